@@ -1,0 +1,73 @@
+"""What has to be computed in a step, before any decision about order, place or overlap. Plain data.
+
+A *program* is what the tape learned about a model from one probe: a list of stages that every
+micro-batch goes through, and the param groups that each stage reads and produces gradients for.
+
+    stage 0     segment   the model's own code up to its first block call (embedding): the prologue
+    stage 1..   call      one call of a block; or a segment between two calls that touches parameters
+    stage K     segment   the code after the last call (norm, head, loss): the epilogue, whose backward
+                          runs at once after its forward, micro-batch by micro-batch
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+ALIGN = 4096
+"""Elements to which each part of a group's flat buffer is padded; also one block of the gradient norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """A param group: parameters that move together as one flat buffer.
+
+    ``[0, trainable)`` are the elements with gradient and optimizer state, ``[trainable, trainable + frozen)``
+    those without. Both counts are padded to multiples of ``ALIGN`` elements.
+    """
+
+    index: int
+    name: str
+    trainable: int
+    frozen: int
+
+    @property
+    def numel(self) -> int:
+        return self.trainable + self.frozen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of every micro-batch's path through the model. Sizes are bytes for one micro-batch.
+
+    ``forward_reads`` / ``backward_reads``: groups whose weights the forward / backward needs on the device.
+    ``gradients``: groups (ascending) that the backward of this stage produces gradients for.
+    ``checkpoint``: bytes of the outputs of this stage that only the next stage reads, and that may
+    therefore leave the device until the next stage's backward. ``gradient``: bytes of the gradients
+    with respect to those outputs. ``kept``: bytes that stay on the device from this stage's forward
+    until its backward (outputs with other readers, autograd graphs of segments).
+    ``forward_peak`` / ``backward_peak``: bytes of temporaries on top of all that.
+    """
+
+    index: int
+    kind: Literal["segment", "call"]
+    name: str
+    forward_reads: tuple[int, ...]
+    backward_reads: tuple[int, ...]
+    gradients: tuple[int, ...]
+    checkpoint: int
+    gradient: int
+    kept: int
+    forward_peak: int
+    backward_peak: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A model's stages and groups. The last stage is the epilogue; every stage of every micro-batch runs once."""
+
+    groups: tuple[GroupSpec, ...]
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        assert [g.index for g in self.groups] == list(range(len(self.groups)))
+        assert [s.index for s in self.stages] == list(range(len(self.stages)))
+        assert len(self.stages) >= 2 and self.stages[0].kind == self.stages[-1].kind == "segment"
