@@ -1,10 +1,10 @@
 """Settings as frozen, keyword-only dataclasses. The strict YAML file of ``penstock train`` is these same classes."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.errors import ConfigError
 
@@ -81,11 +81,221 @@ class Budget:
         parse_size(self.host)
         for kind in ("weights", "state", "gradients", "checkpoints"):
             tier = getattr(self, kind)
-            if tier is not None and tier not in TIERS:
-                raise ConfigError(f"budget.{kind}={tier!r}: must be one of {', '.join(TIERS)} or None")
+            tiers = TIERS[1:] if kind == "gradients" else TIERS
+            if tier is not None and tier not in tiers:
+                raise ConfigError(f"budget.{kind}={tier!r}: must be one of {', '.join(tiers)} or None")
             if tier == "disk" and not self.disk_paths:
                 raise ConfigError(f"budget.{kind}='disk' needs budget.disk, a directory")
-        if self.gradients == "device":
-            raise ConfigError("budget.gradients='device' is not supported: use 'host' or 'disk'")
         if self.disk is not None and not self.disk_paths:
             raise ConfigError("budget.disk is an empty list: give a directory or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model that is trained, from random weights.
+
+    | field | meaning |
+    |---|---|
+    | ``config`` | a Hugging Face configuration: ``model_type`` and whatever that type can be told |
+    """
+
+    config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config.get("model_type"), str):
+            raise ConfigError("model.config has no model_type: name a Hugging Face model type, for example llama")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text, and the byte-level BPE that is trained on it at the start of the run.
+
+    | field | meaning |
+    |---|---|
+    | ``source`` | ``stdlib``: the sources of Python's own standard library; ``files``: the files named below |
+    | ``files`` | glob patterns of UTF-8 text files; with ``source: files`` only |
+    | ``limit`` | bytes of text to use at most (or ``"8MB"``); None: all of it |
+    | ``vocabulary`` | tokens in the vocabulary: 256 bytes, one end-of-text token and the merges |
+    | ``tokenizer_sample`` | bytes of text that the BPE is trained on at most |
+    | ``sequence_length`` | tokens in one sequence |
+    """
+
+    source: Literal["stdlib", "files"]
+    vocabulary: int
+    sequence_length: int
+    files: tuple[str, ...] = ()
+    limit: str | int | None = None
+    tokenizer_sample: str | int = "4MB"
+
+    @property
+    def limit_bytes(self) -> int | None:
+        return None if self.limit is None else parse_size(self.limit)
+
+    @property
+    def sample_bytes(self) -> int:
+        return parse_size(self.tokenizer_sample)
+
+    def __post_init__(self) -> None:
+        if self.source == "files" and not self.files:
+            raise ConfigError("data.source is files, but data.files names none: give glob patterns")
+        if self.source != "files" and self.files:
+            raise ConfigError(
+                f"data.files has no effect with data.source={self.source!r}: drop it or use source: files"
+            )
+        if not 257 < self.vocabulary <= 2**31:
+            raise ConfigError(f"data.vocabulary={self.vocabulary}: must be more than 257 (256 bytes and end of text)")
+        if self.sequence_length < 2:
+            raise ConfigError(f"data.sequence_length={self.sequence_length}: must be at least 2, to have a next token")
+        for key, size in (("limit", self.limit_bytes), ("tokenizer_sample", self.sample_bytes)):
+            if size == 0:
+                raise ConfigError(f"data.{key} is 0 bytes: nothing would be left to train on")
+
+
+OptimizerName = Literal["adamw", "adam", "sgd", "lion"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer. What is not given keeps the default that torch has for it.
+
+    | field | meaning |
+    |---|---|
+    | ``name`` | ``adamw``, ``adam``, ``sgd`` or ``lion`` |
+    | ``lr`` | learning rate before any schedule |
+    | ``betas`` | two decay rates of the moments (adamw, adam, lion) |
+    | ``eps`` | added to the denominator (adamw, adam) |
+    | ``weight_decay`` | weight decay (decoupled in adamw and lion) |
+    | ``momentum`` | momentum (sgd) |
+    | ``nesterov`` | Nesterov's form of momentum (sgd) |
+    """
+
+    name: OptimizerName = "adamw"
+    lr: float
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The settings that were given, as keyword arguments of the optimizer's own class."""
+        values = {key: getattr(self, key) for key in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")}
+        return {key: value for key, value in values.items() if value is not None}
+
+    def __post_init__(self) -> None:
+        takes = {"lr", "weight_decay"} | {
+            "adamw": {"betas", "eps"},
+            "adam": {"betas", "eps"},
+            "sgd": {"momentum", "nesterov"},
+            "lion": {"betas"},
+        }[self.name]
+        for key in self.given():
+            if key not in takes:
+                raise ConfigError(
+                    f"optimizer.{key} has no effect with optimizer.name={self.name!r}, which takes "
+                    f"{', '.join(sorted(takes))}: drop it or choose another optimizer"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrScheduleConfig:
+    """The learning rate over the run, as a factor on ``optimizer.lr``.
+
+    | field | meaning |
+    |---|---|
+    | ``kind`` | ``constant``, or ``linear`` or ``cosine`` decay to the end of the run |
+    | ``warmup_steps`` | steps of linear warm-up from 0 |
+    | ``final`` | the factor at the end of a decay; 0 if not given |
+    """
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    final: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigError(f"lr_schedule.warmup_steps={self.warmup_steps}: must not be negative")
+        if self.kind == "constant" and self.final is not None:
+            raise ConfigError("lr_schedule.final has no effect with kind 'constant': drop it or use linear or cosine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Loss on held-out text during the run. Without this section nothing is held out.
+
+    | field | meaning |
+    |---|---|
+    | ``every`` | steps from one evaluation to the next; the last step is always followed by one |
+    | ``batches`` | evaluation batches, each of ``micro_batches`` micro-batches |
+    | ``share`` | share of the text that is held out |
+    """
+
+    every: int
+    batches: int = 1
+    share: float = 0.02
+
+    def __post_init__(self) -> None:
+        for key in ("every", "batches"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"evaluate.{key}={getattr(self, key)}: must be at least 1")
+        if not 0 < self.share < 1:
+            raise ConfigError(f"evaluate.share={self.share}: must be between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run: the YAML file of ``penstock train``.
+
+    | field | meaning |
+    |---|---|
+    | ``run`` | folder that the run writes its metrics, trace and resolved settings into |
+    | ``model``, ``data``, ``optimizer``, ``budget`` | sections |
+    | ``lr_schedule``, ``evaluate`` | sections; may be left out |
+    | ``steps`` | optimizer steps |
+    | ``micro_batches`` | micro-batches that a step accumulates gradients over |
+    | ``micro_batch_size`` | sequences in a micro-batch |
+    | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; None: bf16 on a GPU, fp32 on the CPU |
+    | ``schedule`` | ``vertical`` (block by block) or ``horizontal`` (micro-batch by micro-batch) |
+    | ``clip_grad_norm`` | gradients are scaled down to this norm; None: off |
+    | ``device`` | a torch device; None: the accelerator if there is one, else ``cpu`` |
+    | ``seed`` | everything random follows from it |
+    | ``trace_steps`` | steps that the trace keeps, the first ones; 0: no trace; None: all of them |
+
+    ``{run}`` in ``budget.disk`` stands for the run's folder.
+    """
+
+    run: str
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    budget: Budget
+    steps: int
+    micro_batches: int = 1
+    micro_batch_size: int = 1
+    lr_schedule: LrScheduleConfig = LrScheduleConfig()
+    evaluate: EvaluateConfig | None = None
+    precision: Precision | None = None
+    schedule: Literal["vertical", "horizontal"] = "vertical"
+    clip_grad_norm: float | None = None
+    device: str | None = None
+    seed: int = 0
+    trace_steps: int | None = 50
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "micro_batches", "micro_batch_size"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}={getattr(self, key)}: must be at least 1")
+        if not self.run:
+            raise ConfigError("run is empty: name a folder for the run")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed}: must not be negative")
+        if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
+            raise ConfigError(f"clip_grad_norm={self.clip_grad_norm}: must be positive, or null for no clipping")
+        if self.trace_steps is not None and self.trace_steps < 0:
+            raise ConfigError(f"trace_steps={self.trace_steps}: must not be negative")
+        decays = self.lr_schedule.kind != "constant"
+        if decays and self.lr_schedule.warmup_steps >= self.steps:
+            raise ConfigError(
+                f"lr_schedule.warmup_steps={self.lr_schedule.warmup_steps} leaves no step of the {self.steps} for the "
+                f"{self.lr_schedule.kind} decay: lower it, or use kind: constant"
+            )
