@@ -1,0 +1,260 @@
+"""The schedule IR: ops on lanes, buffers from pools. Plain data with a text form that parses back.
+
+An op's *id* is a short word that says everything about it; no two ops of a schedule share one.
+
+| id | lane | what it does |
+|---|---|---|
+| ``F3m0`` ``B3m0`` ``E9m0`` | compute | forward, recompute + backward of stage 3, epilogue (both), for micro-batch 0 |
+| ``RW5.1@F3`` | read | weights of group 5, chunk 1, from disk to a host buffer, for visit ``F3`` |
+| ``UW5.1@F3`` | h2d | the same chunk up to the device |
+| ``DG5.1@B3`` | d2h | gradient chunk down to host memory |
+| ``AG5.1@B2`` | cpu | add it to the chunk that is already there |
+| ``NG5.1`` ``ND5`` ``NORM`` | cpu, compute, cpu | partial sums of squares (host, device); the global norm |
+| ``WG5.1`` ``RG5.1`` | write, read | gradient chunk to disk and back, while it waits for the norm |
+| ``RS5.1`` ``OP5.1`` ``WS5.1`` | read, cpu, write | optimizer state chunk in, step, out |
+| ``WW5.1`` ``UN5.1`` | write, h2d | the chunk's new weights to disk, or up to the device where they live |
+| ``OD5`` | compute | optimizer step of a group whose state lives on the device |
+| ``DC3m0`` ``WC3m0`` ``RC3m0`` ``UC3m0`` | d2h, write, read, h2d | checkpoint of stage 3 down, to disk, back, up |
+
+A *visit* is one stay of a group's weights on the device: ``F3`` for all micro-batches of a stage (vertical),
+``F3m0`` for one of them (horizontal).
+
+A *buffer* is taken from a pool by one op and given back by a later one. ``reads`` and ``writes`` name the buffers
+that an op touches, so that the checker can prove that no op races another.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, get_args
+
+from penstock.config import TIERS, Tier
+from penstock.errors import ScheduleError
+
+Lane = Literal["compute", "h2d", "d2h", "read", "write", "cpu"]
+LANES: tuple[Lane, ...] = get_args(Lane)
+
+_COMPUTE = re.compile(r"([FBE])(\d+)m(\d+)")
+_GROUP = re.compile(r"([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?")
+_CHECKPOINT = re.compile(r"([DWRU]C)(\d+)m(\d+)")
+_KIND_LANE: dict[str, Lane] = {
+    **dict.fromkeys(("F", "B", "E", "ND", "OD"), "compute"),
+    **dict.fromkeys(("RW", "RG", "RS", "RC"), "read"),
+    **dict.fromkeys(("WG", "WS", "WW", "WC"), "write"),
+    **dict.fromkeys(("UW", "UN", "UC"), "h2d"),
+    **dict.fromkeys(("DG", "DC"), "d2h"),
+    **dict.fromkeys(("AG", "NG", "OP", "NORM"), "cpu"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Word:
+    """An op's id, taken apart. What a kind does not have is -1 or empty."""
+
+    kind: str
+    lane: Lane
+    stage: int = -1
+    group: int = -1
+    chunk: int = -1
+    micro_batch: int = -1
+    visit: str = ""
+
+
+def parse_word(text: str) -> Word:
+    """Take an op's id apart.
+
+    Raises:
+        ScheduleError: the text names no op.
+    """
+    if text == "NORM":
+        return Word(kind=text, lane="cpu")
+    if match := _COMPUTE.fullmatch(text) or _CHECKPOINT.fullmatch(text):
+        kind = match[1]
+        return Word(kind=kind, lane=_KIND_LANE[kind], stage=int(match[2]), micro_batch=int(match[3]))
+    match = _GROUP.fullmatch(text)
+    if match is None or match[1] not in _KIND_LANE:
+        raise ScheduleError(f"{text!r} is not an op: see penstock.schedule.op for the words")
+    kind, chunk = match[1], -1 if match[3] is None else int(match[3])
+    return Word(kind=kind, lane=_KIND_LANE[kind], group=int(match[2]), chunk=chunk, visit=match[4] or "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One unit of work. ``after``: ids of ops that must be done; ``takes``: (buffer, pool); ``nbytes``: moved."""
+
+    id: str
+    word: Word
+    after: tuple[str, ...] = ()
+    takes: tuple[tuple[str, str], ...] = ()
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+    nbytes: int = 0
+
+    @property
+    def lane(self) -> Lane:
+        return self.word.lane
+
+    def __str__(self) -> str:
+        parts = [self.id]
+        for label, values in (
+            ("after", self.after),
+            ("take", [f"{name}={pool}" for name, pool in self.takes]),
+            ("read", self.reads),
+            ("write", self.writes),
+            ("give", self.gives),
+        ):
+            if values:
+                parts += [label, ",".join(values)]
+        return " ".join([*parts, "bytes", str(self.nbytes)] if self.nbytes else parts)
+
+
+def parse_op(text: str) -> Op:
+    """Parse one line of a schedule's text form; raises ScheduleError."""
+    ident, *rest = text.split()
+    if len(rest) % 2:
+        raise ScheduleError(f"op {ident!r}: {rest[-1]!r} has no value")
+    fields = dict(zip(rest[::2], rest[1::2], strict=True))
+    if unknown := set(fields) - {"after", "take", "read", "write", "give", "bytes"}:
+        raise ScheduleError(f"op {ident!r}: unknown field {sorted(unknown)[0]!r}")
+
+    def names(label: str) -> tuple[str, ...]:
+        return tuple(fields[label].split(",")) if label in fields else ()
+
+    takes = []
+    for item in names("take"):
+        name, equals, pool = item.partition("=")
+        if not equals:
+            raise ScheduleError(f"op {ident!r}: take {item!r} must be written buffer=pool")
+        takes.append((name, pool))
+    nbytes = fields.get("bytes", "0")
+    if not nbytes.isdigit():
+        raise ScheduleError(f"op {ident!r}: bytes {nbytes!r} is not a number")
+    return Op(
+        id=ident,
+        word=parse_word(ident),
+        after=names("after"),
+        takes=tuple(takes),
+        reads=names("read"),
+        writes=names("write"),
+        gives=names("give"),
+        nbytes=int(nbytes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """``count`` buffers of ``size`` bytes each on one tier.
+
+    ``backed``: the pool owns its memory. Otherwise it only counts what torch's allocator holds (activations).
+    """
+
+    name: str
+    tier: Tier
+    size: int
+    count: int
+    backed: bool = True
+
+    def __str__(self) -> str:
+        return f"pool {self.name} {self.tier} {self.count} x {self.size}{'' if self.backed else ' counted'}"
+
+
+_POOL = re.compile(r"pool (\S+) (\S+) (\d+) x (\d+)( counted)?")
+
+
+def _parse_pool(text: str) -> Pool:
+    match = _POOL.fullmatch(text)
+    if match is None or match[2] not in TIERS:
+        raise ScheduleError(f"{text!r}: a pool is written 'pool NAME TIER COUNT x BYTES [counted]'")
+    tier = next(tier for tier in TIERS if tier == match[2])
+    return Pool(name=match[1], tier=tier, count=int(match[3]), size=int(match[4]), backed=match[5] is None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """All ops of one step. The order of ``ops`` is each lane's order; ``fixed`` is memory held all the time."""
+
+    name: str
+    micro_batches: int
+    chunk: int
+    """Largest number of elements of a chunk; a group's chunks are given by ``chunks()`` of the builder."""
+    pools: tuple[Pool, ...]
+    ops: tuple[Op, ...]
+    fixed: tuple[tuple[Tier, str, int], ...] = field(default=())
+    """(tier, what, bytes) that the whole step holds: resident weights and state, working memory."""
+
+    @cached_property
+    def by_id(self) -> dict[str, Op]:
+        return {op.id: op for op in self.ops}
+
+    @cached_property
+    def lanes(self) -> dict[Lane, tuple[Op, ...]]:
+        lanes: dict[Lane, list[Op]] = {lane: [] for lane in LANES}
+        for op in self.ops:
+            lanes[op.lane].append(op)
+        return {lane: tuple(ops) for lane, ops in lanes.items()}
+
+    def bytes_per_lane(self) -> dict[Lane, int]:
+        return {lane: sum(op.nbytes for op in ops) for lane, ops in self.lanes.items()}
+
+    def peak_bytes(self, tier: Tier) -> int:
+        """Upper bound of the bytes in use on a tier: all pools full, plus what is fixed."""
+        pools = sum(pool.size * pool.count for pool in self.pools if pool.tier == tier)
+        return pools + sum(nbytes for where, _, nbytes in self.fixed if where == tier)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines()) + "\n"
+
+    def _lines(self) -> Iterator[str]:
+        yield f"schedule {self.name} micro-batches {self.micro_batches} chunk {self.chunk}"
+        for tier, what, nbytes in self.fixed:
+            yield f"fixed {tier} {what} {nbytes}"
+        yield from map(str, self.pools)
+        yield from map(str, self.ops)
+
+
+_HEADER = re.compile(r"schedule (\S+) micro-batches (\d+) chunk (\d+)")
+_FIXED = re.compile(r"fixed (\S+) (\S+) (\d+)")
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The inverse of ``str(schedule)``; blank lines and lines that start with ``#`` are skipped.
+
+    Raises:
+        ScheduleError: names the line.
+    """
+    header: re.Match[str] | None = None
+    fixed: list[tuple[Tier, str, int]] = []
+    pools: list[Pool] = []
+    ops: list[Op] = []
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        try:
+            if header is None:
+                header = _HEADER.fullmatch(line)
+                if header is None:
+                    raise ScheduleError("the first line must be 'schedule NAME micro-batches M chunk ELEMENTS'")
+            elif line.startswith("fixed "):
+                match = _FIXED.fullmatch(line)
+                if match is None or match[1] not in TIERS:
+                    raise ScheduleError(f"{line!r}: write 'fixed TIER WHAT BYTES'")
+                fixed.append((next(tier for tier in TIERS if tier == match[1]), match[2], int(match[3])))
+            elif line.startswith("pool "):
+                pools.append(_parse_pool(line))
+            else:
+                ops.append(parse_op(line))
+        except ScheduleError as error:
+            raise ScheduleError(f"line {number}: {error}") from None
+    if header is None:
+        raise ScheduleError("the schedule is empty")
+    return Schedule(
+        name=header[1],
+        micro_batches=int(header[2]),
+        chunk=int(header[3]),
+        pools=tuple(pools),
+        ops=tuple(ops),
+        fixed=tuple(fixed),
+    )

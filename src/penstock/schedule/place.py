@@ -1,0 +1,109 @@
+"""Where each group's bytes live and how they are cut: the decisions a schedule is built from. Plain data."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.config import Tier
+from penstock.schedule.program import ALIGN, GroupSpec, Program
+
+FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Elements ``[start, start + numel)`` of a group's flat buffer; all of them trainable or none."""
+
+    index: int
+    start: int
+    numel: int
+    trainable: bool
+
+
+def chunks(group: GroupSpec, largest: int) -> tuple[Chunk, ...]:
+    """Cut a group into the fewest, most even chunks of at most ``largest`` elements, each a multiple of ``ALIGN``."""
+    assert largest >= ALIGN and largest % ALIGN == 0
+    cut: list[Chunk] = []
+    for begin, numel, trainable in ((0, group.trainable, True), (group.trainable, group.frozen, False)):
+        count = -(-numel // largest)
+        blocks = numel // ALIGN
+        for i in range(count):
+            start, stop = blocks * i // count * ALIGN, blocks * (i + 1) // count * ALIGN
+            cut.append(Chunk(index=len(cut), start=begin + start, numel=stop - start, trainable=trainable))
+    return tuple(cut)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """Bytes per element of what moves. In fp32 (``weight_bytes`` 4) the master copy *is* the weights."""
+
+    weight_bytes: Literal[2, 4]
+    moments: int
+
+    @property
+    def split(self) -> bool:
+        """Whether a master copy exists beside the weights."""
+        return self.weight_bytes != FP32
+
+    @property
+    def state_slot_bytes(self) -> int:
+        """Bytes per element of a buffer that can hold master and moments."""
+        return FP32 * (1 + self.moments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The home tier of each group's weights and state, of waiting gradients, and of checkpoints.
+
+    Possible pairs (weights, state) of a group: state on the device needs weights on the device; with fp32, whose
+    master copy is the weights, weights on the device also need state on the device.
+    """
+
+    weights: tuple[Tier, ...]
+    state: tuple[Tier, ...]
+    gradients: Literal["host", "disk"]
+    checkpoints: Tier
+
+    def check(self, program: Program, form: Format) -> None:
+        assert len(self.weights) == len(self.state) == len(program.groups)
+        for group in program.groups:
+            weights, state = self.weights[group.index], self.state[group.index]
+            if group.trainable:
+                assert state != "device" or weights == "device", group
+                assert form.split or (weights == "device") == (state == "device"), group
+
+    def state_on_disk(self, group: int, form: Format) -> int:
+        """Bytes per trainable element that a step reads from and writes to the state extents on disk."""
+        master = self.state[group] if form.split else self.weights[group]
+        return FP32 * (master == "disk") + FP32 * form.moments * (self.state[group] == "disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depths:
+    """How far the lanes may run ahead of each other: numbers of buffers."""
+
+    weights: int = 2
+    """device buffers for weights of groups of one size"""
+    gradients: int = 2
+    """device buffers for gradients of groups of one size"""
+    stage_in: int = 4
+    """host chunks between disk and device"""
+    stage_out: int = 4
+    """host chunks between device and optimizer"""
+    state: int = 4
+    """host chunks of optimizer state in flight"""
+    checkpoints: int = 4
+    """host buffers for checkpoints on their way to or from disk"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that a schedule depends on besides the program."""
+
+    micro_batches: int
+    chunk: int
+    form: Format
+    place: Placement
+    depths: Depths
+    wait: bool
+    """Whether the optimizer waits for the global gradient norm (clipping, or fp16's overflow check)."""
+    train: bool = True

@@ -1,0 +1,178 @@
+"""From a device gradient to new weights: chunks down, sums, norm, optimizer step, chunks back.
+
+Buffers, per group ``g`` and chunk ``c``:
+
+    H{g}.{c}u{k}   host gradient of the k-th stage that uses the group, in backward order; u0 receives the total
+    t{tag}         a further micro-batch's gradient on its way into H (horizontal only)
+    R{g}.{c}       gradient read back from disk
+    S{g}.{c}       optimizer state in flight
+    O{g}.{c}       new weights in flight
+
+The order of additions is the same in every schedule: micro-batches in order within a stage, then stages in
+backward order. That is why the schedule does not change the numbers.
+"""
+
+from collections.abc import Iterator
+
+from penstock.schedule.build import Builder
+from penstock.schedule.place import FP32, Chunk
+
+
+class Updates:
+    """Emits everything between the last backward of a group and its new weights."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.b = builder
+        self.s = builder.s
+        self._normed: list[str] = []
+        self._final: dict[str, str] = {}  # H buffer u0 -> op that completes it
+        self._down: dict[str, str] = {}  # H buffer -> op that last wrote it
+        self._stages = {
+            g: list(dict.fromkeys(builder.visits[i].stage for i in visits))
+            for g, visits in builder.gradient_visits.items()
+        }
+        if builder.gradient_visits:
+            self._make_pools()
+
+    def _streamed(self) -> Iterator[int]:
+        return (g for g in self.b.gradient_visits if self.s.place.state[g] != "device")
+
+    def _held(self, g: int, use: int) -> bool:
+        """Whether the host gradient outlives the visit that makes it."""
+        visits = self.b.gradient_visits[g]
+        of_use = [i for i in visits if self.b.visits[i].stage == self._stages[g][use]]
+        waits = self.s.wait and self.s.place.gradients == "host"
+        return len(of_use) > 1 or (use == 0 and (waits or self.b.uses[g] > 1 or self.b.last_visit[g] > visits[-1]))
+
+    def _make_pools(self) -> None:
+        size = self.s.chunk * FP32
+        held = sum(
+            len(self.b.trained_chunks(g)) for g in self._streamed() for u in range(self.b.uses[g]) if self._held(g, u)
+        )
+        if held:
+            self.b.pool("gradients_held", "host", size, held)
+
+    def host_gradient(self, g: int, c: Chunk, use: int) -> tuple[str, str]:
+        """Name and pool of the host buffer for one stage's gradient of a chunk."""
+        name = f"H{g}.{c.index}u{use}"
+        if self._held(g, use):
+            return name, "gradients_held"
+        return name, self.b.pool("gradients_out", "host", self.s.chunk * FP32, self.s.depths.stage_out)
+
+    def gradients_down(self, index: int) -> None:
+        """Emit what follows the compute ops of visit ``index``: gradients to the host, and what they complete."""
+        visit = self.b.visits[index]
+        last_op = visit.ops()[-1]
+        for g in self.b.gradients(visit):
+            if self.s.place.state[g] != "device":
+                self._group_down(g, index, last_op)
+        for g in sorted({*self.b.gradients(visit), *self.b.reads(visit)}):
+            if g in self.b.gradient_visits and self.b.gradient_visits[g][-1] == index:
+                self._complete(g)
+            if g in self.b.gradient_visits and self.b.last_visit[g] == index and not self.s.wait:
+                self.step(g)
+
+    def _group_down(self, g: int, index: int, after: str) -> None:
+        visit = self.b.visits[index]
+        use = self._stages[g].index(visit.stage)
+        source = self.b.gradient_buffer(g, visit)
+        trained = self.b.trained_chunks(g)
+        for c in trained:
+            name, pool = self.host_gradient(g, c, use)
+            tag = f"{g}.{c.index}@{visit.name}"
+            first = name not in self._down
+            target = name if first else f"t{tag}"
+            if not first:
+                pool = self.b.pool("gradients_out", "host", self.s.chunk * FP32, self.s.depths.stage_out)
+            down = self.b.emit(
+                f"DG{tag}",
+                after=[after],
+                takes=[(target, pool)],
+                reads=[source],
+                writes=[target],
+                gives=[source] if c is trained[-1] else [],
+                nbytes=c.numel * FP32,
+            )
+            if not first:
+                down = self._add(tag, name, target, after=[down, self._down[name]], numel=c.numel)
+            self._down[name] = down
+
+    def _add(self, tag: str, into: str, what: str, *, after: list[str], numel: int) -> str:
+        return self.b.emit(
+            f"AG{tag}", after=after, reads=[into, what], writes=[into], gives=[what], nbytes=3 * numel * FP32
+        )
+
+    def _complete(self, g: int) -> None:
+        """All gradients of a group exist: add up its stages, and take partial norms when the step waits for them."""
+        if self.s.place.state[g] == "device":
+            if self.s.wait:
+                self._normed.append(self.b.emit(f"ND{g}", reads=[f"G{g}"]))
+            return
+        for c in self.b.trained_chunks(g):
+            total = f"H{g}.{c.index}u0"
+            op = self._down[total]
+            for use in range(1, self.b.uses[g]):
+                part = f"H{g}.{c.index}u{use}"
+                op = self._add(f"{g}.{c.index}@sum{use}", total, part, after=[op, self._down[part]], numel=c.numel)
+            if self.s.wait:
+                op = self.b.emit(f"NG{g}.{c.index}", after=[op], reads=[total], nbytes=c.numel * FP32)
+                self._normed.append(op)
+                if self.s.place.gradients == "disk":
+                    op = self.b.emit(
+                        f"WG{g}.{c.index}", after=[op], reads=[total], gives=[total], nbytes=c.numel * FP32
+                    )
+            self._final[total] = op
+
+    def steps_after_norm(self) -> None:
+        """Emit the global norm and every group's step after it (only when the optimizer waits)."""
+        self.b.emit("NORM", after=self._normed)
+        for g in sorted(self.b.gradient_visits):
+            self.step(g)
+
+    def step(self, g: int) -> None:
+        """Emit the optimizer step of a group."""
+        norm = ["NORM"] if self.s.wait else []
+        if self.s.place.state[g] == "device":
+            self.b.emit(f"OD{g}", after=norm, reads=[f"G{g}"], gives=[f"G{g}"])
+            return
+        for c in self.b.trained_chunks(g):
+            self._step_chunk(g, c, norm)
+
+    def _step_chunk(self, g: int, c: Chunk, norm: list[str]) -> None:
+        tag, form, place, depths = f"{g}.{c.index}", self.s.form, self.s.place, self.s.depths
+        gradient, after = f"H{tag}u0", [self._final[f"H{tag}u0"], *norm]
+        if self.s.wait and place.gradients == "disk":
+            pool = self.b.pool("gradients_in", "host", self.s.chunk * FP32, depths.stage_out)
+            gradient = f"R{tag}"
+            fetched = self.b.emit(
+                f"RG{tag}", after=after[:1], takes=[(gradient, pool)], writes=[gradient], nbytes=c.numel * FP32
+            )
+            after = [fetched, *norm]
+        on_disk = place.state_on_disk(g, form) * c.numel
+        state: list[str] = []
+        if on_disk:
+            pool = self.b.pool("state", "host", self.s.chunk * form.state_slot_bytes, depths.state)
+            state = [f"S{tag}"]
+            after.append(self.b.emit(f"RS{tag}", takes=[(state[0], pool)], writes=state, nbytes=on_disk))
+        leaves = form.split and place.weights[g] != "host"
+        new = [f"O{tag}"] if leaves else []
+        takes = []
+        if leaves:
+            size = self.s.chunk * form.weight_bytes
+            takes = [(new[0], self.b.pool("new_weights", "host", size, depths.stage_out))]
+        touched = FP32 + 2 * form.state_slot_bytes + (form.weight_bytes if form.split else 0)
+        done = self.b.emit(
+            f"OP{tag}",
+            after=after,
+            takes=takes,
+            reads=[gradient, *state],
+            writes=[*state, *new],
+            gives=[gradient],
+            nbytes=touched * c.numel,
+        )
+        if on_disk:
+            self.b.emit(f"WS{tag}", after=[done], reads=state, gives=state, nbytes=on_disk)
+        if leaves:
+            home = "WW" if place.weights[g] == "disk" else "UN"
+            nbytes = c.numel * form.weight_bytes
+            self.b.emit(f"{home}{tag}", after=[done], reads=new, gives=new, nbytes=nbytes)

@@ -1,0 +1,43 @@
+"""The vertical schedule: all micro-batches go through a block before the next block starts (GreedySnake).
+
+Weights move to the device twice a step whatever the number of micro-batches, gradients leave it once.
+"""
+
+from penstock.config import Tier
+from penstock.schedule.activations import Activations
+from penstock.schedule.build import Builder, Visit
+from penstock.schedule.op import Schedule
+from penstock.schedule.place import Settings
+from penstock.schedule.program import Program
+from penstock.schedule.update import Updates
+
+
+def vertical(program: Program, settings: Settings, fixed: tuple[tuple[Tier, str, int], ...] = ()) -> Schedule:
+    """Build the vertical schedule of one step (or, with ``settings.train`` off, of one evaluation)."""
+    last = len(program.stages) - 1
+    everyone = tuple(range(settings.micro_batches))
+    order = [("F", k) for k in range(last)] + [("E", last)]
+    if settings.train:
+        order += [("B", k) for k in reversed(range(last))]
+    visits = [Visit(kind=kind, stage=k, micro_batches=everyone, name=f"{kind}{k}") for kind, k in order]
+    builder = Builder(program, settings, visits)
+    builder.weight_pools()
+    builder.gradient_pools()
+    activations = Activations(builder, at_once=settings.micro_batches)
+    updates = Updates(builder)
+    waits: dict[int, list[str]] = {}
+    for i, visit in enumerate(visits):
+        builder.load(i)
+        builder.compute(visit, waits, {m: activations.buffers(visit, m) for m in everyone})
+        if visit.kind == "F":
+            activations.down(visit.stage - 1, everyone)
+        # What the next backward needs goes up before the weights of the one after it.
+        following = visits[i + 1] if i + 1 < len(visits) else None
+        waits = {}
+        if following is not None and following.kind == "B":
+            waits = activations.up(following.stage - 1, everyone)
+        builder.load(i + settings.depths.weights)
+        updates.gradients_down(i)
+    if settings.train and settings.wait:
+        updates.steps_after_norm()
+    return builder.finish("vertical" if settings.train else "evaluate", fixed)
