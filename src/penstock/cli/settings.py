@@ -1,0 +1,202 @@
+"""Settings files and flags, read strictly into the dataclasses of ``penstock.config``.
+
+A file and the flags after it become one tree of located values; the tree is read into dataclasses by their type
+hints. So there is one definition of every setting, and one place that refuses what is not one.
+"""
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from penstock.cli.located import Located, dump_yaml, parse_yaml, read_yaml
+from penstock.config import TrainConfig
+from penstock.errors import ConfigError
+
+T = TypeVar("T")
+
+_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    Path: "a path",
+    type(None): "null",
+}
+
+
+def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
+    """The settings in a file, with flags (``("optimizer.lr", "1e-3")``) laid over them, ``{run}`` filled in.
+
+    Raises:
+        ConfigError: unknown or missing settings, wrong types, impossible values, with the file's line or the flag.
+    """
+    tree = read_yaml(path)
+    if tree.value is None:
+        raise ConfigError(f"{path} is empty: it must hold the settings of a run")
+    for key, text in flags:
+        tree = _overlay(tree, key.replace("-", "_").split("."), parse_yaml(text, f"--{key}", flag=True))
+    config = read(TrainConfig, tree, section="")
+    paths = [str(p).replace("{run}", config.run) for p in config.budget.disk_paths]
+    disk = None if not paths else paths[0] if len(paths) == 1 else tuple(paths)
+    return replace(config, budget=replace(config.budget, disk=disk))
+
+
+def dump(config: TrainConfig) -> str:
+    """The settings as YAML that ``load`` reads back to an equal ``TrainConfig``."""
+    return dump_yaml(_plain(asdict(config)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _overlay(tree: Located, path: Sequence[str], new: Located) -> Located:
+    """``tree`` with the value at ``path`` replaced; sections on the way that are missing or null are made."""
+    if not path:
+        return new
+    if tree.value is not None and not isinstance(tree.value, dict):
+        raise ConfigError(f"{new.where}: {tree.where} gives {tree.plain()!r} there, which has no settings inside")
+    items = dict(tree.value or {})
+    items[path[0]] = _overlay(items.get(path[0], Located(value=None, where=new.where)), path[1:], new)
+    return Located(value=items, where=tree.where)
+
+
+def read(cls: type[T], tree: Located, section: str) -> T:
+    """An instance of the dataclass ``cls`` from a mapping. ``section`` is its dotted name, for messages.
+
+    Raises:
+        ConfigError: as in ``load``.
+    """
+    assert is_dataclass(cls)
+    if not isinstance(tree.value, dict):
+        raise ConfigError(f"{tree.where}: {section or 'the file'} must be a mapping, not {tree.plain()!r}")
+    known = {f.name: f for f in fields(cls)}
+    for key, item in tree.value.items():
+        if key not in known:
+            raise ConfigError(f"{item.where}: {_unknown(key, section, list(known))}")
+    missing = [name for name, f in known.items() if name not in tree.value and _required(f)]
+    if missing:
+        raise ConfigError(f"{tree.where}: {section or 'the file'} lacks {', '.join(missing)}")
+    hints = typing.get_type_hints(cls)
+    values = {key: _convert(item, hints[key], _dotted(section, key)) for key, item in tree.value.items()}
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{_blame(tree, str(error), section)}: {error}") from None
+
+
+def _required(f: Field[Any]) -> bool:
+    return f.default is MISSING and f.default_factory is MISSING
+
+
+def _dotted(section: str, key: str) -> str:
+    return f"{section}.{key}" if section else key
+
+
+def _unknown(key: str, section: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {_dotted(section, near[0])}?" if near else ""
+    takes = f"{section or 'the file'} takes {', '.join(known)}"
+    return f"there is no setting {_dotted(section, key)}; " + (f"{hint} ({takes})" if hint else takes)
+
+
+def _blame(tree: Located, message: str, section: str) -> str:
+    """The place of the setting that a message of a dataclass's own check begins with, else of the section."""
+    place = tree
+    for key in message.removeprefix(section).lstrip(".").split("=")[0].split(" ")[0].split("."):
+        if not isinstance(place.value, dict) or key not in place.value:
+            break
+        place = place.value[key]
+    return place.where
+
+
+def _convert(item: Located, hint: Any, key: str) -> Any:
+    """``item`` as the type ``hint``, or a ConfigError that says what ``key`` must be."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for option in options:
+        if is_dataclass(option) and isinstance(option, type) and isinstance(item.value, dict):
+            return read(option, item, key)
+        found, value = _match(item, option, key)
+        if found:
+            return value
+    raise ConfigError(f"{item.where}: {key} must be {_expected(options)}, not {item.plain()!r}")
+
+
+def _match(item: Located, hint: Any, key: str) -> tuple[bool, Any]:
+    """Whether ``item`` is of one type that is no union, and its value as that type."""
+    value = item.value
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in args and isinstance(value, str), value
+    if origin is tuple and isinstance(value, list):
+        inner = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
+        return len(inner) == len(value), tuple(_convert(v, h, key) for v, h in zip(value, inner, strict=False))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, dict), item.plain()
+    if isinstance(origin, type) and issubclass(origin, Sequence) and origin is not tuple:
+        return isinstance(value, list), tuple(_convert(v, args[0], key) for v in value) if isinstance(
+            value, list
+        ) else ()
+    if hint is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return number, float(typing.cast(float, value)) if number else None
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool), value
+    if hint is Path:
+        return isinstance(value, str), Path(value) if isinstance(value, str) else None
+    return isinstance(hint, type) and isinstance(value, hint), value
+
+
+def _expected(options: Sequence[Any]) -> str:
+    names: list[str] = []
+    for hint in options:
+        origin, args = typing.get_origin(hint), typing.get_args(hint)
+        if origin is Literal:
+            names.append("one of " + ", ".join(map(str, args)))
+        elif origin is tuple and args[-1] is not Ellipsis:
+            names.append(f"a list of {len(args)}")
+        elif origin is tuple or (isinstance(origin, type) and issubclass(origin, Sequence)):
+            names.append("a list")
+        elif is_dataclass(hint) or origin is not None:
+            names.append("a mapping")
+        else:
+            names.append(_NAMES[hint])
+    return " or ".join(dict.fromkeys(names))
+
+
+def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
+    """Every setting below ``cls`` for people: dotted name, what it must be, default, meaning (from the docstrings)."""
+    assert is_dataclass(cls)
+    hints = typing.get_type_hints(cls)
+    meanings = _meanings(cls)
+    rows: list[tuple[str, str, str, str]] = []
+    for f in fields(cls):
+        options = typing.get_args(hints[f.name])
+        options = options if typing.get_origin(hints[f.name]) in (Union, types.UnionType) else (hints[f.name],)
+        inner = next((o for o in options if isinstance(o, type) and is_dataclass(o)), None)
+        if inner is not None:
+            rows += describe(inner, _dotted(section, f.name))
+            continue
+        default = "required" if _required(f) else dump_yaml([_plain(f.default)]).removeprefix("-").strip()
+        rows.append((_dotted(section, f.name), _expected(options), default, meanings.get(f.name, "")))
+    return rows
+
+
+def _meanings(cls: type) -> dict[str, str]:
+    """Field -> meaning, from the ``| field | meaning |`` table in a dataclass's docstring."""
+    found: dict[str, str] = {}
+    for line in (cls.__doc__ or "").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.strip().startswith("|") and len(cells) == 2:
+            for name in cells[0].split(","):
+                found[name.strip().strip("`")] = cells[1].replace("``", "")
+    return found

@@ -1,0 +1,158 @@
+"""Settings: what is written is what is meant; anything else is an error that names the place and the remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cli import settings
+from penstock.cli.located import dump_yaml, parse_yaml
+from penstock.config import Budget, TrainConfig
+from penstock.errors import ConfigError
+
+MINIMAL = """\
+run: runs/x
+model: {config: {model_type: llama, rms_norm_eps: 1e-5}}
+data: {source: stdlib, vocabulary: 512, sequence_length: 64}
+optimizer:
+  lr: 3e-4
+budget:
+  device: 64MiB
+  host: 24MiB
+  disk: "{run}/store"
+steps: 5
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def _refused(path: Path, *flags: tuple[str, str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settings.load(path, flags)
+    return str(caught.value)
+
+
+def test_a_file_becomes_the_dataclass_with_defaults(config_file: Path) -> None:
+    config = settings.load(config_file)
+    assert config.optimizer.lr == 3e-4
+    assert config.optimizer.name == "adamw"
+    assert config.model.config["rms_norm_eps"] == 1e-5
+    assert config.budget == Budget(device="64MiB", host="24MiB", disk="runs/x/store")
+
+
+def test_flags_win_over_the_file(config_file: Path) -> None:
+    flags = [("optimizer.lr", "1e-3"), ("run", "else"), ("model.config.num_hidden_layers", "2"), ("micro-batches", "3")]
+    config = settings.load(config_file, [*flags, ("evaluate.every", "2"), ("optimizer.betas", "[0.9, 0.99]")])
+    assert (config.optimizer.lr, config.run, config.budget.disk) == (1e-3, "else", "else/store")
+    assert config.model.config["num_hidden_layers"] == 2
+    assert config.micro_batches == 3
+    assert config.evaluate is not None
+    assert config.evaluate.every == 2
+    assert config.optimizer.betas == (0.9, 0.99)
+
+
+def test_what_is_dumped_reads_back_equal(config_file: Path, tmp_path: Path) -> None:
+    flags = [("evaluate", "{every: 2}"), ("budget.disk", "[a, b]"), ("run", "'on'"), ("trace_steps", "null")]
+    config = settings.load(config_file, flags)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(settings.dump(config))
+    assert settings.load(copy) == config
+
+
+def test_an_unknown_key_names_its_line_and_the_nearest_known_one(config_file: Path) -> None:
+    config_file.write_text(MINIMAL.replace("  lr: 3e-4", "  lr: 3e-4\n  wieght_decay: 0.1"))
+    message = _refused(config_file)
+    assert "c.yaml:6" in message
+    assert "did you mean optimizer.weight_decay" in message
+
+
+def test_an_unknown_flag_names_itself_and_the_nearest_known_one(config_file: Path) -> None:
+    message = _refused(config_file, ("optimizer.lrr", "1"))
+    assert message.startswith("--optimizer.lrr:")
+    assert "did you mean optimizer.lr?" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "says"),
+    [
+        ("steps", "many", "whole number"),
+        ("steps", "1.5", "whole number"),
+        ("steps", "true", "whole number"),
+        ("steps", "0", "at least 1"),
+        ("run", "7", "text"),
+        ("optimizer.lr", "fast", "a number"),
+        ("optimizer.lr", ".inf", "a number"),
+        ("optimizer.betas", "[0.9]", "list of 2"),
+        ("optimizer.name", "adamm", "one of adamw"),
+        ("budget.device", "12 parsecs", "not a size"),
+        ("budget.gradients", "device", "one of host, disk"),
+        ("steps.more", "1", "no settings inside"),
+        ("model", "folder", "mapping"),
+        ("model.config", "{}", "model_type"),
+        ("optimizer", "{lr: 1", "not YAML"),
+        ("data.files", "[a]", "no effect"),
+        ("data.source", "files", "names none"),
+        ("optimizer.momentum", "0.9", "no effect"),
+        ("lr_schedule.final", "0.1", "no effect"),
+        ("lr_schedule", "{kind: cosine, warmup_steps: 5}", "leaves no step"),
+        ("clip_grad_norm", "0", "must be positive"),
+        ("evaluate.share", "1.0", "lacks every"),
+        ("evaluate", "{every: 1, share: 1.0}", "between 0 and 1"),
+    ],
+)
+def test_a_wrong_value_says_which_setting_and_what_it_must_be(
+    config_file: Path, key: str, text: str, says: str
+) -> None:
+    message = _refused(config_file, (key, text))
+    assert says in message
+    assert message.startswith(("--", str(config_file)))
+
+
+def test_a_check_between_settings_points_at_the_line(config_file: Path) -> None:
+    config_file.write_text(MINIMAL.replace("steps: 5", "steps: -5"))
+    assert f"{config_file}:10: steps=-5" in _refused(config_file)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "empty"),
+        ("- 1", "mapping"),
+        ("run: x\nrun: y", "twice"),
+        ("1: x", "not text"),
+        ("run: [x", "not YAML"),
+        ("run: x", "lacks model, data, optimizer, budget, steps"),
+    ],
+)
+def test_a_file_that_is_no_settings_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert says in _refused(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "No such file" in _refused(tmp_path / "none.yaml")
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=8,
+    )
+)
+def test_any_value_survives_being_written_and_read(value: Any) -> None:
+    assert parse_yaml(dump_yaml(value), "x").plain() == value
+
+
+def test_every_setting_has_a_meaning() -> None:
+    rows = settings.describe(TrainConfig)
+    assert [name for name, _, _, meaning in rows if not meaning] == []
+    assert ("steps", "a whole number", "required", "optimizer steps") in rows
