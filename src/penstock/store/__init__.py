@@ -1,0 +1,19 @@
+"""The disk tier: packed, preallocated, striped files with direct I/O, a manifest, a lock and commit records.
+
+layout.py     which bytes live where in one logical address space (pure arithmetic)
+striping.py   the logical address space cut over one file per directory (pure arithmetic)
+packed.py     one preallocated file, read and written directly; every way a transfer can fail
+transfer.py   requests spread over the files by a small thread pool
+directory.py  checks of the directories that the user gives, and their lock
+records.py    small checksummed JSON documents: manifest and commit records
+store.py      `Store`: what the executor reads and writes during training
+snapshot.py   `SnapshotWriter`, `SnapshotReader`: what `engine.save` and `engine.load` use
+
+Imports only config and errors from the rest of the package, and never torch: buffers are numpy arrays or memoryviews.
+"""
+
+from penstock.store.layout import ALIGN, Extent, Layout
+from penstock.store.snapshot import SnapshotReader, SnapshotWriter
+from penstock.store.store import Store, StoreStats
+
+__all__ = ["ALIGN", "Extent", "Layout", "SnapshotReader", "SnapshotWriter", "Store", "StoreStats"]

@@ -1,0 +1,158 @@
+"""The directories that a user gives to a store: whether they can be used, and the lock that keeps a second run out."""
+
+import fcntl
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.errors import StoreError
+from penstock.store.packed import store_error
+
+LOCK = "lock"
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+
+
+def check_distinct(paths: Sequence[Path]) -> None:
+    """Raises:
+    StoreError: no directory was given, or the same one twice.
+    """
+    if not paths:
+        raise StoreError("a store needs a directory, none was given")
+    seen: dict[Path, Path] = {}
+    for path in paths:
+        real = path.resolve()
+        if real in seen:
+            raise StoreError(f"{path} and {seen[real]} are the same directory: give each one once")
+        seen[real] = path
+
+
+def make_directory(path: Path) -> bool:
+    """Create the last component of ``path`` if it is missing, for its owner only. True if it was created.
+
+    An existing empty directory of ours is closed to others too; one with other things in it keeps its mode (the
+    store's files are readable by their owner only in any case).
+
+    Raises:
+        StoreError: the parent is missing, or the directory cannot be made or used.
+    """
+    if path.exists():
+        check_directory(path)
+        if path.stat().st_uid == os.geteuid() and not any(path.iterdir()):
+            path.chmod(0o700)
+        return False
+    if not path.parent.is_dir():
+        raise StoreError(
+            f"{path} does not exist and neither does {path.parent}: is the drive mounted? create {path.parent}"
+        )
+    try:
+        path.mkdir(mode=0o700)
+    except OSError as e:
+        raise store_error(f"{path} cannot be created: {e.strerror}: give a directory that you may write to", e) from e
+    return True
+
+
+def check_directory(path: Path) -> None:
+    """Raises:
+    StoreError: missing, not a directory, or not writable.
+    """
+    if not path.exists():
+        raise StoreError(f"{path} does not exist: is the drive mounted?")
+    if not path.is_dir():
+        raise StoreError(f"{path} is not a directory: give one")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise StoreError(f"{path} is not writable: change its owner or mode, or give another directory")
+
+
+def in_memory(path: Path) -> bool:
+    """Whether the file system of ``path`` keeps its files in memory."""
+    return _file_system_type(path) in _IN_MEMORY
+
+
+def _file_system_type(path: Path) -> str:
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == wanted:
+            return kind.split()[0]
+    return ""
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in ``path`` durable: a renamed file is only safe once its directory is."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class DirectoryLock:
+    """An advisory lock (flock) on a directory. The kernel drops it when the process ends, however it ends."""
+
+    def __init__(self, directory: Path) -> None:
+        """Take the lock.
+
+        Raises:
+            StoreError: another process (or another store in this one) holds it; says which.
+        """
+        self._path = directory / LOCK
+        try:
+            self._fd: int | None = self._take(directory)
+        except StoreError:
+            raise
+        except OSError as e:
+            raise store_error(f"{self._path} cannot be locked: {e.strerror}: use a local file system", e) from e
+        _held.add(self)
+
+    def _take(self, directory: Path) -> int:
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._still_there(fd):
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                    return fd
+            except BlockingIOError as e:
+                holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "of unknown number"
+                os.close(fd)
+                advice = "wait for it to end, or give this run another directory"
+                raise store_error(f"{directory} is in use by process {holder}: {advice}", e) from e
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # it was deleted between our open and our lock: lock the new one
+
+    def _still_there(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(fd))
+        except FileNotFoundError:
+            return False
+
+    def release(self, *, remove: bool = False) -> None:
+        """Give the lock back; with ``remove``, delete its file first, while nobody else can hold it."""
+        if self._fd is None:
+            return
+        if remove:
+            self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = None
+
+    def forget(self) -> None:
+        """In a forked child: drop the copy of the descriptor, which would keep the lock after its owner's death."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+_held: "weakref.WeakSet[DirectoryLock]" = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    for lock in list(_held):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

@@ -1,0 +1,180 @@
+"""One preallocated file that is read and written directly, past the page cache.
+
+A transfer moves every byte or raises `StoreError` with file, offset, bytes asked for and bytes done.
+"""
+
+import errno
+import mmap
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.config import format_size
+from penstock.errors import StoreError
+from penstock.store.layout import ALIGN
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+_ZEROS = 4 << 20  # bytes per write where a file system cannot preallocate
+
+_ADVICE = {
+    errno.EIO: "the drive or its file system failed: see the kernel's log (dmesg) and check the drive",
+    errno.ENOSPC: "the space reserved at the start is gone: a copy-on-write file system? free some space",
+    errno.EDQUOT: "the disk quota is used up: raise it, or use another directory",
+    errno.EROFS: "the file system has become read-only: see the kernel's log (dmesg)",
+}
+
+
+def store_error(message: str, cause: OSError) -> StoreError:
+    """A `StoreError` that keeps the system's error number, so that a caller can tell a full disk from a broken one."""
+    error = StoreError(message)
+    error.errno = cause.errno
+    return error
+
+
+def allocate(path: Path, nbytes: int) -> None:
+    """Create ``path`` with ``nbytes`` of reserved space that reads as zeros.
+
+    Raises:
+        StoreError: the disk (or a quota, or a limit on file size) has no room; the file is removed again.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as e:
+            if e.errno not in _NO_FALLOCATE:
+                raise
+            _write_zeros(fd, nbytes)
+        os.fsync(fd)
+    except OSError as e:
+        path.unlink()
+        raise _allocation_error(path, nbytes, e) from e
+    except BaseException:
+        path.unlink()
+        raise
+    finally:
+        os.close(fd)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this process may still allocate on the file system of ``path``."""
+    stat = os.statvfs(path)
+    return (stat.f_bfree if os.geteuid() == 0 else stat.f_bavail) * stat.f_frsize  # root may use the reserve
+
+
+def _write_zeros(fd: int, nbytes: int) -> None:
+    zeros = bytes(min(_ZEROS, nbytes))
+    done = 0
+    while done < nbytes:
+        done += os.pwrite(fd, memoryview(zeros)[: nbytes - done], done)
+
+
+def _allocation_error(path: Path, nbytes: int, cause: OSError) -> StoreError:
+    free = format_size(free_bytes(path.parent))
+    if cause.errno in FULL:
+        limit = {errno.ENOSPC: "free", errno.EDQUOT: "free, but a quota stands in the way"}
+        state = f"{free} are {limit.get(cause.errno or 0, 'free, but a limit on the size of files stands in the way')}"
+        advice = "free some space, give another directory, or give several that are striped"
+    else:
+        state, advice = str(cause), "see the kernel's log (dmesg)"
+    return store_error(f"{path.parent}: {format_size(nbytes)} are needed for {path.name}, {state}: {advice}", cause)
+
+
+class PackedFile:
+    """A file of fixed size. ``read`` and ``write`` may be called from any number of threads."""
+
+    def __init__(self, path: Path, *, direct: bool | None = None, writable: bool = True) -> None:
+        """Open an existing file. ``direct``: True insists on O_DIRECT, False does without, None prefers it and warns.
+
+        Raises:
+            StoreError: the file cannot be opened, or cannot be read directly although ``direct`` is True.
+        """
+        self.path = path
+        self._flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+        try:
+            self._fd, self.direct = self._open(direct)
+        except StoreError:
+            raise
+        except OSError as e:
+            raise store_error(f"{path} cannot be opened: {e.strerror}: check its owner and mode", e) from e
+        self.nbytes = os.fstat(self._fd).st_size
+        self._grain = ALIGN if self.direct else 1  # where a transfer that stopped short may go on
+
+    def _open(self, direct: bool | None) -> tuple[int, bool]:
+        if direct is not False:
+            fd = self._open_direct()
+            if fd is not None:
+                return fd, True
+            message = f"{self.path.parent}: this file system does not do direct I/O (O_DIRECT)"
+            if direct:
+                raise StoreError(f"{message}: use another directory, or allow buffered I/O")
+            warnings.warn(f"{message}: reading and writing through the page cache, which is slower", stacklevel=2)
+        return os.open(self.path, self._flags), False
+
+    def _open_direct(self) -> int | None:
+        """A direct descriptor that has read a block, or None: some file systems refuse only at the first read."""
+        try:
+            fd = os.open(self.path, self._flags | os.O_DIRECT)
+        except OSError as e:
+            if e.errno == errno.EINVAL:
+                return None
+            raise
+        with mmap.mmap(-1, ALIGN) as block:
+            try:
+                os.preadv(fd, [block], 0)
+            except OSError as e:
+                os.close(fd)
+                if e.errno == errno.EINVAL:
+                    return None
+                raise
+        return fd
+
+    def read(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` (bytes, aligned) from ``offset``."""
+        self._transfer("read", os.preadv, offset, view)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write all of ``view`` (bytes, aligned) at ``offset``."""
+        self._transfer("write", os.pwritev, offset, view)
+
+    def _transfer(
+        self, verb: str, call: Callable[[int, list[memoryview], int], int], offset: int, view: memoryview
+    ) -> None:
+        done, asked = 0, len(view)
+        assert offset + asked <= self.nbytes, f"{self.path}: [{offset}, +{asked}) of {self.nbytes}"
+        while done < asked:
+            try:
+                moved = call(self._fd, [view[done:]], offset + done)
+            except OSError as e:
+                advice = _ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
+                raise store_error(self._failure(verb, offset, asked, done, f"{e.strerror}: {advice}"), e) from e
+            ahead = (done + moved) // self._grain * self._grain  # direct I/O must go on from a block's start
+            if ahead == done:
+                reason = "the file ended" if verb == "read" else "no more bytes were taken"
+                advice = "was it changed by something else? restore it from a snapshot"
+                raise StoreError(self._failure(verb, offset, asked, done + moved, f"{reason}: {advice}"))
+            done = ahead
+        if not self.direct:  # what was moved will not be needed before the next step: do not fill memory with it
+            os.posix_fadvise(self._fd, offset, asked, os.POSIX_FADV_DONTNEED)
+
+    def _failure(self, verb: str, offset: int, asked: int, done: int, reason: str) -> str:
+        return f"{self.path}: {verb} of {asked} bytes at offset {offset} stopped after {done} bytes: {reason}"
+
+    def flush(self) -> None:
+        """Return when everything written is on the drive itself.
+
+        Raises:
+            StoreError: it could not be put there.
+        """
+        try:
+            os.fdatasync(self._fd)
+        except OSError as e:
+            advice = _ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
+            raise store_error(f"{self.path}: flush failed: {e.strerror}: {advice}", e) from e
+        if not self.direct:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,151 @@
+"""Small JSON documents with a kind, a format version and a checksum: manifests and commit records."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock.errors import StoreError
+from penstock.store.directory import sync_directory
+from penstock.store.packed import store_error
+
+FORMAT = 1
+_RESERVE = 256 << 10  # bytes of a commit file from the start, so that no commit needs new space on a full disk
+
+
+def encode(kind: str, body: object) -> bytes:
+    """The document as JSON text. ``body`` must be made of what JSON has."""
+    plain = json.loads(json.dumps(body))  # keys become text first, so that they sort the same when read back
+    document = {"penstock": kind, "format": FORMAT, "checksum": _checksum(plain), "body": plain}
+    return json.dumps(document).encode()
+
+
+def decode(kind: str, text: bytes, source: Path) -> Any:
+    """The body of a document.
+
+    Raises:
+        StoreError: damaged, foreign, or of an unknown format version; names ``source``.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as e:
+        raise StoreError(f"{source} is damaged: {e}") from e
+    if not isinstance(document, dict) or document.get("penstock") != kind:
+        raise StoreError(f"{source} is not a {kind} of penstock's: give another directory")
+    if document.get("format") != FORMAT:
+        raise StoreError(
+            f"{source} has format {document.get('format')!r}, this version of penstock reads format {FORMAT}: "
+            "use the version of penstock that wrote it"
+        )
+    if "body" not in document or document.get("checksum") != _checksum(document["body"]):
+        raise StoreError(f"{source} is damaged: its checksum does not match its content")
+    return document["body"]
+
+
+def _checksum(body: object) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def write_document(path: Path, kind: str, body: object) -> None:
+    """Replace ``path`` by the document, atomically and durably.
+
+    Raises:
+        StoreError: it could not be written; what was there before is still there.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with open(partial, "wb", opener=_private) as file:
+            file.write(encode(kind, body))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_directory(path.parent)
+    except OSError as e:
+        partial.unlink(missing_ok=True)
+        raise store_error(f"{path} cannot be written: {e.strerror}", e) from e
+
+
+def read_document(path: Path, kind: str) -> Any:
+    """The body of the document at ``path``.
+
+    Raises:
+        StoreError: missing, unreadable, damaged, foreign, or of an unknown format version.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as e:
+        raise store_error(f"{path} cannot be read: {e.strerror}: is this the right directory?", e) from e
+    return decode(kind, text, path)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+class CommitLog:
+    """Two files written in turn, so that the newer complete one is always there, whenever the process dies.
+
+    They are overwritten in place, within space that they have from the start: a commit cannot fail for lack of it.
+    """
+
+    def __init__(self, directory: Path, store: str) -> None:
+        """``store`` is the id of the store: a record of another store is not taken for ours.
+
+        Raises:
+            StoreError: neither file holds a readable record.
+        """
+        self._paths = (directory / "commit.0", directory / "commit.1")
+        self._store = store
+        self._sequence, self._record = self._newest()
+
+    @staticmethod
+    def create(directory: Path, store: str) -> None:
+        """Make both files: record 0 says that nothing has been committed, the other is blank."""
+        for name, text in (
+            ("commit.0", encode("commit", {"store": store, "sequence": 0, "record": None})),
+            ("commit.1", b""),
+        ):
+            with open(directory / name, "xb", opener=_private) as file:
+                file.write(text.ljust(_RESERVE))
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _newest(self) -> tuple[int, dict[str, Any] | None]:
+        found: list[tuple[int, dict[str, Any] | None]] = []
+        faults: list[StoreError] = []
+        for path in self._paths:
+            try:
+                body = read_document(path, "commit")
+                if body["store"] != self._store:
+                    raise StoreError(f"{path} belongs to another store: restore the file that was there")
+                found.append((body["sequence"], body["record"]))
+            except StoreError as e:  # one of the two may be blank, or torn by a crash while it was written
+                faults.append(e)
+        if not found:
+            raise StoreError(f"no commit record can be read: {faults[0]}; {faults[1]}: start from a snapshot")
+        return max(found, key=lambda entry: entry[0])
+
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The newest record, or None before the first."""
+        return self._record
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write ``record`` durably over the older of the two.
+
+        Raises:
+            StoreError: it could not be written; the last one still stands.
+        """
+        sequence = self._sequence + 1
+        path = self._paths[sequence % 2]
+        text = encode("commit", {"store": self._store, "sequence": sequence, "record": record})
+        try:
+            with open(path, "r+b") as file:
+                file.write(text.ljust(max(_RESERVE, os.fstat(file.fileno()).st_size)))
+                file.flush()
+                os.fdatasync(file.fileno())
+        except OSError as e:
+            raise store_error(f"{path}: commit failed: {e.strerror}: the commit before it still stands", e) from e
+        self._sequence, self._record = sequence, json.loads(json.dumps(record))

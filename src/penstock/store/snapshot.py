@@ -1,0 +1,292 @@
+"""A snapshot: a folder with one packed file and its manifest, written by streaming and complete or not there at all.
+
+Every 1 MiB of an extent has a checksum (xxh3), which is checked whenever any of it is read.
+"""
+
+import ctypes
+import errno
+import glob
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xxhash
+
+from penstock.config import format_size
+from penstock.errors import StoreError
+from penstock.store import directory, packed
+from penstock.store.directory import LOCK, DirectoryLock
+from penstock.store.layout import ALIGN, Layout
+from penstock.store.packed import PackedFile, store_error
+from penstock.store.records import read_document, write_document
+from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
+
+DATA = "penstock.snapshot"
+MANIFEST = "snapshot.json"
+BLOCK = 1 << 20  # bytes under one checksum, counted from the extent's start
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL})
+
+
+@dataclass(kw_only=True)
+class _Progress:
+    """How far an extent has been written: the hash of its last, incomplete block and the checksums before it."""
+
+    done: int = 0
+    block: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+    checksums: list[str] = field(default_factory=list)
+
+    def take(self, view: memoryview, stride: int) -> None:
+        for part in _blocks(self.done, len(view)):
+            self.block.update(view[part.start - self.done : part.stop - self.done])
+            if part.stop % BLOCK == 0 or part.stop == stride:
+                self.checksums.append(self.block.hexdigest())
+                self.block.reset()
+        self.done += len(view)
+
+
+def _blocks(offset: int, nbytes: int) -> Iterator[range]:
+    """``[offset, offset + nbytes)`` cut at multiples of ``BLOCK``."""
+    start = offset
+    while start < offset + nbytes:
+        stop = min((start // BLOCK + 1) * BLOCK, offset + nbytes)
+        yield range(start, stop)
+        start = stop
+
+
+class SnapshotWriter:
+    """Writes a snapshot next to where it will be, and puts it there in ``finish``. A context manager that aborts
+    unless ``finish`` was called.
+
+    Each extent is written front to back; different extents may be written by different threads at once.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entries: Iterable[tuple[str, int]],
+        meta: dict[str, Any],
+        *,
+        overwrite: bool = False,
+        io_threads: int = 4,
+        direct: bool | None = None,
+    ) -> None:
+        """Reserve the space of all ``entries`` (name, bytes); ``meta`` is anything that JSON has.
+
+        Raises:
+            StoreError: ``path`` exists (and is no snapshot that may be overwritten), or the disk has no room.
+        """
+        self._path = Path(os.path.abspath(path))
+        self._overwrite = overwrite
+        self._meta = meta
+        self.layout = Layout.build((name, nbytes, 1) for name, nbytes in entries)
+        self._progress = {e.name: _Progress() for e in self.layout.extents}
+        self._check_target()
+        if not self._path.parent.is_dir():
+            raise StoreError(f"{self._path}: {self._path.parent} does not exist: create it first")
+        _remove_abandoned(self._path)
+        self._partial = self._path.with_name(f"{self._path.name}.partial-{uuid.uuid4().hex[:12]}")
+        directory.make_directory(self._partial)
+        try:
+            self._lock = DirectoryLock(self._partial)  # so that another save can tell a dead one's leftovers from ours
+            self._check_room()
+            packed.allocate(self._partial / DATA, max(self.layout.nbytes, ALIGN))
+            file = PackedFile(self._partial / DATA, direct=direct)
+        except BaseException:
+            shutil.rmtree(self._partial)
+            raise
+        self._files = StripedFiles([file], stripe=BLOCK, io_threads=io_threads)
+        self._open = True
+
+    def _check_target(self) -> None:
+        if not os.path.lexists(self._path):
+            return
+        if not self._overwrite:
+            raise StoreError(f"{self._path} exists: give another path, remove it, or say overwrite=True")
+        if not (self._path / MANIFEST).is_file():
+            raise StoreError(
+                f"{self._path} is not a snapshot, so it is not overwritten: give another path, or remove it"
+            )
+
+    def _check_room(self) -> None:
+        free = packed.free_bytes(self._partial)
+        if self.layout.nbytes > free:
+            raise StoreError(
+                f"{self._path}: the snapshot needs {format_size(self.layout.nbytes)}, {format_size(free)} are free: "
+                "free some space, or give another path"
+            )
+
+    def write(self, name: str, offset: int, buffer: Buffer) -> None:
+        """Write the next bytes of extent ``name``; ``offset`` is where the last write to it ended.
+
+        Raises:
+            StoreError: the drive failed.
+        """
+        view = byte_view(buffer)
+        extent, progress = self.layout[name], self._progress[name]
+        address = extent.address(offset, len(view), 0)
+        assert offset == progress.done, f"{name}: written to {progress.done}, next write at {offset}"
+        progress.take(view, extent.stride)
+        self._files.write(address, view)
+
+    def finish(self) -> None:
+        """Make everything durable and rename it to its place.
+
+        Raises:
+            StoreError: the drive failed, or something else has taken the place. The snapshot is then aborted, and what
+                was at the path before is still there.
+        """
+        for extent in self.layout.extents:
+            done = self._progress[extent.name].done
+            assert done == extent.stride, f"{extent.name}: {done} of {extent.stride} bytes were written"
+        try:
+            self._files.flush()
+            checksums = {name: progress.checksums for name, progress in self._progress.items()}
+            body = {"meta": self._meta, "layout": self.layout.to_json(), "block": BLOCK, "checksums": checksums}
+            write_document(self._partial / MANIFEST, "snapshot", body)
+            self._check_target()
+            replaces = os.path.lexists(self._path)
+            self._rename(replaces)
+        except BaseException:
+            self.abort()
+            raise
+        self._open = False
+        self._files.close()
+        (self._path / LOCK).unlink()
+        self._lock.release()
+        directory.sync_directory(self._path.parent)
+        if replaces:
+            shutil.rmtree(self._partial)  # by now the old snapshot
+
+    def _rename(self, replaces: bool) -> None:
+        try:
+            if replaces:
+                _exchange(self._partial, self._path)
+            else:
+                self._partial.rename(self._path)
+        except OSError as e:
+            raise store_error(f"{self._path} cannot be put in place: {e.strerror}: is it a mount point?", e) from e
+
+    def abort(self) -> None:
+        """Remove what has been written. Does nothing after ``finish``."""
+        if self._open:
+            self._open = False
+            self._files.close()
+            self._lock.release()
+            shutil.rmtree(self._partial)
+
+    def __enter__(self) -> "SnapshotWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what saves to ``path`` left behind whose process was killed: nobody holds their lock any more."""
+    for partial in path.parent.glob(f"{glob.escape(path.name)}.partial-*"):
+        try:
+            lock = DirectoryLock(partial)
+        except StoreError:
+            continue
+        shutil.rmtree(partial)
+        lock.release()
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two names; in one step where the file system can (Linux renameat2), else in three."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE)
+    if libc.renameat2(*arguments) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in _NO_EXCHANGE:
+        raise OSError(code, os.strerror(code))
+    aside = new.with_name(f"{new.name}-old")
+    old.rename(aside)
+    new.rename(old)
+    aside.rename(new)
+
+
+class SnapshotReader:
+    """Reads a snapshot, checking each byte against its checksum. Thread-safe; a context manager."""
+
+    def __init__(self, path: Path, *, io_threads: int = 4, direct: bool | None = None) -> None:
+        """Open the snapshot at ``path``.
+
+        Raises:
+            StoreError: there is none, or it is incomplete, damaged, or of an unknown format version.
+        """
+        self._path = Path(path)
+        if not (self._path / MANIFEST).is_file():
+            raise StoreError(f"{path} is not a snapshot: give a folder that engine.save has written")
+        body = read_document(self._path / MANIFEST, "snapshot")
+        self.meta: dict[str, Any] = body["meta"]
+        self.layout = Layout.from_json(body["layout"])
+        self._checksums: dict[str, list[str]] = body["checksums"]
+        if body["block"] != BLOCK:
+            raise StoreError(f"{path} has a checksum per {body['block']} bytes, this version of penstock reads {BLOCK}")
+        file = PackedFile(self._path / DATA, direct=direct, writable=False)
+        if file.nbytes < self.layout.nbytes:
+            file.close()
+            raise StoreError(
+                f"{path} is damaged: {DATA} has {file.nbytes} bytes, its manifest says {self.layout.nbytes}"
+            )
+        self._files = StripedFiles([file], stripe=BLOCK, io_threads=io_threads)
+
+    def read(self, name: str, offset: int, buffer: Buffer) -> None:
+        """Fill ``buffer`` from byte ``offset`` of extent ``name``.
+
+        Raises:
+            StoreError: the drive failed, or what it gave is not what was written.
+        """
+        view = byte_view(buffer)
+        extent = self.layout[name]
+        self._files.read(extent.address(offset, len(view), 0), view)
+        for part in _blocks(offset, len(view)):
+            number = part.start // BLOCK
+            whole = range(number * BLOCK, min((number + 1) * BLOCK, extent.stride))
+            block = view[part.start - offset : part.stop - offset]
+            if (
+                part != whole
+            ):  # the checksum is of the whole block: read it all, and take our part from what was checked
+                rest = byte_view(aligned_bytes(len(whole)))
+                self._files.read(extent.address(whole.start, len(whole), 0), rest)
+                block[:] = rest[part.start - whole.start : part.stop - whole.start]
+                block = rest
+            if xxhash.xxh3_64_hexdigest(block) != self._checksums[name][number]:
+                raise StoreError(
+                    f"{self._path}: {name} is damaged in bytes {whole.start} to {whole.stop}: its checksum "
+                    "does not match: check the drive, and use another snapshot"
+                )
+
+    def verify(self) -> None:
+        """Read everything and check it.
+
+        Raises:
+            StoreError: the first damage found.
+        """
+        buffer = aligned_bytes(8 * BLOCK)
+        for extent in self.layout.extents:
+            for offset in range(0, extent.stride, len(buffer)):
+                self.read(extent.name, offset, buffer[: min(len(buffer), extent.stride - offset)])
+
+    def close(self) -> None:
+        self._files.close()
+
+    def __enter__(self) -> "SnapshotReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,103 @@
+"""Requests spread over the files of an address space by a small thread pool.
+
+The thread that asks works too: it and the pool's threads take pieces off one list until it is empty. So a request
+never waits for a thread, however busy the pool is, and a request of one piece does not touch the pool at all.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.store.layout import ALIGN
+from penstock.store.packed import PackedFile
+from penstock.store.striping import Piece, Striping
+
+REQUEST = 4 << 20  # bytes of one system call at most
+
+Buffer = memoryview | npt.NDArray[np.uint8]
+Move = Callable[[PackedFile, int, memoryview], None]
+
+
+def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
+    """A new uint8 array whose memory starts on an ``ALIGN`` boundary."""
+    raw = np.empty(nbytes + ALIGN, np.uint8)
+    start = -raw.ctypes.data % ALIGN
+    return raw[start : start + nbytes]
+
+
+def byte_view(buffer: Buffer) -> memoryview:
+    """The buffer's bytes; their address and number must be multiples of ``ALIGN``."""
+    view = (buffer if isinstance(buffer, memoryview) else buffer.data).cast("B")
+    address = np.frombuffer(view, np.uint8).ctypes.data
+    assert address % ALIGN == len(view) % ALIGN == 0, f"buffer of {len(view)} bytes at {address:#x} is not aligned"
+    return view
+
+
+class StripedFiles:
+    """One address space over the files of one or several directories. Thread-safe."""
+
+    def __init__(self, files: Sequence[PackedFile], *, stripe: int, io_threads: int, request: int = REQUEST) -> None:
+        assert io_threads > 0
+        assert request % ALIGN == 0
+        self.files = tuple(files)
+        self._striping = Striping(files=len(files), stripe=stripe)
+        self._request = request
+        self._threads = io_threads * len(files)
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="penstock-io")
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+        self.bytes_written = 0
+
+    def read(self, address: int, view: memoryview) -> None:
+        """Fill ``view`` from ``address``; blocks until done, or raises the first error when nothing is in flight."""
+        assert not view.readonly, "reading into a read-only buffer"
+        self._run(PackedFile.read, address, view)
+        with self._lock:
+            self.bytes_read += len(view)
+
+    def write(self, address: int, view: memoryview) -> None:
+        """Write ``view`` at ``address``; blocks until done, or raises the first error when nothing is in flight."""
+        self._run(PackedFile.write, address, view)
+        with self._lock:
+            self.bytes_written += len(view)
+
+    def _run(self, move: Move, address: int, view: memoryview) -> None:
+        pieces = deque(self._striping.pieces(address, len(view), self._request))
+
+        def work() -> None:
+            try:
+                while piece := _next(pieces):
+                    move(self.files[piece.file], piece.offset, view[piece.start : piece.start + piece.nbytes])
+            except BaseException:
+                pieces.clear()  # the others finish what they are at, and take no more
+                raise
+
+        extra = [self._pool.submit(work) for _ in range(min(self._threads, len(pieces) - 1))]
+        try:
+            work()
+        finally:  # nobody may touch the buffer after we return, whether with an error or without
+            started = [future for future in extra if not future.cancel()]
+            wait(started)
+        for future in started:
+            future.result()
+
+    def flush(self) -> None:
+        """Return when everything written is on the drives themselves."""
+        for file in self.files:
+            file.flush()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for file in self.files:
+            file.close()
+
+
+def _next(pieces: deque[Piece]) -> Piece | None:
+    try:
+        return pieces.popleft()
+    except IndexError:
+        return None
