@@ -1,0 +1,123 @@
+"""The optimizer that users and ``torch.optim.lr_scheduler`` see: real param groups whose state lives elsewhere."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from penstock.errors import ConfigError
+from penstock.optim.formula import Hyper, Kind
+from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec
+
+
+class StreamedOptimizer(torch.optim.Optimizer):
+    """``torch.optim.Optimizer`` with live ``param_groups`` for parameters that an engine updates.
+
+    One param group holds the parameters that no override matches (if there are any), and one more for each override
+    holds those that it is the first to match. Whatever is written into ``param_groups`` holds from the next step.
+    ``state_dict`` carries settings only; moments and master weights are saved by ``engine.save``.
+
+    Args:
+        spec: the optimizer and its settings.
+        named: names and parameters, all that are trained.
+
+    Raises:
+        ConfigError: an override matches no parameter that an earlier one has not taken.
+    """
+
+    def __init__(self, spec: OptimizerSpec, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        self._sealed = False
+        self.spec = spec
+        super().__init__(_param_groups(spec, named), spec.group_settings)
+        self._sealed = True
+        self._group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+
+    def hypers(self) -> tuple[Hyper, ...]:
+        """The settings of each param group as they are now."""
+        kind = _kind(self.spec)
+        return tuple(_hyper(kind, group) for group in self.param_groups)
+
+    def group_of(self, parameter: torch.nn.Parameter) -> int:
+        """The index of the parameter's param group."""
+        return self._group_of[id(parameter)]
+
+    def record_step(self) -> None:
+        """Tells LR schedulers that a step was taken, which they otherwise learn from ``step`` and warn without."""
+        self._opt_called = True
+
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
+        """Refuses: the update happens while gradients stream through ``engine.step``.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("optimizer.step() has nothing to update: engine.step(micro_batches) does the whole step")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: gradients never stay on the parameters between steps."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses once built.
+
+        Raises:
+            ConfigError: always; what is trained was fixed when the engine was built.
+        """
+        if self._sealed:
+            raise ConfigError("param groups cannot be added to a running engine: use overrides=(Override(...),)")
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over settings.
+
+        Raises:
+            ConfigError: the dictionary also holds moments, which would be lost here.
+        """
+        if state_dict.get("state"):
+            raise ConfigError("this state_dict holds moments, which engine.load restores; this loads settings only")
+        super().load_state_dict(state_dict)
+
+
+def _param_groups(spec: OptimizerSpec, named: Sequence[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
+    members: list[list[tuple[str, torch.nn.Parameter]]] = [[] for _ in range(len(spec.overrides) + 1)]
+    for name, parameter in named:
+        members[_override_index(spec, name)].append((name, parameter))
+    for override, matched in zip(spec.overrides, members[1:], strict=True):
+        if not matched:
+            raise ConfigError(
+                f"override match={override.match!r} is the first match of no trained parameter; names are like "
+                f"{', '.join(name for name, _ in named[:3])}"
+            )
+    settings: list[dict[str, Any]] = [{}, *(dict(override.settings) for override in spec.overrides)]
+    return [{"params": group} | more for group, more in zip(members, settings, strict=True) if group]
+
+
+def _override_index(spec: OptimizerSpec, name: str) -> int:
+    """0: no override matches; else one more than the first that does."""
+    return next((i for i, o in enumerate(spec.overrides, start=1) if re.search(o.match, name)), 0)
+
+
+def _kind(spec: OptimizerSpec) -> Kind:
+    match spec:
+        case Adam():
+            return "adam"
+        case AdamW():
+            return "adamw"
+        case Lion():
+            return "lion"
+        case SGD(momentum=0.0):
+            return "sgd"
+        case SGD(nesterov=nesterov):
+            return "nesterov" if nesterov else "momentum"
+    raise ConfigError(f"{type(spec).__name__} is not an optimizer: use AdamW, Adam, SGD or Lion")
+
+
+def _hyper(kind: Kind, group: dict[str, Any]) -> Hyper:
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    if kind in ("sgd", "momentum", "nesterov"):
+        momentum = float(group["momentum"])
+        if kind == "sgd" and momentum:
+            raise ConfigError(f"momentum={momentum} was set on an SGD built without: it has no momentum buffer")
+        return Hyper(kind=kind, lr=lr, betas=(momentum, 0.0), weight_decay=weight_decay)
+    betas = (float(group["betas"][0]), float(group["betas"][1]))
+    return Hyper(kind=kind, lr=lr, betas=betas, eps=float(group.get("eps", 0.0)), weight_decay=weight_decay)

@@ -1,0 +1,94 @@
+"""The same arithmetic as ``native/`` in plain torch, for any device. Same bits, several times slower on a CPU.
+
+Only operations that round once are used: multiplication, addition, subtraction, division by a tensor, square root.
+Not used: ``addcmul``, ``addcdiv``, ``lerp`` and ``add(alpha=...)``, which some devices contract to a fused
+multiply-add, and division by a Python number, which CUDA turns into a multiplication by the reciprocal.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.optim.formula import Kind, Scalars
+from penstock.optim.norm import BLOCK
+
+_CPU_PART = 16 * BLOCK  # elements at a time on a CPU, so that the dozen passes over them stay in its cache
+
+
+def step(
+    kind: Kind,
+    s: Scalars,
+    *,
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    moments: tuple[torch.Tensor, ...],
+    out: torch.Tensor | None,
+) -> None:
+    """``kernels.step`` without the norm."""
+    for part in _parts(master):
+        p = _update(kind, s, grad[part], master[part], tuple(moment[part] for moment in moments))
+        master[part].copy_(p)
+        if out is not None:
+            cast(out[part], p)
+
+
+def partial_norms(grad: torch.Tensor, partials: NDArray[np.float64]) -> None:
+    """``kernels.partial_norms``. Waits for the device."""
+    for part in _parts(grad):
+        sums = fold_squares(grad[part])
+        partials[part.start // BLOCK : part.start // BLOCK + sums.numel()] = sums.cpu().numpy()
+
+
+def fold_squares(grad: torch.Tensor) -> torch.Tensor:
+    """The partials of ``grad`` ([n] fp32 or bf16, n a multiple of ``BLOCK``), [n / BLOCK] double on its device."""
+    halves = grad.view(-1, 2, BLOCK // 2).double()
+    v = halves[:, 0].square().add_(halves[:, 1].square())
+    while (half := v.shape[1] // 2) > 0:
+        v = v[:, :half] + v[:, half:]
+    return v[:, 0]
+
+
+def add(acc: torch.Tensor, x: torch.Tensor) -> None:
+    """``kernels.add``."""
+    acc.add_(x.float())
+
+
+def cast(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """``kernels.cast``. Devices disagree about which NaN a NaN is rounded to, so it is written by hand."""
+    dst.copy_(src)
+    if dst.dtype != torch.float32:
+        dst.masked_fill_(src.isnan(), torch.nan)
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[slice]:
+    n = tensor.numel()
+    size = _CPU_PART if tensor.device.type == "cpu" else max(n, 1)
+    return (slice(at, min(at + size, n)) for at in range(0, n, size))
+
+
+def _update(
+    kind: Kind, s: Scalars, grad: torch.Tensor, p: torch.Tensor, moments: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """The new master as a new tensor; moments are updated in place. The line order is that of ``formula``."""
+    g = grad.float() * s.grad_scale
+    if kind in ("adam", "adamw"):
+        return _adam(s, p * s.decay, g, *moments) if kind == "adamw" else _adam(s, p, g + p * s.l2, *moments)
+    if kind == "lion":
+        (m,) = moments
+        direction = (m * s.beta1).add_(g * s.weight1).sign_()
+        m.mul_(s.beta2).add_(g * s.weight2)
+        return (p * s.decay).sub_(direction.mul_(s.rate))
+    g.add_(p * s.l2)
+    if kind == "sgd":
+        return p - g * s.rate
+    (m,) = moments
+    m.mul_(s.beta1).add_(g)
+    return p - (g + m * s.beta1 if kind == "nesterov" else m) * s.rate
+
+
+def _adam(s: Scalars, p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    m.add_((g - m).mul_(s.weight1))
+    v.mul_(s.beta2).add_((g * s.weight2).mul_(g))
+    return p - (m * s.rate).div_(v.sqrt().mul_(s.root).add_(s.eps))

@@ -1,0 +1,142 @@
+"""One optimizer step, gradient norms, sums and casts over flat tensors: native on the CPU, torch elsewhere.
+
+The bits of a result depend on nothing but its inputs: not on the number of threads, the instruction set, the device,
+or how a group is cut into chunks. ``formula`` and ``docs/numerics.md`` are the definition.
+
+Calls on CPU tensors release the GIL and run on ``threads`` threads of the library's own pool. On other devices, and
+without the library, ``fallback`` does the work with torch's threads and streams.
+"""
+
+import ctypes
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.optim import fallback, library
+from penstock.optim.formula import Hyper, scalars
+from penstock.optim.norm import BLOCK
+
+_FP32, _BF16, _FP16 = torch.float32, torch.bfloat16, torch.float16
+_CODES = {_FP32: 0, _BF16: 1, _FP16: 2, None: 3}  # enum DType in native/kernels.h
+
+
+def backend() -> Literal["native", "torch"]:
+    """What CPU tensors are computed with."""
+    return "native" if library.native() else "torch"
+
+
+def step(
+    hyper: Hyper,
+    count: int,
+    *,
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    moments: tuple[torch.Tensor, ...],
+    out: torch.Tensor | None = None,
+    grad_scale: float = 1.0,
+    partials: NDArray[np.float64] | None = None,
+    threads: int = 1,
+) -> None:
+    """Optimizer step number ``count`` (from 1) on n elements, in one pass over memory. In place.
+
+    Args:
+        grad: [n] fp32 or bf16; multiplied by ``grad_scale`` first, in fp32.
+        master: [n] fp32, updated.
+        moments: ``hyper.moments`` tensors [n] fp32, updated. Zero before the first step.
+        out: [n] bf16 or fp16, receives the rounded new master.
+        partials: [n / BLOCK] double, receives the sums of squares of ``grad`` as read, before ``grad_scale``.
+            Needs n to be a multiple of ``BLOCK``.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype, device or layout than this.
+    """
+    n = master.numel()
+    _check("master", master, n, master.device, _FP32)
+    _check("grad", grad, n, master.device, _FP32, _BF16)
+    if len(moments) != hyper.moments:
+        raise ValueError(f"{hyper.kind} has {hyper.moments} moments, not {len(moments)}")
+    for moment in moments:
+        _check("moment", moment, n, master.device, _FP32)
+    if out is not None:
+        _check("out", out, n, master.device, _BF16, _FP16)
+    if partials is not None:
+        _check_partials(partials, n)
+    values = scalars(hyper, count, grad_scale)
+    native = _native_for(master)
+    if native is None:
+        if partials is not None:
+            fallback.partial_norms(grad, partials)
+        fallback.step(hyper.kind, values, grad=grad, master=master, moments=moments, out=out)
+        return
+    first, second = (*(moment.data_ptr() for moment in moments), None, None)[:2]
+    args = library.StepArgs(
+        grad.data_ptr(),
+        master.data_ptr(),
+        first,
+        second,
+        None if out is None else out.data_ptr(),
+        None if partials is None else partials.ctypes.data,
+        library.Scalars(*vars(values).values()),
+    )
+    out_code = _CODES[None if out is None else out.dtype]
+    native.penstock_step(library.KINDS[hyper.kind], _CODES[grad.dtype], out_code, ctypes.byref(args), n, threads)
+
+
+def partial_norms(grad: torch.Tensor, partials: NDArray[np.float64], threads: int = 1) -> None:
+    """Sums of squares of each ``BLOCK`` elements of ``grad`` ([n] fp32 or bf16): ``partials`` is [n / BLOCK] double."""
+    n = grad.numel()
+    _check("grad", grad, n, grad.device, _FP32, _BF16)
+    _check_partials(partials, n)
+    native = _native_for(grad)
+    if native is None:
+        fallback.partial_norms(grad, partials)
+    else:
+        native.penstock_norms(_CODES[grad.dtype], grad.data_ptr(), partials.ctypes.data, n, threads)
+
+
+def add(acc: torch.Tensor, x: torch.Tensor, threads: int = 1) -> None:
+    """``acc += x`` in fp32; ``acc`` [n] fp32, ``x`` [n] fp32 or bf16."""
+    n = acc.numel()
+    _check("acc", acc, n, acc.device, _FP32)
+    _check("x", x, n, acc.device, _FP32, _BF16)
+    native = _native_for(acc)
+    if native is None:
+        fallback.add(acc, x)
+    else:
+        native.penstock_add(_CODES[x.dtype], acc.data_ptr(), x.data_ptr(), n, threads)
+
+
+def cast(dst: torch.Tensor, src: torch.Tensor, threads: int = 1) -> None:
+    """Copy ``src`` to ``dst``, rounding to nearest, ties to even; both [n], of fp32, bf16 or fp16."""
+    n = dst.numel()
+    _check("dst", dst, n, dst.device, _FP32, _BF16, _FP16)
+    _check("src", src, n, dst.device, _FP32, _BF16, _FP16)
+    native = _native_for(dst)
+    if native is None:
+        fallback.cast(dst, src)
+    else:
+        native.penstock_cast(_CODES[dst.dtype], dst.data_ptr(), _CODES[src.dtype], src.data_ptr(), n, threads)
+
+
+def _native_for(tensor: torch.Tensor) -> ctypes.CDLL | None:
+    return library.native() if tensor.device.type == "cpu" else None
+
+
+def _check(name: str, tensor: torch.Tensor, n: int, device: torch.device, *dtypes: torch.dtype) -> None:
+    """The native code gets bare addresses, so what it assumes is checked here and not by an assert that -O removes."""
+    if tensor.dtype not in dtypes or tensor.numel() != n or tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}: must be {n} contiguous elements of "
+            f"{' or '.join(str(dtype) for dtype in dtypes)} on {device}"
+        )
+
+
+def _check_partials(partials: NDArray[np.float64], n: int) -> None:
+    fits = partials.dtype == np.float64 and partials.flags.c_contiguous and partials.flags.writeable
+    if n % BLOCK or partials.size * BLOCK != n or not fits:
+        raise ValueError(
+            f"partials has {partials.size} elements of {partials.dtype} for a gradient of {n}: the gradient must be a "
+            f"multiple of {BLOCK} elements with one writable contiguous float64 for each"
+        )

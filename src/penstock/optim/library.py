@@ -1,0 +1,113 @@
+"""Finds and describes the native library: ``_kernels.so`` beside this file, built from ``native/`` by CMake."""
+
+import ctypes
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Literal
+
+from penstock.errors import ConfigError
+from penstock.optim.formula import Kind
+from penstock.optim.formula import Scalars as ScalarValues
+
+ABI = 1  # penstock_abi() in native/api.cpp
+LEVELS = ("baseline", "avx2", "avx512")
+Level = Literal["baseline", "avx2", "avx512"]
+KINDS: dict[Kind, int] = {"adamw": 0, "adam": 1, "sgd": 2, "momentum": 3, "nesterov": 4, "lion": 5}  # enum Kind
+
+_HOW_TO_BUILD = "pip install -e . builds it (needs a C++17 compiler), and says what fails with --verbose"
+
+
+class Scalars(ctypes.Structure):
+    """``struct Scalars`` of ``native/kernels.h``."""
+
+    _fields_ = [(field.name, ctypes.c_float) for field in fields(ScalarValues)]
+
+
+class StepArgs(ctypes.Structure):
+    """``struct StepArgs`` of ``native/kernels.h``."""
+
+    _fields_ = [
+        ("grad", ctypes.c_void_p),
+        ("master", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("partials", ctypes.c_void_p),
+        ("scalars", Scalars),
+    ]
+
+
+_INT, _POINTER, _SIZE = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
+_SIGNATURES = {
+    "penstock_step": (_INT, _INT, _INT, ctypes.POINTER(StepArgs), _SIZE, _INT),
+    "penstock_norms": (_INT, _POINTER, _POINTER, _SIZE, _INT),
+    "penstock_add": (_INT, _POINTER, _POINTER, _SIZE, _INT),
+    "penstock_cast": (_INT, _POINTER, _INT, _POINTER, _SIZE, _INT),
+    "penstock_use_level": (_INT,),
+}
+
+
+@functools.cache
+def native() -> ctypes.CDLL | None:
+    """The library; None when the environment asks for torch (``PENSTOCK_KERNELS=torch``) or it cannot be loaded.
+
+    Calls through it release the GIL. Warns, once, when it should be there and is not.
+
+    Raises:
+        ConfigError: ``PENSTOCK_KERNELS`` is neither "native" nor "torch", or is "native" and there is no library.
+    """
+    wanted = os.environ.get("PENSTOCK_KERNELS", "")
+    if wanted not in ("", "native", "torch"):
+        raise ConfigError(f"environment PENSTOCK_KERNELS={wanted!r}: must be 'native' or 'torch', or not set")
+    if wanted == "torch":
+        return None
+    try:
+        return _load(Path(__file__).with_name("_kernels.so"))
+    except OSError as error:
+        if wanted == "native":
+            raise ConfigError(f"PENSTOCK_KERNELS=native, but {error}: {_HOW_TO_BUILD}") from error
+        warnings.warn(
+            f"optimizer steps run in plain torch, with the same results but several times slower: {error}. "
+            f"{_HOW_TO_BUILD}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        raise OSError(f"the native library {path} is not built")
+    library = ctypes.CDLL(str(path))
+    library.penstock_abi.restype = _INT
+    if library.penstock_abi() != ABI:
+        raise OSError(f"{path} was built from another version (interface {library.penstock_abi()}, not {ABI})")
+    library.penstock_best_level.restype = _INT
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def levels() -> tuple[str, ...]:
+    """The instruction sets that this machine has kernels for, best last; the last is used. None without the library."""
+    library = native()
+    return LEVELS[: library.penstock_best_level() + 1] if library else ()
+
+
+@contextmanager
+def use_level(level: str) -> Iterator[None]:
+    """Runs with the kernels of another instruction set, for tests and benchmarks. Not for use while a step runs."""
+    library = native()
+    if library is None or level not in levels():
+        raise ValueError(f"level {level!r}: this machine has {levels()}")
+    library.penstock_use_level(LEVELS.index(level))
+    try:
+        yield
+    finally:
+        library.penstock_use_level(library.penstock_best_level())

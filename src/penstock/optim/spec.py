@@ -1,0 +1,160 @@
+"""Which optimizer, with which settings: what the user writes and what the YAML file holds.
+
+    penstock.AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1,
+                   overrides=(Override(match=r"norm|bias", weight_decay=0.0),))
+
+Defaults are those of ``torch.optim``. Each optimizer keeps ``moments`` fp32 tensors of state per parameter beside the
+master copy, named ``moment_names`` as torch names them.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """Other settings for the parameters whose name ``match`` (a regular expression) finds; the first that does wins."""
+
+    match: str
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ConfigError(f"override match={self.match!r} is not a regular expression: {error}") from error
+        if not self.settings:
+            raise ConfigError(f"override match={self.match!r} changes nothing: give lr or weight_decay")
+        for name, value in self.settings.items():
+            _at_least_zero(f"override match={self.match!r}: {name}", value)
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        given = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """What all optimizers have. Not used itself.
+
+    Raises:
+        ConfigError: a setting is out of its range.
+    """
+
+    lr: float
+    weight_decay: float
+    overrides: tuple[Override, ...] = ()
+
+    def __post_init__(self) -> None:
+        _at_least_zero("lr", self.lr)
+        _at_least_zero("weight_decay", self.weight_decay)
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    @property
+    def moments(self) -> int:
+        """How many fp32 tensors of state each parameter has beside its master copy."""
+        return len(self.moment_names)
+
+    @property
+    def group_settings(self) -> dict[str, object]:
+        """The keys and values of a torch param group, named as in ``torch.optim``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(OptimizerSpec):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_betas(self.betas)
+        _at_least_zero("eps", self.eps)
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    @property
+    def group_settings(self) -> dict[str, object]:
+        return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(AdamW):
+    """Adam with weight decay as an L2 term in the gradient (Kingma and Ba, arXiv 1412.6980)."""
+
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(OptimizerSpec):
+    """Stochastic gradient descent, with momentum (no dampening) when ``momentum`` is above 0."""
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least_zero("momentum", self.momentum)
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("nesterov=True has no effect without momentum: give momentum > 0")
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def group_settings(self) -> dict[str, object]:
+        return {
+            "lr": self.lr,
+            "momentum": self.momentum,
+            "weight_decay": self.weight_decay,
+            "nesterov": self.nesterov,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(OptimizerSpec):
+    """The sign of an interpolated momentum (Chen et al., arXiv 2302.06675); a third less state than AdamW."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_betas(self.betas)
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    @property
+    def group_settings(self) -> dict[str, object]:
+        return {"lr": self.lr, "betas": self.betas, "weight_decay": self.weight_decay}
+
+
+def _at_least_zero(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name}={value!r}: must be a finite number of at least 0")
+
+
+def _check_betas(betas: tuple[float, ...]) -> None:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"betas={betas!r}: must be two numbers of at least 0 and below 1")
