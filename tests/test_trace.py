@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.run.trace import LANES, MemorySample, TraceEvent, TraceWriter
+from penstock.run.trace import MemorySample, TraceEvent, TraceWriter
+from penstock.schedule.op import LANES, Lane
 
 
-def _event(op: str, lane: str, start: float, end: float, step: int = 0) -> TraceEvent:
+def _event(op: str, lane: Lane, start: float, end: float, step: int = 0) -> TraceEvent:
     return TraceEvent(step=step, op=op, lane=lane, start=start, end=end, bytes=4096)
 
 

@@ -34,11 +34,12 @@ def parse_size(text: str | int) -> int:
 
 def format_size(size: float) -> str:
     """A size for people: ``268435456`` is ``"256 MiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+    unit = "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 999.5 or unit == "TiB":
+            break
         size /= 1024
-    return f"{size:.3g} TiB"
+    return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 99.95 else f"{size:.3g} {unit}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,15 @@ OptimizerName = Literal["adamw", "adam", "sgd", "lion"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverrideConfig:
+    """Other optimizer settings for the parameters whose name ``match``, a regular expression, finds."""
+
+    match: str
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer. What is not given keeps the default that torch has for it.
 
@@ -167,6 +177,7 @@ class OptimizerConfig:
     | ``weight_decay`` | weight decay (decoupled in adamw and lion) |
     | ``momentum`` | momentum (sgd) |
     | ``nesterov`` | Nesterov's form of momentum (sgd) |
+    | ``overrides`` | other ``lr`` or ``weight_decay`` for parameters whose name a regular expression ``match`` finds |
     """
 
     name: OptimizerName = "adamw"
@@ -176,9 +187,10 @@ class OptimizerConfig:
     weight_decay: float | None = None
     momentum: float | None = None
     nesterov: bool | None = None
+    overrides: tuple[OverrideConfig, ...] = ()
 
     def given(self) -> dict[str, Any]:
-        """The settings that were given, as keyword arguments of the optimizer's own class."""
+        """The settings that were given, but for the overrides, as keyword arguments of the optimizer's own class."""
         values = {key: getattr(self, key) for key in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")}
         return {key: value for key, value in values.items() if value is not None}
 
@@ -204,7 +216,7 @@ class LrScheduleConfig:
     | field | meaning |
     |---|---|
     | ``kind`` | ``constant``, or ``linear`` or ``cosine`` decay to the end of the run |
-    | ``warmup_steps`` | steps of linear warm-up from 0 |
+    | ``warmup_steps`` | steps of linear warm-up, the last of them at the full rate |
     | ``final`` | the factor at the end of a decay; 0 if not given |
     """
 

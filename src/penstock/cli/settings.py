@@ -184,7 +184,11 @@ def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
         options = options if typing.get_origin(hints[f.name]) in (Union, types.UnionType) else (hints[f.name],)
         inner = next((o for o in options if isinstance(o, type) and is_dataclass(o)), None)
         if inner is not None:
-            rows += describe(inner, _dotted(section, f.name))
+            within = "required" if _required(f) else "required if the section is there"
+            rows += [
+                (name, kind, within if default == "required" else default, meaning)
+                for name, kind, default, meaning in describe(inner, _dotted(section, f.name))
+            ]
             continue
         default = "required" if _required(f) else dump_yaml([_plain(f.default)]).removeprefix("-").strip()
         rows.append((_dotted(section, f.name), _expected(options), default, meanings.get(f.name, "")))
@@ -198,5 +202,5 @@ def _meanings(cls: type) -> dict[str, str]:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if line.strip().startswith("|") and len(cells) == 2:
             for name in cells[0].split(","):
-                found[name.strip().strip("`")] = cells[1].replace("``", "")
+                found[name.strip().strip("`")] = cells[1].replace("``", "").replace("None:", "null:")
     return found

@@ -14,7 +14,10 @@ from penstock.data.text import Piece, documents, pieces, total_bytes
 from penstock.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
-"""The token after each document; always id 0."""
+"""The token after each document."""
+
+END_OF_TEXT_ID = 0
+"""Its id: special tokens come first."""
 
 _BATCH = 32  # pieces encoded at once: enough for every core, a few MiB of text
 
@@ -92,7 +95,7 @@ def _encode(tokenizer: Tokenizer, text: Iterator[Piece]) -> Iterator[tuple[Seque
     while batch := list(islice(text, _BATCH)):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         for encoding, piece in zip(encodings, batch, strict=True):
-            yield [*encoding.ids, 0] if piece.last else encoding.ids, piece
+            yield [*encoding.ids, END_OF_TEXT_ID] if piece.last else encoding.ids, piece
 
 
 def _map(path: Path, dtype: np.dtype[np.uint16] | np.dtype[np.uint32]) -> TokenArray:

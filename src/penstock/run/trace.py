@@ -13,9 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock.config import TIERS, Tier
-
-LANES = ("compute", "h2d", "d2h", "read", "write", "cpu")
-"""Rows of the trace, from top to bottom."""
+from penstock.schedule.op import LANES, Lane
 
 _PROCESS = 1
 _ROWS_PER_LANE = 16  # thread ids reserved for one lane, so that its rows stay together when it has several
@@ -31,7 +29,7 @@ class TraceEvent:
 
     step: int
     op: str
-    lane: str
+    lane: Lane
     start: float
     end: float
     bytes: int = 0
@@ -47,8 +45,9 @@ class MemorySample:
 
 
 class TraceWriter:
-    """Streams steps into ``path``: one row per lane, one counter per tier. Not thread-safe: one caller.
+    """Streams steps into ``path``: one row per lane in the order of ``LANES``, one counter per tier.
 
+    For one calling thread.
     A lane that keeps several requests in flight gets a row for each (``read``, ``read 2``), because the viewers
     draw overlapping events of one row wrongly. ``steps`` limits how many steps are kept, the first ones; None
     keeps all. Viewers take about a million events: 500 steps of 2,000 ops.
@@ -58,7 +57,7 @@ class TraceWriter:
         self.path = path
         self.written = 0
         self._limit = steps
-        self._busy_until: dict[str, list[float]] = {}
+        self._busy_until: dict[Lane, list[float]] = {}
         self._file = path.open("w", encoding="utf-8", buffering=1 << 20)
         self._file.write("[\n" + _metadata("process_name", 0, name="penstock"))
 

@@ -1,0 +1,76 @@
+"""The words after ``penstock``: one command, one file, switches, and any setting as a flag."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.cli.settings import describe
+from penstock.config import TrainConfig
+from penstock.errors import ConfigError
+
+USAGE = """\
+penstock: trains language models that do not fit in memory
+
+  penstock train CONFIG.yaml [--SETTING VALUE ...] [--overwrite]   train; writes metrics, trace and settings
+  penstock train CONFIG.yaml [--SETTING VALUE ...] --print-config  print the resolved settings and stop
+  penstock train --help                                            every setting
+  penstock --version
+"""
+
+_SWITCHES = ("--overwrite", "--print-config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments:
+    """``penstock train``. ``flags``: dotted setting and its value as written."""
+
+    config: Path
+    flags: tuple[tuple[str, str], ...] = ()
+    overwrite: bool = False
+    print_config: bool = False
+
+
+def parse_train(words: Sequence[str]) -> TrainArguments:
+    """Take apart the words after ``penstock train``. A flag's value is the next word, or follows ``=``.
+
+    Raises:
+        ConfigError: no file or several, or a flag without a value.
+    """
+    files: list[str] = []
+    flags: list[tuple[str, str]] = []
+    switches: set[str] = set()
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word in _SWITCHES:
+            switches.add(word)
+        elif word.startswith("--") and "=" in word:
+            key, _, value = word.removeprefix("--").partition("=")
+            flags.append((key, value))
+        elif word.startswith("--"):
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"{word} needs a value: {word} VALUE (text in YAML: null, true, [1, 2])")
+            flags.append((word.removeprefix("--"), rest.pop(0)))
+        else:
+            files.append(word)
+    if len(files) != 1:
+        found = "none" if not files else " and ".join(files)
+        raise ConfigError(f"penstock train takes one settings file, and was given {found}. {_HINT}")
+    return TrainArguments(
+        config=Path(files[0]),
+        flags=tuple(flags),
+        overwrite="--overwrite" in switches,
+        print_config="--print-config" in switches,
+    )
+
+
+_HINT = "Try: penstock train --help"
+
+
+def train_help() -> str:
+    """The usage, and every setting with its type, default and meaning."""
+    lines = [USAGE, "Settings, in the file or as flags (--optimizer.lr 1e-3):\n"]
+    for name, kind, default, meaning in describe(TrainConfig):
+        lines.append(f"  --{name}  ({kind}; {default if default.startswith('required') else 'default ' + default})")
+        lines.append(f"      {meaning}")
+    return "\n".join(lines) + "\n"
