@@ -80,9 +80,7 @@ class Activations:
                 nbytes=nbytes,
             )
             if self.tier == "disk":
-                self.b.emit(
-                    f"WC{k}m{m}", after=[f"DC{k}m{m}"], reads=[f"C{k}m{m}"], gives=[f"C{k}m{m}"], nbytes=nbytes
-                )
+                self.b.emit(f"WC{k}m{m}", after=[f"DC{k}m{m}"], reads=[f"C{k}m{m}"], gives=[f"C{k}m{m}"], nbytes=nbytes)
 
     def _out_pool(self) -> str:
         bodies = sum(self.leaves(k) for k in range(len(self.stages) - 1))

@@ -125,7 +125,8 @@ class Builder:
 
     def weight_pools(self) -> None:
         """Device pools for weights by size class, each with room for one visit's needs and what is prefetched."""
-        nbytes = {g: self.program.groups[g].numel * self.s.form.weight_bytes for v in self.visits for g in self.moving(v)}
+        moved = {g for visit in self.visits for g in self.moving(visit)}
+        nbytes = {g: self.program.groups[g].numel * self.s.form.weight_bytes for g in sorted(moved)}
         classes = size_classes(nbytes.values())
         self._weight_pool = {g: f"weights.{classes.index(class_of(n, classes))}" for g, n in nbytes.items()}
         for size_index, size in enumerate(classes):
@@ -171,12 +172,13 @@ class Builder:
         return f"G{g}@{visit.name}"
 
     def gradient_pools(self) -> None:
-        """Device pools for gradients: shared by size class, and one buffer of its own for each group that steps there."""
+        """Device pools for gradients: shared by size class; a group that steps there has a buffer of its own."""
         stay = {g for g in self.gradient_visits if self.s.place.state[g] == "device"}
         assert all(self.uses[g] == 1 for g in stay), "a tied group cannot keep its state on the device"
         sizes = {g: self.program.groups[g].trainable * FP32 for g in self.gradient_visits}
-        classes = size_classes(sizes[g] for g in sizes if g not in stay)
-        self._gradient_pool = {g: f"gradients.{classes.index(class_of(sizes[g], classes))}" for g in sizes if g not in stay}
+        classes = size_classes(n for g, n in sizes.items() if g not in stay)
+        shared = {g: size for g, size in sizes.items() if g not in stay}
+        self._gradient_pool = {g: f"gradients.{classes.index(class_of(n, classes))}" for g, n in shared.items()}
         for i, size in enumerate(classes):
             name = f"gradients.{i}"
             need = [sum(self._gradient_pool.get(g) == name for g in self.gradients(v)) for v in self.visits]

@@ -174,7 +174,5 @@ def _check_pools(schedule: Schedule, clocks: dict[str, Clock]) -> None:
         for name, pool in op.takes:
             before = last.get(pool)
             if before is not None and before is not op and not _before(before, op, clocks):
-                raise ScheduleError(
-                    f"pool {pool}: ops {before.id} and {op.id} take from it in no fixed order ({name})"
-                )
+                raise ScheduleError(f"pool {pool}: ops {before.id} and {op.id} take from it in no fixed order ({name})")
             last[pool] = op

@@ -1,0 +1,288 @@
+"""Fits one step of a program into a budget: what stays on which tier, how large chunks are, how far lanes run ahead.
+
+The order of preference is by bytes saved on the slowest link per byte of memory: checkpoints stay on the device,
+waiting gradients stay in host memory, then weights move up from disk, then optimizer state, as long as there is room.
+Peak memory is not estimated: it is read off the schedule's own pools.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+from penstock.config import Budget, Tier, format_size
+from penstock.errors import BudgetError, ConfigError
+from penstock.schedule.horizontal import horizontal
+from penstock.schedule.op import Schedule
+from penstock.schedule.place import FP32, Depths, Format, Placement, Settings
+from penstock.schedule.program import ALIGN, Program
+from penstock.schedule.vertical import vertical
+
+Family = Literal["vertical", "horizontal"]
+_CHUNKS = tuple(2**power for power in range(21, 15, -1))  # elements: 8 MiB down to 256 KiB of fp32
+_DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
+_HOST_DEPTHS = (Depths(), Depths(stage_in=3, stage_out=3, state=3), Depths(stage_in=2, stage_out=2, state=2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A schedule with what it was built from, and the memory it may use per tier (bytes)."""
+
+    program: Program
+    settings: Settings
+    schedule: Schedule
+    state_bytes: int
+    """weights, fp32 gradients and optimizer state of the whole model"""
+    disk_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        return self.schedule.peak_bytes("device")
+
+    @property
+    def host_bytes(self) -> int:
+        return self.schedule.peak_bytes("host")
+
+    def describe(self) -> str:
+        """A few lines for people: what lives where, and the peak of each tier."""
+        place = self.settings.place
+
+        def shares(tiers: tuple[Tier, ...]) -> str:
+            sizes = {tier: 0 for tier in dict.fromkeys(tiers)}
+            for group, tier in zip(self.program.groups, tiers, strict=True):
+                sizes[tier] += group.numel
+            total = sum(sizes.values())
+            return ", ".join(f"{100 * n / total:.0f}% {tier}" for tier, n in sizes.items() if n)
+
+        return "\n".join(
+            [
+                f"state {format_size(self.state_bytes)}: weights {shares(place.weights)}; optimizer {shares(place.state)}",
+                f"checkpoints on {place.checkpoints}, "
+                + (f"gradients wait on {place.gradients}" if self.settings.wait else "gradients stepped as they come"),
+                f"{self.schedule.name} schedule, {self.settings.micro_batches} micro-batches, "
+                f"chunks of {format_size(self.settings.chunk * FP32)}, {len(self.schedule.ops)} ops a step",
+                f"peak device {format_size(self.device_bytes)}, host {format_size(self.host_bytes)}",
+            ]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be fitted. ``inputs``: bytes of all micro-batches on the device."""
+
+    program: Program
+    budget: Budget
+    form: Format
+    micro_batches: int
+    wait: bool
+    train: bool = True
+    family: Family = "vertical"
+    inputs: int = 0
+
+    def build(self, settings: Settings) -> Schedule:
+        build: Callable[..., Schedule] = horizontal if self.train and self.family == "horizontal" else vertical
+        return build(self.program, settings, self._fixed(settings.place))
+
+    @property
+    def bottom(self) -> Literal["host", "disk"]:
+        """The lowest tier there is."""
+        return "disk" if self.budget.disk_paths else "host"
+
+    def _fixed(self, place: Placement) -> tuple[tuple[Tier, str, int], ...]:
+        stages = self.program.stages
+        working = max(max(s.forward_peak, s.backward_peak) for s in stages)
+        alive = 1 if self.family == "horizontal" else self.micro_batches
+        tiers: tuple[Tier, ...] = ("device", "host")
+        weights = {t: sum(g.numel for g in self.program.groups if place.weights[g.index] == t) for t in tiers}
+        trained = {t: sum(g.trainable for g in self.program.groups if place.state[g.index] == t) for t in tiers}
+        per_element = FP32 * (self.form.moments + self.form.split)
+        return (
+            ("device", "inputs", self.inputs),
+            ("device", "working", working),
+            ("device", "kept", alive * sum(s.kept for s in stages)),
+            ("device", "weights", weights["device"] * self.form.weight_bytes),
+            ("device", "state", trained["device"] * per_element),
+            ("host", "weights", weights["host"] * self.form.weight_bytes),
+            ("host", "state", trained["host"] * per_element),
+        )
+
+
+def fit(request: Request, keep: Placement | None = None) -> Plan:
+    """The best plan that fits, by the order of preference above.
+
+    ``keep``: a placement of weights and state that is already in memory and is not to be changed.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budget of each tier that works.
+        ConfigError: the budget pins what cannot be combined.
+    """
+    settings = _fit_device(request, _base_placement(request) if keep is None else keep)
+    if keep is None:
+        settings = _to_device(request, settings)
+    settings = _fit_host(request, settings)
+    if keep is None:
+        settings = _to_host(request, settings)
+    schedule = request.build(settings)
+    trained = sum(g.trainable for g in request.program.groups)
+    total = sum(g.numel for g in request.program.groups)
+    per_element = FP32 * (1 + request.form.moments + request.form.split)
+    disk = sum(
+        (g.numel * request.form.weight_bytes * (settings.place.weights[g.index] == "disk"))
+        + g.trainable * (per_element - FP32) * (settings.place.state[g.index] == "disk")
+        for g in request.program.groups
+    )
+    return Plan(
+        program=request.program,
+        settings=settings,
+        schedule=schedule,
+        state_bytes=total * request.form.weight_bytes + trained * per_element,
+        disk_bytes=disk,
+    )
+
+
+def _tied(program: Program) -> set[int]:
+    """Groups that more than one stage produces gradients for."""
+    counts = Counter(g for stage in program.stages for g in stage.gradients)
+    return {g for g, count in counts.items() if count > 1}
+
+
+def _base_placement(request: Request) -> Placement:
+    """Everything as low as it may go; pins of the budget are kept.
+
+    A tied group cannot step on the device (its gradient comes in parts, at different times): a pin to the device
+    leaves it in host memory.
+    """
+    budget, form, groups = request.budget, request.form, request.program.groups
+    weights: Tier = budget.weights or ("device" if budget.state == "device" else request.bottom)
+    state: Tier = budget.state or ("device" if weights == "device" and not form.split else request.bottom)
+    if (state == "device" and weights != "device") or (not form.split and (weights == "device") != (state == "device")):
+        raise ConfigError(
+            f"budget.weights={weights!r} with budget.state={state!r} cannot work"
+            + ("" if form.split else " in fp32, where the master copy is the weights")
+            + ": state on the device needs weights on the device"
+            + ("" if form.split else ", and the other way round")
+        )
+    tied = _tied(request.program) if state == "device" else set()
+    return Placement(
+        weights=tuple("host" if g.index in tied and not form.split else weights for g in groups),
+        state=tuple("host" if g.index in tied else state for g in groups),
+        gradients=budget.gradients or "host",
+        checkpoints=budget.checkpoints or "device",
+    )
+
+
+def _settings(request: Request, place: Placement, chunk: int, depths: Depths) -> Settings:
+    largest = max(max(g.trainable, g.frozen) for g in request.program.groups)
+    return Settings(
+        micro_batches=request.micro_batches,
+        chunk=min(chunk, max(largest, ALIGN)),
+        form=request.form,
+        place=place,
+        depths=depths,
+        wait=request.wait and request.train,
+        train=request.train,
+    )
+
+
+def _fit_device(request: Request, base: Placement) -> Settings:
+    """Choose what decides device memory: whether checkpoints leave, and the depth of weights and gradients."""
+    away: tuple[Tier, ...] = ("device", "host") if request.budget.checkpoints is None else (base.checkpoints,)
+    smallest = 0
+    for tier, (weights, gradients) in product(away if request.train else ("device",), _DEVICE_DEPTHS):
+        depths = Depths(weights=weights, gradients=gradients)
+        settings = _settings(request, replace(base, checkpoints=tier), _CHUNKS[0], depths)
+        smallest = request.build(settings).peak_bytes("device")
+        if smallest <= request.budget.device_bytes:
+            return settings
+    working = max(max(s.forward_peak, s.backward_peak) for s in request.program.stages)
+    raise BudgetError(
+        f"budget.device={request.budget.device} is too small for this model: the smallest that works is "
+        f"{format_size(smallest)} ({smallest} bytes), of which {format_size(working)} are temporaries of the largest "
+        f"stage. Raise budget.device, or use smaller or fewer micro-batches"
+    )
+
+
+def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
+    place, budget = settings.place, request.budget
+    checkpoints: list[Tier] = [place.checkpoints]
+    if place.checkpoints == "host" and budget.checkpoints is None and request.bottom == "disk":
+        checkpoints.append("disk")
+    gradients: list[Literal["host", "disk"]] = [place.gradients]
+    if place.gradients == "host" and budget.gradients is None and request.bottom == "disk" and settings.wait:
+        gradients.append("disk")
+    for spill, away in product(gradients, checkpoints):
+        for chunk, depths in product(_CHUNKS, _HOST_DEPTHS):
+            device = settings.depths
+            yield _settings(
+                request,
+                replace(place, gradients=spill, checkpoints=away),
+                chunk,
+                replace(depths, weights=device.weights, gradients=device.gradients),
+            )
+
+
+def _fit_host(request: Request, settings: Settings) -> Settings:
+    """Choose what decides host memory: chunk size, buffers in flight, and what goes to disk."""
+    smallest: int | None = None
+    for option in _host_options(request, settings):
+        need = request.build(option).peak_bytes("host")
+        if need <= request.budget.host_bytes:
+            return option
+        smallest = need if smallest is None else min(smallest, need)
+    advice = "" if request.bottom == "disk" else ", or give budget.disk a directory"
+    raise BudgetError(
+        f"budget.host={request.budget.host} is too small for this model: the smallest that works is "
+        f"{format_size(smallest or 0)} ({smallest} bytes). Raise budget.host{advice}"
+    )
+
+
+class _Room:
+    """What is left of one tier, given away piece by piece."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
+
+    def take(self, nbytes: int) -> bool:
+        if nbytes > self.left:
+            return False
+        self.left -= nbytes
+        return True
+
+
+def _to_device(request: Request, settings: Settings) -> Settings:
+    """Give what is left of device memory to weights, then to state; last blocks first (their backward comes first)."""
+    room = _Room(request.budget.device_bytes - request.build(settings).peak_bytes("device"))
+    weights, state = list(settings.place.weights), list(settings.place.state)
+    form, tied = request.form, _tied(request.program)
+    groups = request.program.groups[::-1]
+    state_bytes = FP32 * (form.moments + form.split) + FP32  # the gradient stays there too
+    free_weights, free_state = request.budget.weights is None, request.budget.state is None
+    for g in groups:
+        if form.split or not g.trainable:
+            if weights[g.index] != "device" and free_weights and room.take(g.numel * form.weight_bytes):
+                weights[g.index] = "device"
+        elif free_weights and free_state and g.index not in tied and weights[g.index] != "device":
+            if room.take(g.numel * form.weight_bytes + g.trainable * state_bytes):
+                weights[g.index] = state[g.index] = "device"
+    for g in groups:
+        movable = form.split and free_state and weights[g.index] == "device" and state[g.index] != "device"
+        if movable and g.trainable and g.index not in tied and room.take(g.trainable * state_bytes):
+            state[g.index] = "device"
+    return replace(settings, place=replace(settings.place, weights=tuple(weights), state=tuple(state)))
+
+
+def _to_host(request: Request, settings: Settings) -> Settings:
+    """Give what is left of host memory to weights, then to state."""
+    room = _Room(request.budget.host_bytes - request.build(settings).peak_bytes("host"))
+    weights, state = list(settings.place.weights), list(settings.place.state)
+    form, groups = request.form, request.program.groups[::-1]
+    if request.budget.weights is None:
+        for g in groups:
+            if weights[g.index] == "disk" and room.take(g.numel * form.weight_bytes):
+                weights[g.index] = "host"
+    if request.budget.state is None:
+        for g in groups:
+            if state[g.index] == "disk" and room.take(g.trainable * FP32 * (form.moments + form.split)):
+                state[g.index] = "host"
+    return replace(settings, place=replace(settings.place, weights=tuple(weights), state=tuple(state)))

@@ -1,0 +1,58 @@
+"""Memory that the engine owns: page-aligned host slabs, page-locked when a GPU copies from them, and device slabs."""
+
+import ctypes
+import mmap
+
+import torch
+
+from penstock.errors import BudgetError
+
+PAGE = 4096
+
+
+class HostSlab:
+    """``nbytes`` of anonymous memory (rounded up to pages), zero at first, as a flat uint8 tensor.
+
+    Pages count as used only when they are touched. With ``pin`` they are locked and registered with CUDA at once:
+    ``cudaHostRegister`` on our own mapping, because torch's pinned allocator rounds sizes up to powers of two.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool = False) -> None:
+        self.nbytes = max(-(-nbytes // PAGE) * PAGE, PAGE)
+        self._map = mmap.mmap(-1, self.nbytes)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned = False
+        if pin:
+            code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.nbytes, 0))  # type: ignore[no-untyped-call]
+            if code:
+                raise BudgetError(
+                    f"{self.nbytes} bytes of host memory could not be page-locked (CUDA error {code}): raise the limit "
+                    "of `ulimit -l`, or lower budget.host"
+                )
+            self._pinned = True
+
+    def close(self) -> None:
+        """Give the memory back to the system. Views of it must not be used afterwards."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())  # type: ignore[no-untyped-call]
+            self._pinned = False
+        # Tensors may still refer to the mapping, so it cannot be unmapped here; its pages are dropped at once.
+        address = ctypes.c_void_p(self.bytes.data_ptr())
+        ctypes.CDLL(None, use_errno=True).madvise(address, ctypes.c_size_t(self.nbytes), mmap.MADV_DONTNEED)
+        del self.bytes
+
+
+class DeviceSlab:
+    """``nbytes`` of device memory as a flat uint8 tensor; on the CPU, a host slab."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._host = HostSlab(nbytes) if device.type == "cpu" else None
+        if self._host is not None:
+            self.bytes = self._host.bytes
+        else:
+            self.bytes = torch.empty(max(nbytes, PAGE), dtype=torch.uint8, device=device)
+
+    def close(self) -> None:
+        del self.bytes
+        if self._host is not None:
+            self._host.close()

@@ -1,0 +1,370 @@
+"""What each kind of op does: the only place where bytes of a step are moved or changed.
+
+``Moves`` looks buffers up by the names that the schedule gave them, and finds everything else (resident arrays, the
+tape, the store) by group and chunk. It decides nothing: order, place and sizes are the schedule's.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.errors import ModelError, NonFiniteError
+from penstock.optim import kernels
+from penstock.optim.formula import Hyper
+from penstock.optim.norm import clip_scale, grad_norm
+from penstock.run.pools import Pools
+from penstock.run.residence import Residence, numpy_bytes
+from penstock.schedule.op import Op
+from penstock.schedule.place import FP32, Chunk, Settings, chunks
+from penstock.schedule.program import ALIGN, Program
+from penstock.store.store import Store
+from penstock.tape.groups import ParamGroup
+from penstock.tape.tape import Tape
+
+
+@dataclass(kw_only=True)
+class StepContext:
+    """What one step needs to know besides the schedule, and what it finds out."""
+
+    step: int
+    count: int
+    """the optimizer's step number, from 1: skipped steps do not count"""
+    hypers: tuple[Hyper, ...]
+    clip: float | None
+    loss_scale: float
+    partials: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+    norm: float | None = None
+    """global gradient norm, unscaled; None until it is known"""
+    grad_scale: float = 1.0
+    skip: bool = False
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bytes of equal length; asynchronous when a GPU is involved, else without torch's thread pool."""
+    if target.device.type == source.device.type == "cpu":
+        np.copyto(numpy_bytes(target), numpy_bytes(source))
+    else:
+        target.copy_(source, non_blocking=True)
+
+
+class Moves:
+    """The actions of one plan. ``context`` is set anew for each step."""
+
+    def __init__(
+        self,
+        program: Program,
+        settings: Settings,
+        pools: Pools,
+        groups: Sequence[ParamGroup],
+        residence: Residence,
+        tape: Tape,
+        scratch: Store | None,
+        runs: Mapping[int, Sequence[tuple[int, int, int]]],
+        threads: int,
+    ) -> None:
+        """``runs``: for each group, (first element, end, index of hyper-parameters) in order of elements."""
+        self.context = StepContext(step=0, count=1, hypers=(), clip=None, loss_scale=1.0)
+        self._program = program
+        self._settings = settings
+        self._place = settings.place
+        self._pools = pools
+        self._groups = groups
+        self._residence = residence
+        self._tape = tape
+        self._scratch = scratch
+        self._runs = runs
+        self._threads = threads
+        self._cuts = [chunks(g, settings.chunk) for g in program.groups]
+        self._dtype = residence.dtype
+        self._attached: dict[int, str] = {}
+        self._accumulators: dict[int, torch.Tensor] = {}
+        self._device_norms: dict[int, torch.Tensor] = {}
+        tape.on_gradient = self._accumulate
+        self._kinds: dict[str, Callable[[Op], None]] = {
+            name.upper(): getattr(self, f"_{name}")
+            for name in "f b e rw uw dg ag ng nd norm wg rg rs op ws ww un od dc wc rc uc".split()
+        }
+
+    def __call__(self, op: Op) -> None:
+        self._kinds[op.word.kind](op)
+
+    # ---- views
+
+    def _chunk(self, op: Op) -> Chunk:
+        return self._cuts[op.word.group][op.word.chunk]
+
+    def _view(self, name: str, numel: int, dtype: torch.dtype = torch.float32, offset: int = 0) -> torch.Tensor:
+        """``numel`` elements of a buffer, from byte ``offset``."""
+        return self._pools.buffer(name)[offset : offset + numel * dtype.itemsize].view(dtype)
+
+    # ---- compute
+
+    def _f(self, op: Op) -> None:
+        self._attach(op)
+        self._tape.forward(op.word.stage, op.word.micro_batch)
+        self._detach(op)
+
+    def _e(self, op: Op) -> None:
+        self._attach(op)
+        self._tape.forward(op.word.stage, op.word.micro_batch)
+        self._detach(op)
+        if op.word.micro_batch == self._settings.micro_batches - 1:
+            self._check_losses()
+
+    def _b(self, op: Op) -> None:
+        self._attach(op)
+        self._tape.backward(op.word.stage, op.word.micro_batch)
+        self._detach(op)
+
+    def _check_losses(self) -> None:
+        """Before any optimizer step: a loss that is no number must not reach the state."""
+        for m, loss in enumerate(torch.stack(self._tape.losses()).tolist()):
+            if not math.isfinite(loss):
+                raise NonFiniteError(
+                    f"step {self.context.step}, micro-batch {m}: the loss is {loss}. Nothing was updated. Look at that "
+                    "micro-batch, lower the learning rate, or use precision='bf16' instead of 'fp16'"
+                )
+
+    def _attach(self, op: Op) -> None:
+        stage = self._program.stages[op.word.stage]
+        for name in op.reads:
+            if name[0] == "W":
+                g = int(name[1:].partition("@")[0])
+                if self._attached.get(g) != name:
+                    self._groups[g].attach(self._view(name, self._program.groups[g].numel, self._dtype))
+                    self._attached[g] = name
+        for g in {*stage.forward_reads, *stage.backward_reads}:
+            if self._place.weights[g] == "device" and g not in self._attached:
+                self._groups[g].attach(self._residence.array(f"weights.{g}"))
+                self._attached[g] = "device"
+        taken = {name for name, _ in op.takes}
+        for name in op.writes:
+            if name[0] == "G":
+                g = int(name[1:].partition("@")[0])
+                flat = self._view(name, self._program.groups[g].trainable)
+                if name in taken:
+                    flat.zero_()
+                for piece, view in self._groups[g].views(flat):
+                    self._accumulators[id(piece.parameter)] = view
+
+    def _detach(self, op: Op) -> None:
+        for name in op.gives:
+            if name[0] == "W":
+                g = int(name[1:].partition("@")[0])
+                if self._attached.get(g) == name:
+                    self._groups[g].detach(self._dtype, self._residence.device)
+                    del self._attached[g]
+        self._accumulators.clear()
+
+    def _accumulate(self, parameter: torch.nn.Parameter, stage: int, gradient: torch.Tensor) -> None:
+        target = self._accumulators.get(id(parameter))
+        if target is None:
+            name = next(
+                (s.name for g in self._groups for s in g.slices if s.parameter is parameter), "an unknown parameter"
+            )
+            raise ModelError(
+                f"{name} received a gradient in stage {stage} ({self._program.stages[stage].name}), which the first "
+                "micro-batch did not show. Which stage uses a parameter must not depend on the data"
+            )
+        target.add_(gradient)
+
+    # ---- weights
+
+    def _rw(self, op: Op) -> None:
+        c = self._chunk(op)
+        self._residence.read(f"weights.{op.word.group}", c.start, self._view(op.writes[0], c.numel, self._dtype))
+
+    def _uw(self, op: Op) -> None:
+        c, g = self._chunk(op), op.word.group
+        if op.reads:
+            source = self._view(op.reads[0], c.numel, self._dtype)
+        else:
+            source = self._residence.array(f"weights.{g}")[c.start : c.start + c.numel]
+        copy(self._view(op.writes[0], c.numel, self._dtype, c.start * self._dtype.itemsize), source)
+
+    def _ww(self, op: Op) -> None:
+        c = self._chunk(op)
+        self._residence.write(f"weights.{op.word.group}", c.start, self._view(op.reads[0], c.numel, self._dtype))
+
+    def _un(self, op: Op) -> None:
+        c = self._chunk(op)
+        home = self._residence.array(f"weights.{op.word.group}")[c.start : c.start + c.numel]
+        copy(home, self._view(op.reads[0], c.numel, self._dtype))
+
+    # ---- gradients
+
+    def _dg(self, op: Op) -> None:
+        c = self._chunk(op)
+        copy(self._view(op.writes[0], c.numel), self._view(op.reads[0], c.numel, offset=c.start * FP32))
+
+    def _ag(self, op: Op) -> None:
+        c = self._chunk(op)
+        into, what = op.reads
+        kernels.add(self._view(into, c.numel), self._view(what, c.numel), self._threads)
+
+    def _partials(self, g: int, start: int, numel: int) -> NDArray[np.float64]:
+        return self.context.partials[g][start // ALIGN : (start + numel) // ALIGN]
+
+    def _ng(self, op: Op) -> None:
+        c = self._chunk(op)
+        partials = self._partials(op.word.group, c.start, c.numel)
+        kernels.partial_norms(self._view(op.reads[0], c.numel), partials, self._threads)
+
+    def _nd(self, op: Op) -> None:
+        g = op.word.group
+        self._norm_on_device(g, self._view(op.reads[0], self._program.groups[g].trainable))
+
+    def _norm_on_device(self, g: int, gradient: torch.Tensor) -> None:
+        if gradient.device.type == "cpu":
+            kernels.partial_norms(gradient, self.context.partials[g], self._threads)
+        else:
+            self._device_norms[g] = kernels.device_partial_norms(gradient)
+
+    def _norm(self, op: Op) -> None:
+        """The global norm, the factor that every gradient is multiplied by, and whether the step is skipped."""
+        context = self.context
+        self.collect_norm()
+        assert context.norm is not None
+        context.skip = not math.isfinite(context.norm)
+        clip = 1.0 if context.clip is None or context.skip else clip_scale(context.norm, context.clip)
+        context.grad_scale = clip / context.loss_scale
+
+    def collect_norm(self) -> None:
+        """Add up the partial sums of squares of all groups."""
+        for g, partials in self._device_norms.items():
+            self.context.partials[g][:] = partials.cpu().numpy()
+        self._device_norms.clear()
+        ordered = [self.context.partials[g] for g in sorted(self.context.partials)]
+        self.context.norm = grad_norm(ordered) / self.context.loss_scale
+
+    def _wg(self, op: Op) -> None:
+        c = self._chunk(op)
+        assert self._scratch is not None
+        data = numpy_bytes(self._view(op.reads[0], c.numel))
+        self._scratch.write(f"gradient.{op.word.group}", c.start * FP32, data)
+
+    def _rg(self, op: Op) -> None:
+        c = self._chunk(op)
+        assert self._scratch is not None
+        data = numpy_bytes(self._view(op.writes[0], c.numel))
+        self._scratch.read(f"gradient.{op.word.group}", c.start * FP32, data)
+
+    # ---- optimizer
+
+    def _state_parts(self, op: Op) -> list[tuple[str, int]]:
+        """(array, byte offset in the state buffer) of what this group's state buffer carries from and to disk."""
+        g, c = op.word.group, self._chunk(op)
+        master = f"master.{g}" if self._settings.form.split else f"weights.{g}"
+        names = [master, *(f"moment{i}.{g}" for i in range(self._settings.form.moments))]
+        return [(n, i * c.numel * FP32) for i, n in enumerate(names) if self._residence.tier_of(n) == "disk"]
+
+    def _rs(self, op: Op) -> None:
+        c = self._chunk(op)
+        for name, offset in self._state_parts(op):
+            self._residence.read(name, c.start, self._view(op.writes[0], c.numel, offset=offset))
+
+    def _ws(self, op: Op) -> None:
+        c = self._chunk(op)
+        for name, offset in self._state_parts(op):
+            self._residence.write(name, c.start, self._view(op.reads[0], c.numel, offset=offset))
+
+    def _op(self, op: Op) -> None:
+        g, c, form = op.word.group, self._chunk(op), self._settings.form
+        gradient = self._view(op.reads[0], c.numel)
+        offsets = dict(self._state_parts(op))
+        span = slice(c.start, c.start + c.numel)
+
+        def state(name: str) -> torch.Tensor:
+            if name in offsets:
+                return self._view(op.reads[1], c.numel, offset=offsets[name])
+            return self._residence.array(name)[span]
+
+        out = None
+        if form.split:
+            new = [name for name in op.writes if name[0] == "O"]
+            out = self._view(new[0], c.numel, self._dtype) if new else self._residence.array(f"weights.{g}")[span]
+        moments = tuple(state(f"moment{i}.{g}") for i in range(form.moments))
+        self._step(g, c.start, gradient, state(f"master.{g}" if form.split else f"weights.{g}"), moments, out)
+
+    def _od(self, op: Op) -> None:
+        g, form = op.word.group, self._settings.form
+        numel = self._program.groups[g].trainable
+        gradient = self._view(op.reads[0], numel)
+        weights = self._residence.array(f"weights.{g}")[:numel]
+        master = self._residence.array(f"master.{g}") if form.split else weights
+        moments = tuple(self._residence.array(f"moment{i}.{g}") for i in range(form.moments))
+        if not self._settings.wait:
+            self._norm_on_device(g, gradient)
+        self._step(g, 0, gradient, master, moments, weights if form.split else None, partials=False)
+
+    def _step(
+        self,
+        g: int,
+        start: int,
+        gradient: torch.Tensor,
+        master: torch.Tensor,
+        moments: tuple[torch.Tensor, ...],
+        out: torch.Tensor | None,
+        *,
+        partials: bool = True,
+    ) -> None:
+        """The optimizer on elements ``[start, start + n)`` of a group, run by run of equal hyper-parameters."""
+        context, n = self.context, master.numel()
+        if context.skip:
+            if out is not None:
+                kernels.cast(out, master, self._threads)
+            return
+        if not self._settings.wait and partials:
+            kernels.partial_norms(gradient, self._partials(g, start, n), self._threads)
+        for first, end, hyper in self._runs[g]:
+            a, b = max(first, start) - start, min(end, start + n) - start
+            if a < b:
+                kernels.step(
+                    context.hypers[hyper],
+                    context.count,
+                    grad=gradient[a:b],
+                    master=master[a:b],
+                    moments=tuple(m[a:b] for m in moments),
+                    out=None if out is None else out[a:b],
+                    grad_scale=context.grad_scale,
+                    threads=self._threads,
+                )
+
+    # ---- checkpoints
+
+    def _dc(self, op: Op) -> None:
+        k, m = op.word.stage, op.word.micro_batch
+        host, offset = self._pools.buffer(op.writes[0]), 0
+        for tensor in self._tape.checkpoint(k, m):
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            copy(host[offset : offset + data.numel()], data)
+            offset += data.numel()
+            if data.device.type == "cuda":
+                data.record_stream(torch.cuda.current_stream(data.device))
+        self._tape.drop(k, m)
+
+    def _uc(self, op: Op) -> None:
+        k, m = op.word.stage, op.word.micro_batch
+        host, offset = self._pools.buffer(op.reads[0]), 0
+        tensors = []
+        for old in self._tape.checkpoint(k, m):
+            tensor = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+            nbytes = tensor.numel() * tensor.itemsize
+            copy(tensor.view(-1).view(torch.uint8), host[offset : offset + nbytes])
+            offset += nbytes
+            tensors.append(tensor)
+        self._tape.restore(k, m, tensors)
+
+    def _wc(self, op: Op) -> None:
+        assert self._scratch is not None
+        name = f"checkpoint.{op.word.stage}.{op.word.micro_batch}"
+        self._scratch.write(name, 0, numpy_bytes(self._pools.buffer(op.reads[0])))
+
+    def _rc(self, op: Op) -> None:
+        assert self._scratch is not None
+        name = f"checkpoint.{op.word.stage}.{op.word.micro_batch}"
+        self._scratch.read(name, 0, numpy_bytes(self._pools.buffer(op.writes[0])))

@@ -1,0 +1,100 @@
+"""The pools of a running schedule: which buffer has which slot, and how many bytes each tier has in use."""
+
+import time
+
+import torch
+
+from penstock.config import TIERS, Tier
+from penstock.run.memory import PAGE, DeviceSlab, HostSlab
+from penstock.schedule.op import Op, Pool, Schedule
+
+
+def _page_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+class Pools:
+    """Slots of every pool, carved out of one slab per tier when the plan is made; nothing is allocated in a step.
+
+    Not thread-safe: the executor calls ``take`` and ``give`` under its lock. ``buffer`` may be called by any op that
+    holds the buffer.
+    """
+
+    def __init__(self, schedule: Schedule, device: torch.device) -> None:
+        backed = [pool for pool in schedule.pools if pool.backed]
+        need = {tier: sum(_page_up(p.size) * p.count for p in backed if p.tier == tier) for tier in TIERS}
+        assert not need["disk"]
+        self._host = HostSlab(need["host"], pin=device.type == "cuda")
+        self._device = DeviceSlab(need["device"], device)
+        self._slots: dict[str, list[torch.Tensor]] = {}
+        offset = dict.fromkeys(TIERS, 0)
+        for pool in backed:
+            slab = self._host.bytes if pool.tier == "host" else self._device.bytes
+            step = _page_up(pool.size)
+            start = offset[pool.tier]
+            self._slots[pool.name] = [slab[start + i * step :][: pool.size] for i in range(pool.count)]
+            offset[pool.tier] = start + step * pool.count
+        self._pools: dict[str, Pool] = {pool.name: pool for pool in schedule.pools}
+        self._free: dict[str, list[int]] = {pool.name: list(range(pool.count)) for pool in schedule.pools}
+        self._held: dict[str, tuple[str, int]] = {}
+        self._fixed = {tier: sum(n for where, _, n in schedule.fixed if where == tier) for tier in TIERS}
+        self.in_use: dict[Tier, int] = dict(self._fixed)
+        self.peak: dict[Tier, int] = dict(self._fixed)
+        self.samples: list[tuple[float, Tier, int]] = []
+
+    def can_take(self, op: Op) -> bool:
+        """Whether every pool that the op takes from has a slot for it."""
+        if len(op.takes) == 1:
+            return bool(self._free[op.takes[0][1]])
+        return all(
+            len(self._free[pool]) >= sum(other == pool for _, other in op.takes) for pool in {p for _, p in op.takes}
+        )
+
+    def take(self, op: Op) -> list[tuple[str, int]]:
+        """Give the op its buffers; returns their (pool, slot)."""
+        taken = []
+        for name, pool in op.takes:
+            slot = self._free[pool].pop(0)
+            self._held[name] = (pool, slot)
+            taken.append((pool, slot))
+            self._count(self._pools[pool], 1)
+        return taken
+
+    def give(self, op: Op) -> list[tuple[str, int]]:
+        """Take back what the op gives; returns their (pool, slot)."""
+        given = []
+        for name in op.gives:
+            pool, slot = self._held.pop(name)
+            self._free[pool].append(slot)
+            given.append((pool, slot))
+            self._count(self._pools[pool], -1)
+        return given
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """The bytes of a buffer that is held, as a uint8 tensor of its pool's size."""
+        pool, slot = self._held[name]
+        return self._slots[pool][slot]
+
+    def reset(self) -> None:
+        """Forget a step that was broken off."""
+        self._held.clear()
+        self._free = {pool.name: list(range(pool.count)) for pool in self._pools.values()}
+        self.in_use = dict(self._fixed)
+
+    def start_step(self) -> None:
+        """Start new records of peaks and samples."""
+        assert not self._held
+        self.peak = dict(self.in_use)
+        self.samples = []
+
+    def _count(self, pool: Pool, sign: int) -> None:
+        used = self.in_use[pool.tier] + sign * pool.size
+        self.in_use[pool.tier] = used
+        self.peak[pool.tier] = max(self.peak[pool.tier], used)
+        self.samples.append((time.perf_counter(), pool.tier, used))
+
+    def close(self) -> None:
+        self._slots.clear()
+        self._held.clear()
+        self._host.close()
+        self._device.close()

@@ -1,0 +1,173 @@
+"""Where each group's weights and optimizer state are at home: arrays in device or host memory, or extents of the store.
+
+    weights   compute dtype, trainable and frozen part     "weights.{g}"
+    master    fp32, trainable part; only beside 16-bit     "master.{g}"
+    moments   fp32, trainable part, one array each         "moment{i}.{g}"
+
+In fp32 the trainable part of the weights *is* the master copy. A group's arrays move between tiers only here, between
+steps, chunk by chunk, so that no tier ever holds more than it has to.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.config import Tier
+from penstock.run.memory import DeviceSlab, HostSlab
+from penstock.schedule.place import FP32, Format, Placement
+from penstock.schedule.program import GroupSpec
+from penstock.store.store import Store
+
+_BOUNCE = 8 << 20  # bytes moved at a time between tiers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One array of a group: ``numel`` elements of ``dtype``."""
+
+    name: str
+    group: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def parts_of(group: GroupSpec, form: Format, dtype: torch.dtype) -> tuple[Part, ...]:
+    """A group's arrays, weights first."""
+    g = group.index
+    parts = [Part(name=f"weights.{g}", group=g, numel=group.numel, dtype=dtype)]
+    if group.trainable:
+        names = ([f"master.{g}"] if form.split else []) + [f"moment{i}.{g}" for i in range(form.moments)]
+        parts += [Part(name=name, group=g, numel=group.trainable, dtype=torch.float32) for name in names]
+    return tuple(parts)
+
+
+def numpy_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """A host tensor's memory as uint8."""
+    return tensor.view(torch.uint8).numpy()
+
+
+class Residence:
+    """All arrays of all groups, each in exactly one place.
+
+    Without a store everything starts in host memory. ``tier_of`` says where an array is, ``array`` gives it when it is
+    in memory, and ``read`` / ``write`` work on a range of elements wherever it is.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        form: Format,
+        dtype: torch.dtype,
+        device: torch.device,
+        store: Store | None,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.form = form
+        self.dtype = dtype
+        self.device = device
+        self.store = store
+        self.parts = {part.name: part for group in groups for part in parts_of(group, form, dtype)}
+        self._arrays: dict[str, torch.Tensor] = {}
+        self._slabs: dict[str, HostSlab | DeviceSlab] = {}
+        if store is None:
+            for name in self.parts:
+                self._allocate(name, "host")
+
+    def tier_of(self, name: str) -> Tier:
+        if name not in self._arrays:
+            return "disk"
+        return "host" if isinstance(self._slabs[name], HostSlab) else "device"
+
+    def array(self, name: str) -> torch.Tensor:
+        """A resident array, flat, in its dtype, on the host or on the device."""
+        return self._arrays[name]
+
+    def host_bytes(self) -> int:
+        """Bytes of the arrays in host memory."""
+        return sum(self.parts[n].nbytes for n, slab in self._slabs.items() if isinstance(slab, HostSlab))
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Copy elements from ``start`` on into ``out``, a page-aligned host tensor of the array's dtype."""
+        if name in self._arrays:
+            out.copy_(self._arrays[name][start : start + out.numel()])
+        else:
+            assert self.store is not None
+            self.store.read(name, start * out.itemsize, numpy_bytes(out))
+
+    def write(self, name: str, start: int, data: torch.Tensor) -> None:
+        """The opposite of ``read``."""
+        if name in self._arrays:
+            self._arrays[name][start : start + data.numel()].copy_(data)
+        else:
+            assert self.store is not None
+            self.store.write(name, start * data.itemsize, numpy_bytes(data))
+
+    def settle(self, place: Placement) -> None:
+        """Move every array to the tier that a placement gives it. Arrays that leave memory go first."""
+        wanted: dict[str, Tier] = {}
+        for group in self.groups:
+            first, *state = parts_of(group, self.form, self.dtype)
+            wanted[first.name] = place.weights[group.index]
+            wanted |= {part.name: place.state[group.index] for part in state}
+        rank = {"disk": 0, "host": 1, "device": 2}
+        for name in sorted(wanted, key=lambda n: rank[wanted[n]]):
+            self._move(name, wanted[name])
+
+    def to_disk(self) -> None:
+        """Write what is in memory to its extents, and keep it in memory. Needs a store."""
+        assert self.store is not None
+        bounce = HostSlab(_BOUNCE)
+        for name, array in self._arrays.items():
+            for start, piece in self.pieces(name, bounce):
+                piece.copy_(array[start : start + piece.numel()])
+                self.store.write(name, start * piece.itemsize, numpy_bytes(piece))
+        bounce.close()
+
+    def pieces(self, name: str, bounce: HostSlab) -> Iterator[tuple[int, torch.Tensor]]:
+        """Cut an array into ranges that fit the bounce buffer: (first element, a view to fill or to read)."""
+        part = self.parts[name]
+        step = bounce.nbytes // FP32
+        for start in range(0, part.numel, step):
+            numel = min(step, part.numel - start)
+            yield start, bounce.bytes[: numel * part.dtype.itemsize].view(part.dtype)
+
+    def _move(self, name: str, tier: Tier) -> None:
+        if self.tier_of(name) == tier:
+            return
+        old, slab = self._arrays.pop(name, None), self._slabs.pop(name, None)
+        if tier != "disk":
+            self._allocate(name, tier)
+        bounce = HostSlab(_BOUNCE)
+        for start, piece in self.pieces(name, bounce):
+            if old is not None:
+                piece.copy_(old[start : start + piece.numel()])
+            else:
+                assert self.store is not None
+                self.store.read(name, start * piece.itemsize, numpy_bytes(piece))
+            self.write(name, start, piece)
+        bounce.close()
+        if slab is not None:
+            del old
+            slab.close()
+
+    def _allocate(self, name: str, tier: Tier) -> None:
+        part = self.parts[name]
+        pin = self.device.type == "cuda"
+        slab = HostSlab(part.nbytes, pin=pin) if tier == "host" else DeviceSlab(part.nbytes, self.device)
+        self._slabs[name] = slab
+        self._arrays[name] = slab.bytes[: part.nbytes].view(part.dtype)
+        if tier == "device":
+            self._arrays[name].zero_()
+
+    def close(self) -> None:
+        self._arrays.clear()
+        for slab in self._slabs.values():
+            slab.close()
+        self._slabs.clear()

@@ -1,0 +1,44 @@
+"""The oracle: the same schedule and the same actions with no overlap at all, one op at a time in the caller's thread."""
+
+from collections.abc import Callable
+
+from penstock.run.pools import Pools
+from penstock.run.streams import CudaStreams, HostStreams, Mark
+from penstock.schedule.check import run_order
+from penstock.schedule.op import Op, Schedule
+
+
+class SerialExecutor:
+    """Runs a schedule in one order that is known to be possible. Same interface as ``Executor``."""
+
+    def __init__(
+        self, schedule: Schedule, pools: Pools, act: Callable[[Op], None], streams: HostStreams | CudaStreams
+    ) -> None:
+        self.schedule = schedule
+        self.pools = pools
+        self.marks: dict[str, Mark] = {}
+        self._act = act
+        self._streams = streams
+        self._order = tuple(run_order(schedule))
+
+    def run(self) -> None:
+        """Run every op once, waiting for each before the next."""
+        self.marks = {}
+        self.pools.start_step()
+        for op in self._order:
+            self.pools.take(op)
+            try:
+                with self._streams.run(op.lane, ()) as mark:
+                    self._act(op)
+            except BaseException as error:
+                error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
+                self._streams.synchronize()
+                self.pools.reset()
+                raise
+            self._streams.synchronize()
+            self.marks[op.id] = mark
+            self.pools.give(op)
+        self._streams.resolve(self.marks.values())
+
+    def close(self) -> None:
+        """Nothing runs in the background."""
