@@ -1,0 +1,51 @@
+"""Penstock's side of the benchmarks against peers: everything on disk, through the public interface only."""
+
+import argparse
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Report, Tokens, Work, build_initial
+
+import penstock
+
+
+def train(work: Work, report: Report, device: str, host: str) -> None:
+    """Train with weights and optimizer state on the disk of ``work.scratch``, in fp32, clipping off."""
+    store = Path(work.scratch) / "penstock"
+    shutil.rmtree(store, ignore_errors=True)
+    store.mkdir()
+    budget = penstock.Budget(device=device, host=host, disk=store, weights="disk", state="disk")
+    optimizer = penstock.AdamW(lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    tokens = Tokens(work)
+    with penstock.wrap(
+        build_initial(work),
+        optimizer=optimizer,
+        budget=budget,
+        precision="fp32",
+        clip_grad_norm=None,
+        device="cpu",
+    ) as engine:
+        report.start()
+        for step in range(work.steps):
+            start = time.perf_counter()
+            stats = engine.step(tokens.step(step))
+            report.step(seconds=time.perf_counter() - start, loss=stats.loss)
+    shutil.rmtree(store)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", required=True, help="the job, as JSON (bench.workload.Work)")
+    parser.add_argument("--report", required=True, help="file that takes one line of JSON a step")
+    parser.add_argument("--device", required=True, help="memory of the device tier, such as 256MiB")
+    parser.add_argument("--host", required=True, help="memory of the host tier")
+    arguments = parser.parse_args()
+    work = Work.from_json(arguments.work)
+    torch.set_num_threads(work.threads)
+    train(work, Report(arguments.report), arguments.device, arguments.host)
+
+
+if __name__ == "__main__":
+    main()

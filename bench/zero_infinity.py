@@ -1,0 +1,192 @@
+"""Step time against DeepSpeed's ZeRO-Infinity when both train from one slow disk.
+
+    python -m bench.zero_infinity
+
+A GPT of 168M parameters (12 layers of 1024, vocabulary 8,192) in fp32, micro-batches of 4x128 tokens, activations
+recomputed and clipping off on both sides, parameters and optimizer state on disk. Both sides run in one cgroup
+whose disk is held to a rate, start from the same weights, see the same tokens, and their losses are compared.
+Required: 2.0x or more at 200/100 MB/s (read/write) with 4 and with 8 micro-batches, 3x or more at 100/50 MB/s with 8.
+
+DeepSpeed is installed from PyPI into an environment of its own the first time (``.bench/deepspeed``, or the place
+named by ``--venv`` or ``$PENSTOCK_BENCH_DEEPSPEED``). Without root or cgroup v1 the disk's rate is not held; the
+numbers are then printed, but nothing is required of them and nothing is recorded.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import deepspeed_venv
+from bench.harness import (
+    MB,
+    ROOT,
+    SCRATCH,
+    BenchError,
+    DiskLimit,
+    Run,
+    Side,
+    alternate,
+    machine,
+    median_seconds,
+    results_file,
+    why_no_limit,
+    write_section,
+)
+from bench.workload import Work, write_initial_weights
+
+COMMAND = "python -m bench.zero_infinity"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A disk rate, a number of micro-batches, and how many times faster than DeepSpeed Penstock has to be."""
+
+    limit: DiskLimit
+    micro_batches: int
+    required: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.limit.read // MB}/{self.limit.write // MB}x{self.micro_batches}"
+
+
+CASES = (
+    Case(limit=DiskLimit(read=200 * MB, write=100 * MB), micro_batches=4, required=2.0),
+    Case(limit=DiskLimit(read=200 * MB, write=100 * MB), micro_batches=8, required=2.0),
+    Case(limit=DiskLimit(read=100 * MB, write=50 * MB), micro_batches=8, required=3.0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A case that has been measured."""
+
+    case: Case
+    limited: bool
+    runs: dict[str, list[Run]]
+
+    @property
+    def ratio(self) -> float:
+        return median_seconds(self.runs["deepspeed"]) / median_seconds(self.runs["penstock"])
+
+    @property
+    def bound(self) -> float:
+        """Penstock's lower bound in seconds: what it moved, at the disk's rates, reads beside writes."""
+        steps = [step for run in self.runs["penstock"] for step in run.measured]
+        read = statistics.median(step.read for step in steps) / self.case.limit.read
+        return max(read, statistics.median(step.written for step in steps) / self.case.limit.write)
+
+    def row(self) -> str:
+        cells = [str(self.case.limit) if self.limited else "not held", str(self.case.micro_batches)]
+        for name in ("deepspeed", "penstock"):
+            runs = self.runs[name]
+            last = runs[-1].steps[-1]
+            cells.append(f"{median_seconds(runs):.1f} s")
+            cells.append(f"{last.read / 1e9:.2f} + {last.written / 1e9:.2f} GB")
+            cells.append(f"{max(step.peak_rss for run in runs for step in run.steps) / 1e9:.2f} GB")
+        cells.append(f"{self.bound:.1f} s" if self.limited else "none")
+        cells.append(f"**{self.ratio:.2f}x**")
+        cells.append(f"{self.case.required:.1f}x" if self.limited else "none")
+        return "| " + " | ".join(cells) + " |"
+
+
+HEADER = (
+    "| disk read/write | micro-batches | DeepSpeed step | its read + written | its peak RSS "
+    "| Penstock step | its read + written | its peak RSS | its lower bound | ratio | required |"
+)
+
+
+def measure(case: Case, sides: tuple[Side, Side], arguments: argparse.Namespace) -> Outcome:
+    """Run both sides of a case in turn."""
+    limited = why_no_limit() is None
+    work = Work(
+        model="gpt-168m",
+        micro_batches=case.micro_batches,
+        batch=4,
+        length=128,
+        steps=arguments.steps,
+        threads=arguments.threads,
+        scratch=str(arguments.scratch.resolve()),
+    )
+    write_initial_weights(work)
+    print(f"{case.micro_batches} micro-batches, disk {case.limit if limited else 'not held to a rate'}", flush=True)
+    runs = alternate(
+        sides,
+        work,
+        rounds=arguments.rounds,
+        limit=case.limit if limited else None,
+        logs=ROOT / ".bench" / "logs" / "zero_infinity" / case.name.replace("/", "-"),
+    )
+    return Outcome(case=case, limited=limited, runs=runs)
+
+
+def describe(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
+    """The section of the results file."""
+    first = next(iter(outcomes[0].runs.values()))
+    measured = sum(len(run.measured) for run in first)
+    setting = (
+        f"GPT-2 classes, 168M, fp32, micro-batches of 4x128, recompute and no clipping on both sides, "
+        f"{arguments.threads} threads; DeepSpeed {deepspeed_venv.VERSION}, {_flags(arguments)}; "
+        f"Penstock: device {arguments.device}, host {arguments.host}; "
+        f"medians of {measured} steps a side after a warm-up step; {machine()}"
+    )
+    rule = "|" + "---|" * (HEADER.count("|") - 1)
+    return "\n".join([setting, "", HEADER, rule, *(o.row() for o in outcomes), "", f"Command: `{COMMAND}`"])
+
+
+def _flags(arguments: argparse.Namespace) -> str:
+    pipeline = "on" if arguments.pipeline else "off"
+    return f"pipelined optimizer swapping {pipeline}, sub-groups of {arguments.sub_group:,} elements"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="directory on the disk under test")
+    parser.add_argument("--venv", type=Path, default=deepspeed_venv.default_place(), help="DeepSpeed's environment")
+    parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="default: all")
+    parser.add_argument("--rounds", type=int, default=1, help="processes per side and case")
+    parser.add_argument("--steps", type=int, default=3, help="steps per process, the first of which is warm-up")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads of either side")
+    parser.add_argument("--device", default="256MiB", help="Penstock's device budget")
+    parser.add_argument("--host", default="512MiB", help="Penstock's host budget")
+    parser.add_argument("--pipeline", action=argparse.BooleanOptionalAction, default=True, help="DeepSpeed's")
+    parser.add_argument("--sub-group", type=int, default=1_000_000_000, help="DeepSpeed's, in elements")
+    parser.add_argument("--no-record", action="store_true", help="print, but leave the results file alone")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    arguments.scratch.mkdir(parents=True, exist_ok=True)
+    if reason := why_no_limit():
+        print(f"the disk is not held to a rate: {reason}", file=sys.stderr)
+    ours = Side(
+        name="penstock",
+        command=(
+            *(sys.executable, "-m", "bench.side_penstock"),
+            *("--device", arguments.device, "--host", arguments.host),
+        ),
+    )
+    pipeline = "--pipeline" if arguments.pipeline else "--no-pipeline"
+    try:
+        peer = deepspeed_venv.side(arguments.venv, pipeline, "--sub-group", str(arguments.sub_group))
+        outcomes = [
+            measure(case, (peer, ours), arguments)
+            for case in CASES
+            if arguments.case is None or case.name in arguments.case
+        ]
+    except BenchError as error:
+        print(f"bench.zero_infinity: {error}", file=sys.stderr)
+        return 2
+    body = describe(outcomes, arguments)
+    print(body)
+    if all(outcome.limited for outcome in outcomes) and not arguments.no_record:
+        print(f"recorded in {write_section('zero_infinity', body, results_file())}")
+    return 0 if all(outcome.ratio >= outcome.case.required or not outcome.limited for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
