@@ -2,3 +2,57 @@
 
 May import everything.
 """
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from penstock.cli.arguments import USAGE, parse_train, train_help
+from penstock.cli.display import fail
+from penstock.cli.settings import dump, load
+from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, StoreError
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    0: done. 2: asked for what cannot be, with nothing trained. 1: failed on the way. 130: ended by Ctrl-C.
+    """
+    words = sys.argv[1:] if words is None else list(words)
+    try:
+        return _command(words)
+    except (ConfigError, BudgetError, ModelError) as error:
+        fail(str(error))
+        return 2
+    except (StoreError, NonFiniteError) as error:
+        fail(str(error))
+        return 1
+    except KeyboardInterrupt:  # before training began or after it ended; in between it is a request
+        fail("interrupted")
+        return 130
+
+
+def _command(words: Sequence[str]) -> int:
+    match list(words):
+        case ["--version"]:
+            print(f"penstock {version('penstock')}")
+        case [] | ["--help"] | ["-h"] | ["help"]:
+            print(USAGE, end="")
+        case ["train", *rest] if {"--help", "-h"} & set(rest):
+            print(train_help(), end="")
+        case ["train", *rest]:
+            return _train(rest)
+        case [word, *_]:
+            raise ConfigError(f"there is no command {word!r}. Commands: train. Try: penstock --help")
+    return 0
+
+
+def _train(words: Sequence[str]) -> int:
+    arguments = parse_train(words)
+    config = load(arguments.config, arguments.flags)
+    if arguments.print_config:
+        print(dump(config), end="")
+        return 0
+    from penstock.cli.train import train  # torch and transformers take seconds to import
+
+    return train(config, overwrite=arguments.overwrite)

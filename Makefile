@@ -1,0 +1,36 @@
+# Two commands: `make demo` trains a model whose state is many times the memory it is given; `make test` runs the tests.
+# Each makes .venv first when it is missing. Needs Python >= 3.11 with venv, a C++ compiler, and the network, once.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+# What an editable install has to be made again for: the native library, and packages that were not there before.
+BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt \
+	$(shell find src/penstock/optim/native -type f) $(shell find src/penstock -name __init__.py)
+
+.PHONY: demo test lint bench
+
+demo: $(READY)
+	$(BIN)/penstock train examples/demo.yaml --overwrite
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m bench.adamw
+	$(BIN)/python -m bench.disk
+	$(BIN)/python -m bench.overhead
+	$(BIN)/python -m bench.large
+
+# torch goes first and pinned, so that nothing else picks another build of it. The native library is built here, too.
+$(READY): $(BUILT_FROM)
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Penstock needs Python 3.11 or newer, this is " + sys.version'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,dev]'
+	touch $(READY)

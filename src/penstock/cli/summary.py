@@ -1,0 +1,73 @@
+"""What a run says about itself before its first step and after its last, and the memory its process really took."""
+
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+from penstock.cli.display import clock
+from penstock.cli.meter import Meter
+from penstock.config import TrainConfig, format_size
+from penstock.data.tokens import TokenizedText
+
+
+def opening(config: TrainConfig, text: TokenizedText, parameters: int) -> str:
+    """The task: text, model, steps."""
+    tokens = len(text.train) + (0 if text.validation is None else len(text.validation))
+    step_tokens = config.micro_batches * config.micro_batch_size * config.data.sequence_length
+    return (
+        f"{format_size(text.nbytes)} of text, {tokens:,} tokens; {config.model.config['model_type']} of "
+        f"{parameters / 1e6:.1f}M parameters; {config.steps} steps of {step_tokens:,} tokens"
+    )
+
+
+def closing(meter: Meter, *, state_bytes: int, own_bytes: int, folder: Path, traced: bool, stopped: bool) -> str:
+    """The last words: how the loss went, what was trained in which memory, where to look.
+
+    ``own_bytes``: resident before there was a model. ``stopped``: a signal ended the run early.
+    """
+    given, outline = meter.outline.given, meter.outline
+    lines = []
+    if stopped:
+        lines.append(
+            f"Stopped after step {meter.done} of {outline.steps}, as asked. The step is whole; nothing is lost."
+        )
+    loss = f"loss     {meter.losses[0]:.4f} -> {meter.losses[-1]:.4f}"
+    if meter.validation:
+        loss += f" (held-out text {meter.validation[-1]:.4f})"
+    lines.append(f"{loss} in {meter.done} steps, {meter.tokens:,} tokens, {clock(meter.seconds)}")
+    lines.append(
+        f"state    {format_size(state_bytes)}: weights, gradients and optimizer state of "
+        f"{outline.parameters / 1e6:.1f}M parameters, {state_bytes / outline.given_bytes:.1f}x the memory given"
+    )
+    lines.append(
+        f"memory   {format_size(outline.given_bytes)} given, {format_size(meter.peak_bytes)} used at the peak: "
+        + ", ".join(
+            f"{tier} {format_size(meter.peak.get(tier, 0))} of {format_size(size)}" for tier, size in given.items()
+        )
+    )
+    lines.append(
+        f"process  {format_size(peak_resident_bytes())} resident at its peak; {format_size(own_bytes)} were there "
+        "before the model (Python, PyTorch, the tokenizer)"
+    )
+    lines.append("moved    " + ", ".join(f"{lane} {format_size(n)}" for lane, n in meter.moved.items() if n))
+    if traced:
+        lines.append(f"trace    {folder / 'trace.json'} (open it in https://ui.perfetto.dev)")
+    lines.append(f"metrics  {folder / 'metrics.jsonl'}")
+    return "\n".join(["", *lines])
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def peak_resident_bytes() -> int:
+    """The most that this process had in memory since ``reset_peak_resident``."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak_resident() -> None:
+    """Forget the peak so far, that of the tokenizer's training. Kernels without this file keep the higher one."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

@@ -1,0 +1,263 @@
+"""The command line around an engine: words, folders, signals, and what the displays say."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from penstock.cli import main
+from penstock.cli.arguments import parse_train
+from penstock.cli.display import PlainDisplay, choose_display, clock
+from penstock.cli.meter import Meter, Outline, metrics_of
+from penstock.cli.run_folder import MetricsFile, claim
+from penstock.cli.summary import closing
+from penstock.cli.terminal import TerminalDisplay, sparkline
+from penstock.config import Tier
+from penstock.errors import ConfigError
+from penstock.schedule.op import Lane
+
+MIB = 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """A step's numbers, as an engine reports them."""
+
+    step: int = 1
+    loss: float = 8.0
+    grad_norm: float | None = 2.0
+    lr: float = 1e-3
+    tokens: int = 512
+    seconds: float = 2.0
+    bytes_moved: Mapping[Lane, int] = field(default_factory=lambda: {"read": 10**9, "write": 5 * 10**8, "compute": 0})
+    lane_seconds: Mapping[Lane, float] = field(default_factory=lambda: {"read": 1.0, "write": 1.0, "compute": 1.9})
+    peak_bytes: Mapping[Tier, int] = field(default_factory=lambda: {"device": 60 * MIB, "host": 20 * MIB})
+    clipped: bool = False
+    skipped: bool = False
+    loss_scale: float = 1.0
+
+
+def _meter(steps: int = 10) -> Meter:
+    given: Mapping[Tier, int] = {"device": 64 * MIB, "host": 24 * MIB}
+    return Meter(outline=Outline(steps=steps, parameters=45_000_000, given=given), disk_bytes=500 * MIB)
+
+
+def _terminal(width: int = 100) -> tuple[TerminalDisplay, io.StringIO]:
+    out = io.StringIO()
+    display = TerminalDisplay(out)
+    display._console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    return display, out
+
+
+def test_words_become_arguments() -> None:
+    arguments = parse_train(["--optimizer.lr", "-1", "c.yaml", "--overwrite", "--run=a=b"])
+    assert arguments.config == Path("c.yaml")
+    assert arguments.flags == (("optimizer.lr", "-1"), ("run", "a=b"))
+    assert arguments.overwrite
+    assert not arguments.print_config
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "none"),
+        (["a.yaml", "b.yaml"], "a.yaml and b.yaml"),
+        (["a.yaml", "--steps"], "--steps needs a value"),
+        (["a.yaml", "--steps", "--overwrite"], "--steps needs a value"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_train(words)
+
+
+def test_version_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("penstock 0.")
+    assert main(["train", "--help"]) == 0
+    assert "--optimizer.lr" in capsys.readouterr().out
+    assert main(["trian"]) == 2
+    assert "no command 'trian'" in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_settings_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(tmp_path / "missing.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "missing.yaml" in err
+
+
+def test_a_folder_with_a_run_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+    run = claim(tmp_path / "a" / "run", overwrite=False)
+    (run / "metrics.jsonl").write_text("precious")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl.*--overwrite"):
+        claim(run, overwrite=False)
+    assert (run / "metrics.jsonl").read_text() == "precious"
+
+
+def test_overwrite_removes_a_runs_files_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("old")
+    (tmp_path / "notes.txt").write_text("mine")
+    claim(tmp_path, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot use this folder"):
+        claim(tmp_path / "file", overwrite=True)
+
+
+def test_metrics_are_a_line_a_step_at_once_and_always_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write(metrics_of(Numbers(step=1), 7.5))
+        metrics.write(metrics_of(Numbers(step=2, grad_norm=float("inf"), skipped=True), None))
+        lines = [json.loads(line) for line in path.read_text().splitlines()]  # before it is closed
+    assert lines[0]["validation_loss"] == 7.5
+    assert lines[0]["bytes_moved"]["read"] == 10**9
+    assert lines[0]["tokens_per_second"] == 256
+    assert lines[1]["grad_norm"] is None
+    assert lines[1]["skipped"]
+
+
+def test_the_meter_adds_up(tmp_path: Path) -> None:
+    meter = _meter()
+    meter.add(Numbers(loss=8.0, seconds=2.0, peak_bytes={"device": 9, "host": 1}))
+    meter.add(Numbers(loss=7.0, seconds=4.0, peak_bytes={"device": 3, "host": 5}), validation=7.5)
+    assert meter.peak == {"device": 9, "host": 5}
+    assert meter.peak_bytes == 14
+    assert meter.moved["read"] == 2 * 10**9
+    assert meter.tokens_per_second == 1024 / 6
+    assert meter.seconds_left == 8 * 3.0
+    assert meter.lanes()["read"].sustained == 2 * 10**9 / 6
+    assert meter.lanes()["read"].rate == 10**9
+    assert "h2d" not in meter.lanes()
+
+
+def test_plain_lines_say_what_the_live_view_says() -> None:
+    out = io.StringIO()
+    plain = PlainDisplay(out)
+    terminal, drawn = _terminal()
+    meter = _meter()
+    for display in (plain, terminal):
+        display.begin(meter)
+    meter.add(Numbers(loss=8.25, clipped=True), validation=7.5)
+    for display in (plain, terminal):
+        display.update()
+        display.end()
+    for text in (out.getvalue(), drawn.getvalue()):
+        for part in ("1/10", "8.2500", "7.5000", "clipped", "256 tokens/s", "read", "0.50", "60 MiB", "64 MiB", "0:18"):
+            assert part in text, part
+
+
+def test_the_live_view_shows_the_first_step_before_there_are_numbers_and_the_notice() -> None:
+    display, drawn = _terminal()
+    display.begin(_meter())
+    display.notice("Stopping after this step.")
+    display.update()
+    assert "first step" in drawn.getvalue()
+    assert "Stopping after this step." in drawn.getvalue()
+    display.end()
+
+
+def test_lines_are_plain_without_a_terminal_that_can_redraw(monkeypatch: pytest.MonkeyPatch) -> None:
+    primary, secondary = os.openpty()
+    with os.fdopen(primary), os.fdopen(secondary, "w") as terminal:
+        monkeypatch.setenv("TERM", "xterm")
+        assert isinstance(choose_display(terminal), TerminalDisplay)
+        assert isinstance(choose_display(io.StringIO()), PlainDisplay)
+        monkeypatch.setenv("TERM", "dumb")
+        assert isinstance(choose_display(terminal), PlainDisplay)
+
+
+def test_a_skipped_step_is_said_and_does_not_break_the_loss_curve() -> None:
+    meter = _meter()
+    meter.add(Numbers(loss=float("inf"), skipped=True, loss_scale=32768))
+    out = io.StringIO()
+    display = PlainDisplay(out)
+    display.begin(meter)
+    display.update()
+    assert "loss scale now 32768" in out.getvalue()
+    assert sparkline(meter.losses, 8) == ""
+    assert sparkline([3.0, float("inf"), 1.0], 8) == "█▁"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (83.4, "1:23"), (59.9, "1:00"), (3723, "1:02:03")])
+def test_times_are_clock_times(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_the_last_words_are_complete(tmp_path: Path) -> None:
+    meter = _meter()
+    meter.add(Numbers(loss=8.0))
+    meter.add(Numbers(loss=6.0))
+    text = closing(meter, state_bytes=704 * MIB, own_bytes=MIB, folder=tmp_path, traced=True, stopped=True)
+    for part in (
+        "Stopped after step 2 of 10",
+        "8.0000 -> 6.0000",
+        "704 MiB",
+        "8.0x the memory given",
+        "88 MiB given, 80 MiB used",
+        "device 60 MiB of 64 MiB",
+        str(tmp_path / "trace.json"),
+    ):
+        assert part in text, part
+
+
+LOOP = """
+import sys, time
+from penstock.cli.display import PlainDisplay
+from penstock.cli.interrupt import Interrupt
+display = PlainDisplay(sys.stdout)
+with Interrupt(display.notice, display.last_words) as interrupt:
+    print("ready", flush=True)
+    while not (interrupt.requested and sys.argv[1] == "whole steps"):
+        time.sleep(0.01)
+print("stopped", flush=True)
+sys.exit(interrupt.exit_code)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_signal_ends_the_loop_after_its_step(number: signal.Signals, code: int) -> None:
+    with _loop("whole steps") as process:
+        os.kill(process.pid, number)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert "stopped" in out
+    assert "Stopping after this step" in err
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    with _loop("endless step") as process:
+        assert process.stderr is not None
+        os.kill(process.pid, signal.SIGINT)
+        assert "Stopping after this step" in process.stderr.readline()
+        time.sleep(0.1)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "stopped" not in out
+    assert "in the middle of a step" in err
+
+
+def _loop(behaviour: str) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP, behaviour], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
