@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from penstock.errors import ModelError
 from penstock.schedule.program import ALIGN, GroupSpec
+from penstock.tape.blocks import Block
 
 _VIEW_ALIGN = 64  # elements; keeps every parameter's view aligned to cache lines
 
@@ -39,19 +41,29 @@ class ParamGroup:
         """Make every parameter a view into ``flat`` (``spec.numel`` elements, in the compute dtype)."""
         assert flat.numel() >= self.spec.numel
         for s in self.slices:
-            s.parameter.data = flat[s.offset : s.offset + s.numel].view(s.shape)
+            _set_data(s.parameter, flat[s.offset : s.offset + s.numel].view(s.shape))
 
     def detach(self, dtype: torch.dtype, device: torch.device) -> None:
         """Replace every parameter's data by a placeholder."""
         hole = torch.full((1,), float("nan"), dtype=dtype, device=device)
         for s in self.slices:
-            s.parameter.data = hole.expand(s.shape)
+            _set_data(s.parameter, hole.expand(s.shape))
 
     def views(self, flat: torch.Tensor) -> Iterator[tuple[ParamSlice, torch.Tensor]]:
         """Each trainable parameter with its view into a flat buffer of ``spec.trainable`` elements."""
         for s in self.slices:
             if s.trainable:
                 yield s, flat[s.offset : s.offset + s.numel].view(s.shape)
+
+
+def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """``parameter.data = data``, also for a parameter on the meta device, which torch does not let leave it that way."""
+    if parameter.is_meta and not data.is_meta:
+        real = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        real.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, real)
+    else:
+        parameter.data = data
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -77,3 +89,57 @@ def lay_out(index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]
         sizes[trainable] = offset - start
     spec = GroupSpec(index=index, name=name, trainable=sizes[True], frozen=sizes[False])
     return ParamGroup(spec=spec, slices=tuple(slices))
+
+
+_LARGE = 1 << 18
+"""Elements (1 MiB in fp32) of a module's own parameters from which on it is an end group by itself."""
+
+
+def group_parameters(model: nn.Module, blocks: Sequence[Block]) -> tuple[ParamGroup, ...]:
+    """Every parameter of the model in exactly one group: one per block, one per large end, one for the small ends.
+
+    A parameter that several blocks use, or a block and the rest of the model, is an end. Tied parameters are one
+    parameter, under the first of their names. Ends come first, blocks in their order.
+
+    Raises:
+        ModelError: a parameter is not of a floating-point type.
+    """
+    homes = _homes(model, blocks)
+    in_block: dict[int, list[tuple[str, nn.Parameter]]] = {b: [] for b in range(len(blocks))}
+    in_module: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise ModelError(
+                f"parameter {name!r} is {parameter.dtype}: only floating-point parameters can be trained or streamed; "
+                "load the model without quantisation"
+            )
+        home = homes[id(parameter)]
+        if len(home) == 1 and None not in home:
+            in_block[next(b for b in home if b is not None)].append((name, parameter))
+        else:
+            in_module.setdefault(name.rpartition(".")[0] or "<root>", []).append((name, parameter))
+    large = {m: ps for m, ps in in_module.items() if sum(p.numel() for _, p in ps) >= _LARGE}
+    small = [pair for m, ps in in_module.items() if m not in large for pair in ps]
+    named = [(f"ends.{m}", ps) for m, ps in large.items()] + [("ends.small", small)]
+    named += [(f"blocks.{blocks[b].name}", ps) for b, ps in in_block.items()]
+    return tuple(lay_out(i, name, ps) for i, (name, ps) in enumerate((n, ps) for n, ps in named if ps))
+
+
+def _homes(model: nn.Module, blocks: Sequence[Block]) -> dict[int, set[int | None]]:
+    """For each parameter (by identity) the blocks that hold it; None stands for the rest of the model."""
+    block_of = {id(block.module): b for b, block in enumerate(blocks)}
+    homes: dict[int, set[int | None]] = {}
+    seen: set[tuple[int, int | None]] = set()
+
+    def visit(module: nn.Module, home: int | None) -> None:
+        home = block_of.get(id(module), home)
+        if (id(module), home) in seen:
+            return
+        seen.add((id(module), home))
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), set()).add(home)
+        for child in module.children():
+            visit(child, home)
+
+    visit(model, None)
+    return homes

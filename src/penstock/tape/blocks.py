@@ -1,0 +1,121 @@
+"""Which submodules are run as the blocks of a schedule."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.tape import trees
+
+_SHARE_OF_LARGEST = 0.1
+"""A list of modules with less than this share of the largest list's parameters is not worth a schedule."""
+
+_HOW_TO_NAME = "name them: blocks=[...], a list of submodules of the model, for example list(model.layers)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A submodule whose calls are the steps of a schedule. ``name`` is its dotted name in the model."""
+
+    name: str
+    module: nn.Module
+
+
+def find_blocks(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> tuple[Block, ...]:
+    """The blocks of a model: the ones given, or the members of its large outermost ``ModuleList``s.
+
+    Raises:
+        ModelError: none is found; a given one is no submodule, is given twice, or is inside another; or the model
+            recomputes its activations by itself.
+    """
+    refuse_gradient_checkpointing(model)
+    return _check_given(model, blocks) if blocks is not None else _find(model)
+
+
+def refuse_gradient_checkpointing(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ModelError(
+                f"gradient checkpointing is switched on in the model (in {name or type(model).__name__!r}), but Penstock "
+                "recomputes blocks by itself: call model.gradient_checkpointing_disable()"
+            )
+
+
+def refuse_cache(name: str, inputs: object) -> None:
+    """Raise ModelError when a block is handed a key-value cache.
+
+    A cache would be written in the forward and again in the recomputation, and it outlives both.
+    """
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None:
+        return
+    if any(isinstance(leaf, library.Cache) for leaf in _leaves(inputs)):
+        raise ModelError(
+            f"block {name!r} was handed a key-value cache, which training has no use for: "
+            "set model.config.use_cache = False, or pass use_cache=False with every micro-batch"
+        )
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    elif not trees.is_record(value):
+        yield value
+
+
+def _parameter_count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _outermost_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList) and sum(_parameter_count(m) > 0 for m in child) >= 2:
+            yield path, child
+        else:
+            yield from _outermost_lists(child, f"{path}.")
+
+
+def _find(model: nn.Module) -> tuple[Block, ...]:
+    lists = list(_outermost_lists(model, ""))
+    if isinstance(model, nn.ModuleList) or not lists:
+        raise ModelError(
+            f"no repeated blocks were found in {type(model).__name__}: it has no ModuleList of two or more modules with "
+            f"parameters; {_HOW_TO_NAME}"
+        )
+    largest = max(_parameter_count(members) for _, members in lists)
+    found: dict[int, Block] = {}
+    for path, members in lists:
+        if _parameter_count(members) < _SHARE_OF_LARGEST * largest:
+            continue
+        for name, member in members.named_children():
+            if _parameter_count(member) > 0:
+                found.setdefault(id(member), Block(name=f"{path}.{name}", module=member))
+    return tuple(found.values())
+
+
+def _check_given(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[Block, ...]:
+    names = {id(module): name for name, module in model.named_modules()}
+    found: list[Block] = []
+    for position, module in enumerate(blocks):
+        name = names.get(id(module)) if isinstance(module, nn.Module) else None
+        if not name:
+            raise ModelError(
+                f"blocks[{position}] ({type(module).__name__}) is not a submodule of the model: {_HOW_TO_NAME}"
+            )
+        found.append(Block(name=name, module=module))
+    if not found:
+        raise ModelError(f"blocks is an empty list: {_HOW_TO_NAME}")
+    inner = {id(m): b.name for b in found for m in b.module.modules() if m is not b.module}
+    for block in found:
+        if id(block.module) in inner:
+            raise ModelError(f"block {block.name!r} is inside block {inner[id(block.module)]!r}: give only one of them")
+    if len({id(b.module) for b in found}) < len(found):
+        raise ModelError("blocks names a submodule twice: give each block once, however often the model calls it")
+    return tuple(found)

@@ -1,0 +1,422 @@
+"""One micro-batch's passage through the model: its suspended forward, and what its backward needs.
+
+    passage     a greenlet that runs the model's own forward for one micro-batch
+    arrival     the passage is suspended at a block call, its arguments in hand
+    cut         the block has run without a graph, and its outputs are now fresh leaves: autograd's graph ends here
+    call        what is kept of a block call for its recomputation: the inputs (the checkpoint) and the leaves
+
+All of it runs in one thread: greenlets are bound to the thread that made them.
+"""
+
+import contextvars
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.errors import ModelError
+from penstock.tape import graph, trees
+from penstock.tape.blocks import refuse_cache
+
+Event = Literal["call", "cut", "done"]
+LossFn = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A block with its own forward, which the boundary stands in front of."""
+
+    index: int
+    name: str
+    module: nn.Module
+    forward: Callable[..., Any]
+    trainable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the probe learned about one block call and a run has to know beforehand.
+
+    ``output_needs_grad``: for each output that is cut, whether it depends on anything that trains (None: not known yet).
+    ``buffers``: the buffers that the call changes, as (module, name).
+    """
+
+    output_needs_grad: tuple[bool, ...] | None = None
+    buffers: tuple[tuple[nn.Module, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFacts:
+    """What the probe learned about a stage beyond what a schedule has to know.
+
+    ``site``: the block of a call, None for a segment. ``offload``: which tensors are the stage's checkpoint, as positions
+    among the next call's distinct input tensors, or (before the epilogue) among this call's outputs.
+    """
+
+    site: Site | None
+    call: Facts
+    offload: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modes:
+    """torch's thread-local switches, which a greenlet must carry by itself."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+
+    @classmethod
+    def capture(cls, device_types: tuple[str, ...]) -> "Modes":
+        return cls(
+            grad=torch.is_grad_enabled(),
+            autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+        )
+
+    def apply(self) -> None:
+        # A cast weight that autocast remembered would outlive the weight that it was cast from.
+        if any(enabled for _, enabled, _ in self.autocast):
+            torch.clear_autocast_cache()
+        torch.set_grad_enabled(self.grad)
+        for device_type, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+
+
+class Leaf:
+    """An output of a block call where the graph was cut, and the gradient that has come to it so far."""
+
+    __slots__ = ("gradient", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.gradient: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def take(self) -> torch.Tensor | None:
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What is kept of one block call. ``inputs`` is (args, kwargs, values of ``containers``) as they were before it."""
+
+    site: Site
+    inputs: Any
+    versions: tuple[int, ...]
+    containers: tuple[contextvars.ContextVar[Any], ...]
+    context: contextvars.Context
+    modes: Modes
+    outputs: tuple[Leaf, ...]
+    buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A suspended block call: the block and the distinct tensors among its arguments."""
+
+    site: Site
+    tensors: list[torch.Tensor]
+
+
+class _Carrier(greenlet):
+    """The greenlet of a passage; a block's boundary recognises it and finds the passage."""
+
+    passage: "Passage | None" = None
+
+
+def current_passage() -> "Passage | None":
+    """The passage whose forward is running now, or None outside of one, in a recomputation, or inside a block."""
+    carrier = getcurrent()
+    passage = carrier.passage if isinstance(carrier, _Carrier) else None
+    return None if passage is None or passage.in_block else passage
+
+
+class Passage:
+    """The forward of one micro-batch, suspended between events, and its state until its backward is done."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        loss_fn: LossFn,
+        micro_batch: Mapping[str, Any],
+        index: int,
+        train: bool,
+        device: torch.device,
+    ) -> None:
+        self.index = index
+        self.train = train
+        self.in_block = False
+        self.arrival: Arrival | None = None
+        self.outputs: list[torch.Tensor] = []  # what the latest call made, until the next event
+        self.loss: torch.Tensor | None = None
+        self.facts = Facts()
+        self.starts: dict[int, int] = {}  # stage -> number of the first autograd node of its segment code
+        self.calls: dict[int, Call] = {}
+        self.leaves: dict[int, Leaf] = {}  # by identity of the tensor, which the leaf holds
+        self.pending = graph.Pending()
+        self._stage = 0
+        self._device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        self._modes: Modes | None = None
+        self._carrier: _Carrier | None = _Carrier(lambda: self._run(model, loss_fn, micro_batch))
+        self._carrier.passage = self
+        self._carrier.gr_context = contextvars.copy_context()
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def resume(self, stage: int) -> Event:
+        """Let the model's code run on, as part of ``stage``, up to its next event."""
+        assert self._carrier is not None, "the forward has ended"
+        self._stage = stage
+        outer = Modes.capture(self._device_types)
+        if self._modes is None:
+            torch.set_grad_enabled(self.train)
+        else:
+            self._modes.apply()
+        try:
+            event: Event = self._carrier.switch()
+        finally:
+            self._modes = Modes.capture(self._device_types)
+            outer.apply()
+        if event == "done":
+            self._end()
+        return event
+
+    def close(self) -> None:
+        """End the forward wherever it is, and let go of everything."""
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            carrier.passage = None
+            if carrier:  # started and not ended
+                carrier.throw()
+        self.arrival = None
+        self.outputs = []
+        self.calls.clear()
+        self.leaves.clear()
+        self.pending = graph.Pending()
+
+    def arrive(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block call inside the greenlet: suspended, then run and cut, then suspended again."""
+        refuse_cache(site.name, (args, kwargs))
+        self.arrival = Arrival(site=site, tensors=trees.tensors((args, kwargs)))
+        self._suspend("call")
+        self.arrival = None
+        output = self._run_and_cut(site, args, kwargs) if self.train else self._run_only(site, args, kwargs)
+        del args, kwargs
+        self._suspend("cut")
+        self.outputs = []
+        return output
+
+    def _run(self, model: nn.Module, loss_fn: LossFn, micro_batch: Mapping[str, Any]) -> Event:
+        loss = loss_fn(model, micro_batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ModelError(
+                f"the loss must be a tensor of one element, but loss_fn returned {got}: "
+                "return the mean loss of the micro-batch (do its labels go with it?)"
+            )
+        self.loss = loss.reshape(())
+        return "done"
+
+    def _suspend(self, event: Event) -> None:
+        carrier = self._carrier
+        assert carrier is not None and carrier.parent is not None
+        carrier.parent.switch(event)
+
+    def _end(self) -> None:
+        assert self._carrier is not None
+        self._carrier.passage = None
+        self._carrier = None
+        self._modes = None
+
+    def _run_only(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.in_block = True
+        try:
+            output = site.forward(*args, **kwargs)
+        finally:
+            self.in_block = False
+        self.outputs = trees.tensors(output)
+        return output
+
+    def _run_and_cut(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context = contextvars.copy_context()
+        held = [(var, value) for var, value in context.items() if trees.is_mutable_container(value)]
+        live = (args, kwargs, [value for _, value in held])
+        before = trees.snapshot(live)
+        inputs = trees.tensors(before)
+        versions = tuple(t._version for t in inputs)
+        buffers = tuple((module, name, module._buffers[name]) for module, name in self.facts.buffers)
+        saved = tuple((module, name, b.clone()) for module, name, b in buffers if b is not None)
+        modes = Modes.capture(self._device_types)
+        self.in_block = True
+        try:
+            with torch.no_grad():
+                output = site.forward(*args, **kwargs)
+        finally:
+            self.in_block = False
+        if any(t._version != v for t, v in zip(inputs, versions, strict=True)):
+            raise ModelError(
+                f"block {site.name!r} changes one of its inputs in place, so it cannot be recomputed from them: "
+                "write the result to a new tensor"
+            )
+        cut = self._cut(site, inputs)
+        output = trees.replace(output, cut)
+        trees.settle(live, before, cut)
+        leaves = tuple(self.leaves[id(t)] for t in self.outputs)
+        if any(leaf.tensor.requires_grad for leaf in leaves):
+            self.calls[self._stage] = Call(
+                site=site,
+                inputs=before,
+                versions=versions,
+                containers=tuple(var for var, _ in held),
+                context=context,
+                modes=modes,
+                outputs=leaves,
+                buffers=saved,
+            )
+        return output
+
+    def _cut(self, site: Site, inputs: list[torch.Tensor]) -> trees.Replace:
+        """Makes each output a leaf, once. An input that is handed through keeps its identity."""
+        passed = {id(t): t for t in inputs}
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        needs_grad = site.trainable or any(t.requires_grad for t in inputs)
+        known = self.facts.output_needs_grad
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in passed or isinstance(tensor, nn.Parameter):
+                return tensor
+            if id(tensor) in made:
+                return made[id(tensor)][1]
+            leaf = tensor.detach()
+            wanted = known[len(made)] if known is not None and len(made) < len(known) else needs_grad
+            if wanted and leaf.is_floating_point():
+                leaf.requires_grad_()
+            made[id(tensor)] = (tensor, leaf)
+            self.leaves[id(leaf)] = Leaf(leaf)
+            self.outputs.append(leaf)
+            return leaf
+
+        self.outputs = []
+        return cut
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def backward_code(self, stage: int, root: tuple[GradientEdge, torch.Tensor] | None = None) -> None:
+        """Backward of the model's own code that ran as part of ``stage``, from what waits at its nodes (and ``root``)."""
+        start = self.starts[stage]
+        roots = self.pending.take(start)
+        if root is not None:
+            roots.append(root)
+            del root
+        if not roots:
+            return
+        at_leaves, at_edges = graph.backward_to_frontier(roots, start)
+        for tensor, gradient in at_leaves:
+            leaf = self.leaves.get(id(tensor))
+            if leaf is not None:  # otherwise a parameter, whose hook has had it
+                leaf.add(gradient)
+        for edge, gradient in at_edges:
+            self.pending.add(edge, gradient)
+
+    def wants_backward(self, stage: int) -> bool:
+        """Whether any gradient has come to the outputs of a call."""
+        call = self.calls.get(stage)
+        return call is not None and any(leaf.gradient is not None for leaf in call.outputs)
+
+    def backward_call(self, stage: int) -> tuple[bool, ...] | None:
+        """Recompute a block call with a graph and run it backward.
+
+        Returns for each cut output whether it needed a gradient at all, or None if nothing was recomputed.
+        """
+        call = self.calls.pop(stage, None)
+        if call is None:
+            return None
+        gradients = [leaf.take() for leaf in call.outputs]
+        for leaf in call.outputs:
+            self.leaves.pop(id(leaf.tensor), None)
+        if all(g is None for g in gradients):
+            return None
+        fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        edges = self._recompute(call, fresh)
+        if len(edges) != len(gradients):
+            raise ModelError(
+                f"block {call.site.name!r} made {len(gradients)} tensors in the forward and {len(edges)} when it was "
+                "recomputed: a block must do the same on the same inputs"
+            )
+        needed = tuple(e is not None for e in edges)
+        pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
+        del edges, gradients
+        if pairs:
+            torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
+        del pairs
+        for source, leaf_input in fresh.values():
+            gradient, leaf_input.grad = leaf_input.grad, None
+            if gradient is not None:
+                self._route(source, gradient)
+        return needed
+
+    def _route(self, source: torch.Tensor, gradient: torch.Tensor) -> None:
+        leaf = self.leaves.get(id(source))
+        if leaf is not None:
+            leaf.add(gradient)
+        elif source.grad_fn is not None:
+            self.pending.add(get_gradient_edge(source), gradient)
+
+    def _recompute(self, call: Call, fresh: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> list[GradientEdge | None]:
+        """Run the block again on leaves (noted in ``fresh``). The graph edge of each output, None where it has none."""
+        if any(t._version != v for t, v in zip(trees.tensors(call.inputs), call.versions, strict=True)):
+            raise ModelError(
+                f"an input of block {call.site.name!r} was changed in place after the block had run, so the block cannot "
+                "be recomputed from it: write the result to a new tensor"
+            )
+
+        def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+                return tensor
+            if id(tensor) not in fresh:
+                fresh[id(tensor)] = (tensor, tensor.detach().requires_grad_())
+            return fresh[id(tensor)][1]
+
+        live = trees.replace(call.inputs, leaf_of)
+        outer = Modes.capture(self._device_types)
+        current = [(module, name, module._buffers[name]) for module, name, _ in call.buffers]
+        for module, name, before in call.buffers:
+            module._buffers[name] = before
+        try:
+            call.modes.apply()
+            return call.context.run(_run_again, call, live)
+        finally:
+            outer.apply()
+            for module, name, buffer in current:
+                module._buffers[name] = buffer
+
+
+def _run_again(call: Call, live: Any) -> list[GradientEdge | None]:
+    args, kwargs, values = live
+    before = trees.snapshot(live)
+    passed = {id(t) for t in trees.tensors(before)}
+    for var, value in zip(call.containers, values, strict=True):
+        var.set(value)
+    with torch.enable_grad():
+        output = call.site.forward(*args, **kwargs)
+    made: dict[int, torch.Tensor] = {}
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in passed and not isinstance(tensor, nn.Parameter):
+            made.setdefault(id(tensor), tensor)
+        return tensor
+
+    trees.replace(output, collect)
+    trees.settle(live, before, collect)
+    return [get_gradient_edge(t) if t.requires_grad else None for t in made.values()]

@@ -1,0 +1,171 @@
+"""Learns a model's program: one micro-batch, forward and backward, on the real device, watched op by op.
+
+Weights are loaded just before the first op that touches them and unloaded when the stage ends, so the probe needs no
+more memory than a stage does. Sizes are measured, not modelled: every tensor that an op makes is followed until its
+storage is freed. What an op uses inside itself (a library's workspace) is not seen.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.errors import ModelError
+from penstock.schedule.program import Stage
+from penstock.tape import graph
+from penstock.tape.legs import Leg, Seen, Stages, Usage, see
+from penstock.tape.passage import Arrival, Facts, Passage, Site, StageFacts
+from penstock.tape.watch import Watch
+
+if TYPE_CHECKING:
+    from penstock.tape.tape import Tape
+
+
+class Probe:
+    """One probe of one micro-batch; see ``run``."""
+
+    def __init__(
+        self, tape: "Tape", micro_batch: Mapping[str, Any], load: Callable[[int], None], unload: Callable[[int], None]
+    ) -> None:
+        self._tape = tape
+        self._micro_batch = micro_batch
+        self._load, self._unload = load, unload
+        self._loaded: set[int] = set()
+        self._usage = Usage()
+        self._packer = graph.WeightPacker()
+        self._group_of = {id(s.parameter): g.spec.index for g in tape.groups for s in g.slices}
+        by_name = {g.spec.name: g.spec.index for g in tape.groups}
+        self._own_group = [by_name.get(f"blocks.{site.name}") for site in tape.sites]
+        self._watch = Watch(self._group_of, self._touch)
+        self._legs: list[Leg] = []
+
+    def run(self, train: bool) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
+        """Forward (and backward) of the micro-batch. The model, its buffers and the random state end as they began."""
+        tape = self._tape
+        buffers = _buffers(tape.model)
+        on_gradient, tape.on_gradient = tape.on_gradient, self._note_gradient
+        tape.open(0, [self._micro_batch], train)
+        try:
+            passage = tape.passages[0]
+            self._run_forward(passage)
+            found = Stages(self._legs)  # now: what is saved or touched in the backward must not count
+            if train:
+                self._run_backward(passage)
+            return found.stages(), found.facts()
+        finally:
+            tape.finish()
+            self._release()
+            tape.on_gradient = on_gradient
+            with torch.no_grad():
+                for module, name, buffer, value in buffers:
+                    module._buffers[name] = buffer
+                    buffer.copy_(value)
+
+    # -- what is read ---------------------------------------------------------------------------------------------
+
+    def _touch(self, group: int) -> None:
+        self._usage.reads.add(group)
+        if group not in self._loaded:
+            self._load(group)
+            self._loaded.add(group)
+            self._packer.add(s.parameter for s in self._tape.groups[group].slices)
+
+    def _release(self) -> None:
+        for group in sorted(self._loaded):
+            self._unload(group)
+        self._loaded.clear()
+        self._packer.forget()
+
+    @contextmanager
+    def _measuring(self, usage: Usage, site: Site | None = None) -> Iterator[None]:
+        """Watch what runs inside, with the weights of ``site`` loaded; on leaving, unload all."""
+        watch, self._usage = self._watch, usage
+        own = None if site is None else self._own_group[site.index]
+        if own is not None:
+            self._touch(own)
+        usage.start = watch.peak = watch.live
+        try:
+            with watch, saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            usage.end, usage.peak = watch.live, watch.peak
+            self._release()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | graph.WeightView:
+        birth = self._watch.birth(tensor)
+        if birth is not None:
+            birth.saved.add(self._watch.leg)
+        return self._packer.pack(tensor)
+
+    def _unpack(self, packed: torch.Tensor | graph.WeightView) -> torch.Tensor:
+        if isinstance(packed, graph.WeightView):
+            self._touch(self._group_of[id(packed.parameter)])
+        return self._packer.unpack(packed)
+
+    def _note_gradient(self, parameter: nn.Parameter, leg: int, gradient: torch.Tensor) -> None:
+        self._legs[leg].gradients.add(self._group_of[id(parameter)])
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def _run_forward(self, passage: Passage) -> None:
+        arrival = self._run_code(passage)
+        while arrival is not None:
+            self._run_call(passage, arrival)
+            arrival = self._run_code(passage)
+        if len(self._legs) == 1:
+            names = ", ".join(repr(s.name) for s in self._tape.sites[:3])
+            raise ModelError(
+                f"the model's forward calls none of its blocks ({names}, ...): name the submodules that it does call, "
+                "blocks=[...]"
+            )
+
+    def _run_code(self, passage: Passage) -> Arrival | None:
+        """A leg of the model's own code. The call at which it stopped, or None at the end, where the loss is done too."""
+        leg = self._start(None)
+        with self._measuring(leg.forward):
+            event = self._tape.run_code(passage, self._watch.leg)
+            if event == "done":
+                self._tape.run_loss(passage, 1.0)
+        return passage.arrival
+
+    def _run_call(self, passage: Passage, arrival: Arrival) -> None:
+        site = arrival.site
+        leg = self._start(site)
+        leg.inputs = [self._see(t) for t in arrival.tensors]
+        before = _buffers(site.module)
+        with self._measuring(leg.forward, site):
+            self._tape.run_call(passage, self._watch.leg, Facts())
+        leg.changed = tuple((m, n) for m, n, b, value in before if _differs(m._buffers[n], b, value))
+        leg.outputs = [self._see(t) for t in passage.outputs]
+
+    def _start(self, site: Site | None) -> Leg:
+        self._legs.append(Leg(site=site))
+        self._watch.leg = len(self._legs) - 1
+        return self._legs[-1]
+
+    def _see(self, tensor: torch.Tensor) -> Seen:
+        return see(tensor, self._watch.birth(tensor))
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def _run_backward(self, passage: Passage) -> None:
+        for index in reversed(range(len(self._legs) - 1)):
+            leg = self._legs[index]
+            if leg.site is None:
+                with self._measuring(leg.backward):
+                    self._tape.backward_code(passage, index)
+            elif passage.wants_backward(index):
+                with self._measuring(leg.backward, leg.site):
+                    leg.needed = self._tape.backward_call(passage, index)
+
+
+def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
+    """Each buffer with its owner, its name and a copy of its value."""
+    return [(m, n, b, b.clone()) for m in module.modules() for n, b in m._buffers.items() if b is not None]
+
+
+def _differs(now: torch.Tensor | None, then: torch.Tensor, value: torch.Tensor) -> bool:
+    return now is not then or not torch.equal(now, value)

@@ -1,0 +1,58 @@
+"""Random state as a pure function of where in training we are.
+
+Dropout must draw the same numbers when a block is recomputed, and whatever the schedule. So before each piece of work the
+generators are seeded from (seed, step, micro-batch, stage, part) and from nothing else.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+FORWARD = 0
+"""``part`` of a stage's forward, and of its recomputation."""
+BACKWARD = 1
+"""``part`` of the backward of a segment, which draws nothing unless an op's own derivative is random."""
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """A 64-bit hash of integers (splitmix64's finaliser, chained). Stable over processes, machines and versions."""
+    state = 0
+    for value in values:
+        state = (state + (value & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed(
+    seed: int, step: int, micro_batch: int, stage: int, part: int = FORWARD, device: torch.device | None = None
+) -> None:
+    """Seed torch's CPU generator, and ``device``'s, from the arguments alone."""
+    value = mix(seed, step, micro_batch, stage, part)
+    torch.default_generator.manual_seed(value)
+    if device is not None and device.type not in ("cpu", "meta"):
+        with torch.device(device):
+            torch.get_device_module(device).manual_seed(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomState:
+    """The state of torch's generators, to be put back as it was."""
+
+    cpu: torch.Tensor
+    accelerator: torch.Tensor | None
+    device: torch.device
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "RandomState":
+        on_cpu = device.type in ("cpu", "meta")
+        accelerator = None if on_cpu else torch.get_device_module(device).get_rng_state(device)
+        return cls(cpu=torch.get_rng_state(), accelerator=accelerator, device=device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.accelerator is not None:
+            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)

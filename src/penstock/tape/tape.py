@@ -1,0 +1,355 @@
+"""The tape: runs an unmodified model stage by stage, for several micro-batches at once, in the order that it is told.
+
+    begin(...)                              a step: its micro-batches, nothing run yet
+    forward(stage, mb), ... forward(epilogue, mb)     the epilogue's backward runs at once after its forward
+    backward(stage, mb)                     from the last stage but one down to stage 0
+    finish()
+
+For each micro-batch stages go up in the forward and down in the backward; between micro-batches any order will do and
+gives the same bits. Weights must be attached while a stage that reads them runs. One thread makes all calls.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from penstock.errors import ModelError
+from penstock.schedule.program import Stage
+from penstock.tape import graph, rng
+from penstock.tape.blocks import Block
+from penstock.tape.groups import ParamGroup
+from penstock.tape.passage import Event, Facts, LossFn, Passage, Site, StageFacts, current_passage
+from penstock.tape.probe import Probe
+
+OnGradient = Callable[[nn.Parameter, int, torch.Tensor], None]
+
+
+class Tape:
+    """Runs a model's stages and hands out the gradients of its parameters as they appear.
+
+    ``on_gradient(parameter, stage, gradient)`` is called in the backward with each parameter's gradient of one stage and
+    one micro-batch, in the parameter's dtype; the gradient is the callee's to keep. On an accelerator it is called from
+    autograd's thread, with the stream of the backward current.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        groups: Sequence[ParamGroup],
+        loss_fn: LossFn,
+        *,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.groups = tuple(groups)
+        self.device = device
+        self.on_gradient: OnGradient = _drop_gradient
+        self.facts: tuple[StageFacts, ...] = ()
+        self._loss_fn = loss_fn
+        self._seed = seed
+        self.sites = tuple(self._install(index, block) for index, block in enumerate(blocks))
+        self._hooks = [h for g in groups for s in g.slices if s.trainable for h in self._watch(s.parameter)]
+        self.passages: list[Passage] = []
+        self._stages: tuple[Stage, ...] = ()
+        self._weights: tuple[float, ...] = ()
+        self._next: list[int] = []
+        self._checkpoints: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._losses: list[torch.Tensor | None] = []
+        self._random: rng.RandomState | None = None
+        self._step = 0
+        self._train = True
+        self._stage = 0  # whose backward is running
+        self._in_segment = False  # whether it is the backward of the model's own code
+        self._holes: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    # -- installing -----------------------------------------------------------------------------------------------
+
+    def _install(self, index: int, block: Block) -> Site:
+        module = block.module
+        trainable = any(p.requires_grad for p in module.parameters())
+        site = Site(index=index, name=block.name, module=module, forward=module.forward, trainable=trainable)
+        self._originals = {**getattr(self, "_originals", {}), index: module.__dict__.get("forward")}
+
+        def boundary(*args: Any, **kwargs: Any) -> Any:
+            passage = current_passage()
+            return site.forward(*args, **kwargs) if passage is None else passage.arrive(site, args, kwargs)
+
+        module.__dict__["forward"] = boundary
+        return site
+
+    def _watch(self, parameter: nn.Parameter) -> list[Any]:
+        return [
+            parameter.register_hook(partial(self._gradient_of_segment, parameter)),
+            parameter.register_post_accumulate_grad_hook(self._gradient_of_call),
+        ]
+
+    def close(self) -> None:
+        """Give the model back as it was: the blocks' own forwards, and no hooks."""
+        self.abort()
+        for site in self.sites:
+            site.module.__dict__.pop("forward", None)
+            if self._originals[site.index] is not None:
+                site.module.__dict__["forward"] = self._originals[site.index]
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def probe(
+        self,
+        micro_batch: Mapping[str, Any],
+        load: Callable[[int], None],
+        unload: Callable[[int], None],
+        train: bool = True,
+    ) -> tuple[Stage, ...]:
+        """Learn the model's stages from one micro-batch, run once on the device.
+
+        ``load(group)`` attaches a group's weights, ``unload(group)`` detaches them; each stage's groups are loaded when
+        it first touches them and unloaded when it ends. Random state, buffers and gradients are left as they were. With
+        ``train=False`` only the forward is run, and what a stage's backward needs is empty.
+
+        Raises:
+            ModelError: the model cannot be run block by block, with the reason.
+        """
+        assert not self.passages, "a step is open"
+        stages, self.facts = Probe(self, micro_batch, load, unload).run(train)
+        return stages
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        step: int,
+        micro_batches: Sequence[Mapping[str, Any]],
+        loss_weights: Sequence[float],
+        *,
+        stages: Sequence[Stage],
+        scale: float = 1.0,
+        train: bool = True,
+    ) -> None:
+        """Start a step over ``micro_batches``, whose tensors are on the device already. Nothing runs yet.
+
+        Each micro-batch's loss counts ``loss_weights[mb] * scale`` in the backward.
+        """
+        assert not self.passages, "the previous step is still open"
+        assert len(stages) == len(self.facts), "these stages are not the ones that the probe found"
+        assert len(micro_batches) == len(loss_weights)
+        self.open(step, micro_batches, train)
+        self._stages = tuple(stages)
+        self._weights = tuple(weight * scale for weight in loss_weights)
+
+    def open(self, step: int, micro_batches: Sequence[Mapping[str, Any]], train: bool) -> None:
+        """``begin`` without a program: what the probe starts from."""
+        self._step, self._train = step, train
+        self._random = rng.RandomState.capture(self.device)
+        self._losses = [None] * len(micro_batches)
+        self._next = [0] * len(micro_batches)
+        self.passages = [
+            Passage(model=self.model, loss_fn=self._loss_fn, micro_batch=mb, index=i, train=train, device=self.device)
+            for i, mb in enumerate(micro_batches)
+        ]
+
+    def forward(self, stage: int, mb: int) -> None:
+        """Run one stage of one micro-batch; the epilogue's backward too, when training.
+
+        Raises:
+            ModelError: the micro-batch takes another way through the model than the probe did.
+        """
+        assert self._next[mb] == stage, f"stage {stage} of micro-batch {mb} is not next"
+        try:
+            self._forward(stage, self.passages[mb])
+        except BaseException:
+            self.abort()
+            raise
+        self._next[mb] = stage + 1
+
+    def backward(self, stage: int, mb: int) -> None:
+        """Run the backward of one stage but the epilogue's."""
+        assert self._train and stage < len(self._stages) - 1
+        passage = self.passages[mb]
+        try:
+            self.backward_code(passage, stage)
+            if self.facts[stage].site is not None:
+                self.backward_call(passage, stage)
+        except BaseException:
+            self.abort()
+            raise
+        self._checkpoints.pop((stage, mb), None)
+        self._drop_inputs(stage, mb)
+
+    def losses(self) -> list[torch.Tensor]:
+        """Each micro-batch's loss, detached, of no dimension, on the device, unscaled."""
+        assert all(loss is not None for loss in self._losses), "not all micro-batches have a loss yet"
+        return [loss for loss in self._losses if loss is not None]
+
+    def finish(self) -> None:
+        """End the step. The losses can still be asked for."""
+        for passage in self.passages:
+            passage.close()
+        self.passages = []
+        self._checkpoints.clear()
+        if self._random is not None:
+            self._random.restore()
+            self._random = None
+
+    def abort(self) -> None:
+        """End the step wherever it is. Suspended forwards are closed; the tape is ready for the next ``begin``."""
+        self.finish()
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def checkpoint(self, stage: int, mb: int) -> list[torch.Tensor]:
+        """What ``stage`` made that only stage + 1 reads, and that may leave the device in between.
+
+        Contiguous tensors of the same shapes and dtypes, in the same order, for every micro-batch of the same shape.
+        """
+        return list(self._checkpoints.get((stage, mb), ()))
+
+    def drop(self, stage: int, mb: int) -> None:
+        """Let go of the data of a checkpoint. What is left reads as NaN."""
+        for tensor in self._checkpoints.get((stage, mb), ()):
+            tensor.data = self._hole(tensor).expand(tensor.shape)
+
+    def restore(self, stage: int, mb: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Give a dropped checkpoint its data again: ``tensors`` in the order of ``checkpoint``."""
+        for tensor, data in zip(self._checkpoints.get((stage, mb), ()), tensors, strict=True):
+            assert data.shape == tensor.shape and data.dtype == tensor.dtype and data.is_contiguous()
+            tensor.data = data
+
+    def _hole(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = (tensor.dtype, tensor.device)
+        if key not in self._holes:
+            value = float("nan") if tensor.is_floating_point() else 0
+            self._holes[key] = torch.full((1,), value, dtype=tensor.dtype, device=tensor.device)
+        return self._holes[key]
+
+    def _drop_inputs(self, stage: int, mb: int) -> None:
+        """The checkpoint that ``stage`` was the reader of is not needed any more; its gradient still is."""
+        if stage > 0:
+            self.drop(stage - 1, mb)
+
+    # -- one stage ------------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: int, passage: Passage) -> None:
+        facts, last = self.facts[stage], len(self._stages) - 1
+        if facts.site is None:
+            with self._packing(stage):
+                event = self.run_code(passage, stage)
+        else:
+            self._expect_call(passage, stage, facts.site)
+            self.run_call(passage, stage, facts.call)
+            event = "cut"
+            if self.facts[stage + 1].site is not None:
+                passage.starts[stage] = graph.next_number()
+                event = passage.resume(stage)
+        self._check_event(passage, stage, event)
+        self._note_checkpoint(passage, stage)
+        if stage == last:
+            self._losses[passage.index] = self.run_loss(passage, self._weights[passage.index])
+        if not self._train or stage == last:
+            self._drop_inputs(stage, passage.index)
+
+    def _packing(self, stage: int) -> AbstractContextManager[None]:
+        reads = self._stages[stage].forward_reads
+        if not self._train or stage == len(self._stages) - 1 or not reads:
+            return nullcontext()
+        packer = graph.WeightPacker(s.parameter for g in reads for s in self.groups[g].slices)
+        return saved_tensors_hooks(packer.pack, packer.unpack)
+
+    def _note_checkpoint(self, passage: Passage, stage: int) -> None:
+        positions = self.facts[stage].offload
+        if positions:
+            found = passage.arrival.tensors if passage.arrival is not None else passage.outputs
+            self._checkpoints[stage, passage.index] = [found[p] for p in positions]
+
+    def run_code(self, passage: Passage, stage: int) -> Event:
+        """Let the model's own code run, as a stage of its own."""
+        rng.seed(self._seed, self._step, passage.index, stage, rng.FORWARD, self.device)
+        passage.starts[stage] = graph.next_number()
+        return passage.resume(stage)
+
+    def run_call(self, passage: Passage, stage: int, facts: Facts) -> None:
+        """Run the block that ``passage`` is suspended at, and cut the graph behind it."""
+        rng.seed(self._seed, self._step, passage.index, stage, rng.FORWARD, self.device)
+        passage.facts = facts
+        event = passage.resume(stage)
+        assert event == "cut"
+        passage.starts[stage] = graph.next_number()
+
+    def run_loss(self, passage: Passage, weight: float) -> torch.Tensor:
+        """Take the loss of a passage that has ended and run the epilogue backward. Returns the loss, detached."""
+        loss, passage.loss = passage.loss, None
+        assert loss is not None
+        value = loss.detach()
+        if self._train:
+            if not loss.requires_grad:
+                raise ModelError(
+                    "the loss does not depend on any parameter that is trained: "
+                    "is requires_grad False everywhere, or does loss_fn detach?"
+                )
+            root = (get_gradient_edge(loss), torch.full_like(value, weight))
+            del loss
+            last = max(passage.starts)
+            self._stage, self._in_segment = last, True
+            passage.backward_code(last, root)
+        return value
+
+    def backward_code(self, passage: Passage, stage: int) -> None:
+        """Backward of the model's own code that belongs to ``stage``."""
+        rng.seed(self._seed, self._step, passage.index, stage, rng.BACKWARD, self.device)
+        self._stage, self._in_segment = stage, True
+        passage.backward_code(stage)
+
+    def backward_call(self, passage: Passage, stage: int) -> tuple[bool, ...] | None:
+        """Recompute a block call and run it backward. Which outputs needed a gradient; None: nothing to do."""
+        rng.seed(self._seed, self._step, passage.index, stage, rng.FORWARD, self.device)
+        self._stage, self._in_segment = stage, False
+        return passage.backward_call(stage)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _gradient_of_segment(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
+        if not self.passages or not self._in_segment:
+            return None
+        self.on_gradient(parameter, self._stage, gradient)
+        # What autograd hands on from here is thrown away; one element instead of the gradient lets it be freed now.
+        return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(gradient)
+
+    def _gradient_of_call(self, parameter: torch.Tensor) -> None:
+        if self.passages and parameter.grad is not None:
+            assert isinstance(parameter, nn.Parameter)
+            gradient, parameter.grad = parameter.grad, None
+            self.on_gradient(parameter, self._stage, gradient)
+
+    # -- the same way for every micro-batch -----------------------------------------------------------------------
+
+    def _expect_call(self, passage: Passage, stage: int, site: Site) -> None:
+        arrival = passage.arrival
+        if arrival is None or arrival.site is not site:
+            came = "ends" if arrival is None else f"calls block {arrival.site.name!r}"
+            raise ModelError(
+                f"micro-batch {passage.index} {came} where the first micro-batch calls block {site.name!r} (stage {stage}): "
+                "every micro-batch must take the same way through the blocks (is layer dropout switched on?)"
+            )
+
+    def _check_event(self, passage: Passage, stage: int, event: Event) -> None:
+        if stage == len(self._stages) - 1 and event != "done":
+            assert passage.arrival is not None
+            raise ModelError(
+                f"micro-batch {passage.index} calls block {passage.arrival.site.name!r} where the first micro-batch ended: "
+                "every micro-batch must take the same way through the blocks (is layer dropout switched on?)"
+            )
+        if stage + 1 < len(self._stages) and event != "cut":
+            following = self.facts[stage + 1].site
+            if following is not None:
+                self._expect_call(passage, stage + 1, following)
+
+
+def _drop_gradient(parameter: nn.Parameter, stage: int, gradient: torch.Tensor) -> None:
+    raise AssertionError("Tape.on_gradient is not set")

@@ -1,0 +1,135 @@
+"""Tensors inside nested arguments: found, replaced, and compared before and after a call.
+
+A block receives and returns any nesting of tuples, lists, mappings (``dict``, ``UserDict``, model outputs) and
+dataclasses. Other objects are passed on as they are. Traversal order is the order of the containers, so two runs of the
+same code meet the same tensors in the same order.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+
+Replace = Callable[[torch.Tensor], torch.Tensor]
+
+_MISSING = object()
+
+
+def is_record(value: object) -> bool:
+    """An instance of a dataclass that is not a mapping as well (model outputs are both, and count as mappings)."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def is_mutable_container(value: object) -> bool:
+    return isinstance(value, list | MutableMapping)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Every distinct tensor in ``value``, in order of first sight."""
+    found: dict[int, torch.Tensor] = {}
+    _walk(value, found, set())
+    return list(found.values())
+
+
+def replace(value: Any, fn: Replace) -> Any:
+    """A copy of ``value`` with new containers and ``fn(tensor)`` for every tensor.
+
+    A container that occurs twice, or that contains itself, does so in the copy too.
+    """
+    return _map(value, fn, {})
+
+
+def snapshot(value: Any) -> Any:
+    """A copy of the containers of ``value`` around the same tensors."""
+    return _map(value, lambda tensor: tensor, {})
+
+
+def settle(value: Any, before: Any, fn: Replace) -> Any:
+    """Apply ``fn`` to the tensors of ``value`` that are not at the same place in ``before``, its earlier snapshot.
+
+    Lists, mappings and dataclasses are changed in place; what is returned is ``value``, or a new tuple where a tuple had
+    to change.
+    """
+    return _settle(value, before, fn, set())
+
+
+def _walk(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.setdefault(id(value), value)
+    elif isinstance(value, tuple):
+        for item in value:
+            _walk(item, found, seen)
+    elif (isinstance(value, list | MutableMapping) or is_record(value)) and id(value) not in seen:
+        seen.add(id(value))
+        for _, item in _entries(value):
+            _walk(item, found, seen)
+
+
+def _map(value: Any, fn: Replace, memo: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, tuple):
+        return _rebuild(value, [_map(item, fn, memo) for item in value])
+    if is_record(value) and not isinstance(value, list | MutableMapping):
+        return _map_record(value, fn, memo)
+    if not isinstance(value, list | MutableMapping):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    new = memo[id(value)] = copy.copy(value)
+    if isinstance(new, MutableMapping) and getattr(value, "data", None) is not None and not isinstance(value, dict):
+        new.data = copy.copy(value.data)  # UserDict of older Pythons shares it between copies
+    for key, item in _entries(value):
+        _store(new, key, _map(item, fn, memo))
+    return new
+
+
+def _map_record(value: Any, fn: Replace, memo: dict[int, Any]) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    memo[id(value)] = value
+    items = [(name, item, _map(item, fn, memo)) for name, item in _entries(value)]
+    if any(new is not old for _, old, new in items):  # a record without tensors (a config) is nobody's business
+        memo[id(value)] = copy.copy(value)
+        for name, _, new in items:
+            _store(memo[id(value)], name, new)
+    return memo[id(value)]
+
+
+def _settle(value: Any, before: Any, fn: Replace, seen: set[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if value is before else fn(value)
+    if isinstance(value, tuple):
+        old = before if isinstance(before, tuple) else ()
+        items = [_settle(v, old[i] if i < len(old) else _MISSING, fn, seen) for i, v in enumerate(value)]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else _rebuild(value, items)
+    if not (isinstance(value, list | MutableMapping) or is_record(value)) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    old_entries = dict(_entries(before)) if type(before) is type(value) else {}
+    for key, item in list(_entries(value)):
+        new = _settle(item, old_entries.get(key, _MISSING), fn, seen)
+        if new is not item:
+            _store(value, key, new)
+    return value
+
+
+def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, list):
+        return iter(enumerate(value))
+    if isinstance(value, MutableMapping):
+        return iter([(key, value[key]) for key in value])
+    return iter([(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)])
+
+
+def _store(value: Any, key: Any, item: Any) -> None:
+    if isinstance(value, list | MutableMapping):
+        value[key] = item
+    else:
+        object.__setattr__(value, key, item)
+
+
+def _rebuild(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,0 +1,71 @@
+"""Sees every op of a probe: which weights it reads, and what memory lives at each moment."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.tape import trees
+
+
+class Birth:
+    """A storage that an op made: its bytes, the leg that made it, and what has happened to it since."""
+
+    __slots__ = ("leg", "nbytes", "saved", "touched")
+
+    def __init__(self, nbytes: int, leg: int) -> None:
+        self.nbytes = nbytes
+        self.leg = leg
+        self.touched: set[int] = set()
+        self.saved: set[int] = set()
+
+
+class Watch(TorchDispatchMode):
+    """Sees every op below autograd: follows live bytes, and calls ``on_weight`` before an op that reads a parameter."""
+
+    def __init__(self, parameters: Mapping[int, int], on_weight: Callable[[int], None]) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self.leg = 0
+        self.births: dict[int, Birth] = {}
+        self._parameters = parameters  # identity of a parameter -> its group
+        self._on_weight = on_weight
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def birth(self, tensor: torch.Tensor) -> Birth | None:
+        return self.births.get(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inputs = trees.tensors((args, kwargs or {}))
+        for tensor in inputs:
+            group = self._parameters.get(id(tensor))
+            if group is not None:
+                self._on_weight(group)
+            birth = self.birth(tensor)
+            if birth is not None:
+                birth.touched.add(self.leg)
+        result = func(*args, **(kwargs or {}))
+        old = {t.untyped_storage()._cdata for t in inputs}
+        for tensor in trees.tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in old and storage._cdata not in self.births:
+                self._follow(storage)
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+
+        def freed(_: object) -> None:
+            self.live -= nbytes
+            self.births.pop(key, None)
+            self._alive.pop(key, None)
+
+        self.births[key] = Birth(nbytes, self.leg)
+        self._alive[key] = weakref.ref(storage, freed)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
