@@ -1,0 +1,46 @@
+"""The model of a run: built without memory, refused when its settings would be silently ignored."""
+
+import pytest
+import torch
+
+from penstock.cli.model import build_model, parameter_count
+from penstock.config import DataConfig, ModelConfig
+from penstock.errors import ConfigError
+
+DATA = DataConfig(source="stdlib", vocabulary=512, sequence_length=64)
+SMALL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+LLAMA = {**SMALL, "num_attention_heads": 4}
+
+
+def test_the_model_has_the_tokenizers_vocabulary_and_no_memory() -> None:
+    model = build_model(ModelConfig(config=LLAMA), DATA)
+    embedding = model.get_input_embeddings()  # type: ignore[operator] # Hugging Face's, on every model
+    assert embedding.weight.shape == (512, 64)
+    assert all(p.device == torch.device("meta") for p in model.parameters())
+    block = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert parameter_count(model) == 2 * 512 * 64 + 64 + 2 * block
+
+
+def test_a_tied_parameter_counts_once() -> None:
+    untied = parameter_count(build_model(ModelConfig(config=LLAMA), DATA))
+    tied = parameter_count(build_model(ModelConfig(config={**LLAMA, "tie_word_embeddings": True}), DATA))
+    assert untied - tied == 512 * 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "llma"}, "did you mean llama"),
+        ({"hiden_size": 64}, "did you mean hidden_size"),
+        ({"vocab_size": 300}, "data.vocabulary=512"),
+        ({"use_cache": True}, "KV cache"),
+        ({"dtype": "bfloat16"}, "precision"),
+        ({"max_position_embeddings": 32}, "sequence_length=64 is more"),
+        ({"hidden_size": 66}, "cannot build"),
+        ({"num_hidden_layers": "two"}, "cannot build"),
+        ({"model_type": "vit", "num_hidden_layers": 2}, "cannot build"),
+    ],
+)
+def test_settings_that_would_be_ignored_or_cannot_work_are_refused(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build_model(ModelConfig(config={**LLAMA, **changes}), DATA)
