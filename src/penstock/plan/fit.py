@@ -12,7 +12,7 @@ from itertools import product
 from typing import Literal
 
 from penstock.config import Budget, Tier, format_size
-from penstock.errors import BudgetError, ConfigError
+from penstock.errors import BudgetError, ConfigError, ScheduleError
 from penstock.schedule.horizontal import horizontal
 from penstock.schedule.op import Schedule
 from penstock.schedule.place import FP32, Depths, Format, Placement, Settings
@@ -49,19 +49,19 @@ class Plan:
         place = self.settings.place
 
         def shares(tiers: tuple[Tier, ...]) -> str:
-            sizes = {tier: 0 for tier in dict.fromkeys(tiers)}
+            sizes: dict[Tier, int] = dict.fromkeys(tiers, 0)
             for group, tier in zip(self.program.groups, tiers, strict=True):
                 sizes[tier] += group.numel
             total = sum(sizes.values())
             return ", ".join(f"{100 * n / total:.0f}% {tier}" for tier, n in sizes.items() if n)
 
+        wait = f"wait on {place.gradients}" if self.settings.wait else "are stepped as they come"
         return "\n".join(
             [
-                f"state {format_size(self.state_bytes)}: weights {shares(place.weights)}; optimizer {shares(place.state)}",
-                f"checkpoints on {place.checkpoints}, "
-                + (f"gradients wait on {place.gradients}" if self.settings.wait else "gradients stepped as they come"),
-                f"{self.schedule.name} schedule, {self.settings.micro_batches} micro-batches, "
-                f"chunks of {format_size(self.settings.chunk * FP32)}, {len(self.schedule.ops)} ops a step",
+                f"state {format_size(self.state_bytes)}: weights {shares(place.weights)}, optimizer {shares(place.state)}",
+                f"checkpoints on {place.checkpoints}; gradients {wait}",
+                f"{self.schedule.name}, {self.settings.micro_batches} micro-batches, {len(self.schedule.ops)} ops a step",
+                f"chunks of {format_size(self.settings.chunk * FP32)} of fp32",
                 f"peak device {format_size(self.device_bytes)}, host {format_size(self.host_bytes)}",
             ]
         )
@@ -139,6 +139,32 @@ def fit(request: Request, keep: Placement | None = None) -> Plan:
         state_bytes=total * request.form.weight_bytes + trained * per_element,
         disk_bytes=disk,
     )
+
+
+def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
+    """The plan with a schedule of the user's own: same ops, in the order, with the pools and dependencies of theirs.
+
+    Raises:
+        ScheduleError: it is for another number of micro-batches, or lacks an op of this plan, or has one too many.
+        BudgetError: its pools do not fit.
+    """
+    settings = replace(plan.settings, chunk=schedule.chunk)
+    if schedule.micro_batches != settings.micro_batches:
+        raise ScheduleError(f"the schedule is for {schedule.micro_batches} micro-batches, not {settings.micro_batches}")
+    wanted = request.build(settings)
+    for missing in wanted.by_id.keys() - schedule.by_id.keys():
+        raise ScheduleError(f"the schedule has no op {missing}, which this model on this budget needs")
+    for extra in schedule.by_id.keys() - wanted.by_id.keys():
+        raise ScheduleError(f"the schedule has an op {extra}, which this model on this budget does not have")
+    own = replace(schedule, fixed=wanted.fixed)
+    limits: tuple[tuple[Tier, int], ...] = (
+        ("device", request.budget.device_bytes),
+        ("host", request.budget.host_bytes),
+    )
+    for tier, most in limits:
+        if own.peak_bytes(tier) > most:
+            raise BudgetError(f"the schedule's pools take {format_size(own.peak_bytes(tier))} of budget.{tier}")
+    return replace(plan, settings=settings, schedule=own)
 
 
 def _tied(program: Program) -> set[int]:
@@ -262,9 +288,14 @@ def _to_device(request: Request, settings: Settings) -> Settings:
         if form.split or not g.trainable:
             if weights[g.index] != "device" and free_weights and room.take(g.numel * form.weight_bytes):
                 weights[g.index] = "device"
-        elif free_weights and free_state and g.index not in tied and weights[g.index] != "device":
-            if room.take(g.numel * form.weight_bytes + g.trainable * state_bytes):
-                weights[g.index] = state[g.index] = "device"
+        elif (
+            free_weights
+            and free_state
+            and g.index not in tied
+            and weights[g.index] != "device"
+            and room.take(g.numel * form.weight_bytes + g.trainable * state_bytes)
+        ):
+            weights[g.index] = state[g.index] = "device"
     for g in groups:
         movable = form.split and free_state and weights[g.index] == "device" and state[g.index] != "device"
         if movable and g.trainable and g.index not in tied and room.take(g.trainable * state_bytes):

@@ -6,8 +6,7 @@ import mmap
 import torch
 
 from penstock.errors import BudgetError
-
-PAGE = 4096
+from penstock.schedule.place import PAGE, page_up
 
 
 class HostSlab:
@@ -18,7 +17,7 @@ class HostSlab:
     """
 
     def __init__(self, nbytes: int, *, pin: bool = False) -> None:
-        self.nbytes = max(-(-nbytes // PAGE) * PAGE, PAGE)
+        self.nbytes = max(page_up(nbytes), PAGE)
         self._map = mmap.mmap(-1, self.nbytes)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pinned = False

@@ -14,16 +14,22 @@ from numpy.typing import NDArray
 
 from penstock.errors import ModelError, NonFiniteError
 from penstock.optim import kernels
+from penstock.optim.fallback import fold_squares
 from penstock.optim.formula import Hyper
 from penstock.optim.norm import clip_scale, grad_norm
 from penstock.run.pools import Pools
 from penstock.run.residence import Residence, numpy_bytes
+from penstock.run.streams import CudaStreams, HostStreams
 from penstock.schedule.op import Op
-from penstock.schedule.place import FP32, Chunk, Settings, chunks
+from penstock.schedule.place import FP32, Chunk, Settings, chunks, page_up
 from penstock.schedule.program import ALIGN, Program
 from penstock.store.store import Store
 from penstock.tape.groups import ParamGroup
 from penstock.tape.tape import Tape
+
+
+_KINDS = ("f", "b", "e", "rw", "uw", "dg", "ag", "ng", "nd", "norm", "wg", "rg", "rs", "op", "ws", "ww", "un", "od")
+_KINDS += ("dc", "wc", "rc", "uc")
 
 
 @dataclass(kw_only=True)
@@ -63,6 +69,7 @@ class Moves:
         residence: Residence,
         tape: Tape,
         scratch: Store | None,
+        streams: HostStreams | CudaStreams,
         runs: Mapping[int, Sequence[tuple[int, int, int]]],
         threads: int,
     ) -> None:
@@ -76,6 +83,7 @@ class Moves:
         self._residence = residence
         self._tape = tape
         self._scratch = scratch
+        self._streams = streams
         self._runs = runs
         self._threads = threads
         self._cuts = [chunks(g, settings.chunk) for g in program.groups]
@@ -84,10 +92,7 @@ class Moves:
         self._accumulators: dict[int, torch.Tensor] = {}
         self._device_norms: dict[int, torch.Tensor] = {}
         tape.on_gradient = self._accumulate
-        self._kinds: dict[str, Callable[[Op], None]] = {
-            name.upper(): getattr(self, f"_{name}")
-            for name in "f b e rw uw dg ag ng nd norm wg rg rs op ws ww un od dc wc rc uc".split()
-        }
+        self._kinds: dict[str, Callable[[Op], None]] = {name.upper(): getattr(self, f"_{name}") for name in _KINDS}
 
     def __call__(self, op: Op) -> None:
         self._kinds[op.word.kind](op)
@@ -222,7 +227,7 @@ class Moves:
         if gradient.device.type == "cpu":
             kernels.partial_norms(gradient, self.context.partials[g], self._threads)
         else:
-            self._device_norms[g] = kernels.device_partial_norms(gradient)
+            self._device_norms[g] = fold_squares(gradient)
 
     def _norm(self, op: Op) -> None:
         """The global norm, the factor that every gradient is multiplied by, and whether the step is skipped."""
@@ -318,21 +323,24 @@ class Moves:
             if out is not None:
                 kernels.cast(out, master, self._threads)
             return
-        if not self._settings.wait and partials:
-            kernels.partial_norms(gradient, self._partials(g, start, n), self._threads)
-        for first, end, hyper in self._runs[g]:
-            a, b = max(first, start) - start, min(end, start + n) - start
-            if a < b:
-                kernels.step(
-                    context.hypers[hyper],
-                    context.count,
-                    grad=gradient[a:b],
-                    master=master[a:b],
-                    moments=tuple(m[a:b] for m in moments),
-                    out=None if out is None else out[a:b],
-                    grad_scale=context.grad_scale,
-                    threads=self._threads,
-                )
+        spans = [(max(first, start) - start, min(end, start + n) - start, h) for first, end, h in self._runs[g]]
+        spans = [span for span in spans if span[0] < span[1]]
+        norms = self._partials(g, start, n) if partials and not self._settings.wait else None
+        if norms is not None and len(spans) > 1:
+            kernels.partial_norms(gradient, norms, self._threads)
+            norms = None
+        for a, b, hyper in spans:
+            kernels.step(
+                context.hypers[hyper],
+                context.count,
+                grad=gradient[a:b],
+                master=master[a:b],
+                moments=tuple(m[a:b] for m in moments),
+                out=None if out is None else out[a:b],
+                grad_scale=context.grad_scale,
+                partials=norms,
+                threads=self._threads,
+            )
 
     # ---- checkpoints
 
@@ -343,8 +351,7 @@ class Moves:
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             copy(host[offset : offset + data.numel()], data)
             offset += data.numel()
-            if data.device.type == "cuda":
-                data.record_stream(torch.cuda.current_stream(data.device))
+            self._streams.used_on("d2h", data)
         self._tape.drop(k, m)
 
     def _uc(self, op: Op) -> None:
@@ -356,15 +363,29 @@ class Moves:
             nbytes = tensor.numel() * tensor.itemsize
             copy(tensor.view(-1).view(torch.uint8), host[offset : offset + nbytes])
             offset += nbytes
+            self._streams.used_on("compute", tensor)
             tensors.append(tensor)
         self._tape.restore(k, m, tensors)
 
     def _wc(self, op: Op) -> None:
         assert self._scratch is not None
-        name = f"checkpoint.{op.word.stage}.{op.word.micro_batch}"
-        self._scratch.write(name, 0, numpy_bytes(self._pools.buffer(op.reads[0])))
+        self._scratch.write(self._checkpoint_name(op), 0, numpy_bytes(self._checkpoint_pages(op, op.reads[0])))
 
     def _rc(self, op: Op) -> None:
         assert self._scratch is not None
-        name = f"checkpoint.{op.word.stage}.{op.word.micro_batch}"
-        self._scratch.read(name, 0, numpy_bytes(self._pools.buffer(op.writes[0])))
+        self._scratch.read(self._checkpoint_name(op), 0, numpy_bytes(self._checkpoint_pages(op, op.writes[0])))
+
+    def _checkpoint_name(self, op: Op) -> str:
+        return f"checkpoint.{op.word.stage}.{op.word.micro_batch}"
+
+    def _checkpoint_pages(self, op: Op, name: str) -> torch.Tensor:
+        """The whole pages of a host buffer that a stage's checkpoint covers."""
+        return self._pools.buffer(name)[: page_up(self._program.stages[op.word.stage].checkpoint)]
+
+    def release(self) -> None:
+        """Detach all parameters; what a step that was broken off has left behind goes with it."""
+        for g in list(self._attached):
+            self._groups[g].detach(self._dtype, self._residence.device)
+        self._attached.clear()
+        self._accumulators.clear()
+        self._device_norms.clear()

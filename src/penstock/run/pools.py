@@ -5,12 +5,9 @@ import time
 import torch
 
 from penstock.config import TIERS, Tier
-from penstock.run.memory import PAGE, DeviceSlab, HostSlab
+from penstock.run.memory import DeviceSlab, HostSlab
 from penstock.schedule.op import Op, Pool, Schedule
-
-
-def _page_up(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
+from penstock.schedule.place import page_up
 
 
 class Pools:
@@ -22,7 +19,7 @@ class Pools:
 
     def __init__(self, schedule: Schedule, device: torch.device) -> None:
         backed = [pool for pool in schedule.pools if pool.backed]
-        need = {tier: sum(_page_up(p.size) * p.count for p in backed if p.tier == tier) for tier in TIERS}
+        need = {tier: sum(page_up(p.size) * p.count for p in backed if p.tier == tier) for tier in TIERS}
         assert not need["disk"]
         self._host = HostSlab(need["host"], pin=device.type == "cuda")
         self._device = DeviceSlab(need["device"], device)
@@ -30,7 +27,7 @@ class Pools:
         offset = dict.fromkeys(TIERS, 0)
         for pool in backed:
             slab = self._host.bytes if pool.tier == "host" else self._device.bytes
-            step = _page_up(pool.size)
+            step = page_up(pool.size)
             start = offset[pool.tier]
             self._slots[pool.name] = [slab[start + i * step :][: pool.size] for i in range(pool.count)]
             offset[pool.tier] = start + step * pool.count

@@ -35,6 +35,9 @@ class HostStreams:
         yield mark
         mark.end = time.perf_counter()
 
+    def used_on(self, lane: Lane, tensor: torch.Tensor) -> None:
+        """Nothing to do: freed memory is free at once."""
+
     def resolve(self, marks: Iterable[Mark]) -> None:
         """Nothing to do: the times are known."""
 
@@ -79,6 +82,10 @@ class CudaStreams:
             mark.begun.record(stream)
             yield mark
             mark.done.record(stream)
+
+    def used_on(self, lane: Lane, tensor: torch.Tensor) -> None:
+        """Keep the tensor's memory from being reused before the lane's work that is queued now is done."""
+        tensor.record_stream(self.streams[lane])
 
     def resolve(self, marks: Iterable[Mark]) -> None:
         """Fill in the times of queued ops; waits for all of them."""

@@ -11,6 +11,7 @@ The last block's outputs are used by the epilogue at once and never leave.
 from collections.abc import Iterable, Sequence
 
 from penstock.schedule.build import Buffers, Builder, Visit
+from penstock.schedule.place import page_up
 
 
 class Activations:
@@ -31,7 +32,7 @@ class Activations:
             builder.pool("activations", "device", size, count, backed=False)
         if grad:
             builder.pool("activation_gradients", "device", grad, at_once + 1, backed=False)
-        self._size = size
+        self._size = page_up(size)
         self._at_once = at_once
 
     def leaves(self, k: int) -> bool:
@@ -65,7 +66,7 @@ class Activations:
 
     def down(self, k: int, micro_batches: Iterable[int]) -> None:
         """Emit the way out of stage k's checkpoints, after stage k+1 has used them."""
-        if not 0 <= k or not self.leaves(k):
+        if k < 0 or not self.leaves(k):
             return
         nbytes = self.stages[k].checkpoint
         for m in micro_batches:
@@ -80,7 +81,9 @@ class Activations:
                 nbytes=nbytes,
             )
             if self.tier == "disk":
-                self.b.emit(f"WC{k}m{m}", after=[f"DC{k}m{m}"], reads=[f"C{k}m{m}"], gives=[f"C{k}m{m}"], nbytes=nbytes)
+                self.b.emit(
+                    f"WC{k}m{m}", after=[f"DC{k}m{m}"], reads=[f"C{k}m{m}"], gives=[f"C{k}m{m}"], nbytes=page_up(nbytes)
+                )
 
     def _out_pool(self) -> str:
         bodies = sum(self.leaves(k) for k in range(len(self.stages) - 1))
@@ -101,7 +104,9 @@ class Activations:
                 host = f"c{k}m{m}"
                 pool = self.b.pool("checkpoints_in", "host", self._size, self.b.s.depths.checkpoints)
                 after = [
-                    self.b.emit(f"RC{k}m{m}", after=[f"WC{k}m{m}"], takes=[(host, pool)], writes=[host], nbytes=nbytes)
+                    self.b.emit(
+                        f"RC{k}m{m}", after=[f"WC{k}m{m}"], takes=[(host, pool)], writes=[host], nbytes=page_up(nbytes)
+                    )
                 ]
             # The pool of activations changes hands: the forward's takers are done before the first one comes back.
             after.append(f"F{last_stage - 1}m{micro_batches[-1]}")

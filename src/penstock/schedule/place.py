@@ -7,6 +7,13 @@ from penstock.config import Tier
 from penstock.schedule.program import ALIGN, GroupSpec, Program
 
 FP32 = 4
+PAGE = 4096
+"""Bytes to which everything that goes to disk is padded."""
+
+
+def page_up(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +28,8 @@ class Chunk:
 
 def chunks(group: GroupSpec, largest: int) -> tuple[Chunk, ...]:
     """Cut a group into the fewest, most even chunks of at most ``largest`` elements, each a multiple of ``ALIGN``."""
-    assert largest >= ALIGN and largest % ALIGN == 0
+    assert largest >= ALIGN
+    assert largest % ALIGN == 0
     cut: list[Chunk] = []
     for begin, numel, trainable in ((0, group.trainable, True), (group.trainable, group.frozen, False)):
         count = -(-numel // largest)

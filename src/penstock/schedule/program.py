@@ -70,4 +70,5 @@ class Program:
     def __post_init__(self) -> None:
         assert [g.index for g in self.groups] == list(range(len(self.groups)))
         assert [s.index for s in self.stages] == list(range(len(self.stages)))
-        assert len(self.stages) >= 2 and self.stages[0].kind == self.stages[-1].kind == "segment"
+        assert len(self.stages) >= 2
+        assert self.stages[0].kind == self.stages[-1].kind == "segment"

@@ -1,0 +1,43 @@
+"""Precisions, and the dynamic loss scale that fp16 needs."""
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.config import Precision
+from penstock.schedule.place import Format
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def format_of(precision: Precision, moments: int) -> Format:
+    """Bytes per element of what moves in a precision."""
+    return Format(weight_bytes=4 if precision == "fp32" else 2, moments=moments)
+
+
+@dataclass(kw_only=True)
+class LossScale:
+    """A power of two that the loss is multiplied by, so that fp16 gradients neither vanish nor overflow.
+
+    Halved whenever a gradient overflows (that step is skipped); doubled after ``interval`` good steps in a row, as in
+    ``torch.amp.GradScaler``. Other precisions keep it at 1.
+    """
+
+    value: float = 1.0
+    interval: int = 2000
+    good: int = 0
+    dynamic: bool = False
+
+    @classmethod
+    def of(cls, precision: Precision) -> "LossScale":
+        return cls(value=2.0**16, dynamic=True) if precision == "fp16" else cls()
+
+    def update(self, *, overflow: bool) -> None:
+        if not self.dynamic:
+            return
+        if overflow:
+            self.value, self.good = max(self.value / 2, 2.0**-14), 0
+            return
+        self.good += 1
+        if self.good == self.interval:
+            self.value, self.good = min(self.value * 2, 2.0**24), 0

@@ -1,0 +1,162 @@
+"""A plan made executable: its pools, its lanes, and the one thing they all run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.plan.fit import Plan
+from penstock.run.executor import Executor
+from penstock.run.moves import Moves, StepContext
+from penstock.run.pools import Pools
+from penstock.run.residence import Residence
+from penstock.run.serial import SerialExecutor
+from penstock.run.streams import streams_for
+from penstock.run.trace import MemorySample, TraceEvent
+from penstock.schedule.op import Schedule
+from penstock.schedule.place import FP32
+from penstock.schedule.program import ALIGN
+from penstock.store.layout import Layout
+from penstock.store.store import Store
+from penstock.tape.groups import ParamGroup
+from penstock.tape.tape import StageFacts, Tape
+
+Run = tuple[int, int, int]
+"""(first element, end, index of hyper-parameters): a range of a group's buffer that one torch param group rules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machinery:
+    """What every plan of an engine shares."""
+
+    tape: Tape
+    groups: tuple[ParamGroup, ...]
+    residence: Residence
+    runs: Mapping[int, Sequence[Run]]
+    device: torch.device
+    scratch_paths: tuple[Path, ...]
+    io_threads: int
+    threads: int
+    """of the optimizer"""
+    overlap: bool
+
+
+class Runner:
+    """Runs steps of one plan. Holds all memory that the plan's pools need until it is closed."""
+
+    def __init__(self, plan: Plan, facts: tuple[StageFacts, ...], shared: Machinery) -> None:
+        self.plan = plan
+        self._facts = facts
+        self._shared = shared
+        self._scratch = _scratch(plan, shared)
+        self._streams = streams_for(shared.device)
+        self.pools = Pools(plan.schedule, shared.device)
+        self.moves = Moves(
+            plan.program,
+            plan.settings,
+            self.pools,
+            shared.groups,
+            shared.residence,
+            shared.tape,
+            self._scratch,
+            self._streams,
+            shared.runs,
+            shared.threads,
+        )
+        self._executor: Executor | SerialExecutor
+        if shared.overlap:
+            self._executor = Executor(
+                plan.schedule, self.pools, self.moves, self._streams, io_workers=max(1, shared.io_threads // 2)
+            )
+        else:
+            self._executor = SerialExecutor(plan.schedule, self.pools, self.moves, self._streams)
+        self._partials = {
+            g.index: np.zeros(g.trainable // ALIGN, dtype=np.float64) for g in plan.program.groups if g.trainable
+        }
+
+    def run(
+        self, context: StepContext, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float]
+    ) -> list[float]:
+        """One step or one evaluation; the loss of each micro-batch.
+
+        Raises:
+            BaseException: what the first failing op raised. Nothing is in flight any more.
+        """
+        tape, train = self._shared.tape, self.plan.settings.train
+        for partials in self._partials.values():
+            partials.fill(0.0)
+        context.partials = self._partials if train else {}
+        if not self.plan.settings.wait:
+            context.grad_scale = 1.0 / context.loss_scale
+        self.moves.context = context
+        tape.facts = self._facts
+        tape.begin(
+            context.step,
+            micro_batches,
+            loss_weights,
+            stages=self.plan.program.stages,
+            scale=context.loss_scale,
+            train=train,
+        )
+        try:
+            self._executor.run()
+            losses = [float(loss) for loss in torch.stack(tape.losses()).tolist()]
+            tape.finish()
+        except BaseException:
+            tape.abort()
+            self.moves.release()
+            raise
+        if train and context.norm is None:
+            self.moves.collect_norm()
+        return losses
+
+    def trace(self, step: int, origin: float) -> list[TraceEvent]:
+        """What the last run did, op by op; ``origin`` is the run's start in ``perf_counter`` seconds."""
+        by_id = self.plan.schedule.by_id
+        return [
+            TraceEvent(
+                step=step,
+                op=name,
+                lane=mark.lane,
+                start=mark.start - origin,
+                end=mark.end - origin,
+                bytes=by_id[name].nbytes,
+            )
+            for name, mark in self._executor.marks.items()
+        ]
+
+    def samples(self, origin: float) -> list[MemorySample]:
+        """Bytes in use per tier over the last run."""
+        return [MemorySample(time=t - origin, tier=tier, bytes=n) for t, tier, n in self.pools.samples]
+
+    def close(self) -> None:
+        self._executor.close()
+        self.moves.release()
+        self.pools.close()
+        if self._scratch is not None:
+            self._scratch.close()
+            Store.delete(self._shared.scratch_paths)
+
+
+def _scratch(plan: Plan, shared: Machinery) -> Store | None:
+    """A store for what a step puts on disk and needs no longer than the step: waiting gradients, checkpoints."""
+    wanted = _scratch_entries(plan.schedule, plan)
+    if not wanted:
+        return None
+    if Store.exists(shared.scratch_paths):  # left behind by a run that was killed; a live one holds its lock
+        Store.delete(shared.scratch_paths)
+    layout = Layout.build((name, nbytes, 1) for name, nbytes in wanted)
+    return Store.create(shared.scratch_paths, layout, model={"scratch": True}, io_threads=shared.io_threads)
+
+
+def _scratch_entries(schedule: Schedule, plan: Plan) -> list[tuple[str, int]]:
+    entries: dict[str, int] = {}
+    for op in schedule.lanes["write"]:
+        if op.word.kind == "WG":
+            entries[f"gradient.{op.word.group}"] = plan.program.groups[op.word.group].trainable * FP32
+        elif op.word.kind == "WC":
+            entries[f"checkpoint.{op.word.stage}.{op.word.micro_batch}"] = op.nbytes
+    return list(entries.items())

@@ -1,0 +1,83 @@
+"""Snapshots of a run: every array and buffer, streamed chunk by chunk between its home and the snapshot's file."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import StoreError
+from penstock.run.memory import HostSlab
+from penstock.run.residence import Residence, numpy_bytes
+from penstock.schedule.place import page_up
+from penstock.store.snapshot import SnapshotReader, SnapshotWriter
+
+_BOUNCE = 8 << 20
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
+
+
+def _buffer_pages(buffer: torch.Tensor) -> Iterator[tuple[HostSlab, torch.Tensor]]:
+    """A page-aligned copy of a buffer, and the part of it that holds the buffer's bytes."""
+    slab = HostSlab(buffer.numel() * buffer.itemsize)
+    yield slab, slab.bytes[: buffer.numel() * buffer.itemsize].view(buffer.dtype).view(buffer.shape)
+    slab.close()
+
+
+def save(path: Path, residence: Residence, model: nn.Module, meta: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Write a snapshot; it appears under ``path`` whole or not at all. Needs 8 MiB of memory.
+
+    Raises:
+        StoreError: the path exists and may not be overwritten, or the disk is full or fails.
+    """
+    buffers = _buffers(model)
+    entries = [(name, page_up(part.nbytes)) for name, part in residence.parts.items()]
+    entries += [(f"buffer.{name}", page_up(b.numel() * b.itemsize)) for name, b in buffers.items()]
+    bounce = HostSlab(_BOUNCE)
+    try:
+        with SnapshotWriter(path, entries, dict(meta), overwrite=overwrite) as writer:
+            for name in residence.parts:
+                for start, piece in residence.pieces(name, bounce):
+                    residence.read(name, start, piece)
+                    writer.write(name, start * piece.itemsize, numpy_bytes(piece))
+            for name, buffer in buffers.items():
+                for slab, copy in _buffer_pages(buffer):
+                    copy.copy_(buffer)
+                    writer.write(f"buffer.{name}", 0, numpy_bytes(slab.bytes))
+            writer.finish()
+    finally:
+        bounce.close()
+
+
+def load(path: Path, residence: Residence, model: nn.Module, description: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a snapshot into the homes of all arrays; its meta.
+
+    Raises:
+        StoreError: it is missing, damaged, or made for another model, precision or optimizer. Checked before anything
+            is overwritten, except for damage inside an array.
+    """
+    buffers = _buffers(model)
+    bounce = HostSlab(_BOUNCE)
+    try:
+        with SnapshotReader(path) as reader:
+            for key, mine in description.items():
+                if reader.meta.get("model", {}).get(key) != mine:
+                    raise StoreError(
+                        f"{path}: the snapshot was made with another {key} than this engine: load it with the model, "
+                        "precision and optimizer that it was saved with"
+                    )
+            reader.verify()
+            for name in residence.parts:
+                for start, piece in residence.pieces(name, bounce):
+                    reader.read(name, start * piece.itemsize, numpy_bytes(piece))
+                    residence.write(name, start, piece)
+            for name, buffer in buffers.items():
+                for slab, copy in _buffer_pages(buffer):
+                    reader.read(f"buffer.{name}", 0, numpy_bytes(slab.bytes))
+                    buffer.copy_(copy)
+            return dict(reader.meta)
+    finally:
+        bounce.close()

@@ -1,0 +1,88 @@
+"""Getting a model into its groups' homes, group by group: from its own parameters, or by its own initialisation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.run.memory import HostSlab
+from penstock.run.residence import Residence, parts_of
+from penstock.schedule.place import FP32
+from penstock.tape.groups import ParamGroup
+
+
+def take_over(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Make a model that was built on the meta device addressable: each meta parameter becomes a placeholder.
+
+    torch does not let a meta parameter receive real data, so the Parameter objects are replaced; tied ones stay tied.
+    """
+    hole = torch.full((1,), float("nan"), dtype=dtype, device=device)
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None or not p.is_meta:
+                continue
+            if id(p) not in replaced:
+                fresh = nn.Parameter(hole.expand(p.shape), requires_grad=p.requires_grad)
+                fresh.__dict__.update(p.__dict__)
+                replaced[id(p)] = fresh
+            module._parameters[name] = replaced[id(p)]
+
+
+def fill(model: nn.Module, groups: Sequence[ParamGroup], residence: Residence, *, from_meta: bool, seed: int) -> None:
+    """Write every group's weights (and master copy) to its home. At most one group is in memory besides the model.
+
+    Afterwards no parameter owns memory. Moments are zero: a fresh store and fresh memory read as zero.
+    """
+    for group in groups:
+        slab = HostSlab(group.spec.numel * FP32)
+        flat = slab.bytes[: group.spec.numel * FP32].view(torch.float32)
+        if from_meta:
+            from penstock.tape.init import initialise
+
+            group.attach(flat)
+            initialise(model, group, seed)
+        else:
+            for s in group.slices:
+                flat[s.offset : s.offset + s.numel].view(s.shape).copy_(s.parameter.detach())
+        group.detach(residence.dtype, residence.device)
+        _write_group(group, flat, residence)
+        del flat
+        slab.close()
+
+
+def _write_group(group: ParamGroup, flat: torch.Tensor, residence: Residence) -> None:
+    bounce = HostSlab(8 << 20)
+    for part in parts_of(group.spec, residence.form, residence.dtype):
+        if part.name.startswith("moment"):
+            continue
+        for start, piece in residence.pieces(part.name, bounce):
+            piece.copy_(flat[start : start + piece.numel()])
+            residence.write(part.name, start, piece)
+    bounce.close()
+
+
+def buffers_to(model: nn.Module, device: torch.device) -> None:
+    """Move a model's buffers to the device; they are small and stay there."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def describe_model(groups: Sequence[ParamGroup], precision: str, optimizer: str) -> dict[str, Any]:
+    """What a store or a snapshot is made for; two that are equal can be exchanged."""
+    return {
+        "precision": precision,
+        "optimizer": optimizer,
+        "groups": [
+            {
+                "name": group.spec.name,
+                "trainable": group.spec.trainable,
+                "frozen": group.spec.frozen,
+                "parameters": [[s.name, list(s.shape), s.offset, s.trainable] for s in group.slices],
+            }
+            for group in groups
+        ],
+    }
