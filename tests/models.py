@@ -19,7 +19,7 @@ VOCABULARY = 96
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model and its micro-batches. ``build`` makes a new model in fp32 with parameters drawn after ``manual_seed``."""
+    """A model and its micro-batches. ``build`` makes a new model in fp32."""
 
     build: Callable[[], nn.Module]
     micro_batch: Callable[[torch.Generator, int, int], MicroBatch]
@@ -213,7 +213,7 @@ def t5(**changes: Any) -> nn.Module:
 
 
 class Skips(nn.Module):
-    """Down and up again with skips over all blocks, batch norm, a scale used everywhere, and a head tied to the input."""
+    """Down and up again: skips over all blocks, batch norm, a scale between blocks, and a head tied to the input."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()

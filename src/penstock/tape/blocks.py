@@ -38,8 +38,8 @@ def refuse_gradient_checkpointing(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ModelError(
-                f"gradient checkpointing is switched on in the model (in {name or type(model).__name__!r}), but Penstock "
-                "recomputes blocks by itself: call model.gradient_checkpointing_disable()"
+                f"gradient checkpointing is switched on in the model (in {name or type(model).__name__!r}), but "
+                "Penstock recomputes blocks by itself: call model.gradient_checkpointing_disable()"
             )
 
 
@@ -86,8 +86,8 @@ def _find(model: nn.Module) -> tuple[Block, ...]:
     lists = list(_outermost_lists(model, ""))
     if isinstance(model, nn.ModuleList) or not lists:
         raise ModelError(
-            f"no repeated blocks were found in {type(model).__name__}: it has no ModuleList of two or more modules with "
-            f"parameters; {_HOW_TO_NAME}"
+            f"no repeated blocks were found in {type(model).__name__}: it has no ModuleList of two or more modules "
+            f"with parameters; {_HOW_TO_NAME}"
         )
     largest = max(_parameter_count(members) for _, members in lists)
     found: dict[int, Block] = {}
@@ -104,7 +104,7 @@ def _check_given(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[Block, 
     names = {id(module): name for name, module in model.named_modules()}
     found: list[Block] = []
     for position, module in enumerate(blocks):
-        name = names.get(id(module)) if isinstance(module, nn.Module) else None
+        name = names.get(id(module))
         if not name:
             raise ModelError(
                 f"blocks[{position}] ({type(module).__name__}) is not a submodule of the model: {_HOW_TO_NAME}"

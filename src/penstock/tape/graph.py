@@ -1,11 +1,11 @@
-"""Autograd by pieces: one stage's part of a graph is run backward without touching the rest, or the weights' addresses.
+"""Autograd by pieces: one stage's part of a graph is run backward, wherever the weights live by then.
 
-A model's own code between blocks builds one graph over many stages (a skip connection reaches from the last stage to the
-first). Nodes carry the number at which they were made, so the nodes of a stage are those numbered from its start on,
-once everything later has been run. The gradients that arrive at older nodes are kept until those nodes' stage is run.
+A model's own code between blocks builds one graph over many stages (a skip connection reaches from the last stage to
+the first). Nodes carry the number at which they were made, so the nodes of a stage are those numbered from its start
+on, once everything later has been run. The gradients that arrive at older nodes wait there for those nodes' stage.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,21 +37,40 @@ class Pending:
 
     def take(self, start: int) -> list[tuple[GradientEdge, torch.Tensor]]:
         """Remove and return what waits at nodes numbered ``start`` or later."""
-        keys = [key for key in self._waiting if key[0]._sequence_nr() >= start]  # type: ignore[attr-defined]
+        keys = [key for key in self._waiting if key[0]._sequence_nr() >= start]
         return [self._waiting.pop(key) for key in keys]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """Where one stage's part of a graph ends: leaves, and edges into nodes of earlier stages."""
+    """Where a part of a graph ends: at leaves, and at edges into older nodes."""
 
-    leaves: list[torch.Tensor]
+    leaves: list[tuple[Node, torch.Tensor]]
     edges: list[GradientEdge]
+
+    def is_closed(self) -> bool:
+        """Whether the older nodes can be left alone.
+
+        Autograd runs every node above a target. So when one end lies below another (a tied weight that the older nodes
+        use too), asking for both would run the nodes in between, and their gradients would be counted twice.
+        """
+        ends = {node for node, _ in self.leaves} | {edge.node for edge in self.edges}
+        stack = [edge.node for edge in self.edges]
+        seen: set[Node] = set()
+        while stack:
+            for node, _ in stack.pop().next_functions:
+                if node is None or node in seen:
+                    continue
+                if node in ends:
+                    return False
+                seen.add(node)
+                stack.append(node)
+        return True
 
 
 def frontier(roots: Iterable[Node], start: int) -> Frontier:
     """The ends of the graph below ``roots`` that is made of nodes numbered ``start`` or later."""
-    leaves: dict[int, torch.Tensor] = {}
+    leaves: dict[Node, torch.Tensor] = {}
     edges: dict[EdgeKey, GradientEdge] = {}
     stack = list(roots)
     seen = set(stack)
@@ -60,35 +79,50 @@ def frontier(roots: Iterable[Node], start: int) -> Frontier:
             if node is None:
                 continue
             if hasattr(node, "variable"):
-                leaves.setdefault(id(node.variable), node.variable)
-            elif node._sequence_nr() < start:  # type: ignore[attr-defined]
+                leaves[node] = node.variable
+            elif node._sequence_nr() < start:
                 edges.setdefault((node, output), GradientEdge(node, output))
             elif node not in seen:
                 seen.add(node)
                 stack.append(node)
-    return Frontier(leaves=list(leaves.values()), edges=list(edges.values()))
+    return Frontier(leaves=list(leaves.items()), edges=list(edges.values()))
 
 
-def backward_to_frontier(
-    roots: list[tuple[GradientEdge, torch.Tensor]], start: int
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[GradientEdge, torch.Tensor]]]:
-    """Run the nodes numbered ``start`` or later backward from ``roots`` (emptied), and free them.
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """Gradients that reached the ends of a part of a graph."""
 
-    Returns the gradients that reached leaves and those that reached edges to older nodes. Nothing is accumulated into
-    ``.grad``; hooks on leaves see their gradient and may replace it.
+    leaves: list[tuple[torch.Tensor, torch.Tensor]]
+    edges: list[tuple[GradientEdge, torch.Tensor]]
+
+
+def backward_part(roots: list[tuple[GradientEdge, torch.Tensor]], starts: Iterable[int]) -> Arrived:
+    """Run a stage's part of a graph backward from ``roots`` (emptied).
+
+    ``starts`` are the first node numbers of the stage and of all earlier ones, descending. Where the stage cannot be
+    separated from an earlier one, the earlier one's nodes are run along with it, and kept for their own turn; the sums
+    are the same. Nothing is accumulated into ``.grad``; hooks on leaves see their gradient and may replace it.
     """
-    ends = frontier((edge.node for edge, _ in roots), start)
-    targets: list[torch.Tensor | GradientEdge] = [*ends.leaves, *ends.edges]
+    shared = False
+    for start in starts:
+        ends = frontier((edge.node for edge, _ in roots), start)
+        if ends.is_closed():
+            break
+        shared = True
+    targets = [*(GradientEdge(node, 0) for node, _ in ends.leaves), *ends.edges]
     if not targets:
         roots.clear()
-        return [], []
+        return Arrived(leaves=[], edges=[])
     edges, gradients = [edge for edge, _ in roots], [gradient for _, gradient in roots]
     roots.clear()
-    results = torch.autograd.grad(edges, targets, gradients, allow_unused=True)  # type: ignore[arg-type]
+    got: Sequence[torch.Tensor | None] = torch.autograd.grad(
+        edges, targets, gradients, allow_unused=True, retain_graph=shared
+    )
     split = len(ends.leaves)
-    at_leaves = [(t, g) for t, g in zip(ends.leaves, results[:split], strict=True) if g is not None]
-    at_edges = [(e, g) for e, g in zip(ends.edges, results[split:], strict=True) if g is not None]
-    return at_leaves, at_edges
+    return Arrived(
+        leaves=[(t, g) for (_, t), g in zip(ends.leaves, got[:split], strict=True) if g is not None],
+        edges=[(e, g) for e, g in zip(ends.edges, got[split:], strict=True) if g is not None],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +161,7 @@ class WeightPacker:
         if id(tensor) in self._known:
             return WeightView(parameter=self._known[id(tensor)], geometry=None)
         for p in self._places.get(tensor.untyped_storage()._cdata, ()):
-            offset = tensor.storage_offset() - p.storage_offset()
+            offset = int(tensor.storage_offset()) - int(p.storage_offset())
             if 0 <= offset < p.numel():
                 assert tensor.dtype == p.dtype, "a weight was saved under another dtype"
                 return WeightView(parameter=p, geometry=(tensor.size(), tensor.stride(), offset))

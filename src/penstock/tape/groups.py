@@ -57,11 +57,11 @@ class ParamGroup:
 
 
 def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """``parameter.data = data``, also for a parameter on the meta device, which torch does not let leave it that way."""
+    """``parameter.data = data``, also off the meta device, which torch does not let a parameter leave that way."""
     if parameter.is_meta and not data.is_meta:
         real = nn.Parameter(data, requires_grad=parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, real)
+        torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
     else:
         parameter.data = data
 

@@ -122,11 +122,12 @@ class Stages:
         moved = {id(seen.birth) for p, seen in enumerate(self._boundary(stage)) if p in self._offload[stage]}
         found: dict[int, int] = {}
         for leg in self._legs:
-            for seen in leg.inputs:
+            for seen in leg.inputs + leg.outputs:
                 birth = seen.birth
-                if seen.needs_grad and birth is not None and id(birth) not in moved:
-                    if self._stage_of[birth.leg] == stage:
-                        found[id(birth)] = max(found.get(id(birth), 0), seen.nbytes)
+                if not seen.needs_grad or birth is None or id(birth) in moved:
+                    continue
+                if self._stage_of[birth.leg] == stage:
+                    found[id(birth)] = max(found.get(id(birth), 0), seen.nbytes)
         return sum(found.values())
 
     # -- sizes ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -41,7 +41,8 @@ class Site:
 class Facts:
     """What the probe learned about one block call and a run has to know beforehand.
 
-    ``output_needs_grad``: for each output that is cut, whether it depends on anything that trains (None: not known yet).
+    ``output_needs_grad``: for each output that is cut, whether it depends on anything that trains
+    (None: not known yet).
     ``buffers``: the buffers that the call changes, as (module, name).
     """
 
@@ -53,8 +54,8 @@ class Facts:
 class StageFacts:
     """What the probe learned about a stage beyond what a schedule has to know.
 
-    ``site``: the block of a call, None for a segment. ``offload``: which tensors are the stage's checkpoint, as positions
-    among the next call's distinct input tensors, or (before the epilogue) among this call's outputs.
+    ``site``: the block of a call, None for a segment. ``offload``: which tensors are the stage's checkpoint, as
+    positions among the next call's distinct input tensors, or (before the epilogue) among this call's outputs.
     """
 
     site: Site | None
@@ -128,16 +129,9 @@ class Arrival:
     tensors: list[torch.Tensor]
 
 
-class _Carrier(greenlet):
-    """The greenlet of a passage; a block's boundary recognises it and finds the passage."""
-
-    passage: "Passage | None" = None
-
-
 def current_passage() -> "Passage | None":
     """The passage whose forward is running now, or None outside of one, in a recomputation, or inside a block."""
-    carrier = getcurrent()
-    passage = carrier.passage if isinstance(carrier, _Carrier) else None
+    passage: Passage | None = getattr(getcurrent(), "penstock_passage", None)
     return None if passage is None or passage.in_block else passage
 
 
@@ -168,8 +162,8 @@ class Passage:
         self._stage = 0
         self._device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self._modes: Modes | None = None
-        self._carrier: _Carrier | None = _Carrier(lambda: self._run(model, loss_fn, micro_batch))
-        self._carrier.passage = self
+        self._carrier: Any = greenlet(lambda: self._run(model, loss_fn, micro_batch))
+        self._carrier.penstock_passage = self  # a block's boundary finds it there
         self._carrier.gr_context = contextvars.copy_context()
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -196,7 +190,7 @@ class Passage:
         """End the forward wherever it is, and let go of everything."""
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
-            carrier.passage = None
+            carrier.penstock_passage = None
             if carrier:  # started and not ended
                 carrier.throw()
         self.arrival = None
@@ -218,7 +212,7 @@ class Passage:
         return output
 
     def _run(self, model: nn.Module, loss_fn: LossFn, micro_batch: Mapping[str, Any]) -> Event:
-        loss = loss_fn(model, micro_batch)
+        loss: object = loss_fn(model, micro_batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ModelError(
@@ -229,13 +223,11 @@ class Passage:
         return "done"
 
     def _suspend(self, event: Event) -> None:
-        carrier = self._carrier
-        assert carrier is not None and carrier.parent is not None
-        carrier.parent.switch(event)
+        self._carrier.parent.switch(event)
 
     def _end(self) -> None:
         assert self._carrier is not None
-        self._carrier.passage = None
+        self._carrier.penstock_passage = None
         self._carrier = None
         self._modes = None
 
@@ -313,7 +305,7 @@ class Passage:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def backward_code(self, stage: int, root: tuple[GradientEdge, torch.Tensor] | None = None) -> None:
-        """Backward of the model's own code that ran as part of ``stage``, from what waits at its nodes (and ``root``)."""
+        """Backward of the model's own code that ran as part of ``stage``: from what waits there, and ``root``."""
         start = self.starts[stage]
         roots = self.pending.take(start)
         if root is not None:
@@ -321,12 +313,13 @@ class Passage:
             del root
         if not roots:
             return
-        at_leaves, at_edges = graph.backward_to_frontier(roots, start)
-        for tensor, gradient in at_leaves:
+        starts = sorted({s for s in self.starts.values() if s <= start}, reverse=True)
+        arrived = graph.backward_part(roots, starts)
+        for tensor, gradient in arrived.leaves:
             leaf = self.leaves.get(id(tensor))
             if leaf is not None:  # otherwise a parameter, whose hook has had it
                 leaf.add(gradient)
-        for edge, gradient in at_edges:
+        for edge, gradient in arrived.edges:
             self.pending.add(edge, gradient)
 
     def wants_backward(self, stage: int) -> bool:
@@ -377,8 +370,8 @@ class Passage:
         """Run the block again on leaves (noted in ``fresh``). The graph edge of each output, None where it has none."""
         if any(t._version != v for t, v in zip(trees.tensors(call.inputs), call.versions, strict=True)):
             raise ModelError(
-                f"an input of block {call.site.name!r} was changed in place after the block had run, so the block cannot "
-                "be recomputed from it: write the result to a new tensor"
+                f"an input of block {call.site.name!r} was changed in place after the block had run, so the block "
+                "cannot be recomputed from it: write the result to a new tensor"
             )
 
         def leaf_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,7 @@ class Probe:
             )
 
     def _run_code(self, passage: Passage) -> Arrival | None:
-        """A leg of the model's own code. The call at which it stopped, or None at the end, where the loss is done too."""
+        """A leg of the model's own code. The call at which it stopped; None at the end, where the loss is done too."""
         leg = self._start(None)
         with self._measuring(leg.forward):
             event = self._tape.run_code(passage, self._watch.leg)

@@ -1,7 +1,7 @@
 """Random state as a pure function of where in training we are.
 
-Dropout must draw the same numbers when a block is recomputed, and whatever the schedule. So before each piece of work the
-generators are seeded from (seed, step, micro-batch, stage, part) and from nothing else.
+Dropout must draw the same numbers when a block is recomputed, and whatever the schedule. So before each piece of work
+the generators are seeded from (seed, step, micro-batch, stage, part) and from nothing else.
 """
 
 from dataclasses import dataclass

@@ -32,9 +32,9 @@ OnGradient = Callable[[nn.Parameter, int, torch.Tensor], None]
 class Tape:
     """Runs a model's stages and hands out the gradients of its parameters as they appear.
 
-    ``on_gradient(parameter, stage, gradient)`` is called in the backward with each parameter's gradient of one stage and
-    one micro-batch, in the parameter's dtype; the gradient is the callee's to keep. On an accelerator it is called from
-    autograd's thread, with the stream of the backward current.
+    ``on_gradient(parameter, stage, gradient)`` is called in the backward with each parameter's gradient of one
+    stage and one micro-batch, in the parameter's dtype; the gradient is the callee's to keep. On an accelerator it is
+    called from autograd's thread, with the stream of the backward current.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Tape:
 
     def _watch(self, parameter: nn.Parameter) -> list[Any]:
         return [
-            parameter.register_hook(partial(self._gradient_of_segment, parameter)),
-            parameter.register_post_accumulate_grad_hook(self._gradient_of_call),
+            parameter.register_hook(partial(self._gradient_of_segment, parameter)),  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._gradient_of_call),  # type: ignore[no-untyped-call]
         ]
 
     def close(self) -> None:
@@ -171,7 +171,8 @@ class Tape:
 
     def backward(self, stage: int, mb: int) -> None:
         """Run the backward of one stage but the epilogue's."""
-        assert self._train and stage < len(self._stages) - 1
+        assert self._train
+        assert stage < len(self._stages) - 1
         passage = self.passages[mb]
         try:
             self.backward_code(passage, stage)
@@ -219,7 +220,9 @@ class Tape:
     def restore(self, stage: int, mb: int, tensors: Sequence[torch.Tensor]) -> None:
         """Give a dropped checkpoint its data again: ``tensors`` in the order of ``checkpoint``."""
         for tensor, data in zip(self._checkpoints.get((stage, mb), ()), tensors, strict=True):
-            assert data.shape == tensor.shape and data.dtype == tensor.dtype and data.is_contiguous()
+            assert data.shape == tensor.shape
+            assert data.dtype == tensor.dtype
+            assert data.is_contiguous()
             tensor.data = data
 
     def _hole(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -334,7 +337,8 @@ class Tape:
         if arrival is None or arrival.site is not site:
             came = "ends" if arrival is None else f"calls block {arrival.site.name!r}"
             raise ModelError(
-                f"micro-batch {passage.index} {came} where the first micro-batch calls block {site.name!r} (stage {stage}): "
+                f"micro-batch {passage.index} {came} where the first micro-batch calls block {site.name!r} "
+                f"(stage {stage}): "
                 "every micro-batch must take the same way through the blocks (is layer dropout switched on?)"
             )
 
@@ -342,7 +346,8 @@ class Tape:
         if stage == len(self._stages) - 1 and event != "done":
             assert passage.arrival is not None
             raise ModelError(
-                f"micro-batch {passage.index} calls block {passage.arrival.site.name!r} where the first micro-batch ended: "
+                f"micro-batch {passage.index} calls block {passage.arrival.site.name!r} where the first micro-batch "
+                "ended: "
                 "every micro-batch must take the same way through the blocks (is layer dropout switched on?)"
             )
         if stage + 1 < len(self._stages) and event != "cut":

@@ -49,8 +49,8 @@ def snapshot(value: Any) -> Any:
 def settle(value: Any, before: Any, fn: Replace) -> Any:
     """Apply ``fn`` to the tensors of ``value`` that are not at the same place in ``before``, its earlier snapshot.
 
-    Lists, mappings and dataclasses are changed in place; what is returned is ``value``, or a new tuple where a tuple had
-    to change.
+    Lists, mappings and dataclasses are changed in place; what is returned is ``value``, or a new tuple where a tuple
+    had to change.
     """
     return _settle(value, before, fn, set())
 
@@ -79,8 +79,6 @@ def _map(value: Any, fn: Replace, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     new = memo[id(value)] = copy.copy(value)
-    if isinstance(new, MutableMapping) and getattr(value, "data", None) is not None and not isinstance(value, dict):
-        new.data = copy.copy(value.data)  # UserDict of older Pythons shares it between copies
     for key, item in _entries(value):
         _store(new, key, _map(item, fn, memo))
     return new

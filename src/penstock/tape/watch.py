@@ -22,11 +22,11 @@ class Birth:
         self.saved: set[int] = set()
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op below autograd: follows live bytes, and calls ``on_weight`` before an op that reads a parameter."""
 
     def __init__(self, parameters: Mapping[int, int], on_weight: Callable[[int], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self.leg = 0
