@@ -77,6 +77,7 @@ def _decoder(**changes: Any) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "attn_implementation": "eager",
+        "experts_implementation": "eager",  # the grouped product has no float64
     }
     return base | changes
 

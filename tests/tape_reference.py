@@ -1,0 +1,168 @@
+"""The smallest executor of a tape, and the plain PyTorch loop that it must equal.
+
+``Bench`` keeps every group's weights in a flat buffer, as the real executor does. With ``moving=True`` it takes away
+whatever it may: weights are attached only while a stage that reads them runs, each time at another address, and
+checkpoints are dropped as soon as they are made and restored just before they are read.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from penstock.schedule.program import Stage
+from penstock.tape import rng
+from penstock.tape.blocks import Block, find_blocks
+from penstock.tape.groups import group_parameters
+from penstock.tape.tape import Tape
+from tests.models import Case, MicroBatch
+
+CPU = torch.device("cpu")
+Gradients = dict[str, torch.Tensor]
+
+SEED = 7
+
+
+def vertical(stages: int, count: int) -> Iterator[tuple[str, int, int]]:
+    """Stage by stage: every micro-batch goes through a stage before the next stage starts."""
+    yield from (("forward", s, mb) for s in range(stages) for mb in range(count))
+    yield from (("backward", s, mb) for s in reversed(range(stages - 1)) for mb in range(count))
+
+
+def horizontal(stages: int, count: int) -> Iterator[tuple[str, int, int]]:
+    """Micro-batch by micro-batch, forward and backward."""
+    for mb in range(count):
+        yield from (("forward", s, mb) for s in range(stages))
+        yield from (("backward", s, mb) for s in reversed(range(stages - 1)))
+
+
+Order = Callable[[int, int], Iterator[tuple[str, int, int]]]
+
+
+class Bench:
+    """A model on a tape, all of whose weights live in flat buffers of the test."""
+
+    def __init__(
+        self, case: Case, model: nn.Module, *, moving: bool = False, blocks: Sequence[nn.Module] | None = None
+    ) -> None:
+        self.dtype = next(model.parameters()).dtype
+        self.moving = moving
+        self.blocks = find_blocks(model, blocks)
+        self.groups = group_parameters(model, self.blocks)
+        self.flats = [torch.zeros(g.spec.numel, dtype=self.dtype) for g in self.groups]
+        self.names = {id(s.parameter): s.name for g in self.groups for s in g.slices}
+        for group, flat in zip(self.groups, self.flats, strict=True):
+            for s in group.slices:
+                flat[s.offset : s.offset + s.numel].copy_(s.parameter.detach().flatten())
+            group.detach(self.dtype, CPU)
+        self.attached: set[int] = set()
+        self.tape = Tape(model, self.blocks, self.groups, case.loss_fn, seed=SEED, device=CPU)
+        self.stages: tuple[Stage, ...] = ()
+
+    def load(self, group: int) -> None:
+        assert group not in self.attached
+        self.attached.add(group)
+        self.groups[group].attach(self.flats[group].clone() if self.moving else self.flats[group])
+
+    def unload(self, group: int) -> None:
+        self.attached.remove(group)
+        self.groups[group].detach(self.dtype, CPU)
+
+    def load_all(self) -> None:
+        for group in range(len(self.groups)):
+            self.load(group)
+
+    def probe(self, micro_batch: MicroBatch, *, train: bool = True) -> tuple[Stage, ...]:
+        self.stages = self.tape.probe(micro_batch, self.load, self.unload, train)
+        assert not self.attached
+        return self.stages
+
+    @contextmanager
+    def weights(self, groups: Sequence[int]) -> Iterator[None]:
+        """The groups attached while inside, when weights move."""
+        for group in groups if self.moving else ():
+            self.load(group)
+        yield
+        for group in groups if self.moving else ():
+            self.unload(group)
+
+    def step(
+        self, micro_batches: Sequence[MicroBatch], weights: Sequence[float], order: Order = vertical, step: int = 0
+    ) -> tuple[list[torch.Tensor], Gradients]:
+        """One step's losses and gradients, summed over micro-batches per stage, then over stages."""
+        sums: dict[tuple[int, str], torch.Tensor] = {}
+
+        def on_gradient(parameter: nn.Parameter, stage: int, gradient: torch.Tensor) -> None:
+            key = (stage, self.names[id(parameter)])
+            sums[key] = sums[key] + gradient if key in sums else gradient
+
+        self.tape.on_gradient = on_gradient
+        self.tape.begin(step, micro_batches, weights, stages=self.stages)
+        away: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for direction, stage, mb in order(len(self.stages), len(micro_batches)):
+            reads = self.stages[stage].forward_reads if direction == "forward" else self.stages[stage].backward_reads
+            if (stage - 1, mb) in away:
+                self.tape.restore(stage - 1, mb, [t.clone() for t in away[stage - 1, mb]])
+            with self.weights(reads):
+                getattr(self.tape, direction)(stage, mb)
+            if self.moving and direction == "forward":
+                for k in (stage, stage - 1):
+                    tensors = self.tape.checkpoint(k, mb)
+                    if k == stage and tensors:
+                        away[k, mb] = [t.detach().clone() for t in tensors]
+                    self.tape.drop(k, mb)
+        losses = self.tape.losses()
+        self.tape.finish()
+        total: Gradients = {}
+        for (_, name), gradient in sums.items():
+            total[name] = total[name] + gradient if name in total else gradient
+        return losses, total
+
+
+def plain_step(
+    case: Case,
+    model: nn.Module,
+    blocks: Sequence[Block],
+    stages: Sequence[Stage],
+    micro_batches: Sequence[MicroBatch],
+    weights: Sequence[float],
+    step: int = 0,
+) -> tuple[list[torch.Tensor], Gradients]:
+    """The same step by plain gradient accumulation, drawing the same random numbers at the same places."""
+    position: dict[str, int] = defaultdict(int)
+    calls = [s.index for s in stages if s.kind == "call"]
+
+    def seed(stage: int) -> None:
+        rng.seed(SEED, step, position["micro_batch"], stage, rng.FORWARD)
+
+    def before(*_: object) -> None:
+        seed(calls[position["call"]])
+
+    def after(*_: object) -> None:
+        stage = calls[position["call"]]
+        position["call"] += 1
+        if stages[stage + 1].kind == "segment":
+            seed(stage + 1)
+
+    hooks = [b.module.register_forward_pre_hook(before) for b in blocks]
+    hooks += [b.module.register_forward_hook(after) for b in blocks]
+    model.zero_grad()
+    losses = []
+    for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+        position |= {"micro_batch": index, "call": 0}
+        seed(0)
+        loss = case.loss_fn(model, micro_batch)
+        (loss * weight).backward()
+        losses.append(loss.detach())
+    for hook in hooks:
+        hook.remove()
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(found: Gradients, wanted: Gradients) -> float:
+    """The largest over parameters of |found - wanted| over the largest gradient of the model."""
+    assert found.keys() == wanted.keys()
+    scale = max(float(g.abs().max()) for g in wanted.values())
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted) / scale
