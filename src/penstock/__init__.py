@@ -1,10 +1,21 @@
 """Penstock: trains language models that do not fit in memory, streaming their state between SSD, host and device."""
 
+from typing import TYPE_CHECKING, Any
+
 from penstock.config import Budget
-from penstock.engine import Engine, StepStats, wrap
 from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, ScheduleError, StoreError
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, Override
 from penstock.schedule.op import Schedule
+
+if TYPE_CHECKING:
+    from penstock.engine import Engine, wrap
+    from penstock.optim.spec import SGD, Adam, AdamW, Lion, Override
+    from penstock.run.stats import StepStats
+
+_WITH_TORCH = {
+    **dict.fromkeys(("Engine", "wrap"), "penstock.engine"),
+    **dict.fromkeys(("SGD", "Adam", "AdamW", "Lion", "Override"), "penstock.optim.spec"),
+    "StepStats": "penstock.run.stats",
+}
 
 __all__ = [
     "SGD",
@@ -24,3 +35,12 @@ __all__ = [
     "StoreError",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch only when it is asked for: schedules and plans do without."""
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_WITH_TORCH[name]), name)

@@ -1,70 +1,42 @@
 """The engine: ``wrap`` a model, then ``step``. Everything else is a room below this one."""
 
-import contextlib
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
-from penstock.config import Budget, Precision, Tier, format_size
-from penstock.errors import BudgetError, ConfigError, NonFiniteError, StoreError
+from penstock.config import Budget, Precision
+from penstock.errors import ConfigError, NonFiniteError, StoreError
 from penstock.optim.facade import StreamedOptimizer
 from penstock.optim.spec import OptimizerSpec
-from penstock.plan.fit import Plan, Request, fit, with_schedule
+from penstock.plan.fit import Plan
 from penstock.run import batch, snapshots, start
-from penstock.run.memory import DeviceSlab, HostSlab
+from penstock.run.home import Home
+from penstock.run.interrupt import whole_steps
+from penstock.run.memory import HostSlab
 from penstock.run.moves import StepContext
+from penstock.run.planning import Planning
 from penstock.run.precision import DTYPES, LossScale, format_of
-from penstock.run.residence import Residence, parts_of
 from penstock.run.runner import Machinery, Run, Runner
+from penstock.run.stats import StepStats
 from penstock.run.trace import MemorySample, TraceEvent
 from penstock.schedule.check import check
-from penstock.schedule.op import LANES, Schedule
-from penstock.schedule.place import Placement
-from penstock.schedule.program import Program, Stage
-from penstock.store.layout import Layout
-from penstock.store.store import Store
+from penstock.schedule.op import LANES, Lane, Schedule
+from penstock.schedule.place import PAGE
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, group_parameters
-from penstock.tape.tape import StageFacts, Tape
+from penstock.tape.tape import Tape
 
 log = logging.getLogger("penstock")
 
 LossFn = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepStats:
-    """What one step did. Bytes and seconds; lanes are those of ``penstock.schedule.op``."""
-
-    step: int
-    """1 for the first"""
-    loss: float
-    """mean over all items of all micro-batches"""
-    grad_norm: float
-    """global L2 norm before clipping"""
-    tokens: int
-    seconds: float
-    lr: float
-    """of the first param group"""
-    clipped: bool
-    skipped: bool
-    """whether a gradient overflowed, so that nothing was updated"""
-    loss_scale: float
-    bytes_moved: dict[str, int] = field(default_factory=dict)
-    lane_seconds: dict[str, float] = field(default_factory=dict)
-    """time that each lane was busy"""
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    """per tier"""
 
 
 def wrap(
@@ -144,30 +116,6 @@ def _model_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tenso
     return loss
 
 
-@contextlib.contextmanager
-def _whole_steps() -> Iterator[None]:
-    """Ctrl-C during a step takes effect after it; a second one at once. Leaves a program's own handler alone."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    asked = False
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-
-    signal.signal(signal.SIGINT, receive)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if asked:
-        raise KeyboardInterrupt
-
-
 class Engine:
     """Trains a model whose state lives on device, host and disk. Made by ``wrap``; a context manager.
 
@@ -201,49 +149,36 @@ class Engine:
         """Bytes in use per tier over the last step."""
         self._began = time.perf_counter()
         self._updates = 0
-        self._schedule = schedule
         self._clip = clip_grad_norm
         self._seed = seed
         self._dtype = DTYPES[precision]
         self._scale = LossScale.of(precision)
-        self._plans: list[tuple[tuple[batch.Shapes, ...], Plan, tuple[StageFacts, ...]]] = []
-        self._runner: Runner | None = None
-        self._placed: Placement | None = None
         self._broken: str | None = None
         self._closed = False
         found = find_blocks(model, blocks)
         from_meta = any(p.is_meta for p in model.parameters())
-        if from_meta:
-            start.take_over(model, self._dtype, device)
         self._groups = group_parameters(model, found)
         self.optimizer = StreamedOptimizer(
             optimizer, [(s.name, s.parameter) for g in self._groups for s in g.slices if s.trainable]
         )
-        form = format_of(precision, optimizer.moments)
         self._description = start.describe_model(self._groups, precision, type(optimizer).__name__)
-        self._store, resumed = self._open_store(form_parts=form, io_threads=io_threads)
+        self._home = Home(
+            budget,
+            [g.spec for g in self._groups],
+            format_of(precision, optimizer.moments),
+            self._dtype,
+            device,
+            model=self._description,
+            io_threads=io_threads,
+        )
+        self._residence = self._home.residence
         try:
-            if from_meta:
-                from penstock.tape.init import materialise_buffers
-
-                materialise_buffers(model, device, seed)
-            start.buffers_to(model, device)
-            specs = [g.spec for g in self._groups]
-            self._check_home(specs, form)
-            self._residence = Residence(specs, form, self._dtype, device, self._store)
-            if resumed is None:
-                start.fill(model, self._groups, self._residence, from_meta=from_meta, seed=seed)
-            else:
-                for group in self._groups:
-                    group.detach(self._dtype, device)
-                self._adopt(resumed)
-                log.warning("continuing the store in %s from step %d", self.budget.disk_paths[0], self.step_count)
+            self._settle_in(from_meta=from_meta)
             self._tape = Tape(model, found, self._groups, loss_fn, seed=seed, device=device)
         except BaseException:
-            if self._store is not None:
-                self._store.close()
+            self._home.close(None)
             raise
-        self._machinery = Machinery(
+        machinery = Machinery(
             tape=self._tape,
             groups=self._groups,
             residence=self._residence,
@@ -254,7 +189,23 @@ class Engine:
             threads=torch.get_num_threads(),
             overlap=overlap,
         )
-        self._commit(clean=True)
+        self._planning = Planning(machinery, budget, schedule, wait=clip_grad_norm is not None or self._scale.dynamic)
+        self._note(between_steps=True)
+
+    def _settle_in(self, *, from_meta: bool) -> None:
+        """Bring the model's parameters and buffers to where they live from now on."""
+        if from_meta:
+            from penstock.tape.init import materialise_buffers
+
+            materialise_buffers(self.model, self.device, self._seed)
+        start.buffers_to(self.model, self.device)
+        if self._home.resumed is None:
+            start.fill(self.model, self._groups, self._residence, from_meta=from_meta, seed=self._seed)
+            return
+        for group in self._groups:
+            group.detach(self._dtype, self.device)
+        self._adopt(self._home.resumed)
+        log.warning("continuing the store in %s from step %d", self.budget.disk_paths[0], self.step_count)
 
     # ---- training
 
@@ -272,14 +223,14 @@ class Engine:
             KeyboardInterrupt: Ctrl-C arrived; the step is complete.
         """
         self._check_usable()
-        with _whole_steps():
+        with whole_steps():
             return self._step(micro_batches)
 
     def _step(self, micro_batches: Sequence[Mapping[str, Any]]) -> StepStats:
         began = time.perf_counter()
         batch.check(micro_batches)
         weights = batch.loss_weights(self.model, micro_batches)
-        runner = self._runner_for(micro_batches, train=True)
+        runner = self._planning.runner_for(micro_batches, train=True)
         context = StepContext(
             step=self.step_count + 1,
             count=self._updates + 1,
@@ -287,11 +238,11 @@ class Engine:
             clip=self._clip,
             loss_scale=self._scale.value,
         )
-        self._commit(clean=False)
+        self._note(between_steps=False)
         try:
             losses = runner.run(context, self._to_device(micro_batches), weights)
         except NonFiniteError:  # found before the first update
-            self._commit(clean=True)
+            self._note(between_steps=True)
             raise
         except BaseException as error:
             self._broken = f"step {context.step} was broken off by {type(error).__name__}: {error}"
@@ -306,7 +257,7 @@ class Engine:
             log.warning("step %d: a gradient was infinite or NaN; nothing was updated", context.step)
         self._scale.update(overflow=context.skip)
         self.optimizer.record_step()
-        self._commit(clean=True)
+        self._note(between_steps=True)
         return self._stats(runner, context, micro_batches, losses, weights, time.perf_counter() - began)
 
     def evaluate(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
@@ -320,7 +271,7 @@ class Engine:
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
-            runner = self._runner_for(micro_batches, train=False)
+            runner = self._planning.runner_for(micro_batches, train=False)
             context = StepContext(
                 step=self.step_count, count=1, hypers=self.optimizer.hypers(), clip=None, loss_scale=1.0
             )
@@ -337,9 +288,9 @@ class Engine:
         Raises:
             ConfigError: there was none yet; a plan needs to see a micro-batch.
         """
-        if self._runner is None:
+        if self._planning.runner is None:
             raise ConfigError("there is no plan before the first step: it depends on the micro-batches' shapes")
-        return self._runner.plan
+        return self._planning.runner.plan
 
     def _to_device(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [batch.to_device(mb, self.device, self._dtype) for mb in micro_batches]
@@ -355,9 +306,9 @@ class Engine:
     ) -> StepStats:
         self.trace = runner.trace(context.step, self._began)
         self.counters = runner.samples(self._began)
-        busy = dict.fromkeys(LANES, 0.0)
+        busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         for event in self.trace:
-            busy[event.lane] += event.end - event.start  # type: ignore[index]
+            busy[event.lane] += event.end - event.start
         assert context.norm is not None
         return StepStats(
             step=context.step,
@@ -369,101 +320,10 @@ class Engine:
             clipped=self._clip is not None and not context.skip and context.norm > self._clip,
             skipped=context.skip,
             loss_scale=context.loss_scale,
-            bytes_moved=dict(runner.plan.schedule.bytes_per_lane()),
-            lane_seconds=dict(busy),
+            bytes_moved=runner.plan.schedule.bytes_per_lane(),
+            lane_seconds=busy,
             peak_bytes=dict(runner.pools.peak),
         )
-
-    # ---- plans
-
-    def _runner_for(self, micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Runner:
-        shapes = tuple(batch.shapes(mb) for mb in micro_batches)
-        for planned, plan, facts in self._plans:
-            same = plan.settings.train == train and len(planned) == len(shapes)
-            if same and all(batch.covers(p, s) for p, s in zip(planned, shapes, strict=True)):
-                return self._use(plan, facts)
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
-        largest = max(micro_batches, key=batch.nbytes)
-        stages = self._probe(largest, train=train)
-        plan = self._fit(stages, micro_batches, train=train)
-        if isinstance(self._schedule, str):
-            check(plan.schedule)
-        if train:
-            self._placed = plan.settings.place
-        self._residence.settle(plan.settings.place)
-        shape = max(shapes, key=lambda s: sum(math.prod(dims) for _, dims, _ in s))
-        entry = ((shape,) * len(shapes), plan, self._tape.facts)
-        self._plans = [*(p for p in self._plans if p[1].settings.train != train), entry]
-        return self._use(plan, self._tape.facts)
-
-    def _use(self, plan: Plan, facts: tuple[StageFacts, ...]) -> Runner:
-        if self._runner is None or self._runner.plan is not plan:
-            if self._runner is not None:
-                self._runner.close()
-                self._runner = None
-            self._runner = Runner(plan, facts, self._machinery)
-        return self._runner
-
-    def _fit(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Plan:
-        own = self._schedule
-        request = Request(
-            program=Program(groups=tuple(g.spec for g in self._groups), stages=tuple(stages)),
-            budget=self.budget,
-            form=self._residence.form,
-            micro_batches=len(micro_batches),
-            wait=self._clip is not None or self._scale.dynamic,
-            train=train,
-            family="horizontal" if own == "horizontal" or getattr(own, "name", "") == "horizontal" else "vertical",
-            inputs=sum(batch.nbytes(mb) for mb in micro_batches),
-        )
-        plan = self._best(request)
-        return plan if isinstance(own, str) or not train else with_schedule(request, plan, own)
-
-    def _best(self, request: Request) -> Plan:
-        """The plan for a request; what is resident stays where it is if it can."""
-        keep = self._placed
-        if keep is None and not request.train:  # nothing has been placed: evaluate from where the state is at home
-            home: Tier = "disk" if self._store is not None else "host"
-            count = len(self._groups)
-            keep = Placement(weights=(home,) * count, state=(home,) * count, gradients="host", checkpoints="device")
-        try:
-            return fit(request, keep)
-        except BudgetError:
-            if keep is None:
-                raise
-            return fit(request)
-
-    def _probe(self, micro_batch: Mapping[str, Any], *, train: bool) -> tuple[Stage, ...]:
-        slabs: dict[int, DeviceSlab] = {}
-        bounce = HostSlab(8 << 20, pin=self.device.type == "cuda")
-
-        def load(g: int) -> None:
-            name = f"weights.{g}"
-            if self._residence.tier_of(name) == "device":
-                self._groups[g].attach(self._residence.array(name))
-                return
-            part = self._residence.parts[name]
-            slabs[g] = DeviceSlab(part.nbytes, self.device)
-            flat = slabs[g].bytes[: part.nbytes].view(part.dtype)
-            for first, piece in self._residence.pieces(name, bounce):
-                self._residence.read(name, first, piece)
-                flat[first : first + piece.numel()].copy_(piece)
-            self._groups[g].attach(flat)
-
-        def unload(g: int) -> None:
-            self._groups[g].detach(self._dtype, self.device)
-            slab = slabs.pop(g, None)
-            if slab is not None:
-                slab.close()
-
-        try:
-            return self._tape.probe(batch.to_device(micro_batch, self.device, self._dtype), load, unload, train=train)
-        finally:
-            for g in list(slabs):
-                unload(g)
-            bounce.close()
 
     def _runs(self, group: ParamGroup) -> tuple[Run, ...]:
         """Ranges of a group's buffer by torch param group; padding goes with what precedes it."""
@@ -495,9 +355,8 @@ class Engine:
         part, out = self._residence.parts[name], torch.empty(shape, dtype=torch.float32)
         flat, end = out.view(-1), offset + shape.numel()
         bounce = HostSlab(8 << 20)
-        page = 4096
-        step = bounce.nbytes // part.dtype.itemsize // page * page
-        for first in range(offset // page * page, end, step):
+        step = bounce.nbytes // part.dtype.itemsize
+        for first in range(offset // PAGE * PAGE, end, step):
             piece = bounce.bytes[: min(step, part.numel - first) * part.dtype.itemsize].view(part.dtype)
             self._residence.read(name, first, piece)
             a, b = max(first, offset), min(first + piece.numel(), end)
@@ -522,30 +381,24 @@ class Engine:
             StoreError: the snapshot is missing, damaged, or made for another model, precision or optimizer.
         """
         self._check_open()
-        self._commit(clean=False)
+        self._note(between_steps=False)
         meta = snapshots.load(Path(path), self._residence, self.model, self._description)
         self._adopt(meta)
         for mine, saved in zip(self.optimizer.param_groups, meta["param_groups"], strict=True):
             mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
         self._broken = None
-        self._commit(clean=True)
+        self._note(between_steps=True)
 
     def close(self) -> None:
         """Bring what is in memory to the store and give everything back. The model's parameters stay placeholders."""
         if self._closed:
             return
         self._closed = True
-        if self._runner is not None:
-            self._runner.close()
+        self._planning.close()
         self._tape.close()
         for group in self._groups:
             group.detach(self._dtype, self.device)
-        if self._store is not None:
-            if self._broken is None:
-                self._residence.to_disk()
-                self._store.commit({**self._progress(), "clean": True})
-            self._store.close()
-        self._residence.close()
+        self._home.close(self._progress if self._broken is None else None)
 
     def __enter__(self) -> Self:
         return self
@@ -574,52 +427,10 @@ class Engine:
                 f"Pass seed={progress['seed']}"
             )
 
-    # ---- the store
-
-    def _open_store(self, *, form_parts: Any, io_threads: int) -> tuple[Store | None, Mapping[str, Any] | None]:
-        """Open or create the disk tier; and the progress to continue from, if it holds a trained model."""
-        paths = self.budget.disk_paths
-        if not paths:
-            return None, None
-        parts = [part for g in self._groups for part in parts_of(g.spec, form_parts, self._dtype)]
-        if not Store.exists(paths):
-            layout = Layout.build((part.name, part.nbytes, 1) for part in parts)
-            return Store.create(paths, layout, model=self._description, io_threads=io_threads), None
-        store = Store.open(paths, io_threads=io_threads)
-        try:
-            store.require_model(self._description)
-            record = store.last_commit()
-            if record is not None and not record["clean"]:
-                raise StoreError(
-                    f"{paths[0]}: the run that used this store was stopped in step {record['step'] + 1}, so its state is "
-                    "half updated. Remove the directory to start over (and load a snapshot if there is one)"
-                )
-        except BaseException:
-            store.close()
-            raise
-        return store, record
-
-    def _commit(self, *, clean: bool) -> None:
-        """Note whether the store is whole. It is only when all state lives there and no step is under way."""
-        if self._store is None:
-            return
-        everything = all(self._residence.tier_of(name) == "disk" for name in self._residence.parts)
-        whole = clean and everything and self._broken is None
-        last = self._store.last_commit()
-        if whole or last is None or last["clean"]:
-            self._store.commit({**self._progress(), "clean": whole})
-
-    def _check_home(self, specs: Sequence[Any], form: Any) -> None:
-        """Without a disk, all state must fit into memory: said before anything is allocated."""
-        if self._store is not None:
-            return
-        need = sum(part.nbytes for spec in specs for part in parts_of(spec, form, self._dtype))
-        have = self.budget.host_bytes + (0 if self.device.type == "cpu" else self.budget.device_bytes)
-        if need > self.budget.host_bytes + self.budget.device_bytes:
-            raise BudgetError(
-                f"weights and optimizer state take {format_size(need)}, and the budget gives {format_size(have)} of "
-                "memory: give budget.disk a directory, or raise budget.host"
-            )
+    def _note(self, *, between_steps: bool) -> None:
+        """Record in the store whether it is whole; never again once the state is broken."""
+        if self._broken is None:
+            self._home.note(self._progress, between_steps=between_steps)
 
     def _check_open(self) -> None:
         if self._closed:

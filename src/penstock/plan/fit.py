@@ -57,13 +57,14 @@ class Plan:
 
         wait = f"wait on {place.gradients}" if self.settings.wait else "are stepped as they come"
         return "\n".join(
-            [
-                f"state {format_size(self.state_bytes)}: weights {shares(place.weights)}, optimizer {shares(place.state)}",
+            (
+                f"state {format_size(self.state_bytes)}: weights {shares(place.weights)}; "
+                f"optimizer {shares(place.state)}",
                 f"checkpoints on {place.checkpoints}; gradients {wait}",
-                f"{self.schedule.name}, {self.settings.micro_batches} micro-batches, {len(self.schedule.ops)} ops a step",
+                f"{self.schedule.name}, {self.settings.micro_batches} micro-batches, {len(self.schedule.ops)} ops",
                 f"chunks of {format_size(self.settings.chunk * FP32)} of fp32",
                 f"peak device {format_size(self.device_bytes)}, host {format_size(self.host_bytes)}",
-            ]
+            )
         )
 
 

@@ -85,17 +85,21 @@ class Executor:
         try:
             self._drain("compute")
             self._wait_idle()
-        except BaseException as error:  # KeyboardInterrupt may arrive in a wait: the lanes must come to rest first
+        except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt may arrive in a wait: the lanes must come to rest first
             self._fail(error)
             self._wait_idle()
         finally:
             with self._lock:
                 self._active = False
+        self._surface()
+        self._streams.resolve(self.marks.values())
+
+    def _surface(self) -> None:
+        """Raise the first error, with every buffer given back."""
         if self._error is not None:
             self._streams.synchronize()
             self.pools.reset()
             raise self._error
-        self._streams.resolve(self.marks.values())
 
     def close(self) -> None:
         """Stop the lane threads."""
@@ -143,7 +147,7 @@ class Executor:
         try:
             with self._streams.run(op.lane, waits) as mark:
                 self._act(op)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever a lane raises surfaces in run()
             error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
             with self._lock:
                 self._running -= 1

@@ -27,9 +27,11 @@ from penstock.store.store import Store
 from penstock.tape.groups import ParamGroup
 from penstock.tape.tape import Tape
 
-
-_KINDS = ("f", "b", "e", "rw", "uw", "dg", "ag", "ng", "nd", "norm", "wg", "rg", "rs", "op", "ws", "ww", "un", "od")
-_KINDS += ("dc", "wc", "rc", "uc")
+_KINDS = (
+    *("f", "b", "e", "rw", "uw", "ww", "un"),
+    *("dg", "ag", "ng", "nd", "norm", "wg", "rg"),
+    *("rs", "op", "ws", "od", "dc", "wc", "rc", "uc"),
+)
 
 
 @dataclass(kw_only=True)

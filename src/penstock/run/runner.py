@@ -22,7 +22,8 @@ from penstock.schedule.program import ALIGN
 from penstock.store.layout import Layout
 from penstock.store.store import Store
 from penstock.tape.groups import ParamGroup
-from penstock.tape.tape import StageFacts, Tape
+from penstock.tape.passage import StageFacts
+from penstock.tape.tape import Tape
 
 Run = tuple[int, int, int]
 """(first element, end, index of hyper-parameters): a range of a group's buffer that one torch param group rules."""

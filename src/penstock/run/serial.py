@@ -1,4 +1,4 @@
-"""The oracle: the same schedule and the same actions with no overlap at all, one op at a time in the caller's thread."""
+"""The oracle: the same schedule and actions with no overlap at all, one op at a time in the caller's thread."""
 
 from collections.abc import Callable
 

@@ -12,24 +12,6 @@ from penstock.schedule.place import FP32
 from penstock.tape.groups import ParamGroup
 
 
-def take_over(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Make a model that was built on the meta device addressable: each meta parameter becomes a placeholder.
-
-    torch does not let a meta parameter receive real data, so the Parameter objects are replaced; tied ones stay tied.
-    """
-    hole = torch.full((1,), float("nan"), dtype=dtype, device=device)
-    replaced: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is None or not p.is_meta:
-                continue
-            if id(p) not in replaced:
-                fresh = nn.Parameter(hole.expand(p.shape), requires_grad=p.requires_grad)
-                fresh.__dict__.update(p.__dict__)
-                replaced[id(p)] = fresh
-            module._parameters[name] = replaced[id(p)]
-
-
 def fill(model: nn.Module, groups: Sequence[ParamGroup], residence: Residence, *, from_meta: bool, seed: int) -> None:
     """Write every group's weights (and master copy) to its home. At most one group is in memory besides the model.
 

@@ -53,10 +53,10 @@ class CudaStreams:
         # compute stays on the current stream: the model's own code and its allocations belong to it.
         self.streams: dict[Lane, torch.cuda.Stream] = {
             "compute": torch.cuda.current_stream(device),
-            "h2d": torch.cuda.Stream(device),
-            "d2h": torch.cuda.Stream(device),
+            "h2d": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+            "d2h": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
         }
-        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin = _event()
         self._origin.record(self.streams["compute"])
         self._origin.synchronize()
         self._origin_time = time.perf_counter()
@@ -78,7 +78,7 @@ class CudaStreams:
             for other in waits:
                 if other.done is not None and other.lane != lane:
                     stream.wait_event(other.done)
-            mark.begun, mark.done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            mark.begun, mark.done = _event(), _event()
             mark.begun.record(stream)
             yield mark
             mark.done.record(stream)
@@ -102,3 +102,7 @@ class CudaStreams:
 
 def streams_for(device: torch.device) -> HostStreams | CudaStreams:
     return CudaStreams(device) if device.type == "cuda" else HostStreams()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

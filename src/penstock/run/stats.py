@@ -1,0 +1,31 @@
+"""What a step reports."""
+
+from dataclasses import dataclass, field
+
+from penstock.config import Tier
+from penstock.schedule.op import Lane
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats:
+    """What one step did. Bytes and seconds; lanes are those of ``penstock.schedule.op``."""
+
+    step: int
+    """1 for the first"""
+    loss: float
+    """mean over all items of all micro-batches"""
+    grad_norm: float
+    """global L2 norm before clipping"""
+    tokens: int
+    seconds: float
+    lr: float
+    """of the first param group"""
+    clipped: bool
+    skipped: bool
+    """whether a gradient overflowed, so that nothing was updated"""
+    loss_scale: float
+    bytes_moved: dict[Lane, int] = field(default_factory=dict)
+    lane_seconds: dict[Lane, float] = field(default_factory=dict)
+    """time that each lane was busy"""
+    peak_bytes: dict[Tier, int] = field(default_factory=dict)
+    """per tier"""
