@@ -8,47 +8,52 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from penstock.cli import main
+from penstock.cli import main, settings
 from penstock.cli.arguments import parse_train
 from penstock.cli.display import PlainDisplay, choose_display, clock
 from penstock.cli.meter import Meter, Outline, metrics_of
 from penstock.cli.run_folder import MetricsFile, claim
 from penstock.cli.summary import closing
 from penstock.cli.terminal import TerminalDisplay, sparkline
-from penstock.config import Tier
+from penstock.config import Budget, DataConfig, EvaluateConfig, ModelConfig, OptimizerConfig, Tier, TrainConfig
 from penstock.errors import ConfigError
-from penstock.schedule.op import Lane
+from penstock.run.stats import StepStats
+from penstock.store.layout import Layout
+from penstock.store.store import Store
 
 MIB = 1024**2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Numbers:
-    """A step's numbers, as an engine reports them."""
-
-    step: int = 1
-    loss: float = 8.0
-    grad_norm: float | None = 2.0
-    lr: float = 1e-3
-    tokens: int = 512
-    seconds: float = 2.0
-    bytes_moved: Mapping[Lane, int] = field(default_factory=lambda: {"read": 10**9, "write": 5 * 10**8, "compute": 0})
-    lane_seconds: Mapping[Lane, float] = field(default_factory=lambda: {"read": 1.0, "write": 1.0, "compute": 1.9})
-    peak_bytes: Mapping[Tier, int] = field(default_factory=lambda: {"device": 60 * MIB, "host": 20 * MIB})
-    clipped: bool = False
-    skipped: bool = False
-    loss_scale: float = 1.0
+def _stats(**changes: Any) -> StepStats:
+    stats = StepStats(
+        step=1,
+        loss=8.0,
+        grad_norm=2.0,
+        lr=1e-3,
+        tokens=512,
+        seconds=2.0,
+        clipped=False,
+        skipped=False,
+        loss_scale=1.0,
+        bytes_moved={"read": 10**9, "write": 5 * 10**8, "compute": 0},
+        lane_seconds={"read": 1.0, "write": 1.0, "compute": 1.9},
+        peak_bytes={"device": 60 * MIB, "host": 20 * MIB},
+    )
+    return replace(stats, **changes)
 
 
 def _meter(steps: int = 10) -> Meter:
     given: Mapping[Tier, int] = {"device": 64 * MIB, "host": 24 * MIB}
-    return Meter(outline=Outline(steps=steps, parameters=45_000_000, given=given), disk_bytes=500 * MIB)
+    return Meter(
+        outline=Outline(steps=steps, parameters=45_000_000, given=given), state_bytes=704 * MIB, disk_bytes=500 * MIB
+    )
 
 
 def _terminal(width: int = 100) -> tuple[TerminalDisplay, io.StringIO]:
@@ -62,7 +67,7 @@ def test_words_become_arguments() -> None:
     arguments = parse_train(["--optimizer.lr", "-1", "c.yaml", "--overwrite", "--run=a=b"])
     assert arguments.config == Path("c.yaml")
     assert arguments.flags == (("optimizer.lr", "-1"), ("run", "a=b"))
-    assert arguments.overwrite
+    assert arguments.start == "overwrite"
     assert not arguments.print_config
 
 
@@ -73,6 +78,7 @@ def test_words_become_arguments() -> None:
         (["a.yaml", "b.yaml"], "a.yaml and b.yaml"),
         (["a.yaml", "--steps"], "--steps needs a value"),
         (["a.yaml", "--steps", "--overwrite"], "--steps needs a value"),
+        (["a.yaml", "--resume", "--overwrite"], "one of them"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(words: list[str], says: str) -> None:
@@ -98,32 +104,82 @@ def test_a_mistake_in_the_settings_is_one_line_and_exit_code_2(
     assert "missing.yaml" in err
 
 
-def test_a_folder_with_a_run_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
-    run = claim(tmp_path / "a" / "run", overwrite=False)
+def _config(run: Path, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        run=str(run),
+        model=ModelConfig(config={"model_type": "llama"}),
+        data=DataConfig(source="stdlib", vocabulary=512, sequence_length=64),
+        optimizer=OptimizerConfig(lr=1e-3),
+        budget=Budget(device="1MiB", host="1MiB", disk=str(run / "store")),
+        steps=5,
+    )
+    return replace(config, **changes)
+
+
+def _earlier_run(run: Path) -> TrainConfig:
+    config = _config(run)
+    claim(config, "new")
+    layout = Layout.build([("weights.0", 4096, 1)])
+    Store.create(config.budget.disk_paths, layout, model={}).close()
     (run / "metrics.jsonl").write_text("precious")
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl.*--overwrite"):
-        claim(run, overwrite=False)
-    assert (run / "metrics.jsonl").read_text() == "precious"
+    (run / "notes.txt").write_text("mine")
+    return config
 
 
-def test_overwrite_removes_a_runs_files_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("old")
-    (tmp_path / "notes.txt").write_text("mine")
-    claim(tmp_path, overwrite=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_earlier_run_or_its_state_is_refused_and_left_alone(tmp_path: Path, moved: bool) -> None:
+    config = _earlier_run(tmp_path / "a" / "run")
+    other = replace(config, run=str(tmp_path / "b")) if moved else config
+    with pytest.raises(ConfigError, match="--resume to go on with that run, or --overwrite"):
+        claim(other, "new")
+    assert (Path(config.run) / "metrics.jsonl").read_text() == "precious"
+    assert Store.exists(config.budget.disk_paths)
+
+
+def test_overwrite_removes_a_runs_files_and_store_and_nothing_else(tmp_path: Path) -> None:
+    config = _earlier_run(tmp_path)
+    claim(config, "overwrite")
+    assert not Store.exists(config.budget.disk_paths)
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"config.yaml", "notes.txt"}
+
+
+def test_resume_keeps_everything(tmp_path: Path) -> None:
+    config = _earlier_run(tmp_path)
+    claim(replace(config, steps=9), "resume")
+    assert (tmp_path / "metrics.jsonl").read_text() == "precious"
+    assert Store.exists(config.budget.disk_paths)
+    assert settings.load(tmp_path / "config.yaml").steps == 9
+
+
+def test_resume_on_other_data_is_refused(tmp_path: Path) -> None:
+    config = _earlier_run(tmp_path)
+    with pytest.raises(ConfigError, match="micro_batches=1, not 2"):
+        claim(replace(config, micro_batches=2), "resume")
+    with pytest.raises(ConfigError, match="evaluate"):
+        claim(replace(config, evaluate=EvaluateConfig(every=1)), "resume")
+    assert settings.load(tmp_path / "config.yaml") == config
+
+
+def test_resume_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run in this folder"):
+        claim(_config(tmp_path), "resume")
+    claim(_config(tmp_path), "new")
+    with pytest.raises(ConfigError, match="no state on disk"):
+        claim(_config(tmp_path), "resume")
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot use this folder"):
-        claim(tmp_path / "file", overwrite=True)
+        claim(_config(tmp_path / "file"), "overwrite")
 
 
 def test_metrics_are_a_line_a_step_at_once_and_always_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
-        metrics.write(metrics_of(Numbers(step=1), 7.5))
-        metrics.write(metrics_of(Numbers(step=2, grad_norm=float("inf"), skipped=True), None))
+    path.write_text("")
+    with MetricsFile(tmp_path) as metrics:
+        metrics.write(metrics_of(_stats(step=1), 7.5))
+        metrics.write(metrics_of(_stats(step=2, grad_norm=float("inf"), skipped=True), None))
         lines = [json.loads(line) for line in path.read_text().splitlines()]  # before it is closed
     assert lines[0]["validation_loss"] == 7.5
     assert lines[0]["bytes_moved"]["read"] == 10**9
@@ -134,8 +190,8 @@ def test_metrics_are_a_line_a_step_at_once_and_always_json(tmp_path: Path) -> No
 
 def test_the_meter_adds_up(tmp_path: Path) -> None:
     meter = _meter()
-    meter.add(Numbers(loss=8.0, seconds=2.0, peak_bytes={"device": 9, "host": 1}))
-    meter.add(Numbers(loss=7.0, seconds=4.0, peak_bytes={"device": 3, "host": 5}), validation=7.5)
+    meter.add(_stats(loss=8.0, seconds=2.0, peak_bytes={"device": 9, "host": 1}))
+    meter.add(_stats(loss=7.0, seconds=4.0, peak_bytes={"device": 3, "host": 5}), validation=7.5)
     assert meter.peak == {"device": 9, "host": 5}
     assert meter.peak_bytes == 14
     assert meter.moved["read"] == 2 * 10**9
@@ -153,7 +209,7 @@ def test_plain_lines_say_what_the_live_view_says() -> None:
     meter = _meter()
     for display in (plain, terminal):
         display.begin(meter)
-    meter.add(Numbers(loss=8.25, clipped=True), validation=7.5)
+    meter.add(_stats(loss=8.25, clipped=True), validation=7.5)
     for display in (plain, terminal):
         display.update()
         display.end()
@@ -184,7 +240,7 @@ def test_lines_are_plain_without_a_terminal_that_can_redraw(monkeypatch: pytest.
 
 def test_a_skipped_step_is_said_and_does_not_break_the_loss_curve() -> None:
     meter = _meter()
-    meter.add(Numbers(loss=float("inf"), skipped=True, loss_scale=32768))
+    meter.add(_stats(loss=float("inf"), skipped=True, loss_scale=32768))
     out = io.StringIO()
     display = PlainDisplay(out)
     display.begin(meter)
@@ -201,9 +257,9 @@ def test_times_are_clock_times(seconds: float, text: str) -> None:
 
 def test_the_last_words_are_complete(tmp_path: Path) -> None:
     meter = _meter()
-    meter.add(Numbers(loss=8.0))
-    meter.add(Numbers(loss=6.0))
-    text = closing(meter, state_bytes=704 * MIB, own_bytes=MIB, folder=tmp_path, traced=True, stopped=True)
+    meter.add(_stats(loss=8.0))
+    meter.add(_stats(loss=6.0))
+    text = closing(meter, own_bytes=MIB, folder=tmp_path, trace=tmp_path / "trace.json", stopped=True)
     for part in (
         "Stopped after step 2 of 10",
         "8.0000 -> 6.0000",

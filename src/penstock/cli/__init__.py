@@ -4,8 +4,10 @@ May import everything.
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import TextIO
 
 from penstock.cli.arguments import USAGE, parse_train, train_help
 from penstock.cli.display import fail
@@ -19,6 +21,7 @@ def main(words: Sequence[str] | None = None) -> int:
     0: done. 2: asked for what cannot be, with nothing trained. 1: failed on the way. 130: ended by Ctrl-C.
     """
     words = sys.argv[1:] if words is None else list(words)
+    warnings.showwarning = _show_warning
     try:
         return _command(words)
     except (ConfigError, BudgetError, ModelError) as error:
@@ -47,6 +50,18 @@ def _command(words: Sequence[str]) -> int:
     return 0
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning is for the user of a command, who has no use for the line of code that gives it."""
+    fail(f"warning: {message}")
+
+
 def _train(words: Sequence[str]) -> int:
     arguments = parse_train(words)
     config = load(arguments.config, arguments.flags)
@@ -55,4 +70,4 @@ def _train(words: Sequence[str]) -> int:
         return 0
     from penstock.cli.train import train  # torch and transformers take seconds to import
 
-    return train(config, overwrite=arguments.overwrite)
+    return train(config, arguments.start)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.cli.run_folder import Start
 from penstock.cli.settings import describe
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError
@@ -11,22 +12,24 @@ from penstock.errors import ConfigError
 USAGE = """\
 penstock: trains language models that do not fit in memory
 
-  penstock train CONFIG.yaml [--SETTING VALUE ...] [--overwrite]   train; writes metrics, trace and settings
-  penstock train CONFIG.yaml [--SETTING VALUE ...] --print-config  print the resolved settings and stop
-  penstock train --help                                            every setting
+  penstock train CONFIG.yaml [--SETTING VALUE ...]   train; writes metrics, trace and settings into the run's folder
+      --overwrite      replace the run that is in the folder, and its state on disk
+      --resume         go on with the run that is in the folder
+      --print-config   print the resolved settings and stop
+  penstock train --help                              every setting
   penstock --version
 """
 
-_SWITCHES = ("--overwrite", "--print-config")
+_SWITCHES = ("--overwrite", "--resume", "--print-config")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments:
-    """``penstock train``. ``flags``: dotted setting and its value as written."""
+    """``penstock train``. ``flags``: dotted setting and its value as written. ``start``: what to do with an old run."""
 
     config: Path
     flags: tuple[tuple[str, str], ...] = ()
-    overwrite: bool = False
+    start: Start = "new"
     print_config: bool = False
 
 
@@ -34,7 +37,7 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
     """Take apart the words after ``penstock train``. A flag's value is the next word, or follows ``=``.
 
     Raises:
-        ConfigError: no file or several, or a flag without a value.
+        ConfigError: no file or several, a flag without a value, or switches that contradict each other.
     """
     files: list[str] = []
     flags: list[tuple[str, str]] = []
@@ -56,10 +59,12 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
     if len(files) != 1:
         found = "none" if not files else " and ".join(files)
         raise ConfigError(f"penstock train takes one settings file, and was given {found}. {_HINT}")
+    if switches >= {"--overwrite", "--resume"}:
+        raise ConfigError("--overwrite removes the earlier run and --resume goes on with it: give one of them")
     return TrainArguments(
         config=Path(files[0]),
         flags=tuple(flags),
-        overwrite="--overwrite" in switches,
+        start="overwrite" if "--overwrite" in switches else "resume" if "--resume" in switches else "new",
         print_config="--print-config" in switches,
     )
 

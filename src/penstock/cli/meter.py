@@ -4,48 +4,24 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.config import Tier
+from penstock.run.stats import StepStats
 from penstock.schedule.op import LANES, Lane
 
 _RECENT = 10  # steps that rates and the time left are taken from
 
 
-class StepNumbers(Protocol):
-    """What a step reports, as far as it is shown: ``penstock.engine.StepStats`` is one. Seconds and bytes."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def grad_norm(self) -> float | None: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def bytes_moved(self) -> Mapping[Lane, int]: ...
-    @property
-    def lane_seconds(self) -> Mapping[Lane, float]: ...
-    @property
-    def peak_bytes(self) -> Mapping[Tier, int]: ...
-    @property
-    def clipped(self) -> bool: ...
-    @property
-    def skipped(self) -> bool: ...
-    @property
-    def loss_scale(self) -> float: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What is known before the first step. ``given``: the budget, in bytes, of the tiers that have one."""
+    """What is known before the first step. ``given``: the budget, in bytes, of the tiers that have one.
+
+    ``first``: steps that an earlier session of the run has already done, of the ``steps`` in all.
+    """
 
     steps: int
+    first: int = 0
     parameters: int
     given: Mapping[Tier, int]
 
@@ -67,10 +43,12 @@ class LaneUse:
 class Meter:
     """Collects steps. Rates are over the last ten, peaks and totals over the whole run.
 
-    ``disk_bytes`` is what the plan keeps on disk, known once the first step has been planned.
+    ``state_bytes`` and ``disk_bytes`` are the plan's: all of the state, and what of it is kept on disk. They are known
+    once the first step has been planned.
     """
 
     outline: Outline
+    state_bytes: int = 0
     disk_bytes: int = 0
     losses: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
@@ -79,14 +57,18 @@ class Meter:
     moved: dict[Lane, int] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
-    recent: deque[StepNumbers] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    recent: deque[StepStats] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
-    def add(self, stats: StepNumbers, validation: float | None = None) -> None:
+    def planned(self, state_bytes: int, disk_bytes: int) -> None:
+        """Take in the training plan's sizes."""
+        self.state_bytes, self.disk_bytes = state_bytes, disk_bytes
+
+    def add(self, stats: StepStats, validation: float | None = None) -> None:
         """Take in a step, and the held-out loss after it if there was an evaluation."""
         self.losses.append(stats.loss)
         if validation is not None:
             self.validation.append(validation)
-            self.validated_at = len(self.losses)
+            self.validated_at = self.done
         for tier, used in stats.peak_bytes.items():
             self.peak[tier] = max(used, self.peak.get(tier, 0))
         for lane, count in stats.bytes_moved.items():
@@ -97,10 +79,11 @@ class Meter:
 
     @property
     def done(self) -> int:
-        return len(self.losses)
+        """Steps done, with those of earlier sessions."""
+        return self.outline.first + len(self.losses)
 
     @property
-    def last(self) -> StepNumbers:
+    def last(self) -> StepStats:
         return self.recent[-1]
 
     @property
@@ -129,7 +112,7 @@ class Meter:
         return uses
 
 
-def metrics_of(stats: StepNumbers, validation: float | None) -> dict[str, Any]:
+def metrics_of(stats: StepStats, validation: float | None) -> dict[str, Any]:
     """The line of ``metrics.jsonl`` for a step."""
     line: dict[str, Any] = {
         "step": stats.step,

@@ -5,35 +5,79 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from penstock.errors import ConfigError
+from penstock.cli.settings import dump, load
+from penstock.config import TrainConfig
+from penstock.errors import ConfigError, StoreError
+from penstock.store.store import Store
 
-OWN_FILES = ("config.yaml", "metrics.jsonl", "trace.json", "tokenizer.json", "train.tokens", "validation.tokens")
+Start = Literal["new", "overwrite", "resume"]
+
+_SETTINGS = "config.yaml"
+_FILES = (_SETTINGS, "metrics.jsonl", "tokenizer.json", "train.tokens", "validation.tokens")
+_TRACES = "trace*.json"
 
 
-def claim(path: Path, *, overwrite: bool) -> Path:
-    """Make ``path`` a folder with no earlier run in it.
+def claim(config: TrainConfig, start: Start) -> Path:
+    """Make the run's folder ready and write the resolved settings into it.
 
-    With ``overwrite`` an earlier run's own files are removed; anything else in the folder stays. The state on disk is
-    the store's business, wherever it is.
+    ``new`` wants a folder with nothing in it and no state on disk. ``overwrite`` removes an earlier run's own files
+    and its store, and nothing else. ``resume`` wants an earlier run on the same data.
 
     Raises:
-        ConfigError: the folder holds something and ``overwrite`` is off, or it cannot be made.
+        ConfigError: what is there is not what ``start`` wants, or the folder cannot be made.
+        StoreError: the store of the earlier run is in use or cannot be removed.
     """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        present = sorted(item.name for item in path.iterdir())
-        if present and not overwrite:
+    folder = Path(config.run)
+    stores = [path for path in config.budget.disk_paths if Store.exists([path])]
+    if start == "resume":
+        _check_same_data(config, folder)
+        if not stores:
             raise ConfigError(
-                f"run={str(path)!r}: the folder already holds {_some(present)}. Give another folder (--run PATH), or "
-                "--overwrite to replace that run"
+                f"run={config.run!r} left no state on disk (budget.disk) to resume from: start another run"
             )
-        for name in OWN_FILES:
-            (path / name).unlink(missing_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        present = sorted(item.name for item in folder.iterdir())
+        if start == "new" and present:
+            raise ConfigError(f"run={config.run!r}: the folder already holds {_some(present)}. {_REMEDY}")
+        if start == "new" and stores:
+            raise ConfigError(f"budget.disk={str(stores[0])!r} already holds the state of a run. {_REMEDY}")
+        if start == "overwrite":
+            for path in [*(folder / name for name in _FILES), *folder.glob(_TRACES)]:
+                path.unlink(missing_ok=True)
+            if stores:
+                Store.delete(stores)
+        (folder / _SETTINGS).write_text(dump(config), encoding="utf-8")
+    except StoreError:
+        raise
     except OSError as error:
-        raise ConfigError(f"run={str(path)!r}: cannot use this folder: {error.strerror}") from error
-    return path
+        raise ConfigError(f"run={config.run!r}: cannot use this folder: {error.strerror}") from error
+    return folder
+
+
+_REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or --overwrite to replace it"
+
+
+def _check_same_data(config: TrainConfig, folder: Path) -> None:
+    """A resumed run goes on where it was in its text, so all that decides what a step sees must be as it was."""
+    if not (folder / _SETTINGS).exists():
+        raise ConfigError(f"run={config.run!r}: there is no run in this folder to resume. Leave out --resume")
+    before = load(folder / _SETTINGS)
+    for key in ("data", "micro_batches", "micro_batch_size", "seed"):
+        if getattr(before, key) != getattr(config, key):
+            raise ConfigError(
+                f"run={config.run!r} was started with {key}={getattr(before, key)!r}, not {getattr(config, key)!r}: "
+                "a resumed run must see the same text. Put it back, or start another run"
+            )
+    if (before.evaluate and before.evaluate.share) != (config.evaluate and config.evaluate.share):
+        raise ConfigError(f"run={config.run!r} held out another share of the text (evaluate.share): put it back")
+
+
+def trace_path(folder: Path, first: int) -> Path:
+    """The trace of a session that starts after ``first`` steps; a resumed one does not replace the others."""
+    return folder / (f"trace-from-{first + 1}.json" if first else "trace.json")
 
 
 def _some(names: list[str]) -> str:
@@ -42,10 +86,10 @@ def _some(names: list[str]) -> str:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one line of JSON per step, on disk as soon as the step is done."""
+    """``metrics.jsonl``: one line of JSON per step, on disk as soon as the step is done. Adds to what is there."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append a line. A number that JSON has no word for (an overflowed norm) becomes null."""

@@ -20,7 +20,7 @@ def opening(config: TrainConfig, text: TokenizedText, parameters: int) -> str:
     )
 
 
-def closing(meter: Meter, *, state_bytes: int, own_bytes: int, folder: Path, traced: bool, stopped: bool) -> str:
+def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, stopped: bool) -> str:
     """The last words: how the loss went, what was trained in which memory, where to look.
 
     ``own_bytes``: resident before there was a model. ``stopped``: a signal ended the run early.
@@ -34,10 +34,10 @@ def closing(meter: Meter, *, state_bytes: int, own_bytes: int, folder: Path, tra
     loss = f"loss     {meter.losses[0]:.4f} -> {meter.losses[-1]:.4f}"
     if meter.validation:
         loss += f" (held-out text {meter.validation[-1]:.4f})"
-    lines.append(f"{loss} in {meter.done} steps, {meter.tokens:,} tokens, {clock(meter.seconds)}")
+    lines.append(f"{loss} in {len(meter.losses)} steps, {meter.tokens:,} tokens, {clock(meter.seconds)}")
     lines.append(
-        f"state    {format_size(state_bytes)}: weights, gradients and optimizer state of "
-        f"{outline.parameters / 1e6:.1f}M parameters, {state_bytes / outline.given_bytes:.1f}x the memory given"
+        f"state    {format_size(meter.state_bytes)}: weights, gradients and optimizer state of "
+        f"{outline.parameters / 1e6:.1f}M parameters, {meter.state_bytes / outline.given_bytes:.1f}x the memory given"
     )
     lines.append(
         f"memory   {format_size(outline.given_bytes)} given, {format_size(meter.peak_bytes)} used at the peak: "
@@ -50,8 +50,8 @@ def closing(meter: Meter, *, state_bytes: int, own_bytes: int, folder: Path, tra
         "before the model (Python, PyTorch, the tokenizer)"
     )
     lines.append("moved    " + ", ".join(f"{lane} {format_size(n)}" for lane, n in meter.moved.items() if n))
-    if traced:
-        lines.append(f"trace    {folder / 'trace.json'} (open it in https://ui.perfetto.dev)")
+    if trace is not None:
+        lines.append(f"trace    {trace} (open it in https://ui.perfetto.dev)")
     lines.append(f"metrics  {folder / 'metrics.jsonl'}")
     return "\n".join(["", *lines])
 

@@ -64,7 +64,7 @@ class TerminalDisplay:
 
     def _draw(self, meter: Meter) -> RenderableType:
         parts: list[RenderableType] = [self._head(meter)]
-        if meter.done:
+        if meter.losses:
             tables = Table.grid(padding=(0, 4))
             tables.add_row(_lanes(meter), _tiers(meter))
             parts += [_loss(meter), "", tables]
@@ -76,7 +76,7 @@ class TerminalDisplay:
         steps = meter.outline.steps
         head = Table.grid(padding=(0, 2))
         waited = time.perf_counter() - self._step_began
-        if not meter.done:
+        if not meter.losses:
             left, pace = "", f"first step, {waited:.0f} s so far"
         else:
             left = f"{clock(max(meter.seconds_left - waited, 0))} left"

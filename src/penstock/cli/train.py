@@ -7,19 +7,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.engine import Engine, wrap
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from penstock.cli import settings
 from penstock.cli.display import Display, choose_display
 from penstock.cli.interrupt import Interrupt
 from penstock.cli.meter import Meter, Outline, metrics_of
 from penstock.cli.model import build_model, parameter_count
-from penstock.cli.run_folder import MetricsFile, claim
+from penstock.cli.run_folder import MetricsFile, Start, claim, trace_path
 from penstock.cli.summary import closing, opening, reset_peak_resident, resident_bytes
-from penstock.config import LrScheduleConfig, OptimizerConfig, OptimizerName, TrainConfig
+from penstock.config import LrScheduleConfig, OptimizerConfig, OptimizerName, Tier, TrainConfig
 from penstock.data.batches import Batches
 from penstock.data.tokens import TokenArray, TokenizedText, tokenize
+from penstock.engine import Engine, wrap
+from penstock.errors import ConfigError
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec, Override
 from penstock.run.trace import TraceWriter
 
@@ -27,8 +28,8 @@ _OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {"adamw": AdamW, "ada
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a run works with, once everything is set up."""
+class Session:
+    """What a run works with from its first step on. ``first``: steps that earlier sessions of the run have done."""
 
     config: TrainConfig
     folder: Path
@@ -36,10 +37,15 @@ class Run:
     engine: Engine
     train: Batches
     validation: Batches | None
+    first: int
     meter: Meter
 
+    @property
+    def trace(self) -> Path | None:
+        return None if self.config.trace_steps == 0 else trace_path(self.folder, self.first)
 
-def train(config: TrainConfig, *, overwrite: bool) -> int:
+
+def train(config: TrainConfig, start: Start) -> int:
     """Carry out a run and return the exit code: 0, or 128 plus the signal that ended it early.
 
     Raises:
@@ -47,16 +53,38 @@ def train(config: TrainConfig, *, overwrite: bool) -> int:
     """
     display = choose_display(sys.stdout)
     optimizer = optimizer_spec(config.optimizer)
-    folder = claim(Path(config.run), overwrite=overwrite)
-    (folder / "config.yaml").write_text(settings.dump(config), encoding="utf-8")
-    share = None if config.evaluate is None else config.evaluate.share
-    with display.working(f"Reading text and training a tokenizer of {config.data.vocabulary:,} tokens"):
-        text = tokenize(config.data, folder, held_out=share)
-    train_batches, validation = _batches(config, text)
     model = build_model(config.model, config.data)
-    display.say(opening(config, text, parameter_count(model)))
+    folder = claim(config, start)
+    share = None if config.evaluate is None else config.evaluate.share
+    with display.working(f"Training a tokenizer of {config.data.vocabulary:,} tokens and encoding the text"):
+        text = tokenize(config.data, folder, held_out=share)
+    batches, validation = _batches(config, text)
+    parameters = parameter_count(model)
+    display.say(opening(config, text, parameters))
     own = resident_bytes()
-    with wrap(
+    with ExitStack() as stack:
+        with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):
+            engine = stack.enter_context(_engine(model, optimizer, config))
+        given: dict[Tier, int] = {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
+        session = Session(
+            config=config,
+            folder=folder,
+            display=display,
+            engine=engine,
+            train=batches,
+            validation=validation,
+            first=engine.step_count,
+            meter=Meter(
+                outline=Outline(steps=config.steps, parameters=parameters, given=given, first=engine.step_count)
+            ),
+        )
+        code = _steps(session)
+    display.say(closing(session.meter, own_bytes=own, folder=folder, trace=session.trace, stopped=code != 0))
+    return code
+
+
+def _engine(model: nn.Module, optimizer: OptimizerSpec, config: TrainConfig) -> Engine:
+    return wrap(
         model,
         optimizer=optimizer,
         budget=config.budget,
@@ -65,28 +93,7 @@ def train(config: TrainConfig, *, overwrite: bool) -> int:
         clip_grad_norm=config.clip_grad_norm,
         device=config.device,
         seed=config.seed,
-    ) as engine:
-        outline = Outline(
-            steps=config.steps,
-            parameters=parameter_count(model),
-            given={"device": config.budget.device_bytes, "host": config.budget.host_bytes},
-        )
-        run = Run(
-            config=config,
-            folder=folder,
-            display=display,
-            engine=engine,
-            train=train_batches,
-            validation=validation,
-            meter=Meter(outline=outline),
-        )
-        code = _steps(run)
-        state_bytes = engine.plan.state_bytes
-    traced = config.trace_steps != 0
-    display.say(
-        closing(run.meter, state_bytes=state_bytes, own_bytes=own, folder=folder, traced=traced, stopped=code != 0)
     )
-    return code
 
 
 def _batches(config: TrainConfig, text: TokenizedText) -> tuple[Batches, Batches | None]:
@@ -128,27 +135,28 @@ def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
     return factor
 
 
-def _steps(run: Run) -> int:
+def _steps(session: Session) -> int:
     """The training loop. Returns the exit code."""
-    config, display, engine = run.config, run.display, run.engine
-    scheduler = LambdaLR(engine.optimizer, lr_factor(config.lr_schedule, config.steps))
+    config, display, engine, first = session.config, session.display, session.engine, session.first
+    if first >= config.steps:
+        raise ConfigError(f"run={config.run!r} has done {first} steps already: raise steps={config.steps} to go on")
+    factor = lr_factor(config.lr_schedule, config.steps)
+    scheduler = LambdaLR(engine.optimizer, lambda index: factor(first + index))
     reset_peak_resident()
     with ExitStack() as stack:
-        metrics = stack.enter_context(MetricsFile(run.folder / "metrics.jsonl"))
-        trace = None
-        if config.trace_steps != 0:
-            trace = stack.enter_context(TraceWriter(run.folder / "trace.json", steps=config.trace_steps))
+        metrics = stack.enter_context(MetricsFile(session.folder))
+        trace = stack.enter_context(TraceWriter(session.trace, steps=config.trace_steps)) if session.trace else None
         interrupt = stack.enter_context(Interrupt(display.notice, display.last_words))
-        display.begin(run.meter)
+        display.begin(session.meter)
         stack.callback(display.end)
-        for index in range(config.steps):
-            stats = engine.step(run.train.step(index))
+        for index in range(first, config.steps):
+            stats = engine.step(session.train.step(index))
             scheduler.step()
             if trace is not None:
                 trace.step(engine.trace, engine.counters)
-            held_out = _evaluate(run, index + 1, last=interrupt.requested)
-            run.meter.disk_bytes = engine.plan.disk_bytes
-            run.meter.add(stats, held_out)
+            session.meter.planned(engine.plan.state_bytes, engine.plan.disk_bytes)
+            held_out = None if interrupt.requested else _evaluate(session, index + 1)
+            session.meter.add(stats, held_out)
             metrics.write(metrics_of(stats, held_out))
             display.update()
             if interrupt.requested:
@@ -156,12 +164,12 @@ def _steps(run: Run) -> int:
     return interrupt.exit_code
 
 
-def _evaluate(run: Run, done: int, *, last: bool) -> float | None:
+def _evaluate(session: Session, done: int) -> float | None:
     """The mean held-out loss, when this step is followed by an evaluation."""
-    evaluate = run.config.evaluate
-    if evaluate is None or run.validation is None or last:
+    evaluate = session.config.evaluate
+    if evaluate is None or session.validation is None:
         return None
-    if done % evaluate.every and done != run.config.steps:
+    if done % evaluate.every and done != session.config.steps:
         return None
-    losses = [run.engine.evaluate(run.validation.step(index)) for index in range(evaluate.batches)]
+    losses = [session.engine.evaluate(session.validation.step(index)) for index in range(evaluate.batches)]
     return sum(losses) / len(losses)
