@@ -225,6 +225,9 @@ class Skips(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = first = torch.tanh(self.embed(tokens))
         skips = []

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from tests.models import MODELS, Case, MicroBatch
+from tests.tape_reference import Bench, Gradients, Order, horizontal, plain_step, relative_error, vertical
 from torch import nn
 
 from penstock.tape.blocks import Block
-from tests.models import MODELS, Case, MicroBatch
-from tests.tape_reference import Bench, Gradients, Order, horizontal, plain_step, relative_error, vertical
 
 Step = tuple[list[torch.Tensor], Gradients]
 

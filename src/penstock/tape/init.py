@@ -1,0 +1,164 @@
+"""Fills a model that was built on the meta device with its own initialisation, one param group at a time.
+
+What the model's authors wrote is run, module by module and children first: ``_init_weights`` of the nearest Hugging Face
+model above a module, else the module's ``reset_parameters``. While one group is filled, every other parameter is replaced
+in its module by a stand-in on the meta device, where an initialiser may do what it likes at no cost.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.tape import rng
+from penstock.tape.groups import ParamGroup
+
+Initialiser = Callable[[nn.Module], None]
+
+_ADVICE = "give the module a reset_parameters() that fills it, or build the model on the CPU instead of the meta device"
+
+
+def initialise(model: nn.Module, group: ParamGroup, seed: int) -> None:
+    """Fill one group's parameters, attached to a real fp32 buffer, with the model's own initialisation.
+
+    What is drawn depends on ``seed`` and the group's name alone. torch's random state is left as it was.
+
+    Raises:
+        ModelError: a parameter that no initialiser fills, by name.
+    """
+    own = {id(s.parameter) for s in group.slices}
+    with torch.no_grad(), _random(seed, group.spec.name), _stand_ins(model, own):
+        for s in group.slices:
+            s.parameter.fill_(float("nan"))
+            if hasattr(s.parameter, "_is_hf_initialized"):
+                s.parameter._is_hf_initialized = False
+        for module, initialiser in _initialisers(model):
+            if initialiser is not None and any(id(p) in own for p in module.parameters()):
+                initialiser(module)
+        _reset_modules(model, {id(s.parameter) for s in group.slices if _unfilled(s.parameter)})
+    for s in group.slices:
+        if _unfilled(s.parameter):
+            raise ModelError(f"nothing initialises parameter {s.name!r} of the meta-device model: {_ADVICE}")
+
+
+def materialise_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Make every buffer (and plain tensor attribute) on the meta device real, with the values the model computes for it.
+
+    Raises:
+        ModelError: a buffer that no initialiser fills, by name.
+    """
+    found = list(_meta_tensors(model))
+    if not found:
+        return
+    owners = {id(module) for module, _, _, _ in found}
+    results = []
+    for fill in (0, 1):  # what no initialiser writes is what differs between the two
+        for module, _, key, tensor in found:
+            _put(module, key, torch.full(tensor.shape, fill, dtype=tensor.dtype, device=device))
+        with torch.no_grad(), _random(seed, "buffers"), _stand_ins(model, set()):
+            for module, initialiser in _initialisers(model):
+                if id(module) in owners:
+                    (initialiser or _reset)(module)
+        results.append([_get(module, key) for module, _, key, _ in found])
+    for (_, name, _, _), first, second in zip(found, *results, strict=True):
+        if not torch.equal(first, second):
+            raise ModelError(f"nothing computes buffer {name!r} of the meta-device model: {_ADVICE}")
+
+
+def _unfilled(parameter: nn.Parameter) -> bool:
+    return bool(parameter.isnan().any())
+
+
+def _initialisers(model: nn.Module) -> Iterator[tuple[nn.Module, Initialiser | None]]:
+    """Every module, children first, with the ``_init_weights`` of the nearest Hugging Face model above it or None."""
+    library = sys.modules.get("transformers.modeling_utils")
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, above: Initialiser | None) -> Iterator[tuple[nn.Module, Initialiser | None]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if library is not None and isinstance(module, library.PreTrainedModel):
+            above = module._init_weights
+        for child in module.children():
+            yield from visit(child, above)
+        yield module, above
+
+    return visit(model, None)
+
+
+def _reset(module: nn.Module) -> None:
+    """``reset_parameters`` of a module, under either of the names that torch's own modules use."""
+    reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is not None:
+        reset()
+
+
+def _reset_modules(model: nn.Module, wanted: set[int]) -> None:
+    """Fill the ``wanted`` parameters by their first owner's ``reset_parameters``; a tied one keeps what it got first."""
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if not any(id(p) in wanted for p in own):
+            continue
+        keep = [(p, p.clone()) for p in own if id(p) not in wanted and not p.is_meta]
+        _reset(module)
+        for parameter, value in keep:
+            parameter.copy_(value)
+        wanted -= {id(p) for p in own if not _unfilled(p)}
+
+
+@contextmanager
+def _stand_ins(model: nn.Module, but: set[int]) -> Iterator[None]:
+    """Inside, every parameter not in ``but`` (by identity) is a stand-in on the meta device."""
+    originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in but:
+                continue
+            if id(parameter) not in made:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                made[id(parameter)].__dict__["_is_hf_initialized"] = True
+            originals.append((module, name, parameter))
+            module._parameters[name] = made[id(parameter)]
+    try:
+        yield
+    finally:
+        for module, name, parameter in originals:
+            module._parameters[name] = parameter
+
+
+@contextmanager
+def _random(seed: int, name: str) -> Iterator[None]:
+    state = rng.RandomState.capture(torch.device("cpu"))
+    torch.default_generator.manual_seed(rng.mix(seed, *name.encode()))
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def _meta_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """(owner, full name, key, tensor) of every buffer and plain tensor attribute on the meta device."""
+    for path, module in model.named_modules():
+        for key, value in [*module._buffers.items(), *vars(module).items()]:
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                yield module, f"{path}.{key}" if path else key, key, value
+
+
+def _put(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
+    if key in module._buffers:
+        module._buffers[key] = tensor
+    else:
+        vars(module)[key] = tensor
+
+
+def _get(module: nn.Module, key: str) -> torch.Tensor:
+    value = module._buffers[key] if key in module._buffers else vars(module)[key]
+    assert isinstance(value, torch.Tensor)
+    return value
