@@ -91,4 +91,5 @@ def _update(
 def _adam(s: Scalars, p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     m.add_((g - m).mul_(s.weight1))
     v.mul_(s.beta2).add_((g * s.weight2).mul_(g))
-    return p - (m * s.rate).div_(v.sqrt().mul_(s.root).add_(s.eps))
+    root_v = v.double().sqrt_().float()  # correctly rounded through double; torch's own fp32 root on a CPU is not
+    return p - (m * s.rate).div_(root_v.mul_(s.root).add_(s.eps))

@@ -1,0 +1,147 @@
+"""Settings are checked where they are written, and ``engine.optimizer`` is a torch optimizer to everyone who looks."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as lrs
+
+from penstock.errors import ConfigError
+from penstock.optim.facade import StreamedOptimizer
+from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec, Override
+
+NAMES = ("embed.weight", "layers.0.norm.weight", "layers.0.linear.weight", "layers.0.linear.bias")
+
+
+def named() -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, torch.nn.Parameter(torch.zeros(3))) for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reference"),
+    [(AdamW(), torch.optim.AdamW), (Adam(), torch.optim.Adam), (SGD(), torch.optim.SGD)],
+)
+def test_defaults_are_torchs(spec: OptimizerSpec, reference: type[torch.optim.Optimizer]) -> None:
+    defaults = reference([torch.nn.Parameter(torch.zeros(1))]).defaults
+    assert spec.group_settings == {name: defaults[name] for name in spec.group_settings}
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        (AdamW(), ("exp_avg", "exp_avg_sq")),
+        (Adam(), ("exp_avg", "exp_avg_sq")),
+        (SGD(), ()),
+        (SGD(momentum=0.9), ("momentum_buffer",)),
+        (Lion(), ("exp_avg",)),
+    ],
+)
+def test_moments_are_named_and_counted(spec: OptimizerSpec, names: tuple[str, ...]) -> None:
+    assert spec.moment_names == names
+    assert spec.moments == len(names)
+    assert [hyper.moments for hyper in StreamedOptimizer(spec, named()).hypers()] == [len(names)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: AdamW(lr=-1),
+        lambda: AdamW(lr=float("nan")),
+        lambda: AdamW(eps=-1e-8),
+        lambda: AdamW(betas=(0.9, 1.0)),
+        lambda: Lion(betas=(-0.1, 0.9)),
+        lambda: SGD(momentum=-0.5),
+        lambda: SGD(nesterov=True),
+        lambda: Adam(weight_decay=float("inf")),
+        lambda: Override(match="norm"),
+        lambda: Override(match="(", lr=1.0),
+        lambda: Override(match="norm", lr=-1.0),
+    ],
+)
+def test_impossible_settings_are_refused(wrong: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        wrong()
+
+
+def test_overrides_become_param_groups() -> None:
+    spec = AdamW(
+        lr=1e-3,
+        weight_decay=0.1,
+        overrides=(Override(match=r"norm|bias$", weight_decay=0.0), Override(match=r"^embed|bias", lr=1e-4)),
+    )
+    parameters = named()
+    optimizer = StreamedOptimizer(spec, parameters)
+    assert [group["param_names"] for group in optimizer.param_groups] == [[NAMES[2]], [NAMES[1], NAMES[3]], [NAMES[0]]]
+    assert [(h.lr, h.weight_decay) for h in optimizer.hypers()] == [(1e-3, 0.1), (1e-3, 0.0), (1e-4, 0.1)]
+    assert [optimizer.group_of(p) for _, p in parameters] == [2, 1, 0, 1]
+
+
+def test_all_parameters_may_be_overridden() -> None:
+    optimizer = StreamedOptimizer(AdamW(overrides=(Override(match=".", lr=0.5),)), named())
+    assert [h.lr for h in optimizer.hypers()] == [0.5]
+
+
+def test_an_override_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'lm_head'.*embed\.weight"):
+        StreamedOptimizer(AdamW(overrides=(Override(match="lm_head", lr=0.5),)), named())
+
+
+SCHEDULERS: list[Callable[[torch.optim.Optimizer], lrs.LRScheduler]] = [
+    lambda o: lrs.LambdaLR(o, lambda step: 0.5**step),
+    lambda o: lrs.CosineAnnealingLR(o, T_max=10),
+    lambda o: lrs.SequentialLR(o, [lrs.LinearLR(o, 0.1, total_iters=3), lrs.CosineAnnealingLR(o, 7)], milestones=[3]),
+    lambda o: lrs.OneCycleLR(o, max_lr=0.1, total_steps=10),
+    lambda o: lrs.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=2),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_lr_schedulers_drive_it_as_they_drive_torchs(make: Callable[[torch.optim.Optimizer], lrs.LRScheduler]) -> None:
+    optimizer = StreamedOptimizer(AdamW(lr=0.1), named())
+    reference = torch.optim.AdamW([p for _, p in named()], lr=0.1)
+    ours, theirs = make(optimizer), make(reference)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()" would mean that steps go unseen
+        for _ in range(6):
+            optimizer.record_step()
+            reference.step()
+            ours.step()
+            theirs.step()
+            group = reference.param_groups[0]
+            (hyper,) = optimizer.hypers()
+            assert (hyper.lr, hyper.betas) == (group["lr"], tuple(group["betas"]))
+
+
+def test_a_tensor_is_a_learning_rate_too() -> None:
+    optimizer = StreamedOptimizer(AdamW(), named())
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    assert optimizer.hypers()[0].lr == 0.25
+
+
+def test_settings_survive_a_state_dict_and_moments_are_refused() -> None:
+    optimizer = StreamedOptimizer(AdamW(lr=0.1), named())
+    optimizer.param_groups[0]["lr"] = 0.025
+    saved = optimizer.state_dict()
+    assert saved["state"] == {}
+    other = StreamedOptimizer(AdamW(lr=0.1), named())
+    other.load_state_dict(saved)
+    assert other.hypers()[0].lr == 0.025
+    with pytest.raises(ConfigError, match=r"engine\.load"):
+        other.load_state_dict(saved | {"state": {0: {"exp_avg": torch.zeros(3)}}})
+
+
+def test_what_only_the_engine_can_do_says_so() -> None:
+    optimizer = StreamedOptimizer(AdamW(), named())
+    with pytest.raises(RuntimeError, match=r"engine\.step"):
+        optimizer.step()
+    with pytest.raises(ConfigError, match="overrides"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    optimizer.zero_grad()
+
+
+def test_momentum_cannot_appear_without_its_buffer() -> None:
+    optimizer = StreamedOptimizer(SGD(), named())
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ConfigError, match="built without"):
+        optimizer.hypers()
