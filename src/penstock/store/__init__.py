@@ -15,5 +15,6 @@ Imports only config and errors from the rest of the package, and never torch: bu
 from penstock.store.layout import ALIGN, Extent, Layout
 from penstock.store.snapshot import SnapshotReader, SnapshotWriter
 from penstock.store.store import Store, StoreStats
+from penstock.store.transfer import aligned_bytes
 
-__all__ = ["ALIGN", "Extent", "Layout", "SnapshotReader", "SnapshotWriter", "Store", "StoreStats"]
+__all__ = ["ALIGN", "Extent", "Layout", "SnapshotReader", "SnapshotWriter", "Store", "StoreStats", "aligned_bytes"]

@@ -59,9 +59,9 @@ def allocate(path: Path, nbytes: int) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this process may still allocate on the file system of ``path``."""
+    """Bytes free on the file system of ``path``, less its reserve (which root could use, and should not)."""
     stat = os.statvfs(path)
-    return (stat.f_bfree if os.geteuid() == 0 else stat.f_bavail) * stat.f_frsize  # root may use the reserve
+    return stat.f_bavail * stat.f_frsize
 
 
 def _write_zeros(fd: int, nbytes: int) -> None:

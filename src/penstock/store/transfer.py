@@ -4,10 +4,12 @@ The thread that asks works too: it and the pool's threads take pieces off one li
 never waits for a thread, however busy the pool is, and a request of one piece does not touch the pool at all.
 """
 
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +18,24 @@ from penstock.store.layout import ALIGN
 from penstock.store.packed import PackedFile
 from penstock.store.striping import Piece, Striping
 
-REQUEST = 4 << 20  # bytes of one system call at most
+REQUEST = 8 << 20  # bytes of one system call at most; smaller ones were slower with two requests in flight
+_HUGE = 2 << 20
 
 Buffer = memoryview | npt.NDArray[np.uint8]
 Move = Callable[[PackedFile, int, memoryview], None]
 
 
 def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
-    """A new uint8 array whose memory starts on an ``ALIGN`` boundary."""
-    raw = np.empty(nbytes + ALIGN, np.uint8)
-    start = -raw.ctypes.data % ALIGN
+    """New memory of ``nbytes`` zeros on a 2 MiB boundary, in huge pages where the kernel has them.
+
+    A drive takes a request as a list of physically contiguous runs, of which it allows only so many (254 on virtio).
+    In scattered 4 KiB pages 8 MiB takes eight requests and more: huge pages read up to 3x as fast (so does fio).
+    """
+    memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # EINVAL: a kernel without huge pages; plain pages are right too, and slower
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, np.uint8)
+    start = -raw.ctypes.data % _HUGE
     return raw[start : start + nbytes]
 
 

@@ -1,0 +1,447 @@
+"""The store on real files with real processes: what is written is what is read, and one run at a time."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from penstock.errors import StoreError
+from penstock.store import ALIGN, Layout, Store, aligned_bytes
+from penstock.store.directory import in_memory
+from penstock.store.striping import Striping
+
+LAYOUT = Layout.build([("weights", 300 * ALIGN, 1), ("state", 100 * ALIGN + 5, 2)])
+MODEL = {"groups": [{"name": "block", "shapes": [[2, 3], [4]]}], "dtype": "fp32"}
+STRIPE = 4 * ALIGN
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    buffer = aligned_bytes(nbytes)
+    buffer[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    return buffer
+
+
+def read(store: Store, name: str, offset: int = 0, nbytes: int | None = None, slot: int = 0) -> npt.NDArray[np.uint8]:
+    buffer = aligned_bytes(store.layout[name].stride - offset if nbytes is None else nbytes)
+    buffer[:] = 0xAA
+    store.read(name, offset, buffer, slot)
+    return buffer
+
+
+def directories(root: Path, count: int) -> list[Path]:
+    return [root / f"drive{i}" for i in range(count)]
+
+
+@pytest.fixture(params=[1, 3])
+def paths(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
+    return directories(tmp_path, request.param)
+
+
+@pytest.fixture
+def store(paths: list[Path]) -> Iterator[Store]:
+    with Store.create(paths, LAYOUT, model=MODEL, stripe=STRIPE) as store:
+        yield store
+
+
+def test_a_new_store_reads_as_zeros(store: Store) -> None:
+    for name in ("weights", "state"):
+        assert not read(store, name).any()
+    assert store.last_commit() is None
+
+
+def test_a_new_store_has_its_space_reserved(store: Store) -> None:
+    files = [path / "penstock.store" for path in store.paths]
+    assert sum(file.stat().st_blocks * 512 for file in files) >= LAYOUT.nbytes
+    assert not any(path.with_name("penstock.store.partial").exists() for path in files)
+
+
+def test_what_is_written_is_read_also_after_closing(paths: list[Path]) -> None:
+    written = {("weights", 0): random_bytes(LAYOUT["weights"].stride, 1)}
+    written |= {("state", slot): random_bytes(LAYOUT["state"].stride, 2 + slot) for slot in (0, 1)}
+    with Store.create(paths, LAYOUT, model=MODEL, stripe=STRIPE) as store:
+        for (name, slot), data in written.items():
+            store.write(name, 0, data, slot)
+        assert store.stats.bytes_written == LAYOUT.nbytes
+    with Store.open(paths) as store:
+        assert store.layout == LAYOUT
+        assert store.model == MODEL
+        for (name, slot), data in written.items():
+            assert np.array_equal(read(store, name, slot=slot), data)
+        assert store.stats.bytes_read == LAYOUT.nbytes
+
+
+def test_parts_of_an_extent_are_where_they_were_put(store: Store) -> None:
+    whole = random_bytes(LAYOUT["weights"].stride)
+    order = np.random.default_rng(1).permutation(len(whole) // (7 * ALIGN))
+    for i in order:
+        part = slice(i * 7 * ALIGN, (i + 1) * 7 * ALIGN)
+        store.write("weights", part.start, whole[part])
+    end = len(order) * 7 * ALIGN
+    assert np.array_equal(read(store, "weights", nbytes=end), whole[:end])
+    assert np.array_equal(read(store, "weights", 5 * ALIGN, 11 * ALIGN), whole[5 * ALIGN : 16 * ALIGN])
+
+
+def test_stripes_lie_in_the_files_as_documented(store: Store) -> None:
+    data = random_bytes(LAYOUT["weights"].stride)
+    store.write("weights", 0, data)
+    store.flush()
+    files = [np.fromfile(path / "penstock.store", np.uint8) for path in store.paths]
+    for number in range(len(data) // STRIPE):
+        place = number // len(files) * STRIPE
+        stripe = files[number % len(files)][place : place + STRIPE]
+        assert np.array_equal(stripe, data[number * STRIPE : (number + 1) * STRIPE])
+
+
+@pytest.mark.parametrize("io_threads", [1, 4])
+def test_many_threads_at_once(paths: list[Path], io_threads: int) -> None:
+    data = random_bytes(LAYOUT["weights"].stride)
+    share = 30 * ALIGN
+
+    def work(worker: int) -> None:
+        mine = slice(worker * share, (worker + 1) * share)
+        for _ in range(5):
+            store.write("weights", mine.start, data[mine])
+            assert np.array_equal(read(store, "weights", mine.start, share), data[mine])
+
+    with (
+        Store.create(paths, LAYOUT, model=MODEL, stripe=STRIPE, io_threads=io_threads) as store,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        list(pool.map(work, range(8)))
+        assert store.stats.bytes_read == store.stats.bytes_written == 8 * 5 * share
+
+
+def test_a_request_larger_than_one_system_call(tmp_path: Path) -> None:
+    data = random_bytes(20 << 20)
+    with Store.create([tmp_path / "d"], Layout.build([("a", len(data), 1)]), model={}) as store:
+        store.write("a", 0, data)
+        assert np.array_equal(read(store, "a"), data)
+
+
+def test_memoryviews_of_any_item_size_are_buffers(store: Store) -> None:
+    data = random_bytes(ALIGN).view(np.float32)
+    store.write("weights", 0, memoryview(data))
+    out = aligned_bytes(ALIGN)
+    store.read("weights", 0, memoryview(out.view(np.float64)))
+    assert np.array_equal(out, data.view(np.uint8))
+
+
+def test_unaligned_buffers_are_refused(store: Store) -> None:
+    buffer = aligned_bytes(3 * ALIGN)
+    for wrong in (buffer[512 : 512 + ALIGN], buffer[:1000]):
+        with pytest.raises(AssertionError, match="aligned"):
+            store.read("weights", 0, wrong)
+    with pytest.raises(AssertionError, match="aligned"):
+        store.write("weights", 512, buffer[:ALIGN])
+
+
+def test_only_the_owner_may_look(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir(mode=0o755)
+    with Store.create([tmp_path / "new", empty], LAYOUT, model=MODEL) as store:
+        for path in store.paths:
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700
+            assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+
+
+def test_delete_removes_the_stores_own_files_only(paths: list[Path]) -> None:
+    Store.create(paths, LAYOUT, model=MODEL).close()
+    (paths[0] / "thesis.txt").write_text("mine")
+    assert Store.exists(paths)
+    Store.delete(paths)
+    assert not Store.exists(paths)
+    assert [file.name for path in paths for file in path.iterdir()] == ["thesis.txt"]
+
+
+# ---- directories that cannot be used
+
+
+def test_a_missing_parent_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"nowhere/store does not exist and neither does .*nowhere"):
+        Store.create([tmp_path / "nowhere" / "store"], LAYOUT, model=MODEL)
+    with pytest.raises(StoreError, match="does not exist"):
+        Store.open([tmp_path / "nowhere"])
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="not a directory"):
+        Store.create([tmp_path / "file"], LAYOUT, model=MODEL)
+
+
+def test_the_same_directory_twice(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(StoreError, match="the same directory"):
+        Store.create([tmp_path / "a", tmp_path / "link"], LAYOUT, model=MODEL)
+    with pytest.raises(StoreError, match="none was given"):
+        Store.create([], LAYOUT, model=MODEL)
+
+
+def test_a_directory_with_a_store_is_not_taken_again(store: Store, tmp_path: Path) -> None:
+    store.close()
+    with pytest.raises(StoreError, match="holds a store already"):
+        Store.create([tmp_path / "other", *store.paths], LAYOUT, model=MODEL)
+    assert not (tmp_path / "other").exists()
+    Store.open(store.paths).close()
+
+
+def test_opening_what_is_no_store_leaves_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="holds no store"):
+        Store.open([tmp_path])
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_system_in_memory_gets_a_warning() -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or not in_memory(memory):
+        pytest.skip("no tmpfs at /dev/shm")
+    path = memory / f"penstock-test-{os.getpid()}"
+    try:
+        with pytest.warns(UserWarning, match="in memory"):
+            store = Store.create([path], LAYOUT, model=MODEL)
+        with store:
+            data = random_bytes(ALIGN)
+            store.write("state", 0, data)
+            assert np.array_equal(read(store, "state", nbytes=ALIGN), data)
+    finally:
+        Store.delete([path])
+        path.rmdir()
+
+
+# ---- manifests
+
+
+def test_directories_swapped_missing_or_of_another_store(tmp_path: Path) -> None:
+    a, b, c = directories(tmp_path, 3)
+    Store.create([a, b, c], LAYOUT, model=MODEL).close()
+    with pytest.raises(StoreError, match=f"another order .* give {a}, {b}, {c}"):
+        Store.open([c, a, b])
+    with pytest.raises(StoreError, match=r"has 3 directories, missing here: number 2 \(made as .*drive1\)"):
+        Store.open([a, c])
+    other = tmp_path / "other"
+    Store.create([other], LAYOUT, model=MODEL).close()
+    with pytest.raises(StoreError, match="different stores"):
+        Store.open([a, b, other])
+
+
+def edit_manifest(path: Path, change: str) -> None:
+    file = path / "manifest.json"
+    text = file.read_text()
+    document = json.loads(text)
+    if change == "truncated":
+        file.write_text(text[: len(text) // 2])
+    elif change == "bit":
+        file.write_text(text.replace("fp32", "fp16"))
+    elif change == "version":
+        file.write_text(json.dumps(document | {"format": 99}))
+    elif change == "foreign":
+        file.write_text(json.dumps({"name": "something else"}))
+    elif change == "gone":
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("truncated", "damaged"),
+        ("bit", "checksum does not match"),
+        ("version", "format 99, this version of penstock reads format 1"),
+        ("foreign", "not a store of penstock's"),
+        ("gone", "cannot be read"),
+    ],
+)
+def test_wrong_manifests_are_refused(store: Store, change: str, message: str) -> None:
+    store.close()
+    edit_manifest(store.paths[-1], change)
+    with pytest.raises(StoreError, match=message):
+        Store.open(store.paths)
+    with pytest.raises(StoreError, match="holds a store already"):
+        Store.create(store.paths, LAYOUT, model=MODEL)
+
+
+def test_a_data_file_of_the_wrong_size_is_refused(store: Store) -> None:
+    store.close()
+    os.truncate(store.paths[-1] / "penstock.store", ALIGN)
+    with pytest.raises(StoreError, match="has 4096 bytes, its manifest says"):
+        Store.open(store.paths)
+
+
+def test_another_model_is_told_by_what_differs(store: Store) -> None:
+    store.require_model(json.loads(json.dumps(MODEL)))
+    other = json.loads(json.dumps(MODEL))
+    other["groups"][0]["shapes"][0][1] = 7
+    with pytest.raises(StoreError, match=r"groups\[0\].shapes\[0\]\[1\] is 3 in the store and 7 in this model"):
+        store.require_model(other)
+    with pytest.raises(StoreError, match="tied is only in this model"):
+        store.require_model(MODEL | {"tied": True})
+
+
+# ---- one run at a time
+
+HOLDER = """
+import sys, time, os
+from pathlib import Path
+from penstock.store import Store
+store = Store.open([Path(p) for p in sys.argv[2:]])
+child = os.fork() if sys.argv[1] == "fork" else 1
+if child:
+    print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def start_holder(kind: str, paths: list[Path]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDER, kind, *map(str, paths)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("kind", ["plain", "fork"])
+def test_a_second_process_is_kept_out_until_the_first_dies(paths: list[Path], kind: str) -> None:
+    Store.create(paths, LAYOUT, model=MODEL).close()
+    with start_holder(kind, paths) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            with pytest.raises(StoreError, match=f"in use by process {holder.pid}"):
+                Store.open(paths)
+            with pytest.raises(StoreError, match="in use"):
+                Store.delete(paths)
+            holder.send_signal(signal.SIGKILL)
+            holder.wait()
+            Store.open(paths).close()  # also when a forked child of the dead process lives on
+        finally:
+            if kind == "fork":
+                os.kill(child, signal.SIGKILL)
+            holder.kill()
+
+
+def test_a_second_store_in_the_same_process_is_kept_out(store: Store) -> None:
+    with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
+        Store.open(store.paths)
+    store.close()
+    Store.open(store.paths).close()
+
+
+# ---- commits
+
+
+def test_the_last_commit_is_found_again(paths: list[Path]) -> None:
+    with Store.create(paths, LAYOUT, model=MODEL) as store:
+        for step in range(5):
+            store.commit({"step": step, "state": "x" * step * 100_000})
+            assert store.last_commit() == {"step": step, "state": "x" * step * 100_000}
+    with Store.open(paths) as store:
+        assert store.last_commit() == {"step": 4, "state": "x" * 400_000}
+        store.commit({"step": 5})
+    with Store.open(paths) as store:
+        assert store.last_commit() == {"step": 5}
+
+
+def test_a_torn_commit_leaves_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    with Store.create([path], LAYOUT, model=MODEL) as store:
+        store.commit({"step": 1})
+        store.commit({"step": 2})
+        before = (path / "commit.1").read_bytes()
+        store.commit({"step": 3})
+    after = (path / "commit.1").read_bytes()
+    assert (path / "commit.0").read_bytes() != after != before
+    end = len(after.rstrip())
+    for cut in [*range(0, end, 13), end - 1]:
+        torn = after[:cut] + before[cut:]
+        (path / "commit.1").write_bytes(torn)
+        with Store.open([path]) as store:
+            assert store.last_commit() == {"step": 3 if torn == after else 2}
+    (path / "commit.1").write_bytes(after)
+    with Store.open([path]) as store:
+        assert store.last_commit() == {"step": 3}
+
+
+def test_two_damaged_commits_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    Store.create([path], LAYOUT, model=MODEL).close()
+    (path / "commit.0").write_text("{}")
+    with pytest.raises(StoreError, match=r"no commit record can be read: .*commit\.0 .*commit\.1"):
+        Store.open([path])
+
+
+def test_the_commit_of_another_store_is_not_taken(tmp_path: Path) -> None:
+    a, b = directories(tmp_path, 2)
+    for path, steps in ((a, 2), (b, 8)):
+        with Store.create([path], LAYOUT, model=MODEL) as store:
+            for step in range(steps):
+                store.commit({"step": step})
+    (a / "commit.1").write_bytes((b / "commit.1").read_bytes())
+    with Store.open([a]) as store:
+        assert store.last_commit() == {"step": 1}
+
+
+def test_data_is_durable_before_the_commit_that_vouches_for_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fdatasync
+
+    def fdatasync(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    store.write("weights", 0, random_bytes(ALIGN))
+    store.commit({"step": 1})
+    assert synced == ["penstock.store"] * len(store.paths) + ["commit.1"]
+
+
+COMMITTER = """
+import sys
+from pathlib import Path
+from penstock.store import Store, aligned_bytes
+store = Store.open([Path(p) for p in sys.argv[1:]])
+buffer = aligned_bytes(store.layout["state"].stride)
+for step in range(1, 100_000):
+    buffer[:] = step % 251
+    store.write("state", 0, buffer, step % 2)
+    store.commit({"step": step, "slot": step % 2})
+    print(step, flush=True)
+"""
+
+
+def test_a_killed_process_loses_no_acknowledged_commit(paths: list[Path]) -> None:
+    Store.create(paths, LAYOUT, model=MODEL).close()
+    for delay in (0.0, 0.03, 0.11):
+        command = [sys.executable, "-c", COMMITTER, *map(str, paths)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
+            assert process.stdout is not None
+            acknowledged = int(process.stdout.readline())
+            time.sleep(delay)
+            process.kill()
+            acknowledged = max([acknowledged, *map(int, process.stdout.read().split()[:-1])])
+        with Store.open(paths) as store:
+            record = store.last_commit()
+            assert record is not None
+            assert record["step"] >= acknowledged
+            assert (read(store, "state", slot=record["slot"]) == record["step"] % 251).all()
+
+
+def test_striping_is_recorded_not_assumed(tmp_path: Path) -> None:
+    paths = directories(tmp_path, 2)
+    with Store.create(paths, LAYOUT, model=MODEL, stripe=ALIGN) as store:
+        data = random_bytes(LAYOUT["weights"].stride)
+        store.write("weights", 0, data)
+    sizes = tuple((path / "penstock.store").stat().st_size for path in paths)
+    assert sizes == Striping(files=2, stripe=ALIGN).file_sizes(LAYOUT.nbytes)
+    with Store.open(paths) as store:
+        assert np.array_equal(read(store, "weights"), data)
