@@ -1,8 +1,8 @@
 """Fills a model that was built on the meta device with its own initialisation, one param group at a time.
 
-What the model's authors wrote is run, module by module and children first: ``_init_weights`` of the nearest Hugging Face
-model above a module, else the module's ``reset_parameters``. While one group is filled, every other parameter is replaced
-in its module by a stand-in on the meta device, where an initialiser may do what it likes at no cost.
+What the model's authors wrote is run, module by module and children first: ``_init_weights`` of the nearest Hugging
+Face model above a module, else the module's ``reset_parameters``. While one group is filled, every other parameter is
+replaced in its module by a stand-in on the meta device, where an initialiser may do what it likes at no cost.
 """
 
 import sys
@@ -46,7 +46,7 @@ def initialise(model: nn.Module, group: ParamGroup, seed: int) -> None:
 
 
 def materialise_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Make every buffer (and plain tensor attribute) on the meta device real, with the values the model computes for it.
+    """Make every buffer (and plain tensor attribute) on the meta device real, with the value that the model gives it.
 
     Raises:
         ModelError: a buffer that no initialiser fills, by name.
@@ -99,7 +99,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def _reset_modules(model: nn.Module, wanted: set[int]) -> None:
-    """Fill the ``wanted`` parameters by their first owner's ``reset_parameters``; a tied one keeps what it got first."""
+    """Fill the ``wanted`` parameters by ``reset_parameters`` of their owners; a tied one by its first owner alone."""
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if not any(id(p) in wanted for p in own):

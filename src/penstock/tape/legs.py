@@ -6,12 +6,13 @@ A stage is a leg, or a call together with the code behind it when that code touc
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import nn
 
 from penstock.schedule.program import Stage
-from penstock.tape.passage import Facts, Site, StageFacts
+from penstock.tape.passage import Facts, Site, StageFacts, memory_order
 from penstock.tape.watch import Birth
 
 
@@ -35,9 +36,22 @@ class Seen:
     needs_grad: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A tensor that a block's call left on one of its modules."""
+
+    module: str
+    attribute: str
+    birth: Birth
+
+
 @dataclass
 class Leg:
-    """A piece of the forward between two events: a call (of ``site``), or the model's own code (None)."""
+    """A piece of the forward between two events: a call (of ``site``), or the model's own code (None).
+
+    Of a call: ``changed`` are the buffers that it changed; for each output, ``needed`` says whether it depends on
+    anything that trains, and ``reached`` whether a gradient came to it.
+    """
 
     site: Site | None
     forward: Usage = field(default_factory=Usage)
@@ -46,16 +60,19 @@ class Leg:
     inputs: list[Seen] = field(default_factory=list)
     outputs: list[Seen] = field(default_factory=list)
     changed: tuple[tuple[nn.Module, str], ...] = ()
+    kept_attributes: list["Kept"] = field(default_factory=list)
     needed: tuple[bool, ...] | None = None
+    reached: tuple[bool, ...] = ()
 
 
 def see(tensor: torch.Tensor, birth: Birth | None) -> Seen:
     nbytes = tensor.numel() * tensor.element_size()
-    plain = tensor.layout == torch.strided and tensor.is_contiguous() and tensor._base is None
+    # A view's base would keep the storage alive, whatever becomes of the view.
+    alone = tensor.layout == torch.strided and tensor._base is None and memory_order(tensor) is not None
     return Seen(
         birth=birth,
         nbytes=nbytes,
-        movable=plain and 0 < nbytes == tensor.untyped_storage().nbytes(),
+        movable=alone and 0 < nbytes == tensor.untyped_storage().nbytes(),
         needs_grad=tensor.requires_grad,
     )
 
@@ -122,7 +139,8 @@ class Stages:
         moved = {id(seen.birth) for p, seen in enumerate(self._boundary(stage)) if p in self._offload[stage]}
         found: dict[int, int] = {}
         for leg in self._legs:
-            for seen in leg.inputs + leg.outputs:
+            made_by_code = [s for s in leg.inputs if s.birth is not None and self._legs[s.birth.leg].site is None]
+            for seen in made_by_code + list(compress(leg.outputs, leg.reached)):
                 birth = seen.birth
                 if not seen.needs_grad or birth is None or id(birth) in moved:
                     continue

@@ -9,6 +9,7 @@ All of it runs in one thread: greenlets are bound to the thread that made them.
 """
 
 import contextvars
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -91,12 +92,14 @@ class Modes:
 
 
 class Leaf:
-    """An output of a block call where the graph was cut, and the gradient that has come to it so far."""
+    """The gradient that has come so far to an output of a block call, where the graph was cut.
 
-    __slots__ = ("gradient", "tensor")
+    It does not hold the tensor: once nothing else does, its memory is free, and no gradient can come any more.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    __slots__ = ("gradient",)
+
+    def __init__(self) -> None:
         self.gradient: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> None:
@@ -105,6 +108,22 @@ class Leaf:
     def take(self) -> torch.Tensor | None:
         gradient, self.gradient = self.gradient, None
         return gradient
+
+
+class Leaves:
+    """Finds the leaf of a tensor, by identity, for as long as the tensor lives."""
+
+    def __init__(self) -> None:
+        self._leaves: dict[int, tuple[Leaf, weakref.ref[torch.Tensor]]] = {}
+
+    def make(self, tensor: torch.Tensor) -> Leaf:
+        key, leaf, leaves = id(tensor), Leaf(), self._leaves
+        leaves[key] = (leaf, weakref.ref(tensor, lambda _: leaves.pop(key, None)))
+        return leaf
+
+    def of(self, tensor: torch.Tensor) -> Leaf | None:
+        found = self._leaves.get(id(tensor))
+        return None if found is None else found[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +146,12 @@ class Arrival:
 
     site: Site
     tensors: list[torch.Tensor]
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions in which a tensor is contiguous in memory; None if there is none."""
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
 
 
 def current_passage() -> "Passage | None":
@@ -157,7 +182,7 @@ class Passage:
         self.facts = Facts()
         self.starts: dict[int, int] = {}  # stage -> number of the first autograd node of its segment code
         self.calls: dict[int, Call] = {}
-        self.leaves: dict[int, Leaf] = {}  # by identity of the tensor, which the leaf holds
+        self.leaves = Leaves()
         self.pending = graph.Pending()
         self._stage = 0
         self._device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
@@ -191,12 +216,16 @@ class Passage:
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
             carrier.penstock_passage = None
-            if carrier:  # started and not ended
-                carrier.throw()
+            outer = Modes.capture(self._device_types)
+            try:
+                if carrier:  # started and not ended: its context managers are left in passing
+                    carrier.throw()
+            finally:
+                outer.apply()
         self.arrival = None
         self.outputs = []
         self.calls.clear()
-        self.leaves.clear()
+        self.leaves = Leaves()
         self.pending = graph.Pending()
 
     def arrive(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -261,11 +290,11 @@ class Passage:
                 f"block {site.name!r} changes one of its inputs in place, so it cannot be recomputed from them: "
                 "write the result to a new tensor"
             )
-        cut = self._cut(site, inputs)
+        leaves: list[Leaf] = []
+        cut = self._cut(site, inputs, leaves)
         output = trees.replace(output, cut)
         trees.settle(live, before, cut)
-        leaves = tuple(self.leaves[id(t)] for t in self.outputs)
-        if any(leaf.tensor.requires_grad for leaf in leaves):
+        if any(t.requires_grad for t in self.outputs):
             self.calls[self._stage] = Call(
                 site=site,
                 inputs=before,
@@ -273,12 +302,12 @@ class Passage:
                 containers=tuple(var for var, _ in held),
                 context=context,
                 modes=modes,
-                outputs=leaves,
+                outputs=tuple(leaves),
                 buffers=saved,
             )
         return output
 
-    def _cut(self, site: Site, inputs: list[torch.Tensor]) -> trees.Replace:
+    def _cut(self, site: Site, inputs: list[torch.Tensor], leaves: list[Leaf]) -> trees.Replace:
         """Makes each output a leaf, once. An input that is handed through keeps its identity."""
         passed = {id(t): t for t in inputs}
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -295,7 +324,7 @@ class Passage:
             if wanted and leaf.is_floating_point():
                 leaf.requires_grad_()
             made[id(tensor)] = (tensor, leaf)
-            self.leaves[id(leaf)] = Leaf(leaf)
+            leaves.append(self.leaves.make(leaf))
             self.outputs.append(leaf)
             return leaf
 
@@ -316,16 +345,16 @@ class Passage:
         starts = sorted({s for s in self.starts.values() if s <= start}, reverse=True)
         arrived = graph.backward_part(roots, starts)
         for tensor, gradient in arrived.leaves:
-            leaf = self.leaves.get(id(tensor))
+            leaf = self.leaves.of(tensor)
             if leaf is not None:  # otherwise a parameter, whose hook has had it
                 leaf.add(gradient)
         for edge, gradient in arrived.edges:
             self.pending.add(edge, gradient)
 
-    def wants_backward(self, stage: int) -> bool:
-        """Whether any gradient has come to the outputs of a call."""
+    def reached(self, stage: int) -> tuple[bool, ...]:
+        """For each output of a call, whether a gradient has come to it."""
         call = self.calls.get(stage)
-        return call is not None and any(leaf.gradient is not None for leaf in call.outputs)
+        return () if call is None else tuple(leaf.gradient is not None for leaf in call.outputs)
 
     def backward_call(self, stage: int) -> tuple[bool, ...] | None:
         """Recompute a block call with a graph and run it backward.
@@ -336,8 +365,6 @@ class Passage:
         if call is None:
             return None
         gradients = [leaf.take() for leaf in call.outputs]
-        for leaf in call.outputs:
-            self.leaves.pop(id(leaf.tensor), None)
         if all(g is None for g in gradients):
             return None
         fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -360,7 +387,7 @@ class Passage:
         return needed
 
     def _route(self, source: torch.Tensor, gradient: torch.Tensor) -> None:
-        leaf = self.leaves.get(id(source))
+        leaf = self.leaves.of(source)
         if leaf is not None:
             leaf.add(gradient)
         elif source.grad_fn is not None:

@@ -15,13 +15,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import ModelError
 from penstock.schedule.program import Stage
-from penstock.tape import graph
-from penstock.tape.legs import Leg, Seen, Stages, Usage, see
+from penstock.tape import graph, trees
+from penstock.tape.legs import Kept, Leg, Seen, Stages, Usage, see
 from penstock.tape.passage import Arrival, Facts, Passage, Site, StageFacts
 from penstock.tape.watch import Watch
 
 if TYPE_CHECKING:
     from penstock.tape.tape import Tape
+
+
+Attributes = list[tuple[str, str, torch.Tensor]]
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
 
 class Probe:
@@ -51,6 +56,7 @@ class Probe:
         try:
             passage = tape.passages[0]
             self._run_forward(passage)
+            self._refuse_kept()
             found = Stages(self._legs)  # now: what is saved or touched in the backward must not count
             if train:
                 self._run_backward(passage)
@@ -135,11 +141,32 @@ class Probe:
         site = arrival.site
         leg = self._start(site)
         leg.inputs = [self._see(t) for t in arrival.tensors]
-        before = _buffers(site.module)
+        before, attributes = _buffers(site.module), _attributes(site)
         with self._measuring(leg.forward, site):
             self._tape.run_call(passage, self._watch.leg, Facts())
         leg.changed = tuple((m, n) for m, n, b, value in before if _differs(m._buffers[n], b, value))
         leg.outputs = [self._see(t) for t in passage.outputs]
+        leg.kept_attributes = self._kept(site, attributes, {id(seen.birth) for seen in leg.outputs})
+
+    def _kept(self, site: Site, before: Attributes, outputs: set[int]) -> list[Kept]:
+        """What the call just run has left on the block's modules and does not return."""
+        old = {id(t) for _, _, t in before}
+        found = []
+        for module, attribute, tensor in _attributes(site):
+            birth = self._watch.birth(tensor)
+            if id(tensor) not in old and tensor.is_floating_point() and birth is not None and id(birth) not in outputs:
+                found.append(Kept(module=module, attribute=attribute, birth=birth))
+        return found
+
+    def _refuse_kept(self) -> None:
+        for index, leg in enumerate(self._legs):
+            for kept in leg.kept_attributes:
+                if any(self._legs[i].site is not leg.site for i in kept.birth.touched - {index}):
+                    raise ModelError(
+                        f"attribute {kept.attribute!r} of {kept.module!r} is a tensor that the block computes and that "
+                        "other code reads later. With several micro-batches on their way it would be another one's, and "
+                        "its gradient would be lost: let the block return it"
+                    )
 
     def _start(self, site: Site | None) -> Leg:
         self._legs.append(Leg(site=site))
@@ -157,7 +184,9 @@ class Probe:
             if leg.site is None:
                 with self._measuring(leg.backward):
                     self._tape.backward_code(passage, index)
-            elif passage.wants_backward(index):
+                continue
+            leg.reached = passage.reached(index)
+            if any(leg.reached):
                 with self._measuring(leg.backward, leg.site):
                     leg.needed = self._tape.backward_call(passage, index)
 
@@ -165,6 +194,17 @@ class Probe:
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
     """Each buffer with its owner, its name and a copy of its value."""
     return [(m, n, b, b.clone()) for m in module.modules() for n, b in m._buffers.items() if b is not None]
+
+
+def _attributes(site: Site) -> Attributes:
+    """(module, attribute, tensor) of the tensors among the plain attributes of a block's modules."""
+    return [
+        (f"{site.name}.{path}" if path else site.name, key, tensor)
+        for path, module in site.module.named_modules()
+        for key, value in vars(module).items()
+        if key not in _OF_TORCH
+        for tensor in trees.tensors(value)
+    ]
 
 
 def _differs(now: torch.Tensor | None, then: torch.Tensor, value: torch.Tensor) -> bool:

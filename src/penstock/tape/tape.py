@@ -11,6 +11,7 @@ gives the same bits. Weights must be attached while a stage that reads them runs
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,37 @@ from penstock.schedule.program import Stage
 from penstock.tape import graph, rng
 from penstock.tape.blocks import Block
 from penstock.tape.groups import ParamGroup
-from penstock.tape.passage import Event, Facts, LossFn, Passage, Site, StageFacts, current_passage
+from penstock.tape.passage import Event, Facts, LossFn, Passage, Site, StageFacts, current_passage, memory_order
 from penstock.tape.probe import Probe
 
 OnGradient = Callable[[nn.Parameter, int, torch.Tensor], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movable:
+    """A tensor of a checkpoint. ``order``: its dimensions in the order of memory, so that its strides come back too.
+
+    Kernels may sum in another order for other strides, so a checkpoint must return with the strides that it had.
+    """
+
+    tensor: torch.Tensor
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Movable":
+        order = memory_order(tensor)
+        assert order is not None, "a checkpoint has other strides than in the probe"
+        return cls(tensor=tensor, order=order)
+
+    def contiguous(self) -> torch.Tensor:
+        return self.tensor.detach().permute(self.order)
+
+    def put(self, data: torch.Tensor) -> None:
+        assert data.dtype == self.tensor.dtype
+        assert data.shape == self.contiguous().shape
+        assert data.is_contiguous()
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        self.tensor.data = data.detach().permute(back)
 
 
 class Tape:
@@ -60,7 +88,7 @@ class Tape:
         self._stages: tuple[Stage, ...] = ()
         self._weights: tuple[float, ...] = ()
         self._next: list[int] = []
-        self._checkpoints: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._checkpoints: dict[tuple[int, int], list[Movable]] = {}
         self._losses: list[torch.Tensor | None] = []
         self._random: rng.RandomState | None = None
         self._step = 0
@@ -208,22 +236,20 @@ class Tape:
     def checkpoint(self, stage: int, mb: int) -> list[torch.Tensor]:
         """What ``stage`` made that only stage + 1 reads, and that may leave the device in between.
 
-        Contiguous tensors of the same shapes and dtypes, in the same order, for every micro-batch of the same shape.
+        Contiguous tensors without a graph, of the same shapes and dtypes and in the same order for every micro-batch of
+        the same shape. They share memory with what the model holds until ``drop``.
         """
-        return list(self._checkpoints.get((stage, mb), ()))
+        return [movable.contiguous() for movable in self._checkpoints.get((stage, mb), ())]
 
     def drop(self, stage: int, mb: int) -> None:
         """Let go of the data of a checkpoint. What is left reads as NaN."""
-        for tensor in self._checkpoints.get((stage, mb), ()):
-            tensor.data = self._hole(tensor).expand(tensor.shape)
+        for movable in self._checkpoints.get((stage, mb), ()):
+            movable.tensor.data = self._hole(movable.tensor).expand(movable.tensor.shape)
 
     def restore(self, stage: int, mb: int, tensors: Sequence[torch.Tensor]) -> None:
         """Give a dropped checkpoint its data again: ``tensors`` in the order of ``checkpoint``."""
-        for tensor, data in zip(self._checkpoints.get((stage, mb), ()), tensors, strict=True):
-            assert data.shape == tensor.shape
-            assert data.dtype == tensor.dtype
-            assert data.is_contiguous()
-            tensor.data = data
+        for movable, data in zip(self._checkpoints.get((stage, mb), ()), tensors, strict=True):
+            movable.put(data)
 
     def _hole(self, tensor: torch.Tensor) -> torch.Tensor:
         key = (tensor.dtype, tensor.device)
@@ -269,7 +295,7 @@ class Tape:
         positions = self.facts[stage].offload
         if positions:
             found = passage.arrival.tensors if passage.arrival is not None else passage.outputs
-            self._checkpoints[stage, passage.index] = [found[p] for p in positions]
+            self._checkpoints[stage, passage.index] = [Movable.of(found[p]) for p in positions]
 
     def run_code(self, passage: Passage, stage: int) -> Event:
         """Let the model's own code run, as a stage of its own."""
