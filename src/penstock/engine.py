@@ -32,6 +32,7 @@ from penstock.schedule.op import LANES, Lane, Schedule
 from penstock.schedule.place import PAGE
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, group_parameters
+from penstock.tape.init import materialise_buffers
 from penstock.tape.tape import Tape
 
 log = logging.getLogger("penstock")
@@ -195,8 +196,6 @@ class Engine:
     def _settle_in(self, *, from_meta: bool) -> None:
         """Bring the model's parameters and buffers to where they live from now on."""
         if from_meta:
-            from penstock.tape.init import materialise_buffers
-
             materialise_buffers(self.model, self.device, self._seed)
         start.buffers_to(self.model, self.device)
         if self._home.resumed is None:

@@ -7,19 +7,20 @@ import torch
 
 from penstock.errors import BudgetError
 from penstock.schedule.place import PAGE, page_up
+from penstock.store.transfer import aligned_bytes
 
 
 class HostSlab:
-    """``nbytes`` of anonymous memory (rounded up to pages), zero at first, as a flat uint8 tensor.
+    """``nbytes`` of private memory (rounded up to pages), zero at first, as a flat uint8 tensor.
 
-    Pages count as used only when they are touched. With ``pin`` they are locked and registered with CUDA at once:
-    ``cudaHostRegister`` on our own mapping, because torch's pinned allocator rounds sizes up to powers of two.
+    In huge pages where there are any, which drives like better; pages count as used when they are touched. With
+    ``pin`` they are locked and registered with CUDA at once: ``cudaHostRegister`` on our own mapping, because torch's
+    pinned allocator rounds sizes up to powers of two.
     """
 
     def __init__(self, nbytes: int, *, pin: bool = False) -> None:
         self.nbytes = max(page_up(nbytes), PAGE)
-        self._map = mmap.mmap(-1, self.nbytes)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.bytes = torch.from_numpy(aligned_bytes(self.nbytes))
         self._pinned = False
         if pin:
             code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.nbytes, 0))  # type: ignore[no-untyped-call]

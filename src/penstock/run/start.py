@@ -10,6 +10,7 @@ from penstock.run.memory import HostSlab
 from penstock.run.residence import Residence, parts_of
 from penstock.schedule.place import FP32
 from penstock.tape.groups import ParamGroup
+from penstock.tape.init import initialise
 
 
 def fill(model: nn.Module, groups: Sequence[ParamGroup], residence: Residence, *, from_meta: bool, seed: int) -> None:
@@ -21,8 +22,6 @@ def fill(model: nn.Module, groups: Sequence[ParamGroup], residence: Residence, *
         slab = HostSlab(group.spec.numel * FP32)
         flat = slab.bytes[: group.spec.numel * FP32].view(torch.float32)
         if from_meta:
-            from penstock.tape.init import initialise
-
             group.attach(flat)
             initialise(model, group, seed)
         else:
