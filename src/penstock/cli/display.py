@@ -73,7 +73,8 @@ def step_line(meter: Meter) -> str:
     if s.grad_norm is not None:
         parts.append(f"norm {s.grad_norm:.3g}" + (" clipped" if s.clipped else ""))
     parts += [f"lr {s.lr:.2e}", f"{meter.tokens_per_second:,.0f} tokens/s", f"{s.seconds:.2f} s"]
-    parts += [f"{lane} {use.sustained / 1e9:.2f} GB/s" for lane, use in meter.lanes().items() if use.rate > 0]
+    rates = [f"{lane} {use.sustained / 1e9:.2f}" for lane, use in meter.lanes().items() if use.rate > 0]
+    parts.append(f"GB/s: {' '.join(rates)}")
     for tier, given in outline.given.items():
         parts.append(f"{tier} {format_size(meter.peak.get(tier, 0))} of {format_size(given)}")
     parts.append(f"disk {format_size(meter.disk_bytes)}")

@@ -45,16 +45,27 @@ def claim(config: TrainConfig, start: Start) -> Path:
         if start == "new" and stores:
             raise ConfigError(f"budget.disk={str(stores[0])!r} already holds the state of a run. {_REMEDY}")
         if start == "overwrite":
-            for path in [*(folder / name for name in _FILES), *folder.glob(_TRACES)]:
-                path.unlink(missing_ok=True)
-            if stores:
-                Store.delete(stores)
+            discard(config)
         (folder / _SETTINGS).write_text(dump(config), encoding="utf-8")
     except StoreError:
         raise
     except OSError as error:
         raise ConfigError(f"run={config.run!r}: cannot use this folder: {error.strerror}") from error
     return folder
+
+
+def discard(config: TrainConfig) -> None:
+    """Remove a run's own files and its store, and nothing else.
+
+    Raises:
+        StoreError: the store is in use or cannot be removed.
+    """
+    folder = Path(config.run)
+    for path in [*(folder / name for name in _FILES), *folder.glob(_TRACES)]:
+        path.unlink(missing_ok=True)
+    stores = [path for path in config.budget.disk_paths if Store.exists([path])]
+    if stores:
+        Store.delete(stores)
 
 
 _REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or --overwrite to replace it"
@@ -73,6 +84,12 @@ def _check_same_data(config: TrainConfig, folder: Path) -> None:
             )
     if (before.evaluate and before.evaluate.share) != (config.evaluate and config.evaluate.share):
         raise ConfigError(f"run={config.run!r} held out another share of the text (evaluate.share): put it back")
+
+
+def has_steps(folder: Path) -> bool:
+    """Whether a step has been done in this folder."""
+    metrics = folder / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def trace_path(folder: Path, first: int) -> Path:

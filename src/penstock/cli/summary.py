@@ -29,7 +29,8 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     lines = []
     if stopped:
         lines.append(
-            f"Stopped after step {meter.done} of {outline.steps}, as asked. The step is whole; nothing is lost."
+            f"Stopped after step {meter.done} of {outline.steps}, as asked. That step is whole and the state intact: "
+            "the same command with --resume goes on."
         )
     loss = f"loss     {meter.losses[0]:.4f} -> {meter.losses[-1]:.4f}"
     if meter.validation:

@@ -14,7 +14,7 @@ from penstock.cli.display import Display, choose_display
 from penstock.cli.interrupt import Interrupt
 from penstock.cli.meter import Meter, Outline, metrics_of
 from penstock.cli.model import build_model, parameter_count
-from penstock.cli.run_folder import MetricsFile, Start, claim, trace_path
+from penstock.cli.run_folder import MetricsFile, Start, claim, discard, has_steps, trace_path
 from penstock.cli.summary import closing, opening, reset_peak_resident, resident_bytes
 from penstock.config import LrScheduleConfig, OptimizerConfig, OptimizerName, Tier, TrainConfig
 from penstock.data.batches import Batches
@@ -55,6 +55,16 @@ def train(config: TrainConfig, start: Start) -> int:
     optimizer = optimizer_spec(config.optimizer)
     model = build_model(config.model, config.data)
     folder = claim(config, start)
+    try:
+        return _train(config, display, folder, model, optimizer)
+    except BaseException:
+        if start != "resume" and not has_steps(folder):  # so that the next try does not need --overwrite
+            discard(config)
+        raise
+
+
+def _train(config: TrainConfig, display: Display, folder: Path, model: nn.Module, optimizer: OptimizerSpec) -> int:
+    """The run in a folder that is its own."""
     share = None if config.evaluate is None else config.evaluate.share
     with display.working(f"Training a tokenizer of {config.data.vocabulary:,} tokens and encoding the text"):
         text = tokenize(config.data, folder, held_out=share)

@@ -12,7 +12,7 @@ import xxhash
 from penstock.config import DataConfig
 from penstock.errors import ConfigError
 
-PIECE = 1 << 16
+PIECE = 1 << 13
 """Bytes of text handled at a time; also how finely text is divided between training and validation."""
 
 

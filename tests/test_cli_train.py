@@ -1,0 +1,167 @@
+"""``penstock train`` end to end, on a small model whose state is on disk: files, numbers, signals, resuming."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main, settings
+from penstock.cli.train import lr_factor, optimizer_spec
+from penstock.config import LrScheduleConfig, OptimizerConfig, OverrideConfig
+from penstock.optim.spec import SGD, Override
+from penstock.store.store import Store
+
+CONFIG = """\
+run: {run}
+model:
+  config: {{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 3, num_attention_heads: 2}}
+data: {{source: files, files: ["{text}"], vocabulary: 300, sequence_length: 32}}
+optimizer: {{lr: 3e-3, overrides: [{{match: norm, weight_decay: 0.0}}]}}
+lr_schedule: {{warmup_steps: 2}}
+budget: {{device: 8MiB, host: 12MiB, disk: "{{run}}/store", weights: disk, state: disk}}
+evaluate: {{every: 2, share: 0.1}}
+micro_batches: 2
+micro_batch_size: 2
+clip_grad_norm: 1.0
+device: cpu
+steps: 4
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(run=tmp_path / "run", text=text))
+    return path
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _numbers(run: Path) -> list[tuple[int, float, float, float]]:
+    return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in _metrics(run)]
+
+
+def test_a_run_trains_and_leaves_its_files(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", str(config), "--steps", "6"]) == 0
+    metrics = _metrics(run)
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.1
+    assert [m["step"] for m in metrics if "validation_loss" in m] == [2, 4, 6]
+    assert [m["lr"] for m in metrics] == pytest.approx([1.5e-3] + [3e-3] * 5)
+    assert settings.load(run / "config.yaml").steps == 6
+    out = capsys.readouterr().out
+    assert f"loss     {metrics[0]['loss']:.4f} -> {metrics[-1]['loss']:.4f}" in out
+    assert str(run / "trace.json") in out
+
+    moved: dict[str, int] = {}
+    for event in json.loads((run / "trace.json").read_text()):
+        if event["ph"] == "X" and event["args"]["step"] == 6:
+            moved[event["cat"]] = moved.get(event["cat"], 0) + event["args"]["bytes"]
+    assert moved == metrics[-1]["bytes_moved"]
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_can_replace_the_first(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    first = _numbers(tmp_path / "run")
+    assert main(["train", str(config)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["train", str(config), "--steps", "2", "--overwrite"]) == 0
+    assert _numbers(tmp_path / "run") == first
+
+
+def test_a_resumed_run_has_the_numbers_of_one_that_never_stopped(config: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    assert main(["train", str(config), "--run", str(whole), "--evaluate", "null"]) == 0
+    assert main(["train", str(config), "--steps", "1", "--evaluate", "null"]) == 0
+    assert main(["train", str(config), "--steps", "4", "--evaluate", "null", "--resume"]) == 0
+    assert _numbers(tmp_path / "run") == _numbers(whole)
+    assert (tmp_path / "run" / "trace-from-2.json").exists()
+    assert main(["train", str(config), "--steps", "4", "--evaluate", "null", "--resume"]) == 2
+
+
+def test_ctrl_c_ends_after_the_step_and_the_run_can_go_on(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "penstock.cli", "train", str(config), "--steps", "10000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not ((run / "metrics.jsonl").exists() and len(_metrics(run)) >= 2):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    done = len(_metrics(run))
+    assert f"Stopped after step {done} of 10000" in out
+    assert json.loads((run / "trace.json").read_text())
+
+    whole = tmp_path / "whole"
+    steps = str(done + 2)
+    assert main(["train", str(config), "--steps", steps, "--resume"]) == 0
+    assert main(["train", str(config), "--steps", steps, "--run", str(whole)]) == 0
+    assert _numbers(run) == _numbers(whole)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--budget.device", "64KiB"], 2, "budget"),
+        (["--data.files", "[/nowhere/*]"], 2, "matches no file"),
+        (["--budget.disk", "/nowhere/at/all"], 1, "/nowhere/at"),
+        (["--optimizer.lr", "1e30", "--clip_grad_norm", "null", "--steps", "9"], 1, "NaN"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_one_message(
+    config: Path, capsys: pytest.CaptureFixture[str], flags: list[str], code: int, says: str
+) -> None:
+    assert main(["train", str(config), *flags]) == code
+    err = capsys.readouterr().err
+    assert err.startswith("penstock: ")
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_nothing(config: Path, tmp_path: Path) -> None:
+    assert main(["train", str(config), "--budget.device", "64KiB"]) == 2
+    assert not list((tmp_path / "run").glob("*.*"))
+    assert not Store.exists([tmp_path / "run" / "store"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup", "final", "factors"),
+    [
+        ("constant", 0, None, [1, 1, 1, 1]),
+        ("constant", 2, None, [0.5, 1, 1, 1]),
+        ("linear", 0, None, [1, 0.75, 0.5, 0.25]),
+        ("linear", 2, 0.5, [0.5, 1, 1, 0.75]),
+        ("cosine", 0, 0.0, [1, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(
+    kind: Any, warmup: int, final: float | None, factors: list[float]
+) -> None:
+    factor = lr_factor(LrScheduleConfig(kind=kind, warmup_steps=warmup, final=final), steps=4)
+    assert [factor(step) for step in range(4)] == pytest.approx(factors, rel=1e-5)
+    if kind != "constant":
+        assert factor(4) == pytest.approx(final or 0.0)
+
+
+def test_the_optimizer_is_the_one_that_was_written() -> None:
+    config = OptimizerConfig(
+        name="sgd", lr=0.5, momentum=0.9, overrides=(OverrideConfig(match="bias", weight_decay=0.0),)
+    )
+    spec = optimizer_spec(config)
+    assert spec == SGD(lr=0.5, momentum=0.9, overrides=(Override(match="bias", weight_decay=0.0),))
