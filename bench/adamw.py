@@ -1,0 +1,153 @@
+"""``python -m bench.adamw``: the AdamW step of a streamed parameter, against torch's fused one with its two casts.
+
+Both sides do the same: read a bf16 gradient, update an fp32 master and moments, write a bf16 working copy. torch needs
+a cast of the gradient before its fused kernel and one of the master after it; ours is one pass. Both run with the same
+number of threads on the same kind of memory (huge pages where the system gives them, as Penstock's own buffers are),
+in turns within one run, each round in the opposite order of the last. A copy of as many bytes as one pass reads and
+writes (14 + 14 per parameter) is timed in the same rounds: what the memory can do.
+
+Medians of all rounds, and the median over rounds of the ratio within a round, which a busy machine disturbs least.
+"""
+
+import argparse
+import mmap
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bench.harness import machine, write_section
+from penstock.optim import kernels, library
+from penstock.optim.formula import Hyper
+from penstock.optim.norm import BLOCK
+
+MUST_REACH = 1.6
+BYTES_EACH_WAY = 14  # per parameter: 2 + 4 + 4 + 4 read, 4 + 4 + 4 + 2 written
+HYPER = Hyper(kind="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    numel: int
+    threads: int
+    rounds: int
+
+
+def zeros(dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """[numel] zeros in memory that is mapped and touched before anything is timed."""
+    memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).zero_()
+
+
+def our_step(grad: torch.Tensor, threads: int, *, with_norm: bool) -> Work:
+    n = len(grad)
+    master, moments = zeros(torch.float32, n).add_(0.5), (zeros(torch.float32, n), zeros(torch.float32, n))
+    out, partials = zeros(torch.bfloat16, n), np.zeros(n // BLOCK) if with_norm else None
+    count = 0
+
+    def work() -> None:
+        nonlocal count
+        count += 1
+        kernels.step(
+            HYPER, count, grad=grad, master=master, moments=moments, out=out, partials=partials, threads=threads
+        )
+
+    return work
+
+
+def torch_step(grad: torch.Tensor) -> Work:
+    n = len(grad)
+    master, out = torch.nn.Parameter(zeros(torch.float32, n).add_(0.5)), zeros(torch.bfloat16, n)
+    master.grad = zeros(torch.float32, n)
+    optimizer = torch.optim.AdamW(
+        [master], lr=HYPER.lr, betas=HYPER.betas, eps=HYPER.eps, weight_decay=HYPER.weight_decay, fused=True
+    )
+    optimizer.step()  # makes the state, which is then moved to the same kind of memory
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[master][name] = zeros(torch.float32, n)
+
+    def work() -> None:
+        assert master.grad is not None
+        master.grad.copy_(grad)
+        optimizer.step()
+        out.copy_(master.detach())
+
+    return work
+
+
+def copy(n: int) -> Work:
+    source, target = zeros(torch.uint8, n * BYTES_EACH_WAY), zeros(torch.uint8, n * BYTES_EACH_WAY)
+    return lambda: target.copy_(source)
+
+
+def alternate(sides: dict[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side in each round, after one round that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(-1, rounds):
+        for name in sides if turn % 2 else reversed(sides):
+            start = time.perf_counter()
+            sides[name]()
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def report(setting: Setting, seconds: dict[str, list[float]]) -> tuple[str, float]:
+    """The section's text, and the ratio that counts."""
+    n = setting.numel
+    rows = ["| | ms, median | ms, best | GB/s, median | torch / this | copy / this |", "|---|---|---|---|---|---|"]
+    for name, times in seconds.items():
+        ratios = [
+            f"{statistics.median(b / a for a, b in zip(times, seconds[other], strict=True)):.2f}"
+            for other in ("torch", "copy")
+        ]
+        median = statistics.median(times)
+        bandwidth = "" if name == "torch" else f"{2 * BYTES_EACH_WAY * n / median / 1e9:.1f}"
+        rows.append(f"| {name} | {median * 1e3:.1f} | {min(times) * 1e3:.1f} | {bandwidth} | {' | '.join(ratios)} |")
+    ratio = statistics.median(b / a for a, b in zip(seconds["penstock"], seconds["torch"], strict=True))
+    of_copy = statistics.median(b / a for a, b in zip(seconds["penstock"], seconds["copy"], strict=True))
+    head = (
+        f"`python -m bench.adamw --rounds {setting.rounds} --threads {setting.threads}`: {n / 1e6:.0f}M parameters, "
+        f"bf16 gradient in, fp32 master and moments, bf16 copy out; {setting.rounds} rounds in turns, "
+        f"{setting.threads} threads each, {library.levels()[-1]} kernels."
+    )
+    verdict = (
+        f"**{ratio:.2f}x torch fused AdamW with its two casts** (must reach {MUST_REACH}x); {of_copy:.2f} of the "
+        "bandwidth of a copy of the same bytes. Ratios are medians over rounds."
+    )
+    return "\n\n".join([machine(), head, "\n".join(rows), verdict]), ratio
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=int, default=50, help="parameters")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=60)
+    flags = parser.parse_args()
+    if kernels.backend() != "native":
+        raise SystemExit("the native library is what is measured, and it is not in use: pip install -e . builds it")
+    setting = Setting(
+        numel=flags.millions * 1_000_000 // BLOCK * BLOCK, threads=flags.threads, rounds=max(flags.rounds, 1)
+    )
+    torch.set_num_threads(setting.threads)
+    grad = zeros(torch.bfloat16, setting.numel).normal_()
+    sides = {
+        "penstock": our_step(grad, setting.threads, with_norm=False),
+        "penstock, with the norm": our_step(grad, setting.threads, with_norm=True),
+        "torch": torch_step(grad),
+        "copy": copy(setting.numel),
+    }
+    text, ratio = report(setting, alternate(sides, setting.rounds))
+    print(text)
+    print(f"\nkept in {write_section('adamw', text)}")
+    return 0 if ratio >= MUST_REACH else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
