@@ -2,22 +2,25 @@
 
 The order of preference is by bytes saved on the slowest link per byte of memory: checkpoints stay on the device,
 waiting gradients stay in host memory, then weights move up from disk, then optimizer state, as long as there is room.
-Peak memory is not estimated: it is read off the schedule's own pools.
+Peak memory is not estimated: it is what the schedule's own pools add up to.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Literal
 
 from penstock.config import Budget, Tier, format_size
 from penstock.errors import BudgetError, ConfigError, ScheduleError
-from penstock.schedule.horizontal import horizontal
-from penstock.schedule.op import Schedule
+from penstock.schedule.horizontal import horizontal, horizontal_route
+from penstock.schedule.op import Schedule, peak_bytes
 from penstock.schedule.place import FP32, Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, Program
-from penstock.schedule.vertical import vertical
+from penstock.schedule.provision import Provision
+from penstock.schedule.route import Route
+from penstock.schedule.vertical import vertical, vertical_route
 
 Family = Literal["vertical", "horizontal"]
 _CHUNKS = tuple(2**power for power in range(21, 15, -1))  # elements: 8 MiB down to 256 KiB of fp32
@@ -58,8 +61,8 @@ class Plan:
         wait = f"wait on {place.gradients}" if self.settings.wait else "are stepped as they come"
         return "\n".join(
             (
-                f"state {format_size(self.state_bytes)}: weights {shares(place.weights)}; "
-                f"optimizer {shares(place.state)}",
+                f"state {format_size(self.state_bytes)}",
+                f"weights {shares(place.weights)}; optimizer {shares(place.state)}",
                 f"checkpoints on {place.checkpoints}; gradients {wait}",
                 f"{self.schedule.name}, {self.settings.micro_batches} micro-batches, {len(self.schedule.ops)} ops",
                 f"chunks of {format_size(self.settings.chunk * FP32)} of fp32",
@@ -82,8 +85,22 @@ class Request:
     inputs: int = 0
 
     def build(self, settings: Settings) -> Schedule:
-        build: Callable[..., Schedule] = horizontal if self.train and self.family == "horizontal" else vertical
+        build: Callable[..., Schedule] = horizontal if self._one_by_one else vertical
         return build(self.program, settings, self._fixed(settings.place))
+
+    def peak_bytes(self, settings: Settings, tier: Tier) -> int:
+        """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
+        return peak_bytes(Provision(self._route, settings).pools.values(), self._fixed(settings.place), tier)
+
+    @cached_property
+    def _route(self) -> Route:
+        if self._one_by_one:
+            return horizontal_route(self.program, self.micro_batches)
+        return vertical_route(self.program, self.micro_batches, train=self.train)
+
+    @property
+    def _one_by_one(self) -> bool:
+        return self.train and self.family == "horizontal"
 
     @property
     def bottom(self) -> Literal["host", "disk"]:
@@ -93,7 +110,7 @@ class Request:
     def _fixed(self, place: Placement) -> tuple[tuple[Tier, str, int], ...]:
         stages = self.program.stages
         working = max(max(s.forward_peak, s.backward_peak) for s in stages)
-        alive = 1 if self.family == "horizontal" else self.micro_batches
+        alive = self._route.at_once
         tiers: tuple[Tier, ...] = ("device", "host")
         weights = {t: sum(g.numel for g in self.program.groups if place.weights[g.index] == t) for t in tiers}
         trained = {t: sum(g.trainable for g in self.program.groups if place.state[g.index] == t) for t in tiers}
@@ -143,10 +160,12 @@ def fit(request: Request, keep: Placement | None = None) -> Plan:
 
 
 def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
-    """The plan with a schedule of the user's own: same ops, in the order, with the pools and dependencies of theirs.
+    """The plan with a schedule of the user's own: the same ops on the same buffers, but in the order, with the
+    dependencies and with as many buffers per pool as theirs.
 
     Raises:
-        ScheduleError: it is for another number of micro-batches, or lacks an op of this plan, or has one too many.
+        ScheduleError: it is for another number of micro-batches, or differs in more than that, or would change the
+            numbers by adding gradients up in another order.
         BudgetError: its pools do not fit.
     """
     settings = replace(plan.settings, chunk=schedule.chunk)
@@ -157,6 +176,21 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
         raise ScheduleError(f"the schedule has no op {missing}, which this model on this budget needs")
     for extra in schedule.by_id.keys() - wanted.by_id.keys():
         raise ScheduleError(f"the schedule has an op {extra}, which this model on this budget does not have")
+    for op in wanted.ops:
+        theirs = schedule.by_id[op.id]
+        if replace(theirs, after=op.after) != op:
+            raise ScheduleError(f"op {op.id} moves or touches something else than this model needs: write '{op}'")
+    pools = {pool.name: pool for pool in schedule.pools}
+    for pool in wanted.pools:
+        if pool.name not in pools or replace(pools[pool.name], count=pool.count) != pool:
+            raise ScheduleError(f"the schedule needs a pool like '{pool}'; only its number of buffers may differ")
+    found, sums = _order_of_sums(schedule), _order_of_sums(wanted)
+    for name in sums:
+        if found[name] != sums[name]:
+            raise ScheduleError(
+                f"gradients are added up in {name} by {', '.join(found[name])}, which changes the numbers: keep the "
+                f"order {', '.join(sums[name])}"
+            )
     own = replace(schedule, fixed=wanted.fixed)
     limits: tuple[tuple[Tier, int], ...] = (
         ("device", request.budget.device_bytes),
@@ -166,6 +200,16 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
         if own.peak_bytes(tier) > most:
             raise BudgetError(f"the schedule's pools take {format_size(own.peak_bytes(tier))} of budget.{tier}")
     return replace(plan, settings=settings, schedule=own)
+
+
+def _order_of_sums(schedule: Schedule) -> dict[str, list[str]]:
+    """For each buffer that gradients are added up in, the ops that add, in order."""
+    sums: dict[str, list[str]] = {}
+    for op in (*schedule.lanes["compute"], *schedule.lanes["cpu"]):
+        if op.word.kind in ("B", "E", "AG"):
+            for name in set(op.reads) & set(op.writes):
+                sums.setdefault(name, []).append(op.id)
+    return sums
 
 
 def _tied(program: Program) -> set[int]:
@@ -215,18 +259,18 @@ def _settings(request: Request, place: Placement, chunk: int, depths: Depths) ->
 def _fit_device(request: Request, base: Placement) -> Settings:
     """Choose what decides device memory: whether checkpoints leave, and the depth of weights and gradients."""
     away: tuple[Tier, ...] = ("device", "host") if request.budget.checkpoints is None else (base.checkpoints,)
-    smallest = 0
+    needs = []
     for tier, (weights, gradients) in product(away if request.train else ("device",), _DEVICE_DEPTHS):
         depths = Depths(weights=weights, gradients=gradients)
         settings = _settings(request, replace(base, checkpoints=tier), _CHUNKS[0], depths)
-        smallest = request.build(settings).peak_bytes("device")
-        if smallest <= request.budget.device_bytes:
+        needs.append(request.peak_bytes(settings, "device"))
+        if needs[-1] <= request.budget.device_bytes:
             return settings
     working = max(max(s.forward_peak, s.backward_peak) for s in request.program.stages)
     raise BudgetError(
         f"budget.device={request.budget.device} is too small for this model: the smallest that works is "
-        f"{format_size(smallest)} ({smallest} bytes), of which {format_size(working)} are temporaries of the largest "
-        f"stage. Raise budget.device, or use smaller or fewer micro-batches"
+        f"{format_size(min(needs))} ({min(needs)} bytes), of which {format_size(working)} are temporaries of the "
+        f"largest stage. Raise budget.device, or use smaller or fewer micro-batches"
     )
 
 
@@ -251,70 +295,64 @@ def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
 
 def _fit_host(request: Request, settings: Settings) -> Settings:
     """Choose what decides host memory: chunk size, buffers in flight, and what goes to disk."""
-    smallest: int | None = None
+    needs = []
     for option in _host_options(request, settings):
-        need = request.build(option).peak_bytes("host")
-        if need <= request.budget.host_bytes:
+        needs.append(request.peak_bytes(option, "host"))
+        if needs[-1] <= request.budget.host_bytes:
             return option
-        smallest = need if smallest is None else min(smallest, need)
     advice = "" if request.bottom == "disk" else ", or give budget.disk a directory"
     raise BudgetError(
         f"budget.host={request.budget.host} is too small for this model: the smallest that works is "
-        f"{format_size(smallest or 0)} ({smallest} bytes). Raise budget.host{advice}"
+        f"{format_size(min(needs))} ({min(needs)} bytes). Raise budget.host{advice}"
     )
 
 
-class _Room:
-    """What is left of one tier, given away piece by piece."""
+def _raise(request: Request, settings: Settings, tier: Tier, moves: Iterable[tuple[int, bool, bool]]) -> Settings:
+    """Move groups up to a tier, in the given order, each if the step still fits.
 
-    def __init__(self, nbytes: int) -> None:
-        self.left = nbytes
-
-    def take(self, nbytes: int) -> bool:
-        if nbytes > self.left:
-            return False
-        self.left -= nbytes
-        return True
+    ``moves``: (group, whether its weights move, whether its state moves).
+    """
+    limit = request.budget.device_bytes if tier == "device" else request.budget.host_bytes
+    for g, weights, state in moves:
+        place = settings.place
+        higher = replace(
+            place,
+            weights=(*place.weights[:g], tier, *place.weights[g + 1 :]) if weights else place.weights,
+            state=(*place.state[:g], tier, *place.state[g + 1 :]) if state else place.state,
+        )
+        option = replace(settings, place=higher)
+        if request.peak_bytes(option, tier) <= limit:
+            settings = option
+    return settings
 
 
 def _to_device(request: Request, settings: Settings) -> Settings:
     """Give what is left of device memory to weights, then to state; last blocks first (their backward comes first)."""
-    room = _Room(request.budget.device_bytes - request.build(settings).peak_bytes("device"))
-    weights, state = list(settings.place.weights), list(settings.place.state)
-    form, tied = request.form, _tied(request.program)
-    groups = request.program.groups[::-1]
-    state_bytes = FP32 * (form.moments + form.split) + FP32  # the gradient stays there too
-    free_weights, free_state = request.budget.weights is None, request.budget.state is None
-    for g in groups:
-        if form.split or not g.trainable:
-            if weights[g.index] != "device" and free_weights and room.take(g.numel * form.weight_bytes):
-                weights[g.index] = "device"
-        elif (
-            free_weights
-            and free_state
-            and g.index not in tied
-            and weights[g.index] != "device"
-            and room.take(g.numel * form.weight_bytes + g.trainable * state_bytes)
-        ):
-            weights[g.index] = state[g.index] = "device"
-    for g in groups:
-        movable = form.split and free_state and weights[g.index] == "device" and state[g.index] != "device"
-        if movable and g.trainable and g.index not in tied and room.take(g.trainable * state_bytes):
-            state[g.index] = "device"
-    return replace(settings, place=replace(settings.place, weights=tuple(weights), state=tuple(state)))
+    place, split, groups = settings.place, request.form.split, request.program.groups[::-1]
+    if request.budget.weights is None:
+        free_state, tied = request.budget.state is None, _tied(request.program)
+        # In fp32 the weights are the master copy: weights and state move together or not at all.
+        moves = [
+            (g.index, True, bool(g.trainable) and not split)
+            for g in groups
+            if place.weights[g.index] != "device" and (split or not g.trainable or (free_state and g.index not in tied))
+        ]
+        settings = _raise(request, settings, "device", moves)
+    if split and request.budget.state is None:
+        place, tied = settings.place, _tied(request.program)
+        stays = (g for g in groups if g.trainable and g.index not in tied and place.state[g.index] != "device")
+        moves = [(g.index, False, True) for g in stays if place.weights[g.index] == "device"]
+        settings = _raise(request, settings, "device", moves)
+    return settings
 
 
 def _to_host(request: Request, settings: Settings) -> Settings:
     """Give what is left of host memory to weights, then to state."""
-    room = _Room(request.budget.host_bytes - request.build(settings).peak_bytes("host"))
-    weights, state = list(settings.place.weights), list(settings.place.state)
-    form, groups = request.form, request.program.groups[::-1]
+    place, groups = settings.place, request.program.groups[::-1]
     if request.budget.weights is None:
-        for g in groups:
-            if weights[g.index] == "disk" and room.take(g.numel * form.weight_bytes):
-                weights[g.index] = "host"
+        moves = [(g.index, True, False) for g in groups if place.weights[g.index] == "disk"]
+        settings = _raise(request, settings, "host", moves)
     if request.budget.state is None:
-        for g in groups:
-            if state[g.index] == "disk" and room.take(g.trainable * FP32 * (form.moments + form.split)):
-                state[g.index] = "host"
-    return replace(settings, place=replace(settings.place, weights=tuple(weights), state=tuple(state)))
+        moves = [(g.index, False, True) for g in groups if g.trainable and place.state[g.index] == "disk"]
+        settings = _raise(request, settings, "host", moves)
+    return settings

@@ -53,7 +53,7 @@ class Executor:
         self._missing: dict[str, int] = {}
         self.marks: dict[str, Mark] = {}
         self._slot_marks: dict[tuple[str, int], Mark] = {}
-        self._running = 0
+        self._running = 0  # ops under way in lane threads; compute runs in the thread that would wait for it
         self._active = self._closed = False
         self._error: BaseException | None = None
         workers: dict[Lane, int] = {"h2d": 1, "d2h": 1, "cpu": 1, "read": io_workers, "write": io_workers}
@@ -136,7 +136,7 @@ class Executor:
                 index = lane.started
                 op = lane.ops[index]
                 lane.started += 1
-                self._running += 1
+                self._running += name != "compute"
                 waits = [self.marks[other] for other in op.after]
                 waits += [self._slot_marks[slot] for slot in self.pools.take(op) if slot in self._slot_marks]
                 if self._startable(lane):
@@ -150,11 +150,11 @@ class Executor:
         except BaseException as error:  # noqa: BLE001 - whatever a lane raises surfaces in run()
             error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
             with self._lock:
-                self._running -= 1
+                self._running -= op.lane != "compute"
             self._fail(error)
             return
         with self._lock:
-            self._running -= 1
+            self._running -= op.lane != "compute"
             self.marks[op.id] = mark
             lane.finished.add(index)
             while lane.published in lane.finished:

@@ -10,34 +10,19 @@ The last block's outputs are used by the epilogue at once and never leave.
 
 from collections.abc import Iterable, Sequence
 
-from penstock.schedule.build import Buffers, Builder, Visit
+from penstock.schedule.build import Buffers, Builder
 from penstock.schedule.place import page_up
+from penstock.schedule.route import Visit
 
 
 class Activations:
     """Knows, for each compute op, which activation buffers it takes, reads, writes and gives."""
 
-    def __init__(self, builder: Builder, at_once: int) -> None:
-        """``at_once``: how many micro-batches are under way at the same time (M vertical, 1 horizontal)."""
+    def __init__(self, builder: Builder) -> None:
         self.b = builder
         self.stages = builder.program.stages
         self.train = builder.s.train
-        self.tier = builder.s.place.checkpoints if self.train else "device"
-        self.away = self.train and self.tier != "device"
-        bodies = self.stages[:-1]
-        size = max(s.checkpoint for s in bodies)
-        grad = max(s.gradient for s in bodies) if self.train else 0
-        count = at_once + 2 if self.away or not self.train else at_once * len(bodies)
-        if size:
-            builder.pool("activations", "device", size, count, backed=False)
-        if grad:
-            builder.pool("activation_gradients", "device", grad, at_once + 1, backed=False)
-        self._size = page_up(size)
-        self._at_once = at_once
-
-    def leaves(self, k: int) -> bool:
-        """Whether stage k's checkpoint is moved off the device."""
-        return self.away and self.stages[k].checkpoint > 0 and k < len(self.stages) - 2
+        self.tier = builder.s.place.checkpoints
 
     def buffers(self, visit: Visit, m: int) -> Buffers:
         """Activation buffers of one compute op."""
@@ -52,7 +37,7 @@ class Activations:
                 if k == last or not self.train:
                     io.gives.append(f"A{k - 1}m{m}")
         if visit.kind == "B" and k > 0 and self.stages[k - 1].checkpoint:
-            name = f"{'a' if self.leaves(k - 1) else 'A'}{k - 1}m{m}"
+            name = f"{'a' if self.b.provision.leaves(k - 1) else 'A'}{k - 1}m{m}"
             io.reads.append(name)
             io.gives.append(name)
         if self.train and visit.kind in "BE":
@@ -66,11 +51,11 @@ class Activations:
 
     def down(self, k: int, micro_batches: Iterable[int]) -> None:
         """Emit the way out of stage k's checkpoints, after stage k+1 has used them."""
-        if k < 0 or not self.leaves(k):
+        if k < 0 or not self.b.provision.leaves(k):
             return
         nbytes = self.stages[k].checkpoint
         for m in micro_batches:
-            pool = self._out_pool()
+            pool = "checkpoints_out" if self.tier == "disk" else "checkpoints"
             self.b.emit(
                 f"DC{k}m{m}",
                 after=[f"F{k + 1}m{m}"],
@@ -85,15 +70,9 @@ class Activations:
                     f"WC{k}m{m}", after=[f"DC{k}m{m}"], reads=[f"C{k}m{m}"], gives=[f"C{k}m{m}"], nbytes=page_up(nbytes)
                 )
 
-    def _out_pool(self) -> str:
-        bodies = sum(self.leaves(k) for k in range(len(self.stages) - 1))
-        if self.tier == "disk":
-            return self.b.pool("checkpoints_out", "host", self._size, self.b.s.depths.checkpoints)
-        return self.b.pool("checkpoints", "host", self._size, bodies * self._at_once)
-
     def up(self, k: int, micro_batches: Sequence[int]) -> dict[int, list[str]]:
         """Emit the way back of the checkpoints that the backward of stage ``k + 1`` reads; what it waits for."""
-        if k < 0 or not self.leaves(k):
+        if k < 0 or not self.b.provision.leaves(k):
             return {}
         nbytes = self.stages[k].checkpoint
         ready: dict[int, list[str]] = {}
@@ -102,11 +81,9 @@ class Activations:
             host, after = f"C{k}m{m}", [f"DC{k}m{m}"]
             if self.tier == "disk":
                 host = f"c{k}m{m}"
-                pool = self.b.pool("checkpoints_in", "host", self._size, self.b.s.depths.checkpoints)
+                takes = [(host, "checkpoints_in")]
                 after = [
-                    self.b.emit(
-                        f"RC{k}m{m}", after=[f"WC{k}m{m}"], takes=[(host, pool)], writes=[host], nbytes=page_up(nbytes)
-                    )
+                    self.b.emit(f"RC{k}m{m}", after=[f"WC{k}m{m}"], takes=takes, writes=[host], nbytes=page_up(nbytes))
                 ]
             # The pool of activations changes hands: the forward's takers are done before the first one comes back.
             after.append(f"F{last_stage - 1}m{micro_batches[-1]}")

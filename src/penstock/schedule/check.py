@@ -1,22 +1,28 @@
 """Proves a schedule safe, or names the op that breaks a rule.
 
-Each lane starts and completes its ops in order, so "x happens before y" is a vector clock: how many ops of each lane
-are surely done when y starts. On top of that:
+"x happens before y" means: x is done when y starts, whatever the timing. It follows from ``after``, from the order of
+a lane that does one thing at a time, and from the fact that every lane publishes its ops as done in order. It is kept
+as a vector clock: how many ops of each lane are surely done when y starts. The lanes ``read`` and ``write`` keep
+several ops in flight, so their order alone says nothing about two ops of the same lane. On top of that:
 
 1. every id is unique, every dependency exists, and there is no deadlock with the given pools;
 2. a buffer is taken before it is touched and given back after its last use, exactly once (pools are returned);
 3. two ops that touch a buffer are ordered if one of them writes it (no overwrite before last use);
 4. an op that only reads a buffer comes after every op that only writes it (no use before load);
-5. a pool is taken from in one order whatever the timing, which makes rule 1's proof hold for every timing.
+5. a pool is taken from in one order whatever the timing, which makes rule 1's proof hold for every timing;
+6. outside the pools: weights are read where they are at home before the optimizer replaces them, what waits on disk is
+   written before it is read, and the norm comes after all of its parts and before every optimizer step.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 from penstock.schedule.op import LANES, Op, Schedule
 
 _LANE_INDEX = {lane: i for i, lane in enumerate(LANES)}
+_ONE_AT_A_TIME = {"compute", "h2d", "d2h", "cpu"}
 
 
 def check(schedule: Schedule) -> None:
@@ -29,7 +35,8 @@ def check(schedule: Schedule) -> None:
     order = list(run_order(schedule))
     clocks = _clocks(order)
     _check_buffers(order, clocks)
-    _check_pools(schedule, clocks)
+    _check_pools(order, clocks)
+    _check_homes(schedule, clocks)
 
 
 def _check_names(schedule: Schedule) -> None:
@@ -99,28 +106,39 @@ def _stuck(op: Op, done: set[str], free: dict[str, int]) -> str:
 Clock = tuple[int, ...]
 
 
-def _clocks(order: list[Op]) -> dict[str, Clock]:
-    """For each op: how many ops of each lane are done when it is done (itself included)."""
-    clocks: dict[str, Clock] = {}
-    latest: dict[int, Clock] = {i: (0,) * len(LANES) for i in range(len(LANES))}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Moment:
+    """An op's place in the order: its lane, its turn there (from 1), and how far each lane surely is when it starts."""
+
+    lane: int
+    turn: int
+    start: Clock
+
+
+def _clocks(order: list[Op]) -> dict[str, _Moment]:
+    moments: dict[str, _Moment] = {}
+    done: dict[str, Clock] = {}  # how far each lane surely is once an op is published
+    latest: list[Clock] = [(0,) * len(LANES) for _ in LANES]
     for op in order:
         lane = _LANE_INDEX[op.lane]
-        merged = list(latest[lane])
-        for other in op.after:
-            for i, count in enumerate(clocks[other]):
-                merged[i] = max(merged[i], count)
-        merged[lane] = latest[lane][lane] + 1
-        clocks[op.id] = latest[lane] = tuple(merged)
-    return clocks
+        known = [done[other] for other in op.after]
+        if op.lane in _ONE_AT_A_TIME:
+            known.append(latest[lane])
+        start = tuple(map(max, zip(*known, strict=True))) if known else (0,) * len(LANES)
+        turn = latest[lane][lane] + 1
+        moments[op.id] = _Moment(lane=lane, turn=turn, start=start)
+        published = [max(pair) for pair in zip(start, latest[lane], strict=True)]
+        published[lane] = turn
+        done[op.id] = latest[lane] = tuple(published)
+    return moments
 
 
-def _before(first: Op, second: Op, clocks: dict[str, Clock]) -> bool:
-    lane = _LANE_INDEX[first.lane]
-    mine, other = clocks[first.id], clocks[second.id]
-    return other[lane] >= mine[lane] if first.lane != second.lane else mine[lane] < other[lane]
+def _before(first: Op, second: Op, clocks: dict[str, _Moment]) -> bool:
+    mine = clocks[first.id]
+    return clocks[second.id].start[mine.lane] >= mine.turn
 
 
-def _check_buffers(order: list[Op], clocks: dict[str, Clock]) -> None:
+def _check_buffers(order: list[Op], clocks: dict[str, _Moment]) -> None:
     touched: dict[str, list[Op]] = defaultdict(list)
     taker: dict[str, Op] = {}
     giver: dict[str, Op] = {}
@@ -136,17 +154,21 @@ def _check_buffers(order: list[Op], clocks: dict[str, Clock]) -> None:
     for name, ops in touched.items():
         if name not in taker:
             raise ScheduleError(f"op {ops[0].id} uses {name}, which no op takes")
+    for name, first in taker.items():
+        last, ops = giver[name], touched[name]
+        if last is not first and not _before(first, last, clocks):
+            raise ScheduleError(f"op {last.id} gives {name} back before {first.id} has taken it")
         for op in ops:
-            if op is not taker[name] and not _before(taker[name], op, clocks):
-                raise ScheduleError(f"use before load: op {op.id} uses {name} before {taker[name].id} has taken it")
-            if op is not giver[name] and not _before(op, giver[name], clocks):
+            if op is not first and not _before(first, op, clocks):
+                raise ScheduleError(f"use before load: op {op.id} uses {name} before {first.id} has taken it")
+            if op is not last and not _before(op, last, clocks):
                 raise ScheduleError(
-                    f"overwrite before last use: {giver[name].id} gives {name} back while op {op.id} may use it"
+                    f"overwrite before last use: {last.id} gives {name} back while op {op.id} may use it"
                 )
         _check_races(name, ops, clocks)
 
 
-def _check_races(name: str, ops: list[Op], clocks: dict[str, Clock]) -> None:
+def _check_races(name: str, ops: list[Op], clocks: dict[str, _Moment]) -> None:
     """Rules 3 and 4 on one buffer. ``ops`` are in a possible order, so only neighbours that conflict are compared."""
     loads = [op for op in ops if name in op.writes and name not in op.reads]
     for op in ops:
@@ -168,11 +190,38 @@ def _check_races(name: str, ops: list[Op], clocks: dict[str, Clock]) -> None:
             since.append(op)
 
 
-def _check_pools(schedule: Schedule, clocks: dict[str, Clock]) -> None:
+def _check_pools(order: list[Op], clocks: dict[str, _Moment]) -> None:
+    """Rule 5. Ops of one lane start, and so take, in order; others must be ordered by what they wait for."""
     last: dict[str, Op] = {}
-    for op in schedule.ops:
+    for op in order:
         for name, pool in op.takes:
             before = last.get(pool)
-            if before is not None and before is not op and not _before(before, op, clocks):
+            if before is not None and before.lane != op.lane and not _before(before, op, clocks):
                 raise ScheduleError(f"pool {pool}: ops {before.id} and {op.id} take from it in no fixed order ({name})")
             last[pool] = op
+
+
+def _check_homes(schedule: Schedule, clocks: dict[str, _Moment]) -> None:
+    """Rule 6, from what the words mean."""
+    readers: dict[tuple[int, int], list[Op]] = defaultdict(list)
+    parts: list[Op] = []
+    for op in schedule.ops:
+        if op.word.kind in ("RW", "UW"):
+            readers[op.word.group, op.word.chunk].append(op)
+        elif op.word.kind in ("NG", "ND"):
+            parts.append(op)
+    norm = schedule.by_id.get("NORM")
+    for op in schedule.ops:
+        word, needs = op.word, []
+        if word.kind in ("OP", "OD"):
+            needs = readers[word.group, word.chunk] + ([norm] if norm else [])
+        elif word.kind == "NORM":
+            needs = parts
+        elif word.kind in ("RG", "RC"):
+            writer = schedule.by_id.get(f"W{op.id[1:]}")
+            if writer is None:
+                raise ScheduleError(f"use before load: op {op.id} reads what no op has written to disk")
+            needs = [writer]
+        for other in needs:
+            if not _before(other, op, clocks):
+                raise ScheduleError(f"op {op.id} may run before {other.id}, which it has to come after")

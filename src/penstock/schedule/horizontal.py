@@ -5,33 +5,38 @@ Weights move to the device 2M times a step, and gradients are summed in host mem
 
 from penstock.config import Tier
 from penstock.schedule.activations import Activations
-from penstock.schedule.build import Builder, Visit
+from penstock.schedule.build import Builder
 from penstock.schedule.op import Schedule
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
+from penstock.schedule.route import Route, Visit
 from penstock.schedule.update import Updates
+
+
+def horizontal_route(program: Program, micro_batches: int) -> Route:
+    """One micro-batch after the other visits every stage: forward, epilogue, backward."""
+    last = len(program.stages) - 1
+    order = [("F", k) for k in range(last)] + [("E", last)] + [("B", k) for k in reversed(range(last))]
+    visits = [
+        Visit(kind=kind, stage=k, micro_batches=(m,), name=f"{kind}{k}m{m}")
+        for m in range(micro_batches)
+        for kind, k in order
+    ]
+    return Route(program, visits, train=True)
 
 
 def horizontal(program: Program, settings: Settings, fixed: tuple[tuple[Tier, str, int], ...] = ()) -> Schedule:
     """Build the horizontal schedule of one training step."""
     assert settings.train, "an evaluation has one micro-batch order: use vertical()"
-    last = len(program.stages) - 1
-    order = [("F", k) for k in range(last)] + [("E", last)] + [("B", k) for k in reversed(range(last))]
-    visits = [
-        Visit(kind=kind, stage=k, micro_batches=(m,), name=f"{kind}{k}m{m}")
-        for m in range(settings.micro_batches)
-        for kind, k in order
-    ]
-    builder = Builder(program, settings, visits)
-    builder.weight_pools()
-    builder.gradient_pools()
-    activations = Activations(builder, at_once=1)
+    builder = Builder(horizontal_route(program, settings.micro_batches), settings)
+    visits = builder.visits
+    activations = Activations(builder)
     updates = Updates(builder)
     waits: dict[int, list[str]] = {}
     for i, visit in enumerate(visits):
         (m,) = visit.micro_batches
         builder.load(i)
-        builder.compute(visit, waits, {m: activations.buffers(visit, m)})
+        builder.compute(i, waits, {m: activations.buffers(visit, m)})
         if visit.kind == "F":
             activations.down(visit.stage - 1, [m])
         following = visits[i + 1] if i + 1 < len(visits) else None

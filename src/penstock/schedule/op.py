@@ -24,7 +24,7 @@ that an op touches, so that the checker can prove that no op races another.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
@@ -171,6 +171,12 @@ def _parse_pool(text: str) -> Pool:
     return Pool(name=match[1], tier=tier, count=int(match[3]), size=int(match[4]), backed=match[5] is None)
 
 
+def peak_bytes(pools: Iterable[Pool], fixed: Iterable[tuple[Tier, str, int]], tier: Tier) -> int:
+    """Bytes of a tier with all pools full, plus what is held all the time."""
+    full = sum(pool.size * pool.count for pool in pools if pool.tier == tier)
+    return full + sum(nbytes for where, _, nbytes in fixed if where == tier)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """All ops of one step. The order of ``ops`` is each lane's order; ``fixed`` is memory held all the time."""
@@ -200,8 +206,7 @@ class Schedule:
 
     def peak_bytes(self, tier: Tier) -> int:
         """Upper bound of the bytes in use on a tier: all pools full, plus what is fixed."""
-        pools = sum(pool.size * pool.count for pool in self.pools if pool.tier == tier)
-        return pools + sum(nbytes for where, _, nbytes in self.fixed if where == tier)
+        return peak_bytes(self.pools, self.fixed, tier)
 
     def __str__(self) -> str:
         return "\n".join(self._lines()) + "\n"

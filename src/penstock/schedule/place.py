@@ -26,13 +26,18 @@ class Chunk:
     trainable: bool
 
 
+def chunk_count(numel: int, largest: int) -> int:
+    """Into how many chunks ``numel`` elements are cut."""
+    return -(-numel // largest)
+
+
 def chunks(group: GroupSpec, largest: int) -> tuple[Chunk, ...]:
     """Cut a group into the fewest, most even chunks of at most ``largest`` elements, each a multiple of ``ALIGN``."""
     assert largest >= ALIGN
     assert largest % ALIGN == 0
     cut: list[Chunk] = []
     for begin, numel, trainable in ((0, group.trainable, True), (group.trainable, group.frozen, False)):
-        count = -(-numel // largest)
+        count = chunk_count(numel, largest)
         blocks = numel // ALIGN
         for i in range(count):
             start, stop = blocks * i // count * ALIGN, blocks * (i + 1) // count * ALIGN

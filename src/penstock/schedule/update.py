@@ -12,8 +12,6 @@ The order of additions is the same in every schedule: micro-batches in order wit
 backward order. That is why the schedule does not change the numbers.
 """
 
-from collections.abc import Iterator
-
 from penstock.schedule.build import Builder
 from penstock.schedule.place import FP32, Chunk
 
@@ -27,37 +25,11 @@ class Updates:
         self._normed: list[str] = []
         self._final: dict[str, str] = {}  # H buffer u0 -> op that completes it
         self._down: dict[str, str] = {}  # H buffer -> op that last wrote it
-        self._stages = {
-            g: list(dict.fromkeys(builder.visits[i].stage for i in visits))
-            for g, visits in builder.gradient_visits.items()
-        }
-        if builder.gradient_visits:
-            self._make_pools()
-
-    def _streamed(self) -> Iterator[int]:
-        return (g for g in self.b.gradient_visits if self.s.place.state[g] != "device")
-
-    def _held(self, g: int, use: int) -> bool:
-        """Whether the host gradient outlives the visit that makes it."""
-        visits = self.b.gradient_visits[g]
-        of_use = [i for i in visits if self.b.visits[i].stage == self._stages[g][use]]
-        waits = self.s.wait and self.s.place.gradients == "host"
-        return len(of_use) > 1 or (use == 0 and (waits or self.b.uses[g] > 1 or self.b.last_visit[g] > visits[-1]))
-
-    def _make_pools(self) -> None:
-        size = self.s.chunk * FP32
-        held = sum(
-            len(self.b.trained_chunks(g)) for g in self._streamed() for u in range(self.b.uses[g]) if self._held(g, u)
-        )
-        if held:
-            self.b.pool("gradients_held", "host", size, held)
 
     def host_gradient(self, g: int, c: Chunk, use: int) -> tuple[str, str]:
         """Name and pool of the host buffer for one stage's gradient of a chunk."""
         name = f"H{g}.{c.index}u{use}"
-        if self._held(g, use):
-            return name, "gradients_held"
-        return name, self.b.pool("gradients_out", "host", self.s.chunk * FP32, self.s.depths.stage_out)
+        return name, "gradients_held" if self.b.provision.held(g, use) else "gradients_out"
 
     def gradients_down(self, index: int) -> None:
         """Emit what follows the compute ops of visit ``index``: gradients to the host, and what they complete."""
@@ -66,15 +38,16 @@ class Updates:
         for g in self.b.gradients(visit):
             if self.s.place.state[g] != "device":
                 self._group_down(g, index, last_op)
-        for g in sorted({*self.b.gradients(visit), *self.b.reads(visit)}):
-            if g in self.b.gradient_visits and self.b.gradient_visits[g][-1] == index:
+        route = self.b.route
+        for g in sorted({*self.b.gradients(visit), *self.b.reads(visit)} & route.gradient_visits.keys()):
+            if route.gradient_visits[g][-1] == index:
                 self._complete(g)
-            if g in self.b.gradient_visits and self.b.last_visit[g] == index and not self.s.wait:
+            if route.last_visit[g] == index and not self.s.wait:
                 self.step(g)
 
     def _group_down(self, g: int, index: int, after: str) -> None:
         visit = self.b.visits[index]
-        use = self._stages[g].index(visit.stage)
+        use = self.b.route.uses[g].index(visit.stage)
         source = self.b.gradient_buffer(g, visit)
         trained = self.b.trained_chunks(g)
         for c in trained:
@@ -83,7 +56,7 @@ class Updates:
             first = name not in self._down
             target = name if first else f"t{tag}"
             if not first:
-                pool = self.b.pool("gradients_out", "host", self.s.chunk * FP32, self.s.depths.stage_out)
+                pool = "gradients_out"
             down = self.b.emit(
                 f"DG{tag}",
                 after=[after],
@@ -111,7 +84,7 @@ class Updates:
         for c in self.b.trained_chunks(g):
             total = f"H{g}.{c.index}u0"
             op = self._down[total]
-            for use in range(1, self.b.uses[g]):
+            for use in range(1, len(self.b.route.uses[g])):
                 part = f"H{g}.{c.index}u{use}"
                 op = self._add(f"{g}.{c.index}@sum{use}", total, part, after=[op, self._down[part]], numel=c.numel)
             if self.s.wait:
@@ -126,45 +99,41 @@ class Updates:
     def steps_after_norm(self) -> None:
         """Emit the global norm and every group's step after it (only when the optimizer waits)."""
         self.b.emit("NORM", after=self._normed)
-        for g in sorted(self.b.gradient_visits):
+        for g in sorted(self.b.route.gradient_visits):
             self.step(g)
 
     def step(self, g: int) -> None:
-        """Emit the optimizer step of a group."""
-        norm = ["NORM"] if self.s.wait else []
+        """Emit the optimizer step of a group: after the norm if it waits, and after whoever reads its weights."""
+        route = self.b.route
+        first = ["NORM"] if self.s.wait else []
+        if route.last_visit[g] > route.gradient_visits[g][-1]:  # else its own gradient comes after that op
+            first.append(route.visits[route.last_visit[g]].ops()[-1])
         if self.s.place.state[g] == "device":
-            self.b.emit(f"OD{g}", after=norm, reads=[f"G{g}"], gives=[f"G{g}"])
+            self.b.emit(f"OD{g}", after=first, reads=[f"G{g}"], gives=[f"G{g}"])
             return
         for c in self.b.trained_chunks(g):
-            self._step_chunk(g, c, norm)
+            self._step_chunk(g, c, first)
 
-    def _step_chunk(self, g: int, c: Chunk, norm: list[str]) -> None:
-        tag, form, place, depths = f"{g}.{c.index}", self.s.form, self.s.place, self.s.depths
-        gradient, after = f"H{tag}u0", [self._final[f"H{tag}u0"], *norm]
+    def _step_chunk(self, g: int, c: Chunk, first: list[str]) -> None:
+        tag, form, place = f"{g}.{c.index}", self.s.form, self.s.place
+        gradient, after = f"H{tag}u0", [self._final[f"H{tag}u0"], *first]
         if self.s.wait and place.gradients == "disk":
-            pool = self.b.pool("gradients_in", "host", self.s.chunk * FP32, depths.stage_out)
             gradient = f"R{tag}"
-            fetched = self.b.emit(
-                f"RG{tag}", after=after[:1], takes=[(gradient, pool)], writes=[gradient], nbytes=c.numel * FP32
-            )
-            after = [fetched, *norm]
+            takes = [(gradient, "gradients_in")]
+            fetched = self.b.emit(f"RG{tag}", after=after[:1], takes=takes, writes=[gradient], nbytes=c.numel * FP32)
+            after = [fetched, *first]
         on_disk = place.state_on_disk(g, form) * c.numel
         state: list[str] = []
         if on_disk:
-            pool = self.b.pool("state", "host", self.s.chunk * form.state_slot_bytes, depths.state)
             state = [f"S{tag}"]
-            after.append(self.b.emit(f"RS{tag}", takes=[(state[0], pool)], writes=state, nbytes=on_disk))
+            after.append(self.b.emit(f"RS{tag}", takes=[(state[0], "state")], writes=state, nbytes=on_disk))
         leaves = form.split and place.weights[g] != "host"
         new = [f"O{tag}"] if leaves else []
-        takes = []
-        if leaves:
-            size = self.s.chunk * form.weight_bytes
-            takes = [(new[0], self.b.pool("new_weights", "host", size, depths.stage_out))]
         touched = FP32 + 2 * form.state_slot_bytes + (form.weight_bytes if form.split else 0)
         done = self.b.emit(
             f"OP{tag}",
             after=after,
-            takes=takes,
+            takes=[(name, "new_weights") for name in new],
             reads=[gradient, *state],
             writes=[*state, *new],
             gives=[gradient],

@@ -5,30 +5,35 @@ Weights move to the device twice a step whatever the number of micro-batches, gr
 
 from penstock.config import Tier
 from penstock.schedule.activations import Activations
-from penstock.schedule.build import Builder, Visit
+from penstock.schedule.build import Builder
 from penstock.schedule.op import Schedule
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
+from penstock.schedule.route import Route, Visit
 from penstock.schedule.update import Updates
+
+
+def vertical_route(program: Program, micro_batches: int, *, train: bool = True) -> Route:
+    """All micro-batches visit a stage together: forward, epilogue, and in training backward."""
+    last = len(program.stages) - 1
+    everyone = tuple(range(micro_batches))
+    order = [("F", k) for k in range(last)] + [("E", last)]
+    if train:
+        order += [("B", k) for k in reversed(range(last))]
+    visits = [Visit(kind=kind, stage=k, micro_batches=everyone, name=f"{kind}{k}") for kind, k in order]
+    return Route(program, visits, train=train)
 
 
 def vertical(program: Program, settings: Settings, fixed: tuple[tuple[Tier, str, int], ...] = ()) -> Schedule:
     """Build the vertical schedule of one step (or, with ``settings.train`` off, of one evaluation)."""
-    last = len(program.stages) - 1
-    everyone = tuple(range(settings.micro_batches))
-    order = [("F", k) for k in range(last)] + [("E", last)]
-    if settings.train:
-        order += [("B", k) for k in reversed(range(last))]
-    visits = [Visit(kind=kind, stage=k, micro_batches=everyone, name=f"{kind}{k}") for kind, k in order]
-    builder = Builder(program, settings, visits)
-    builder.weight_pools()
-    builder.gradient_pools()
-    activations = Activations(builder, at_once=settings.micro_batches)
+    builder = Builder(vertical_route(program, settings.micro_batches, train=settings.train), settings)
+    visits, everyone = builder.visits, range(settings.micro_batches)
+    activations = Activations(builder)
     updates = Updates(builder)
     waits: dict[int, list[str]] = {}
     for i, visit in enumerate(visits):
         builder.load(i)
-        builder.compute(visit, waits, {m: activations.buffers(visit, m) for m in everyone})
+        builder.compute(i, waits, {m: activations.buffers(visit, m) for m in everyone})
         if visit.kind == "F":
             activations.down(visit.stage - 1, everyone)
         # What the next backward needs goes up before the weights of the one after it.

@@ -1,0 +1,70 @@
+"""The route of a step: which stages it visits in which order, and what each param group meets on the way.
+
+A route depends on the program, the family of schedules and the number of micro-batches, but on nothing that a plan
+decides: one route serves every placement that a planner tries.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.schedule.program import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """One stay of a stage's weights on the device: its compute ops, in order, on the given micro-batches."""
+
+    kind: str  # F, E or B
+    stage: int
+    micro_batches: tuple[int, ...]
+    name: str
+
+    def ops(self) -> list[str]:
+        return [f"{self.kind}{self.stage}m{m}" for m in self.micro_batches]
+
+
+class Route:
+    """The visits of one step in order.
+
+    | attribute | meaning |
+    |---|---|
+    | ``at_once`` | micro-batches that are under way at the same time: M vertical, 1 horizontal |
+    | ``times`` | how often each (kind, stage) is visited |
+    | ``last_visit`` | group -> index of the last visit that needs it |
+    | ``gradient_visits`` | trainable group -> indices of the visits that make gradients for it |
+    | ``uses`` | trainable group -> stages that make gradients for it, in backward order |
+    | ``summed`` | (group, stage) whose gradient is made in more than one visit, so that parts are summed on the host |
+    """
+
+    def __init__(self, program: Program, visits: Sequence[Visit], *, train: bool) -> None:
+        self.program = program
+        self.visits = tuple(visits)
+        self.train = train
+        self.at_once = len(self.visits[0].micro_batches)
+        self.times = Counter((visit.kind, visit.stage) for visit in self.visits)
+        self.last_visit: dict[int, int] = {}
+        self.gradient_visits: dict[int, list[int]] = defaultdict(list)
+        for i, visit in enumerate(self.visits):
+            gradients = self.gradients(visit.kind, visit.stage)
+            for g in (*self.reads(visit.kind, visit.stage), *gradients):
+                self.last_visit[g] = i
+            for g in gradients:
+                self.gradient_visits[g].append(i)
+        makers = {g: [self.visits[i].stage for i in indices] for g, indices in self.gradient_visits.items()}
+        self.uses = {g: tuple(dict.fromkeys(stages)) for g, stages in makers.items()}
+        made = Counter((g, stage) for g, stages in makers.items() for stage in stages)
+        self.summed = {key for key, visits in made.items() if visits > 1}
+
+    def reads(self, kind: str, stage: int) -> tuple[int, ...]:
+        """Groups whose weights a visit needs on the device."""
+        facts = self.program.stages[stage]
+        if kind == "F":
+            return facts.forward_reads
+        if kind == "B":
+            return facts.backward_reads
+        return tuple(sorted({*facts.forward_reads, *(facts.backward_reads if self.train else ())}))
+
+    def gradients(self, kind: str, stage: int) -> tuple[int, ...]:
+        """Groups that a visit makes gradients for."""
+        return self.program.stages[stage].gradients if self.train and kind in "BE" else ()
