@@ -100,8 +100,18 @@ class Bench:
 
         self.tape.on_gradient = on_gradient
         self.tape.begin(step, micro_batches, weights, stages=self.stages)
+        self.run(order, len(micro_batches))
+        losses = self.tape.losses()
+        self.tape.finish()
+        total: Gradients = {}
+        for (_, name), gradient in sums.items():
+            total[name] = total[name] + gradient if name in total else gradient
+        return losses, total
+
+    def run(self, order: Order, count: int) -> None:
+        """All stages of all micro-batches, with weights and checkpoints coming and going."""
         away: dict[tuple[int, int], list[torch.Tensor]] = {}
-        for direction, stage, mb in order(len(self.stages), len(micro_batches)):
+        for direction, stage, mb in order(len(self.stages), count):
             reads = self.stages[stage].forward_reads if direction == "forward" else self.stages[stage].backward_reads
             if (stage - 1, mb) in away:
                 self.tape.restore(stage - 1, mb, [t.clone() for t in away[stage - 1, mb]])
@@ -113,12 +123,13 @@ class Bench:
                     if k == stage and tensors:
                         away[k, mb] = [t.detach().clone() for t in tensors]
                     self.tape.drop(k, mb)
-        losses = self.tape.losses()
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], order: Order = vertical) -> list[torch.Tensor]:
+        """The losses of a forward that keeps nothing."""
+        self.tape.begin(0, micro_batches, [1.0] * len(micro_batches), stages=self.stages, train=False)
+        self.run(lambda s, m: (x for x in order(s, m) if x[0] == "forward"), len(micro_batches))
         self.tape.finish()
-        total: Gradients = {}
-        for (_, name), gradient in sums.items():
-            total[name] = total[name] + gradient if name in total else gradient
-        return losses, total
+        return self.tape.losses()
 
 
 def plain_step(
