@@ -11,6 +11,7 @@ Medians of all rounds, and the median over rounds of the ratio within a round, w
 
 import argparse
 import mmap
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -115,7 +116,8 @@ def report(setting: Setting, seconds: dict[str, list[float]]) -> tuple[str, floa
     head = (
         f"`python -m bench.adamw --rounds {setting.rounds} --threads {setting.threads}`: {n / 1e6:.0f}M parameters, "
         f"bf16 gradient in, fp32 master and moments, bf16 copy out; {setting.rounds} rounds in turns, "
-        f"{setting.threads} threads each, {library.levels()[-1]} kernels."
+        f"{setting.threads} threads each, {library.levels()[-1]} kernels. Load average of the machine at the end: "
+        f"{os.getloadavg()[0]:.1f} (about {setting.threads} when nothing else runs)."
     )
     verdict = (
         f"**{ratio:.2f}x torch fused AdamW with its two casts** (must reach {MUST_REACH}x); {of_copy:.2f} of the "
