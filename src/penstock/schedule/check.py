@@ -47,6 +47,9 @@ def _check_names(schedule: Schedule) -> None:
                 raise ScheduleError(f"op {op.id} appears twice")
             seen.add(op.id)
     pools = {pool.name for pool in schedule.pools}
+    if len(pools) != len(schedule.pools):
+        names = [pool.name for pool in schedule.pools]
+        raise ScheduleError(f"pool {next(name for name in names if names.count(name) > 1)} appears twice")
     for op in schedule.ops:
         for other in op.after:
             if other not in schedule.by_id:

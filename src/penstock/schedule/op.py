@@ -119,13 +119,20 @@ def parse_op(text: str) -> Op:
     if unknown := set(fields) - {"after", "take", "read", "write", "give", "bytes"}:
         raise ScheduleError(f"op {ident!r}: unknown field {sorted(unknown)[0]!r}")
 
+    if len(fields) * 2 < len(rest):
+        twice = next(label for label in fields if rest[::2].count(label) > 1)
+        raise ScheduleError(f"op {ident!r}: field {twice!r} appears twice")
+
     def names(label: str) -> tuple[str, ...]:
-        return tuple(fields[label].split(",")) if label in fields else ()
+        found = tuple(fields[label].split(",")) if label in fields else ()
+        if "" in found:
+            raise ScheduleError(f"op {ident!r}: empty name in {label} {fields[label]!r}")
+        return found
 
     takes = []
     for item in names("take"):
         name, equals, pool = item.partition("=")
-        if not equals:
+        if not (name and equals and pool):
             raise ScheduleError(f"op {ident!r}: take {item!r} must be written buffer=pool")
         takes.append((name, pool))
     nbytes = fields.get("bytes", "0")

@@ -1,0 +1,116 @@
+"""Small transformers, placements and schedules as plain data: what the tests of planning and running share."""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from penstock.config import Tier
+from penstock.schedule.horizontal import horizontal
+from penstock.schedule.op import Schedule
+from penstock.schedule.place import Depths, Format, Placement, Settings
+from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
+from penstock.schedule.vertical import vertical
+
+CHECKPOINT = 5000
+"""Bytes of a block's outputs for one micro-batch; not a whole number of pages."""
+
+
+def transformer(
+    layers: int, *, tied: bool = False, frozen: bool = False, reader: bool = False, block: int = 12
+) -> Program:
+    """Embedding, norm, head and ``layers`` blocks of ``block`` x 4096 parameters; ends first, as the tape has them.
+
+    ``tied``: the head is the embedding. ``frozen``: the first block is frozen, the second in part. ``reader``: the
+    first block also reads the norm's group without a gradient for it, so its last reader is not who makes its gradient.
+    """
+    sizes = [("embed", 20, 0), ("small", 1, 0)] + ([] if tied else [("head", 20, 0)])
+    ends = len(sizes)
+    for i in range(layers):
+        kept = block if frozen and i == 0 else 3 if frozen and i == 1 else 0
+        sizes.append((f"block{i}", 0 if frozen and i == 0 else block, kept))
+    groups = tuple(
+        GroupSpec(index=i, name=name, trainable=t * ALIGN, frozen=f * ALIGN) for i, (name, t, f) in enumerate(sizes)
+    )
+
+    def stage(index: int, kind: Literal["segment", "call"], reads: tuple[int, ...], back: tuple[int, ...]) -> Stage:
+        inner = index <= layers
+        return Stage(
+            index=index,
+            kind=kind,
+            name=f"stage{index}",
+            forward_reads=reads,
+            backward_reads=back,
+            gradients=tuple(g for g in (back or reads) if groups[g].trainable and not (inner and index and g < ends)),
+            checkpoint=CHECKPOINT if inner else 0,
+            gradient=CHECKPOINT if inner else 0,
+            kept=100,
+            forward_peak=500,
+            backward_peak=900,
+        )
+
+    stages = [stage(0, "segment", (0,), ())]
+    for i in range(layers):
+        reads = (1, ends + i) if reader and i == 0 else (ends + i,)
+        stages.append(stage(i + 1, "call", reads, reads))
+    last = (0, 1) if tied else (1, 2)
+    stages.append(stage(layers + 1, "segment", last, last))
+    return Program(groups=groups, stages=tuple(stages))
+
+
+def placement(rng: Random, program: Program, form: Format, *, tied: bool) -> Placement:
+    """Any placement that is possible, another one for each group."""
+    pairs: list[tuple[Tier, Tier]] = [("host", "host"), ("host", "disk"), ("disk", "host"), ("disk", "disk")]
+    split: list[tuple[Tier, Tier]] = [("device", "host"), ("device", "disk")] if form.split else []
+    chosen = [
+        rng.choice(pairs + split + ([] if tied and g.index == 0 else [("device", "device")])) for g in program.groups
+    ]
+    if rng.random() < 0.3:
+        chosen = [("disk", "disk")] * len(chosen)
+    return Placement(
+        weights=tuple(w for w, _ in chosen),
+        state=tuple(s for _, s in chosen),
+        gradients=rng.choice(("host", "disk")),
+        checkpoints=rng.choice(("device", "host", "disk")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One schedule and what it was built from."""
+
+    program: Program
+    settings: Settings
+    family: str
+
+    def build(self) -> Schedule:
+        build = horizontal if self.family == "horizontal" else vertical
+        return build(self.program, self.settings, (("device", "working", 900),))
+
+
+def random_case(seed: int, *, largest: int = 4) -> Case:
+    """A case drawn from the product of all settings; the same one for the same seed."""
+    rng = Random(seed)
+    tied = rng.random() < 0.3
+    program = transformer(rng.randint(1, largest), tied=tied, frozen=rng.random() < 0.3, reader=rng.random() < 0.3)
+    form = Format(weight_bytes=rng.choice((2, 4)), moments=rng.randint(0, 2))
+    train = rng.random() < 0.85
+    depths = Depths(
+        weights=rng.randint(1, 3),
+        gradients=rng.randint(1, 3),
+        stage_in=rng.randint(1, 3),
+        stage_out=rng.randint(1, 3),
+        state=rng.randint(1, 3),
+        checkpoints=rng.randint(1, 3),
+    )
+    settings = Settings(
+        micro_batches=rng.randint(1, largest),
+        chunk=rng.choice((1, 5, 20)) * ALIGN,
+        form=form,
+        place=placement(rng, program, form, tied=tied),
+        depths=depths,
+        wait=train and rng.random() < 0.5,
+        train=train,
+    )
+    return Case(
+        program=program, settings=settings, family=rng.choice(("vertical", "horizontal")) if train else "vertical"
+    )
