@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.cli import main, settings
 from penstock.cli.train import lr_factor, optimizer_spec
@@ -31,6 +33,16 @@ clip_grad_norm: 1.0
 device: cpu
 steps: 4
 """
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A model this small gains nothing from threads, and on a busy machine they wait for one another."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the processes that a test starts
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
