@@ -107,18 +107,19 @@ def test_many_threads_at_once(paths: list[Path], io_threads: int) -> None:
     data = random_bytes(LAYOUT["weights"].stride)
     share = 30 * ALIGN
 
-    def work(worker: int) -> None:
+    def work(drives: Store, worker: int) -> None:
         mine = slice(worker * share, (worker + 1) * share)
         for _ in range(5):
-            store.write("weights", mine.start, data[mine])
-            assert np.array_equal(read(store, "weights", mine.start, share), data[mine])
+            drives.write("weights", mine.start, data[mine])
+            assert np.array_equal(read(drives, "weights", mine.start, share), data[mine])
 
     with (
-        Store.create(paths, LAYOUT, model=MODEL, stripe=STRIPE, io_threads=io_threads) as store,
+        Store.create(paths, LAYOUT, model=MODEL, stripe=STRIPE, io_threads=io_threads) as drives,
         ThreadPoolExecutor(8) as pool,
     ):
-        list(pool.map(work, range(8)))
-        assert store.stats.bytes_read == store.stats.bytes_written == 8 * 5 * share
+        for run in [pool.submit(work, drives, worker) for worker in range(8)]:
+            run.result()
+        assert drives.stats.bytes_read == drives.stats.bytes_written == 8 * 5 * share
 
 
 def test_a_request_larger_than_one_system_call(tmp_path: Path) -> None:
@@ -130,9 +131,9 @@ def test_a_request_larger_than_one_system_call(tmp_path: Path) -> None:
 
 def test_memoryviews_of_any_item_size_are_buffers(store: Store) -> None:
     data = random_bytes(ALIGN).view(np.float32)
-    store.write("weights", 0, memoryview(data))
+    store.write("weights", 0, data.data)
     out = aligned_bytes(ALIGN)
-    store.read("weights", 0, memoryview(out.view(np.float64)))
+    store.read("weights", 0, out.view(np.float64).data)
     assert np.array_equal(out, data.view(np.uint8))
 
 
@@ -294,9 +295,8 @@ import sys, time, os
 from pathlib import Path
 from penstock.store import Store
 store = Store.open([Path(p) for p in sys.argv[2:]])
-child = os.fork() if sys.argv[1] == "fork" else 1
-if child:
-    print(child, flush=True)
+if sys.argv[1] == "plain" or os.fork() == 0:
+    print(os.getpid(), flush=True)
 time.sleep(60)
 """
 

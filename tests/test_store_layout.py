@@ -80,7 +80,7 @@ def striped_ranges(draw: st.DrawFn) -> tuple[Striping, int, int, int, int]:
 @given(striped_ranges())
 def test_pieces_are_the_bytes_that_striping_says(case: tuple[Striping, int, int, int, int]) -> None:
     striping, total, address, nbytes, request = case
-    places = []
+    places: list[tuple[int, int]] = []
     for piece in striping.pieces(address, nbytes, request):
         assert piece.nbytes <= request
         assert piece.offset + piece.nbytes <= striping.file_sizes(total)[piece.file]

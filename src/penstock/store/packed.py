@@ -37,7 +37,7 @@ def allocate(path: Path, nbytes: int) -> None:
     """Create ``path`` with ``nbytes`` of reserved space that reads as zeros.
 
     Raises:
-        StoreError: the disk (or a quota, or a limit on file size) has no room; the file is removed again.
+        StoreError: the disk (or a quota, or a limit on file size) has no room; the caller removes the file.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -49,11 +49,7 @@ def allocate(path: Path, nbytes: int) -> None:
             _write_zeros(fd, nbytes)
         os.fsync(fd)
     except OSError as e:
-        path.unlink()
         raise _allocation_error(path, nbytes, e) from e
-    except BaseException:
-        path.unlink()
-        raise
     finally:
         os.close(fd)
 

@@ -256,9 +256,7 @@ class SnapshotReader:
             number = part.start // BLOCK
             whole = range(number * BLOCK, min((number + 1) * BLOCK, extent.stride))
             block = view[part.start - offset : part.stop - offset]
-            if (
-                part != whole
-            ):  # the checksum is of the whole block: read it all, and take our part from what was checked
+            if part != whole:  # the checksum is of the whole block: read that, and take our part from what was checked
                 rest = byte_view(aligned_bytes(len(whole)))
                 self._files.read(extent.address(whole.start, len(whole), 0), rest)
                 block[:] = rest[part.start - whole.start : part.stop - whole.start]

@@ -295,7 +295,7 @@ def _fill(paths: Sequence[Path], layout: Layout, stripe: int, model: dict[str, A
     for index, path in enumerate(paths):
         manifest = _Manifest(store=identity, index=index, directories=names, stripe=stripe, layout=layout, model=model)
         write_document(path / MANIFEST, "store", manifest.to_json())
-    for path in reversed(paths):
+    for path in paths:
         os.rename(path / PARTIAL, path / DATA)
         directory.sync_directory(path)
 
