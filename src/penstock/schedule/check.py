@@ -159,20 +159,24 @@ def _check_buffers(order: list[Op], clocks: dict[str, _Moment]) -> None:
             raise ScheduleError(f"op {ops[0].id} uses {name}, which no op takes")
     for name, first in taker.items():
         last, ops = giver[name], touched[name]
-        if last is not first and not _before(first, last, clocks):
-            raise ScheduleError(f"op {last.id} gives {name} back before {first.id} has taken it")
         for op in ops:
             if op is not first and not _before(first, op, clocks):
                 raise ScheduleError(f"use before load: op {op.id} uses {name} before {first.id} has taken it")
+        for op in ops:
             if op is not last and not _before(op, last, clocks):
                 raise ScheduleError(
                     f"overwrite before last use: {last.id} gives {name} back while op {op.id} may use it"
                 )
-        _check_races(name, ops, clocks)
+        if last is not first and not _before(first, last, clocks):
+            raise ScheduleError(f"op {last.id} gives {name} back before {first.id} has taken it")
+        _check_races(name, first, ops, clocks)
 
 
-def _check_races(name: str, ops: list[Op], clocks: dict[str, _Moment]) -> None:
-    """Rules 3 and 4 on one buffer. ``ops`` are in a possible order, so only neighbours that conflict are compared."""
+def _check_races(name: str, taker: Op, ops: list[Op], clocks: dict[str, _Moment]) -> None:
+    """Rules 3 and 4 on one buffer. ``ops`` are in a possible order, so only neighbours that conflict are compared.
+
+    Who takes a buffer may add to it at once (a gradient starts from zero); anybody else needs something to read.
+    """
     loads = [op for op in ops if name in op.writes and name not in op.reads]
     for op in ops:
         if name not in op.writes and (late := [w for w in loads if not _before(w, op, clocks)]):
@@ -180,15 +184,15 @@ def _check_races(name: str, ops: list[Op], clocks: dict[str, _Moment]) -> None:
     last_write: Op | None = None
     since: list[Op] = []
     for op in ops:
+        if name in op.reads and last_write is None and not (op is taker and name in op.writes):
+            raise ScheduleError(f"use before load: op {op.id} reads {name}, which nothing has written")
         if name in op.writes:
             for other in since or ([last_write] if last_write else []):
                 if not _before(other, op, clocks):
                     raise ScheduleError(f"race: op {op.id} writes {name} while {other.id} may use it")
             last_write, since = op, []
         else:
-            if last_write is None:
-                raise ScheduleError(f"use before load: op {op.id} reads {name}, which nothing has written")
-            if not _before(last_write, op, clocks):
+            if last_write is not None and not _before(last_write, op, clocks):
                 raise ScheduleError(f"race: op {op.id} reads {name} while {last_write.id} may write it")
             since.append(op)
 
