@@ -1,5 +1,6 @@
 """The engine: ``wrap`` a model, then ``step``. Everything else is a room below this one."""
 
+import contextlib
 import logging
 import math
 import time
@@ -162,7 +163,7 @@ class Engine:
         self.optimizer = StreamedOptimizer(
             optimizer, [(s.name, s.parameter) for g in self._groups for s in g.slices if s.trainable]
         )
-        self._description = start.describe_model(self._groups, precision, type(optimizer).__name__)
+        self._description = start.describe_model(self._groups, precision, optimizer)
         self._home = Home(
             budget,
             [g.spec for g in self._groups],
@@ -201,6 +202,7 @@ class Engine:
         if self._home.resumed is None:
             start.fill(self.model, self._groups, self._residence, from_meta=from_meta, seed=self._seed)
             return
+        self._check_seed(self._home.resumed)
         for group in self._groups:
             group.detach(self._dtype, self.device)
         self._adopt(self._home.resumed)
@@ -220,6 +222,9 @@ class Engine:
             NonFiniteError: a loss is infinite or NaN (nothing was updated).
             StoreError: the disk failed.
             KeyboardInterrupt: Ctrl-C arrived; the step is complete.
+
+        After an error before the first update nothing has changed, and the engine can be used. After a later one the
+        state is half updated: the engine says so whenever it is used, until a snapshot is loaded.
         """
         self._check_usable()
         with whole_steps():
@@ -240,11 +245,12 @@ class Engine:
         self._note(between_steps=False)
         try:
             losses = runner.run(context, self._to_device(micro_batches), weights)
-        except NonFiniteError:  # found before the first update
-            self._note(between_steps=True)
-            raise
         except BaseException as error:
-            self._broken = f"step {context.step} was broken off by {type(error).__name__}: {error}"
+            if context.updating:
+                self._broken = f"step {context.step} was broken off by {type(error).__name__}: {error}"
+            else:
+                with contextlib.suppress(StoreError):  # then the store stays marked as within a step: nothing is lost
+                    self._note(between_steps=True)
             raise
         assert context.norm is not None
         if not context.skip and not math.isfinite(context.norm):
@@ -377,14 +383,20 @@ class Engine:
         """Take over a snapshot. Training goes on exactly as it would have where it was saved.
 
         Raises:
-            StoreError: the snapshot is missing, damaged, or made for another model, precision or optimizer.
+            StoreError: the snapshot is missing, damaged, or made for another model, precision or optimizer; or the disk
+                failed on the way. Only in the last case has anything changed: load again then.
+            ConfigError: it was saved by a run with another seed.
         """
         self._check_open()
-        self._note(between_steps=False)
-        meta = snapshots.load(Path(path), self._residence, self.model, self._description)
-        self._adopt(meta)
-        for mine, saved in zip(self.optimizer.param_groups, meta["param_groups"], strict=True):
-            mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        with snapshots.opened(Path(path), self._description) as snapshot:
+            self._check_seed(snapshot.meta)
+            self._check_param_groups(snapshot.meta)
+            self._note(between_steps=False)
+            self._broken = f"loading {path} was broken off"  # until everything below is done
+            snapshots.restore(snapshot, self._residence, self.model)
+            self._adopt(snapshot.meta)
+            for mine, saved in zip(self.optimizer.param_groups, snapshot.meta["param_groups"], strict=True):
+                mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
         self._broken = None
         self._note(between_steps=True)
 
@@ -416,15 +428,25 @@ class Engine:
             "param_groups": groups,
         }
 
-    def _adopt(self, progress: Mapping[str, Any]) -> None:
-        self.step_count = int(progress["step"])
-        self._updates = int(progress["updates"])
-        self._scale = LossScale(**progress["loss_scale"])
+    def _check_seed(self, progress: Mapping[str, Any]) -> None:
         if progress["seed"] != self._seed:
             raise ConfigError(
                 f"this run was started with seed={progress['seed']}, not {self._seed}: random numbers would differ. "
                 f"Pass seed={progress['seed']}"
             )
+
+    def _check_param_groups(self, progress: Mapping[str, Any]) -> None:
+        saved, mine = len(progress["param_groups"]), len(self.optimizer.param_groups)
+        if saved != mine:
+            raise StoreError(
+                f"the optimizer had {saved} param groups when this was saved and has {mine} now: wrap the model with "
+                "the overrides that it was saved with"
+            )
+
+    def _adopt(self, progress: Mapping[str, Any]) -> None:
+        self.step_count = int(progress["step"])
+        self._updates = int(progress["updates"])
+        self._scale = LossScale(**progress["loss_scale"])
 
     def _note(self, *, between_steps: bool) -> None:
         """Record in the store whether it is whole; never again once the state is broken."""

@@ -49,6 +49,8 @@ class StepContext:
     """global gradient norm, unscaled; None until it is known"""
     grad_scale: float = 1.0
     skip: bool = False
+    updating: bool = False
+    """whether any of the state may have been changed"""
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -321,6 +323,7 @@ class Moves:
     ) -> None:
         """The optimizer on elements ``[start, start + n)`` of a group, run by run of equal hyper-parameters."""
         context, n = self.context, master.numel()
+        context.updating = True
         if context.skip:
             if out is not None:
                 kernels.cast(out, master, self._threads)

@@ -1,6 +1,7 @@
 """Snapshots of a run: every array and buffer, streamed chunk by chunk between its home and the snapshot's file."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,32 +53,39 @@ def save(path: Path, residence: Residence, model: nn.Module, meta: Mapping[str, 
         bounce.close()
 
 
-def load(path: Path, residence: Residence, model: nn.Module, description: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a snapshot into the homes of all arrays; its meta.
+@contextmanager
+def opened(path: Path, description: Mapping[str, Any]) -> Iterator[SnapshotReader]:
+    """A snapshot that is whole, and made for what ``description`` describes.
 
     Raises:
-        StoreError: it is missing, damaged, or made for another model, precision or optimizer. Checked before anything
-            is overwritten, except for damage inside an array.
+        StoreError: it is missing, damaged, or made for another model, precision or optimizer.
     """
-    buffers = _buffers(model)
+    with SnapshotReader(path) as reader:
+        for key, mine in description.items():
+            if reader.meta.get("model", {}).get(key) != mine:
+                raise StoreError(
+                    f"{path}: the snapshot was made with another {key} than this engine: load it with the model, "
+                    "precision and optimizer that it was saved with"
+                )
+        reader.verify()
+        yield reader
+
+
+def restore(snapshot: SnapshotReader, residence: Residence, model: nn.Module) -> None:
+    """Overwrite all arrays, wherever they are at home, and the model's buffers.
+
+    Raises:
+        StoreError: a drive failed. Part of the state is then the snapshot's, and part what it was before.
+    """
     bounce = HostSlab(_BOUNCE)
     try:
-        with SnapshotReader(path) as reader:
-            for key, mine in description.items():
-                if reader.meta.get("model", {}).get(key) != mine:
-                    raise StoreError(
-                        f"{path}: the snapshot was made with another {key} than this engine: load it with the model, "
-                        "precision and optimizer that it was saved with"
-                    )
-            reader.verify()
-            for name in residence.parts:
-                for start, piece in residence.pieces(name, bounce):
-                    reader.read(name, start * piece.itemsize, numpy_bytes(piece))
-                    residence.write(name, start, piece)
-            for name, buffer in buffers.items():
-                for slab, copy in _buffer_pages(buffer):
-                    reader.read(f"buffer.{name}", 0, numpy_bytes(slab.bytes))
-                    buffer.copy_(copy)
-            return dict(reader.meta)
+        for name in residence.parts:
+            for start, piece in residence.pieces(name, bounce):
+                snapshot.read(name, start * piece.itemsize, numpy_bytes(piece))
+                residence.write(name, start, piece)
+        for name, buffer in _buffers(model).items():
+            for slab, copy in _buffer_pages(buffer):
+                snapshot.read(f"buffer.{name}", 0, numpy_bytes(slab.bytes))
+                buffer.copy_(copy)
     finally:
         bounce.close()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.optim.spec import OptimizerSpec
 from penstock.run.memory import HostSlab
 from penstock.run.residence import Residence, parts_of
 from penstock.schedule.place import FP32
@@ -52,11 +53,11 @@ def buffers_to(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def describe_model(groups: Sequence[ParamGroup], precision: str, optimizer: str) -> dict[str, Any]:
+def describe_model(groups: Sequence[ParamGroup], precision: str, optimizer: OptimizerSpec) -> dict[str, Any]:
     """What a store or a snapshot is made for; two that are equal can be exchanged."""
     return {
         "precision": precision,
-        "optimizer": optimizer,
+        "optimizer": [type(optimizer).__name__, *optimizer.moment_names],
         "groups": [
             {
                 "name": group.spec.name,
