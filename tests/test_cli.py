@@ -95,6 +95,12 @@ def test_version_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -
     assert "no command 'trian'" in capsys.readouterr().err
 
 
+def test_torch_is_not_loaded_before_a_run_is_to_begin() -> None:
+    """How its threads wait is settled when it is loaded, and ``--version`` should not take seconds."""
+    code = "import sys, penstock.cli as c; assert c.main(['--version']) == 0; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_mistake_in_the_settings_is_one_line_and_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

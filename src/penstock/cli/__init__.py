@@ -3,6 +3,7 @@
 May import everything.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -68,6 +69,9 @@ def _train(words: Sequence[str]) -> int:
     if arguments.print_config:
         print(dump(config), end="")
         return 0
+    # Threads of torch that wait by spinning take the cores from the lanes' own threads. OpenMP reads this when torch is
+    # loaded, which is here: on a busy two-core machine it makes a step several times faster (docs/log.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from penstock.cli.train import train  # torch and transformers take seconds to import
 
     return train(config, arguments.start)
