@@ -125,6 +125,15 @@ def test_a_detached_parameter_keeps_its_identity_and_reads_as_nan(device: str) -
         assert s.parameter.requires_grad
 
 
+def test_a_parameter_with_hooks_does_not_leave_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = models.llama()
+    group = group_parameters(model, find_blocks(model))[-1]
+    group.slices[0].parameter.register_hook(lambda gradient: None)
+    with pytest.raises(AssertionError, match="would be lost"):
+        group.detach(torch.float32, torch.device("cpu"))
+
+
 def test_seeds_are_fixed_for_ever() -> None:
     """Saved runs resume with the same dropout only as long as these numbers stay."""
     assert rng.mix(0, 0, 0, 0, 0) == 8695987549771912286

@@ -319,6 +319,18 @@ def test_outside_a_step_the_model_is_its_own() -> None:
     assert not any("forward" in vars(b.module) for b in bench.blocks)
 
 
+def test_a_copy_of_the_model_runs_its_own_blocks() -> None:
+    case = MODELS["llama"]
+    bench = Bench(case, case.model())
+    bench.load_all()
+    other = copy.deepcopy(bench.tape.model)
+    micro_batch = case.micro_batches(1)[0]
+    wanted = case.loss_fn(other, micro_batch)
+    for parameter in bench.tape.model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(case.loss_fn(other, micro_batch), wanted)
+
+
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 

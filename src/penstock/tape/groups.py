@@ -59,6 +59,7 @@ class ParamGroup:
 def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """``parameter.data = data``, also off the meta device, which torch does not let a parameter leave that way."""
     if parameter.is_meta and not data.is_meta:
+        assert not parameter._backward_hooks, "the hooks of this parameter would be lost"
         real = nn.Parameter(data, requires_grad=parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]

@@ -82,7 +82,7 @@ class Modes:
 
     def apply(self) -> None:
         # A cast weight that autocast remembered would outlive the weight that it was cast from.
-        if any(enabled for _, enabled, _ in self.autocast):
+        if any(enabled or torch.is_autocast_enabled(device_type) for device_type, enabled, _ in self.autocast):
             torch.clear_autocast_cache()
         torch.set_grad_enabled(self.grad)
         for device_type, enabled, dtype in self.autocast:
@@ -278,6 +278,7 @@ class Passage:
         versions = tuple(t._version for t in inputs)
         buffers = tuple((module, name, module._buffers[name]) for module, name in self.facts.buffers)
         saved = tuple((module, name, b.clone()) for module, name, b in buffers if b is not None)
+        context.run(_forget, held)
         modes = Modes.capture(self._device_types)
         self.in_block = True
         try:
@@ -420,6 +421,12 @@ class Passage:
             outer.apply()
             for module, name, buffer in current:
                 module._buffers[name] = buffer
+
+
+def _forget(held: list[tuple[contextvars.ContextVar[Any], Any]]) -> None:
+    """Let a copied context not hold on to the containers of the running forward, which fill up with tensors."""
+    for var, _ in held:
+        var.set(None)
 
 
 def _run_again(call: Call, live: Any) -> list[GradientEdge | None]:

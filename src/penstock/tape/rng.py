@@ -34,8 +34,9 @@ def seed(
     value = mix(seed, step, micro_batch, stage, part)
     torch.default_generator.manual_seed(value)
     if device is not None and device.type not in ("cpu", "meta"):
-        with torch.device(device):
-            torch.get_device_module(device).manual_seed(value)
+        module = torch.get_device_module(device)
+        with module.device(device):
+            module.manual_seed(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,8 +61,8 @@ class Tape:
     """Runs a model's stages and hands out the gradients of its parameters as they appear.
 
     ``on_gradient(parameter, stage, gradient)`` is called in the backward with each parameter's gradient of one
-    stage and one micro-batch, in the parameter's dtype; the gradient is the callee's to keep. On an accelerator it is
-    called from autograd's thread, with the stream of the backward current.
+    stage and one micro-batch, in the parameter's dtype; the gradient is the callee's to keep and read, not to write. On
+    an accelerator it is called from autograd's thread, with the stream of the backward current.
     """
 
     def __init__(
@@ -82,8 +82,9 @@ class Tape:
         self.facts: tuple[StageFacts, ...] = ()
         self._loss_fn = loss_fn
         self._seed = seed
-        self.sites = tuple(self._install(index, block) for index, block in enumerate(blocks))
-        self._hooks = [h for g in groups for s in g.slices if s.trainable for h in self._watch(s.parameter)]
+        self.sites = tuple(_site(index, block) for index, block in enumerate(blocks))
+        self._replaced = [_install(site) for site in self.sites]
+        self._hooks: list[Any] = []
         self.passages: list[Passage] = []
         self._stages: tuple[Stage, ...] = ()
         self._weights: tuple[float, ...] = ()
@@ -99,19 +100,6 @@ class Tape:
 
     # -- installing -----------------------------------------------------------------------------------------------
 
-    def _install(self, index: int, block: Block) -> Site:
-        module = block.module
-        trainable = any(p.requires_grad for p in module.parameters())
-        site = Site(index=index, name=block.name, module=module, forward=module.forward, trainable=trainable)
-        self._originals = {**getattr(self, "_originals", {}), index: module.__dict__.get("forward")}
-
-        def boundary(*args: Any, **kwargs: Any) -> Any:
-            passage = current_passage()
-            return site.forward(*args, **kwargs) if passage is None else passage.arrive(site, args, kwargs)
-
-        module.__dict__["forward"] = boundary
-        return site
-
     def _watch(self, parameter: nn.Parameter) -> list[Any]:
         return [
             parameter.register_hook(partial(self._gradient_of_segment, parameter)),  # type: ignore[no-untyped-call]
@@ -121,10 +109,9 @@ class Tape:
     def close(self) -> None:
         """Give the model back as it was: the blocks' own forwards, and no hooks."""
         self.abort()
-        for site in self.sites:
+        for site, replaced in zip(self.sites, self._replaced, strict=True):
             site.module.__dict__.pop("forward", None)
-            if self._originals[site.index] is not None:
-                site.module.__dict__["forward"] = self._originals[site.index]
+            site.module.__dict__.update(replaced)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -174,6 +161,8 @@ class Tape:
 
     def open(self, step: int, micro_batches: Sequence[Mapping[str, Any]], train: bool) -> None:
         """``begin`` without a program: what the probe starts from."""
+        if not self._hooks:  # not earlier: a parameter that leaves the meta device loses its hooks
+            self._hooks = [h for g in self.groups for s in g.slices if s.trainable for h in self._watch(s.parameter)]
         self._step, self._train = step, train
         self._random = rng.RandomState.capture(self.device)
         self._losses = [None] * len(micro_batches)
@@ -380,6 +369,34 @@ class Tape:
             following = self.facts[stage + 1].site
             if following is not None:
                 self._expect_call(passage, stage + 1, following)
+
+
+class Boundary:
+    """Stands in for a block's ``forward``: suspends a passage that arrives, and otherwise is not there.
+
+    An object and not a closure, so that a deep copy of the model calls its own blocks.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self.__wrapped__ = site.forward  # what inspect.signature looks at
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        passage = current_passage()
+        return self._site.forward(*args, **kwargs) if passage is None else passage.arrive(self._site, args, kwargs)
+
+
+def _site(index: int, block: Block) -> Site:
+    trainable = any(p.requires_grad for p in block.module.parameters())
+    return Site(index=index, name=block.name, module=block.module, forward=block.module.forward, trainable=trainable)
+
+
+def _install(site: Site) -> dict[str, Any]:
+    """Put a boundary in front of a block. What has to be put back into the module's ``__dict__`` in the end."""
+    attributes = vars(site.module)
+    replaced = {key: attributes[key] for key in ("forward",) if key in attributes}
+    attributes["forward"] = Boundary(site)
+    return replaced
 
 
 def _drop_gradient(parameter: nn.Parameter, stage: int, gradient: torch.Tensor) -> None:
