@@ -253,8 +253,8 @@ def test_a_disk_directory_that_is_in_use(engine: penstock.Engine, tmp_path: Path
     with pytest.raises(StoreError, match="in use"):
         wrap(CASE, budget(tmp_path / "store"))
     code = (
-        "import penstock, sys; from pathlib import Path; from tests.models import MODELS; "
-        "from tests.training import budget, wrap; wrap(MODELS['llama'], budget(Path(sys.argv[1])))"
+        "import sys; from pathlib import Path; from tests.models import MODELS; "
+        "from tests.training import budget, wrap; wrap(MODELS['skips'], budget(Path(sys.argv[1])))"
     )
     other = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "store")], capture_output=True, text=True, check=False
