@@ -215,6 +215,8 @@ def test_a_file_system_in_memory_gets_a_warning() -> None:
             data = random_bytes(ALIGN)
             store.write("state", 0, data)
             assert np.array_equal(read(store, "state", nbytes=ALIGN), data)
+        with pytest.warns(UserWarning, match="in memory"):
+            Store.open([path]).close()
     finally:
         Store.delete([path])
         path.rmdir()

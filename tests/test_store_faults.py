@@ -71,14 +71,16 @@ def fill(path: Path) -> None:
 
 def test_a_full_disk_is_an_error_before_anything_is_written(small_disk: Path) -> None:
     before = set(small_disk.iterdir())
-    with pytest.raises(StoreError, match=r"needs 64 MiB on this file system, 1\d\.?\d* MiB are free: free some space"):
+    with pytest.raises(
+        StoreError, match=r"needs 64.5 MiB on this file system, 1\d\.?\d* MiB are free: free some space"
+    ):
         Store.create([small_disk / "d"], Layout.build([("a", 64 * MIB, 1)]), model={})
     assert set(small_disk.iterdir()) == before
 
 
 def test_two_directories_on_one_disk_share_its_room(small_disk: Path) -> None:
     paths = [small_disk / "a", small_disk / "b"]
-    with pytest.raises(StoreError, match="needs 20 MiB on this file system"):
+    with pytest.raises(StoreError, match=r"needs 20\.5 MiB on this file system"):
         Store.create(paths, Layout.build([("a", 20 * MIB, 1)]), model={})
     Store.create(paths, Layout.build([("a", 8 * MIB, 1)]), model={}).close()
 
@@ -90,6 +92,19 @@ def test_a_disk_that_fills_up_during_creation(small_disk: Path, monkeypatch: pyt
     with pytest.raises(StoreError, match="64 MiB are needed") as caught:
         Store.create([small_disk / "d"], Layout.build([("a", 64 * MIB, 1)]), model={})
     assert caught.value.errno == errno.ENOSPC
+    assert set(small_disk.iterdir()) == before
+
+
+def test_a_disk_that_has_room_for_the_data_only(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(small_disk.iterdir())
+    stat = os.statvfs(small_disk)
+    layout = Layout.build([("a", stat.f_bavail * stat.f_frsize - 40 * ALIGN, 1)])
+    with pytest.raises(StoreError, match="are free"):
+        Store.create([small_disk / "d"], layout, model={})
+    assert set(small_disk.iterdir()) == before
+    monkeypatch.setattr(packed, "free_bytes", lambda _: 1 << 40)
+    with pytest.raises(StoreError, match=r"creating a store failed: .*No space left"):
+        Store.create([small_disk / "d"], layout, model={})
     assert set(small_disk.iterdir()) == before
 
 

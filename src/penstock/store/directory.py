@@ -49,6 +49,7 @@ def make_directory(path: Path) -> bool:
         path.mkdir(mode=0o700)
     except OSError as e:
         raise store_error(f"{path} cannot be created: {e.strerror}: give a directory that you may write to", e) from e
+    sync_directory(path.parent)
     return True
 
 

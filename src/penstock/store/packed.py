@@ -94,7 +94,8 @@ class PackedFile:
         except StoreError:
             raise
         except OSError as e:
-            raise store_error(f"{path} cannot be opened: {e.strerror}: check its owner and mode", e) from e
+            advice = _ADVICE.get(e.errno or 0, "check its owner and mode")
+            raise store_error(f"{path} cannot be opened: {e.strerror}: {advice}", e) from e
         self.nbytes = os.fstat(self._fd).st_size
         self._grain = ALIGN if self.direct else 1  # where a transfer that stopped short may go on
 

@@ -12,7 +12,7 @@ from penstock.store.directory import sync_directory
 from penstock.store.packed import store_error
 
 FORMAT = 1
-_RESERVE = 256 << 10  # bytes of a commit file from the start, so that no commit needs new space on a full disk
+RESERVE = 256 << 10  # bytes of a commit file from the start, so that no commit needs new space on a full disk
 
 
 def encode(kind: str, body: object) -> bytes:
@@ -108,7 +108,7 @@ class CommitLog:
             ("commit.1", b""),
         ):
             with open(directory / name, "xb", opener=_private) as file:
-                file.write(text.ljust(_RESERVE))
+                file.write(text.ljust(RESERVE))
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -143,7 +143,7 @@ class CommitLog:
         text = encode("commit", {"store": self._store, "sequence": sequence, "record": record})
         try:
             with open(path, "r+b") as file:
-                file.write(text.ljust(max(_RESERVE, os.fstat(file.fileno()).st_size)))
+                file.write(text.ljust(max(RESERVE, os.fstat(file.fileno()).st_size)))
                 file.flush()
                 os.fdatasync(file.fileno())
         except OSError as e:

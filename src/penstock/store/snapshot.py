@@ -10,6 +10,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -94,14 +95,14 @@ class SnapshotWriter:
         _remove_abandoned(self._path)
         self._partial = self._path.with_name(f"{self._path.name}.partial-{uuid.uuid4().hex[:12]}")
         directory.make_directory(self._partial)
-        try:
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, self._partial)
             self._lock = DirectoryLock(self._partial)  # so that another save can tell a dead one's leftovers from ours
+            undo.callback(self._lock.release)
             self._check_room()
             packed.allocate(self._partial / DATA, max(self.layout.nbytes, ALIGN))
             file = PackedFile(self._partial / DATA, direct=direct)
-        except BaseException:
-            shutil.rmtree(self._partial)
-            raise
+            undo.pop_all()
         self._files = StripedFiles([file], stripe=BLOCK, io_threads=io_threads)
         self._open = True
 

@@ -3,8 +3,8 @@
 import os
 import uuid
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,8 +15,8 @@ from penstock.errors import StoreError
 from penstock.store import directory, packed
 from penstock.store.directory import DirectoryLock
 from penstock.store.layout import Layout
-from penstock.store.packed import PackedFile
-from penstock.store.records import CommitLog, read_document, write_document
+from penstock.store.packed import PackedFile, store_error
+from penstock.store.records import RESERVE, CommitLog, read_document, write_document
 from penstock.store.striping import Striping
 from penstock.store.transfer import Buffer, StripedFiles, byte_view
 
@@ -110,7 +110,7 @@ class Store:
         """
         paths = [Path(path) for path in paths]
         directory.check_distinct(paths)
-        with ExitStack() as undo:
+        with _reported("creating a store"), ExitStack() as undo:
             locks = [_claim(path, undo) for path in paths]
             _check_room(paths, layout, stripe)
             _fill(paths, layout, stripe, model)
@@ -128,10 +128,10 @@ class Store:
         """
         paths = [Path(path) for path in paths]
         directory.check_distinct(paths)
-        for path in paths:
-            directory.check_directory(path)
-        _read_manifests(paths)  # before a lock file is put into a directory that is perhaps not a store at all
-        with ExitStack() as undo:
+        with _reported("opening a store"), ExitStack() as undo:
+            for path in paths:
+                directory.check_directory(path)
+            _read_manifests(paths)  # before a lock file is put into a directory that is perhaps not a store at all
             locks = []
             for path in paths:
                 locks.append(DirectoryLock(path))
@@ -143,7 +143,7 @@ class Store:
     @staticmethod
     def exists(paths: Sequence[Path]) -> bool:
         """Whether any of the directories has a store, be it a whole one or not."""
-        return any((Path(path) / DATA).exists() for path in paths)
+        return any(os.path.exists(Path(path) / DATA) for path in paths)  # False where we may not even look
 
     @staticmethod
     def delete(paths: Sequence[Path]) -> None:
@@ -153,9 +153,9 @@ class Store:
             StoreError: a directory is missing, not writable, or in use.
         """
         paths = [Path(path) for path in paths]
-        for path in paths:
-            directory.check_directory(path)
-        with ExitStack() as undo:
+        with _reported("deleting a store"), ExitStack() as undo:
+            for path in paths:
+                directory.check_directory(path)
             for path in paths:
                 lock = DirectoryLock(path)
                 undo.callback(lock.release, remove=True)
@@ -245,10 +245,21 @@ class Store:
         self.close()
 
 
+@contextmanager
+def _reported(doing: str) -> Iterator[None]:
+    """Whatever the system refuses on the way is a `StoreError` to the user."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as e:
+        raise store_error(f"{doing} failed: {e}: check the directory's disk and permissions", e) from e
+
+
 def _claim(path: Path, undo: ExitStack) -> DirectoryLock:
     """Make and lock a directory that has no store, and clear what an interrupted creation left in it."""
     if directory.make_directory(path):
-        undo.callback(path.rmdir)
+        undo.callback(_remove_if_empty, path)
     lock = DirectoryLock(path)
     try:
         if (path / DATA).exists():
@@ -270,9 +281,10 @@ def _check_room(paths: Sequence[Path], layout: Layout, stripe: int) -> None:
     """Refuse before anything is written; directories on one file system share its room."""
     needed: dict[int, int] = {}
     sizes = Striping(files=len(paths), stripe=stripe).file_sizes(layout.nbytes)
+    small = 2 * RESERVE  # room for the commits and manifests
     for path, size in zip(paths, sizes, strict=True):
         device = path.stat().st_dev
-        needed[device] = needed.get(device, 0) + size
+        needed[device] = needed.get(device, small) + size
     for path in paths:
         size, free = needed[path.stat().st_dev], packed.free_bytes(path)
         if size > free:
@@ -288,8 +300,6 @@ def _fill(paths: Sequence[Path], layout: Layout, stripe: int, model: dict[str, A
     names = tuple(str(path.resolve()) for path in paths)
     sizes = Striping(files=len(paths), stripe=stripe).file_sizes(layout.nbytes)
     for path, size in zip(paths, sizes, strict=True):
-        if directory.in_memory(path):
-            warnings.warn(f"{path} is in memory, not on a drive: what is stored there takes memory", stacklevel=4)
         packed.allocate(path / PARTIAL, size)
     CommitLog.create(paths[0], identity)
     for index, path in enumerate(paths):
@@ -335,15 +345,21 @@ def _attach(paths: Sequence[Path], locks: Sequence[DirectoryLock], *, io_threads
     with ExitStack() as undo:
         files = []
         for path, size in zip(paths, sizes, strict=True):
-            files.append(
-                PackedFile(path / DATA, direct=direct if direct is not None or not directory.in_memory(path) else False)
-            )
+            memory = directory.in_memory(path)
+            if memory:
+                warnings.warn(f"{path} is in memory, not on a drive: what is stored there takes memory", stacklevel=3)
+            files.append(PackedFile(path / DATA, direct=False if memory and direct is None else direct))
             undo.callback(files[-1].close)
             if files[-1].nbytes != size:
                 raise StoreError(f"{path / DATA} is damaged: it has {files[-1].nbytes} bytes, its manifest says {size}")
         striped = StripedFiles(files, stripe=manifest.stripe, io_threads=io_threads)
         undo.pop_all()
     return Store(paths, manifest, striped, commits, locks)
+
+
+def _remove_if_empty(path: Path) -> None:
+    with suppress(OSError):  # an error on the way out must not hide the one that led here
+        path.rmdir()
 
 
 def _remove_files(path: Path) -> None:
