@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
 from bench.workload import Work
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -4,6 +4,7 @@ import argparse
 import time
 
 import torch
+
 from bench.workload import (
     BETAS,
     EPS,

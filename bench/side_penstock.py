@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import torch
-from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Report, Tokens, Work, build_initial
 
 import penstock
+from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Report, Tokens, Work, build_initial
 
 
 def train(work: Work, report: Report, device: str, host: str) -> None:

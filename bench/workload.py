@@ -160,6 +160,11 @@ def peak_rss() -> int:
     return _proc_field(Path("/proc/self/status"), "VmHWM") * 1024
 
 
+def resident() -> int:
+    """This process's resident memory now, in bytes (``VmRSS``)."""
+    return _proc_field(Path("/proc/self/status"), "VmRSS") * 1024
+
+
 def disk_bytes() -> tuple[int, int]:
     """Bytes that this process has made the block layer read and write so far; page cache hits do not count."""
     io = Path("/proc/self/io")
