@@ -117,6 +117,7 @@ def test_a_model_without_blocks(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
 def test_gradient_checkpointing_of_the_models_own(tmp_path: Path) -> None:
     model = llama()
     model.gradient_checkpointing_enable()  # type: ignore[operator]
@@ -134,7 +135,7 @@ def test_a_key_value_cache(tmp_path: Path) -> None:
 
 
 def test_a_model_that_returns_no_loss(tmp_path: Path) -> None:
-    with penstock.wrap(CASE.model(), optimizer=penstock.AdamW(), budget=budget(tmp_path / "store")) as engine:
+    with wrap(CASE, budget(tmp_path / "store"), loss_fn=None) as engine:
         with pytest.raises(ConfigError, match="no loss: give micro-batches with 'labels', or pass loss_fn"):
             engine.step([{"input_ids": mb["input_ids"]} for mb in STEPS[0]])
         with unharmed(engine):
@@ -146,9 +147,8 @@ def test_a_loss_of_several_elements(tmp_path: Path) -> None:
         logits: torch.Tensor = model(**micro_batch).logits
         return logits
 
-    settings = {"optimizer": penstock.AdamW(), "budget": budget(tmp_path / "store"), "loss_fn": loss_fn}
     with (
-        penstock.wrap(CASE.model(), **settings) as engine,
+        wrap(CASE, budget(tmp_path / "store"), loss_fn=loss_fn) as engine,
         pytest.raises(ModelError, match=r"loss must be a tensor of one element, but .* of shape \(2, 12, 96\)"),
     ):
         engine.step(STEPS[0])
@@ -206,9 +206,9 @@ class Hasty(nn.Module):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_micro_batches_that_take_another_way(overlap: bool, clip: float | None, tmp_path: Path) -> None:
-    where, optimizer, steady = budget(tmp_path / "store"), penstock.AdamW(), [{"x": torch.ones(4, 8)}] * 2
+    where, steady = budget(tmp_path / "store"), [{"x": torch.ones(4, 8)}] * 2
     settings: dict[str, Any] = {"loss_fn": lambda m, mb: m(**mb), "overlap": overlap, "clip_grad_norm": clip}
-    with penstock.wrap(Hasty(), optimizer=optimizer, budget=where, **settings) as engine:
+    with wrap(CASE, where, model=Hasty(), **settings) as engine:
         engine.step(steady)
         before = state_of(engine)
         with pytest.raises(ModelError, match="micro-batch 1") as refusal:

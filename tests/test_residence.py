@@ -1,0 +1,136 @@
+"""Arrays keep their bits wherever they live and however they move."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config import Tier
+from penstock.run import residence as module
+from penstock.run.memory import HostSlab
+from penstock.run.residence import Residence, parts_of
+from penstock.schedule.place import Format, Placement
+from penstock.schedule.program import ALIGN, GroupSpec
+from penstock.store import Layout, Store
+
+CPU = torch.device("cpu")
+GROUPS = (
+    GroupSpec(index=0, name="ends", trainable=2 * ALIGN, frozen=0),
+    GroupSpec(index=1, name="block", trainable=5 * ALIGN, frozen=3 * ALIGN),
+    GroupSpec(index=2, name="frozen", trainable=0, frozen=ALIGN),
+)
+SPLIT = Format(weight_bytes=2, moments=2)
+ONE = Format(weight_bytes=4, moments=2)
+
+
+def names(form: Format, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
+    return {p.name: (p.numel // ALIGN, p.dtype) for g in GROUPS for p in parts_of(g, form, dtype)}
+
+
+def test_the_arrays_of_each_format() -> None:
+    half, full = torch.bfloat16, torch.float32
+    trained = {f"moment{i}.{g}": (n, full) for g, n in ((0, 2), (1, 5)) for i in (0, 1)}
+    masters = {"master.0": (2, full), "master.1": (5, full)}
+    assert names(SPLIT, half) == trained | masters | {
+        "weights.0": (2, half),
+        "weights.1": (8, half),
+        "weights.2": (1, half),
+    }
+    assert names(ONE, full) == trained | {"weights.0": (2, full), "weights.1": (8, full), "weights.2": (1, full)}
+    no_state = Format(weight_bytes=4, moments=0)
+    assert names(no_state, full) == {"weights.0": (2, full), "weights.1": (8, full), "weights.2": (1, full)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    parts = [part for group in GROUPS for part in parts_of(group, SPLIT, torch.bfloat16)]
+    layout = Layout.build((part.name, part.nbytes, 1) for part in parts)
+    with Store.create([tmp_path / "store"], layout, model={}) as made:
+        yield made
+
+
+def pages(dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """Page-aligned memory, as reads and writes of a drive need it."""
+    return HostSlab(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
+
+
+def fill(residence: Residence) -> dict[str, torch.Tensor]:
+    """Write other random numbers to every array; what was written."""
+    generator, written = torch.Generator().manual_seed(0), {}
+    for name, part in residence.parts.items():
+        piece = pages(part.dtype, part.numel)
+        piece.copy_(torch.randn(part.numel, generator=generator))
+        residence.write(name, 0, piece)
+        written[name] = piece
+    return written
+
+
+def check(residence: Residence, written: dict[str, torch.Tensor]) -> None:
+    for name, part in residence.parts.items():
+        whole = pages(part.dtype, part.numel)
+        residence.read(name, 0, whole)
+        assert torch.equal(whole, written[name]), name
+        if part.numel > ALIGN:
+            rest = pages(part.dtype, part.numel - ALIGN)
+            residence.read(name, ALIGN, rest)
+            assert torch.equal(rest, written[name][ALIGN:]), name
+
+
+def placement(*tiers: tuple[Tier, Tier]) -> Placement:
+    """(weights, state) of each group."""
+    weights, state = zip(*tiers, strict=True)
+    return Placement(weights=weights, state=state, gradients="host", checkpoints="device")
+
+
+ROUTE: tuple[Placement, ...] = (
+    placement(("host", "host"), ("disk", "disk"), ("host", "disk")),
+    placement(("device", "device"), ("host", "disk"), ("device", "disk")),
+    placement(("device", "host"), ("device", "device"), ("disk", "disk")),
+    placement(("disk", "disk"), ("disk", "host"), ("host", "host")),
+    placement(("disk", "disk"), ("disk", "disk"), ("disk", "disk")),
+)
+
+
+@pytest.mark.parametrize("bounce", [4 * ALIGN, 8 << 20])
+def test_moving_keeps_every_bit(bounce: int, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through buffers smaller than an array, and larger."""
+    monkeypatch.setattr(module, "_BOUNCE", bounce)
+    residence = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store)
+    written = fill(residence)
+    check(residence, written)
+    for place in ROUTE:
+        residence.settle(place)
+        for group in GROUPS:
+            first, *state = parts_of(group, SPLIT, torch.bfloat16)
+            assert residence.tier_of(first.name) == place.weights[group.index]
+            assert all(residence.tier_of(part.name) == place.state[group.index] for part in state)
+        resident = [p.nbytes for p in residence.parts.values() if residence.tier_of(p.name) == "host"]
+        assert residence.host_bytes() == sum(resident)
+        check(residence, written)
+    residence.close()
+
+
+def test_what_is_written_in_memory_is_what_moves(store: Store) -> None:
+    residence = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store)
+    fill(residence)
+    residence.settle(ROUTE[0])
+    written = fill(residence)
+    residence.array("master.0")[5] = 7.0
+    written["master.0"][5] = 7.0
+    residence.to_disk()
+    assert residence.tier_of("master.0") == "host"
+    check(residence, written)
+    on_disk = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store)
+    check(on_disk, written)
+    residence.close()
+
+
+def test_without_a_store_everything_starts_as_zeros_in_host_memory() -> None:
+    residence = Residence(GROUPS, ONE, torch.float32, CPU, None)
+    assert {residence.tier_of(name) for name in residence.parts} == {"host"}
+    assert not any(residence.array(name).any() for name in residence.parts)
+    written = fill(residence)
+    residence.settle(placement(("device", "device"), ("host", "host"), ("device", "host")))
+    check(residence, written)
+    residence.close()
