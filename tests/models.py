@@ -30,10 +30,13 @@ class Case:
         torch.manual_seed(seed)
         return self.build().train()
 
-    def micro_batches(self, count: int, *, seed: int = 0, rows: int = 2, length: int = 12) -> list[MicroBatch]:
-        """``count`` micro-batches of ``rows`` x ``length`` tokens."""
+    def micro_batches(
+        self, count: int, *, seed: int = 0, rows: int = 2, length: int = 12, dtype: torch.dtype = torch.float32
+    ) -> list[MicroBatch]:
+        """``count`` micro-batches of ``rows`` x ``length`` tokens; tensors that are not integers in ``dtype``."""
         generator = torch.Generator().manual_seed(seed)
-        return [self.micro_batch(generator, rows, length) for _ in range(count)]
+        drawn = [self.micro_batch(generator, rows, length) for _ in range(count)]
+        return [{k: t.to(dtype) if t.is_floating_point() else t for k, t in mb.items()} for mb in drawn]
 
 
 def _tokens(generator: torch.Generator, rows: int, length: int, low: int = 2) -> torch.Tensor:
@@ -60,6 +63,16 @@ def masked_lm(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
 
 def sequence_to_sequence(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
     return {"input_ids": _tokens(generator, rows, length), "labels": _tokens(generator, rows, length // 2)}
+
+
+def speech(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
+    sound = torch.randn(rows, 8, 2 * length, generator=generator)
+    return {"input_features": sound, "labels": _tokens(generator, rows, length // 2)}
+
+
+def images(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
+    pixels = torch.randn(rows, 3, 16, 16, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(0, 2, (rows,), generator=generator)}
 
 
 def _decoder(**changes: Any) -> dict[str, Any]:
@@ -117,8 +130,8 @@ def gpt2(**changes: Any) -> nn.Module:
 def mixtral(**changes: Any) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    settings = _decoder(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1, **changes)
-    return MixtralForCausalLM(MixtralConfig(**settings))
+    settings = _decoder(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1)
+    return MixtralForCausalLM(MixtralConfig(**settings | changes))
 
 
 def qwen3_moe(**changes: Any) -> nn.Module:
@@ -213,6 +226,44 @@ def t5(**changes: Any) -> nn.Module:
     return T5ForConditionalGeneration(T5Config(**settings | changes))
 
 
+def whisper(**changes: Any) -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    settings = {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "max_source_positions": 12,
+        "max_target_positions": 16,
+        "num_mel_bins": 8,
+        "use_cache": False,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return WhisperForConditionalGeneration(WhisperConfig(**settings | changes))
+
+
+def vit(**changes: Any) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    settings = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 4,
+    }
+    return ViTForImageClassification(ViTConfig(**settings | changes))
+
+
 class Skips(nn.Module):
     """Down and up again: skips over all blocks, batch norm, a scale between blocks, and a head tied to the input."""
 
@@ -264,6 +315,8 @@ MODELS: dict[str, Case] = {
     "deepseek_v3": Case(build=deepseek_v3, micro_batch=causal_lm, blocks=3),
     "bert": Case(build=bert, micro_batch=masked_lm, blocks=3),
     "t5": Case(build=t5, micro_batch=sequence_to_sequence, blocks=5),
+    "whisper": Case(build=whisper, micro_batch=speech, blocks=4),
+    "vit": Case(build=vit, micro_batch=images, blocks=3),
     "skips": Case(
         build=Skips,
         micro_batch=lambda g, rows, length: {"tokens": _tokens(g, rows, length)},

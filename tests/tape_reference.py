@@ -57,17 +57,19 @@ class Bench:
             for s in group.slices:
                 flat[s.offset : s.offset + s.numel].copy_(s.parameter.detach().flatten())
             group.detach(self.dtype, CPU)
-        self.attached: set[int] = set()
+        self.attached: dict[int, torch.Tensor] = {}
         self.tape = Tape(model, self.blocks, self.groups, case.loss_fn, seed=SEED, device=CPU)
         self.stages: tuple[Stage, ...] = ()
 
     def load(self, group: int) -> None:
         assert group not in self.attached
-        self.attached.add(group)
-        self.groups[group].attach(self.flats[group].clone() if self.moving else self.flats[group])
+        self.attached[group] = self.flats[group].clone() if self.moving else self.flats[group]
+        self.groups[group].attach(self.attached[group])
 
     def unload(self, group: int) -> None:
-        self.attached.remove(group)
+        flat = self.attached.pop(group)
+        if self.moving:
+            flat.fill_(float("nan"))  # as the next weights in the same buffer would
         self.groups[group].detach(self.dtype, CPU)
 
     def load_all(self) -> None:

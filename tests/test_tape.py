@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests import models
 from tests.models import MODELS, Case, MicroBatch
 from tests.tape_reference import Bench, Gradients, Order, horizontal, plain_step, relative_error, vertical
 from torch import nn
@@ -40,7 +41,7 @@ def test_gradients_equal_plain_accumulation(name: str, order: Order) -> None:
     case = MODELS[name]
     model = case.model().double()
     plain = copy.deepcopy(model)
-    micro_batches = case.micro_batches(3)
+    micro_batches = case.micro_batches(3, dtype=torch.float64)
     bench = Bench(case, model, moving=True)
     bench.probe(micro_batches[0])
     losses, gradients = bench.step(micro_batches, WEIGHTS, order, step=4)
@@ -80,3 +81,17 @@ def test_fp32_bits_of_a_plain_loop(name: str) -> None:
     several = [name for name in wanted if sum(group_of(bench, name) in s.gradients for s in bench.stages) > 1]
     different = [name for name, g in wanted.items() if not torch.equal(gradients[name], g)]
     assert set(different) <= {"bert.embeddings.word_embeddings.weight", "model.embed_tokens.weight"} & set(several)
+
+
+def test_grouped_experts_are_exact() -> None:
+    """The library's default for mixtures of experts, one product over all experts. It has no float64."""
+    case = MODELS["mixtral"]
+    model = models.mixtral(experts_implementation="grouped_mm").train()
+    plain = copy.deepcopy(model)
+    micro_batches = case.micro_batches(3)
+    bench = Bench(case, model, moving=True)
+    bench.probe(micro_batches[0])
+    losses, gradients = bench.step(micro_batches, WEIGHTS)
+    wanted_losses, wanted = plain_of(case, bench, plain, micro_batches)
+    assert losses == wanted_losses
+    assert all(torch.equal(gradients[name], g) for name, g in wanted.items())

@@ -402,6 +402,7 @@ def test_a_cache_is_refused(name: str) -> None:
     assert "use_cache = False" in refused(MODELS[name], switch_on)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the library is renaming the method
 def test_gradient_checkpointing_is_refused() -> None:
     message = refused(MODELS["llama"], lambda model: model.gradient_checkpointing_enable())
     assert "gradient_checkpointing_disable()" in message
