@@ -123,9 +123,11 @@ def report(setting: Setting, seconds: dict[str, list[float]]) -> tuple[str, floa
     best = min(seconds["torch"]) / min(seconds["penstock"])
     verdict = (
         f"**{ratio:.2f}x torch fused AdamW with its two casts** (must reach {MUST_REACH}x); {of_copy:.2f} of the "
-        "bandwidth of a copy of the same bytes. Ratios are medians over rounds; between the best rounds of each the first "
-        f"is {best:.2f}x. A machine busy with other work raises the first, which is then no figure for an idle one."
+        "bandwidth of a copy of the same bytes. Ratios are medians over rounds; torch's best round against our best is "
+        f"{best:.2f}x."
     )
+    if os.getloadavg()[0] > 1.5 * setting.threads:
+        verdict += " The machine was busy with other work: this says little about an idle one."
     return "\n\n".join([machine(), head, "\n".join(rows), verdict]), ratio
 
 
