@@ -14,7 +14,7 @@ from penstock.run.executor import Executor
 from penstock.run.pools import Pools
 from penstock.run.serial import SerialExecutor
 from penstock.run.streams import HostStreams
-from penstock.schedule.op import Op, Schedule
+from penstock.schedule.op import Op, Schedule, parse_schedule
 
 CPU = torch.device("cpu")
 
@@ -63,10 +63,13 @@ def assert_rules_kept(schedule: Schedule, events: list[tuple[str, str]], in_flig
     """Every op once; lanes start in order; dependencies; nothing exceeds a pool; no more in flight than workers."""
     position = {event: i for i, event in enumerate(events)}
     assert len(events) == 2 * len(schedule.ops) == len(position)
+    turn = {op.id: i for ops in schedule.lanes.values() for i, op in enumerate(ops)}
     for op in schedule.ops:
         assert position["start", op.id] < position["end", op.id]
         for other in op.after:
-            assert position["end", other] < position["start", op.id], (other, op.id)
+            # An op counts as done only when all before it in its lane are: the checker's proof rests on that.
+            for earlier in schedule.lanes[schedule.by_id[other].lane][: turn[other] + 1]:
+                assert position["end", earlier.id] < position["start", op.id], (earlier.id, op.id)
     for lane, ops in schedule.lanes.items():
         if in_flight.get(lane, 1) == 1:
             order = [name for what, name in events if what == "start" and schedule.by_id[name].lane == lane]
@@ -268,6 +271,18 @@ def test_close_ends_every_thread() -> None:
     executor.run()
     executor.close()
     assert threading.active_count() == before
+
+
+def test_a_read_that_overtakes_an_earlier_one_counts_as_done_only_after_it() -> None:
+    """The checker takes an op that waits for the second read to come after the first one, too."""
+    schedule = parse_schedule("schedule example micro-batches 1 chunk 4096\nRS0.0\nRS0.1\nOP0.1 after RS0.1\n")
+    pools = Pools(schedule, CPU)
+    recorder = Recorder(schedule, pools, 0, lambda op: time.sleep(0.02 if op.id == "RS0.0" else 0))
+    executor = Executor(schedule, pools, recorder, HostStreams(), io_workers=2)
+    executor.run()
+    executor.close()
+    assert recorder.events.index(("end", "RS0.1")) < recorder.events.index(("end", "RS0.0")), "two were in flight"
+    assert_rules_kept(schedule, recorder.events, {"read": 2})
 
 
 def test_many_runs_of_one_executor() -> None:
