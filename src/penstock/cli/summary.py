@@ -3,6 +3,7 @@
 import resource
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 
 from penstock.cli.display import clock
 from penstock.cli.meter import Meter
@@ -32,10 +33,11 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
             f"Stopped after step {meter.done} of {outline.steps}, as asked. That step is whole and the state intact: "
             "the same command with --resume goes on."
         )
-    loss = f"loss     {meter.losses[0]:.4f} -> {meter.losses[-1]:.4f}"
+    last = meter.losses[-max(len(meter.losses) // 10, 1) :]  # one micro-batch is noisy: the mean of the last tenth
+    loss = f"loss     {meter.losses[0]:.4f} -> {fmean(last):.4f}" + (f", mean of {len(last)}" if len(last) > 1 else "")
     if meter.validation:
-        loss += f" (held-out text {meter.validation[-1]:.4f})"
-    lines.append(f"{loss} in {len(meter.losses)} steps, {meter.tokens:,} tokens, {clock(meter.seconds)}")
+        loss += f", held-out text {meter.validation[-1]:.4f}"
+    lines.append(f"{loss}, in {len(meter.losses)} steps, {meter.tokens:,} tokens, {clock(meter.seconds)}")
     lines.append(
         f"state    {format_size(meter.state_bytes)}: weights, gradients and optimizer state of "
         f"{outline.parameters / 1e6:.1f}M parameters, {meter.state_bytes / outline.given_bytes:.1f}x the memory given"
