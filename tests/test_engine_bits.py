@@ -243,3 +243,20 @@ def test_same_bits_with_a_schedule_of_ones_own(reference: Callable[..., Result],
         found = run_steps(engine, STEPS)
         assert engine.plan.schedule.pools == own.pools
     assert_same(found, reference("fp32", 1.75))
+
+
+@pytest.mark.parametrize("variant", ["overlapped", "planned"])
+def test_running_statistics_are_part_of_what_is_continued(variant: str, tmp_path: Path) -> None:
+    """Batch norm's: in the store when it is closed, and in a snapshot."""
+    case, where = MODELS["skips"], VARIANTS[variant][0]
+    steps = steps_of(case, 4)
+    wanted = train(case, where(tmp_path / "wanted"), steps)
+    with wrap(case, where(tmp_path / "store")) as engine:
+        first = run_steps(engine, steps[:2])
+        engine.save(tmp_path / "snapshot")
+    for name in ("store", "other"):
+        with wrap(case, where(tmp_path / name), model=case.model(seed=5)) as engine:
+            if name == "other":
+                engine.load(tmp_path / "snapshot")
+            assert_same_state(state_of(engine), first.state)
+            assert_same_state(run_steps(engine, steps[2:]).state, wanted.state)

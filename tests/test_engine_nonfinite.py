@@ -34,7 +34,8 @@ class Spoil(torch.autograd.Function):
 
 def loss_of(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
     """The model's loss, spoiled as the micro-batch's ``fault`` says."""
-    loss: torch.Tensor = model(**{k: v for k, v in micro_batch.items() if k != "fault"}).loss
+    out = model(**{k: v for k, v in micro_batch.items() if k != "fault"})
+    loss: torch.Tensor = out if isinstance(out, torch.Tensor) else out.loss
     match int(micro_batch["fault"]):
         case 1:
             return loss * 1e8  # finite; its gradient is too large for fp16
@@ -156,3 +157,18 @@ def test_a_loss_that_is_no_number_is_refused_and_changes_nothing(
         found = run_steps(engine, GOOD[1:])
     assert found.losses == wanted.losses[1:]
     assert_same_state(found.state, wanted.state)
+
+
+@pytest.mark.parametrize("fault", [2, 3])
+def test_running_statistics_do_not_see_what_was_skipped_or_refused(fault: int, tmp_path: Path) -> None:
+    case = replace(MODELS["skips"], loss_fn=loss_of)
+    steps = steps_of(case, 2)
+    with wrap(case, budget(tmp_path / "store")) as engine:
+        before = run_steps(engine, [with_fault(steps[0])]).state
+        assert any(tensor.any() for name, tensor in before.items() if name.endswith("running_mean"))
+        if fault == 2:
+            assert engine.step(with_fault(steps[1], fault=2)).skipped
+        else:
+            with pytest.raises(NonFiniteError):
+                engine.step(with_fault(steps[1], fault=3))
+        assert_same_state(state_of(engine), before)

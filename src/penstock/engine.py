@@ -19,6 +19,7 @@ from penstock.optim.facade import StreamedOptimizer
 from penstock.optim.spec import OptimizerSpec
 from penstock.plan.fit import Plan
 from penstock.run import batch, snapshots, start
+from penstock.run.buffers import Buffers
 from penstock.run.home import Home
 from penstock.run.interrupt import whole_steps
 from penstock.run.memory import HostSlab
@@ -163,13 +164,15 @@ class Engine:
         self.optimizer = StreamedOptimizer(
             optimizer, [(s.name, s.parameter) for g in self._groups for s in g.slices if s.trainable]
         )
-        self._description = start.describe_model(self._groups, precision, optimizer)
+        self._buffers = Buffers(model)
+        self._description = start.describe_model(self._groups, self._buffers, precision, optimizer)
         self._home = Home(
             budget,
             [g.spec for g in self._groups],
             format_of(precision, optimizer.moments),
             self._dtype,
             device,
+            self._buffers,
             model=self._description,
             io_threads=io_threads,
         )
@@ -205,6 +208,8 @@ class Engine:
         self._check_seed(self._home.resumed)
         for group in self._groups:
             group.detach(self._dtype, self.device)
+        assert self._home.store is not None
+        self._buffers.read(self._home.store.read)
         self._adopt(self._home.resumed)
         log.warning("continuing the store in %s from step %d", self.budget.disk_paths[0], self.step_count)
 
@@ -243,12 +248,14 @@ class Engine:
             loss_scale=self._scale.value,
         )
         self._note(between_steps=False)
+        buffers = self._buffers.copies()
         try:
             losses = runner.run(context, self._to_device(micro_batches), weights)
         except BaseException as error:
             if context.updating:
                 self._broken = f"step {context.step} was broken off by {type(error).__name__}: {error}"
             else:
+                self._buffers.put_back(buffers)
                 with contextlib.suppress(StoreError):  # then the store stays marked as within a step: nothing is lost
                     self._note(between_steps=True)
             raise
@@ -259,6 +266,7 @@ class Engine:
         self.step_count += 1
         self._updates += not context.skip
         if context.skip:
+            self._buffers.put_back(buffers)
             log.warning("step %d: a gradient was infinite or NaN; nothing was updated", context.step)
         self._scale.update(overflow=context.skip)
         self.optimizer.record_step()
@@ -377,7 +385,7 @@ class Engine:
         """
         self._check_usable()
         meta = {"model": self._description, **self._progress()}
-        snapshots.save(Path(path), self._residence, self.model, meta, overwrite=overwrite)
+        snapshots.save(Path(path), self._residence, self._buffers, meta, overwrite=overwrite)
 
     def load(self, path: str | Path) -> None:
         """Take over a snapshot. Training goes on exactly as it would have where it was saved.
@@ -393,7 +401,7 @@ class Engine:
             self._check_param_groups(snapshot.meta)
             self._note(between_steps=False)
             self._broken = f"loading {path} was broken off"  # until everything below is done
-            snapshots.restore(snapshot, self._residence, self.model)
+            snapshots.restore(snapshot, self._residence, self._buffers)
             self._adopt(snapshot.meta)
             for mine, saved in zip(self.optimizer.param_groups, snapshot.meta["param_groups"], strict=True):
                 mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})

@@ -7,6 +7,7 @@ import torch
 
 from penstock.config import Budget, format_size
 from penstock.errors import BudgetError, StoreError
+from penstock.run.buffers import Buffers
 from penstock.run.residence import Residence, parts_of
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
@@ -29,6 +30,7 @@ class Home:
         form: Format,
         dtype: torch.dtype,
         device: torch.device,
+        buffers: Buffers,
         *,
         model: dict[str, Any],
         io_threads: int,
@@ -41,9 +43,11 @@ class Home:
         """Where the store that was found had got to; None for a fresh one."""
         self.store: Store | None = None
         self._budget = budget
+        self._buffers = buffers
         parts = [part for group in groups for part in parts_of(group, form, dtype)]
         if budget.disk_paths:
-            self.store = self._open([(p.name, p.nbytes, 1) for p in parts], model, io_threads)
+            entries = [(p.name, p.nbytes, 1) for p in parts] + [(name, n, 1) for name, n in buffers.sizes()]
+            self.store = self._open(entries, model, io_threads)
         elif (need := sum(p.nbytes for p in parts)) > (have := budget.host_bytes + budget.device_bytes):
             raise BudgetError(
                 f"weights and optimizer state take {format_size(need)}, and the budget gives {format_size(have)} of "
@@ -79,6 +83,8 @@ class Home:
         whole = between_steps and on_disk
         last = self.store.last_commit()
         if whole or last is None or last["whole"]:
+            if whole:
+                self._buffers.write_changed(self.store.write)
             self.store.commit({**progress(), "whole": whole})
 
     def close(self, progress: Callable[[], Progress] | None) -> None:
@@ -86,6 +92,7 @@ class Home:
         if self.store is not None:
             if progress is not None:
                 self.residence.to_disk()
+                self._buffers.write_changed(self.store.write)
                 self.store.commit({**progress(), "whole": True})
             self.store.close()
         self.residence.close()

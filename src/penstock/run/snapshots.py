@@ -5,10 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from penstock.errors import StoreError
+from penstock.run.buffers import Buffers
 from penstock.run.memory import HostSlab
 from penstock.run.residence import Residence, numpy_bytes
 from penstock.schedule.place import page_up
@@ -17,26 +15,13 @@ from penstock.store.snapshot import SnapshotReader, SnapshotWriter
 _BOUNCE = 8 << 20
 
 
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
-
-
-def _buffer_pages(buffer: torch.Tensor) -> Iterator[tuple[HostSlab, torch.Tensor]]:
-    """A page-aligned copy of a buffer, and the part of it that holds the buffer's bytes."""
-    slab = HostSlab(buffer.numel() * buffer.itemsize)
-    yield slab, slab.bytes[: buffer.numel() * buffer.itemsize].view(buffer.dtype).view(buffer.shape)
-    slab.close()
-
-
-def save(path: Path, residence: Residence, model: nn.Module, meta: Mapping[str, Any], *, overwrite: bool) -> None:
+def save(path: Path, residence: Residence, buffers: Buffers, meta: Mapping[str, Any], *, overwrite: bool) -> None:
     """Write a snapshot; it appears under ``path`` whole or not at all. Needs 8 MiB of memory.
 
     Raises:
         StoreError: the path exists and may not be overwritten, or the disk is full or fails.
     """
-    buffers = _buffers(model)
-    entries = [(name, page_up(part.nbytes)) for name, part in residence.parts.items()]
-    entries += [(f"buffer.{name}", page_up(b.numel() * b.itemsize)) for name, b in buffers.items()]
+    entries = [(name, page_up(part.nbytes)) for name, part in residence.parts.items()] + buffers.sizes()
     bounce = HostSlab(_BOUNCE)
     try:
         with SnapshotWriter(path, entries, dict(meta), overwrite=overwrite) as writer:
@@ -44,10 +29,7 @@ def save(path: Path, residence: Residence, model: nn.Module, meta: Mapping[str, 
                 for start, piece in residence.pieces(name, bounce):
                     residence.read(name, start, piece)
                     writer.write(name, start * piece.itemsize, numpy_bytes(piece))
-            for name, buffer in buffers.items():
-                for slab, copy in _buffer_pages(buffer):
-                    copy.copy_(buffer)
-                    writer.write(f"buffer.{name}", 0, numpy_bytes(slab.bytes))
+            buffers.write(writer.write)
             writer.finish()
     finally:
         bounce.close()
@@ -71,8 +53,8 @@ def opened(path: Path, description: Mapping[str, Any]) -> Iterator[SnapshotReade
         yield reader
 
 
-def restore(snapshot: SnapshotReader, residence: Residence, model: nn.Module) -> None:
-    """Overwrite all arrays, wherever they are at home, and the model's buffers.
+def restore(snapshot: SnapshotReader, residence: Residence, buffers: Buffers) -> None:
+    """Overwrite all arrays, wherever they are at home, and the buffers.
 
     Raises:
         StoreError: a drive failed. Part of the state is then the snapshot's, and part what it was before.
@@ -83,9 +65,6 @@ def restore(snapshot: SnapshotReader, residence: Residence, model: nn.Module) ->
             for start, piece in residence.pieces(name, bounce):
                 snapshot.read(name, start * piece.itemsize, numpy_bytes(piece))
                 residence.write(name, start, piece)
-        for name, buffer in _buffers(model).items():
-            for slab, copy in _buffer_pages(buffer):
-                snapshot.read(f"buffer.{name}", 0, numpy_bytes(slab.bytes))
-                buffer.copy_(copy)
+        buffers.read(snapshot.read)
     finally:
         bounce.close()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from penstock.optim.spec import OptimizerSpec
+from penstock.run.buffers import Buffers
 from penstock.run.memory import HostSlab
 from penstock.run.residence import Residence, parts_of
 from penstock.schedule.place import FP32
@@ -53,7 +54,9 @@ def buffers_to(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def describe_model(groups: Sequence[ParamGroup], precision: str, optimizer: OptimizerSpec) -> dict[str, Any]:
+def describe_model(
+    groups: Sequence[ParamGroup], buffers: Buffers, precision: str, optimizer: OptimizerSpec
+) -> dict[str, Any]:
     """What a store or a snapshot is made for; two that are equal can be exchanged."""
     return {
         "precision": precision,
@@ -67,4 +70,5 @@ def describe_model(groups: Sequence[ParamGroup], precision: str, optimizer: Opti
             }
             for group in groups
         ],
+        "buffers": buffers.describe(),
     }
