@@ -47,18 +47,19 @@ class Bench:
     def __init__(
         self, case: Case, model: nn.Module, *, moving: bool = False, blocks: Sequence[nn.Module] | None = None
     ) -> None:
-        self.dtype = next(model.parameters()).dtype
+        first = next(model.parameters())
+        self.dtype, self.device = first.dtype, first.device
         self.moving = moving
         self.blocks = find_blocks(model, blocks)
         self.groups = group_parameters(model, self.blocks)
-        self.flats = [torch.zeros(g.spec.numel, dtype=self.dtype) for g in self.groups]
+        self.flats = [torch.zeros(g.spec.numel, dtype=self.dtype, device=self.device) for g in self.groups]
         self.names = {id(s.parameter): s.name for g in self.groups for s in g.slices}
         for group, flat in zip(self.groups, self.flats, strict=True):
             for s in group.slices:
                 flat[s.offset : s.offset + s.numel].copy_(s.parameter.detach().flatten())
-            group.detach(self.dtype, CPU)
+            group.detach(self.dtype, self.device)
         self.attached: dict[int, torch.Tensor] = {}
-        self.tape = Tape(model, self.blocks, self.groups, case.loss_fn, seed=SEED, device=CPU)
+        self.tape = Tape(model, self.blocks, self.groups, case.loss_fn, seed=SEED, device=self.device)
         self.stages: tuple[Stage, ...] = ()
 
     def load(self, group: int) -> None:
@@ -70,7 +71,7 @@ class Bench:
         flat = self.attached.pop(group)
         if self.moving:
             flat.fill_(float("nan"))  # as the next weights in the same buffer would
-        self.groups[group].detach(self.dtype, CPU)
+        self.groups[group].detach(self.dtype, self.device)
 
     def load_all(self) -> None:
         for group in range(len(self.groups)):
@@ -144,11 +145,12 @@ def plain_step(
     step: int = 0,
 ) -> tuple[list[torch.Tensor], Gradients]:
     """The same step by plain gradient accumulation, drawing the same random numbers at the same places."""
+    device = next(model.parameters()).device
     position: dict[str, int] = defaultdict(int)
     calls = [s.index for s in stages if s.kind == "call"]
 
     def seed(stage: int) -> None:
-        rng.seed(SEED, step, position["micro_batch"], stage, rng.FORWARD)
+        rng.seed(SEED, step, position["micro_batch"], stage, rng.FORWARD, device)
 
     def before(*_: object) -> None:
         seed(calls[position["call"]])

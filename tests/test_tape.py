@@ -16,13 +16,7 @@ Step = tuple[list[torch.Tensor], Gradients]
 WEIGHTS = [0.2, 0.3, 0.5]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small models are faster on one thread, and sums do not depend on the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plain_of(case: Case, bench: Bench, model: nn.Module, micro_batches: list[MicroBatch], step: int = 0) -> Step:
@@ -95,3 +89,19 @@ def test_grouped_experts_are_exact() -> None:
     wanted_losses, wanted = plain_of(case, bench, plain, micro_batches)
     assert losses == wanted_losses
     assert all(torch.equal(gradients[name], g) for name, g in wanted.items())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral", "skips"])
+def test_gradients_on_a_gpu_equal_plain_accumulation_there(name: str) -> None:
+    case, cuda = MODELS[name], torch.device("cuda")
+    model = case.model().double().to(cuda)
+    plain = copy.deepcopy(model)
+    micro_batches = [{k: t.to(cuda) for k, t in mb.items()} for mb in case.micro_batches(3, dtype=torch.float64)]
+    bench = Bench(case, model, moving=True)
+    bench.probe(micro_batches[0])
+    losses, gradients = bench.step(micro_batches, WEIGHTS)
+    wanted_losses, wanted = plain_of(case, bench, plain, micro_batches)
+    torch.testing.assert_close(losses, wanted_losses, rtol=1e-12, atol=0)
+    assert relative_error(gradients, wanted) <= 1e-12

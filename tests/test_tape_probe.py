@@ -16,12 +16,7 @@ HIDDEN = 2 * 12 * 32 * 4
 """Bytes of the small models' hidden states: rows x length x width, fp32."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def probed(case: Case, *, train: bool = True) -> Bench:

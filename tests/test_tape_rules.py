@@ -4,7 +4,7 @@ import contextvars
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +19,7 @@ from penstock.tape.blocks import Block
 WIDTH = 8
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Layer(nn.Module):
