@@ -83,6 +83,8 @@ def test_same_bits_as_the_oracle(
     """Also: the optimizer on the device gives the bits of the optimizer on the host."""
     if precision == "fp32" and name in SPLIT_VARIANTS and name != "weights_on_host":
         pytest.skip("in fp32 the master copy is the weights")
+    if name.startswith("disk_all") and clip is None and precision != "fp16":
+        pytest.skip("no gradient waits, so where it would wait is refused")
     where, settings = (VARIANTS | SPLIT_VARIANTS)[name]
     common: Setting = {"precision": precision, "clip_grad_norm": clip, "device": "cuda"}
     assert_same(train(CASE, where(tmp_path / "store"), STEPS, **common, **settings), reference(precision, clip))

@@ -88,6 +88,8 @@ def test_same_bits_as_the_oracle(
 ) -> None:
     if precision == "fp32" and name in ("weights_on_device", "state_on_host"):
         pytest.skip("in fp32 the master copy is the weights")
+    if name.startswith("all_on_disk") and clip is None and precision != "fp16":
+        pytest.skip("no gradient waits, so where it would wait is refused")
     where, settings = (VARIANTS | SPLIT_VARIANTS)[name]
     (tmp_path / "store").mkdir()
     found = train(CASE, where(tmp_path / "store"), STEPS, precision=precision, clip_grad_norm=clip, **settings)
