@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from bench.harness import ROOT, machine, write_section
 
+from bench.harness import ROOT, machine, write_section
 from penstock.store import Layout, Store
 from penstock.store.store import DATA
 from penstock.store.transfer import aligned_bytes
