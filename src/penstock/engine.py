@@ -91,8 +91,8 @@ def wrap(
         raise ConfigError(f"precision={precision!r}: must be one of {', '.join(DTYPES)}")
     if budget.gradients is not None and clip_grad_norm is None and precision != "fp16":
         raise ConfigError(
-            f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a norm: "
-            "leave it out"
+            f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a "
+            "norm. Leave it out"
         )
     if isinstance(schedule, Schedule):
         check(schedule)
