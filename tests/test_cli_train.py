@@ -146,6 +146,16 @@ def test_what_goes_wrong_is_said_in_one_message(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("package", ["transformers", "tokenizers"])
+def test_without_the_extra_the_remedy_is_said(config: Path, package: str) -> None:
+    code = "import sys; sys.modules[sys.argv[1]] = None; from penstock.cli import main; sys.exit(main(sys.argv[2:]))"
+    command = [sys.executable, "-c", code, package, "train", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "penstock[hf]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_run_that_fails_before_its_first_step_leaves_nothing(config: Path, tmp_path: Path) -> None:
     assert main(["train", str(config), "--budget.device", "64KiB"]) == 2
     assert not list((tmp_path / "run").glob("*.*"))

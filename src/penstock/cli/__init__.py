@@ -72,6 +72,12 @@ def _train(words: Sequence[str]) -> int:
     # Threads of torch that wait by spinning take the cores from the lanes' own threads. OpenMP reads this when torch is
     # loaded, which is here: on a busy two-core machine it makes a step several times faster (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from penstock.cli.train import train  # torch and transformers take seconds to import
-
+    try:
+        from penstock.cli.train import train  # torch and transformers take seconds to import
+    except ModuleNotFoundError as error:
+        if error.name not in ("transformers", "tokenizers", "huggingface_hub"):
+            raise
+        raise ConfigError(
+            f"penstock train needs {error.name}, which is not installed: pip install 'penstock[hf]'"
+        ) from error
     return train(config, arguments.start)
