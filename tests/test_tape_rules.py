@@ -151,6 +151,13 @@ def run_with_code_between(model: Stack, x: torch.Tensor) -> torch.Tensor:
     return x * first
 
 
+def run_with_weights_between(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    """Products with a weight's transpose: autograd saves a view of the weight, which leaves before the backward."""
+    for layer in model.layers:
+        x = layer(torch.tanh(nn.functional.linear(x, model.head.weight)) @ model.head.weight)
+    return x
+
+
 def run_shared(model: Stack, x: torch.Tensor) -> torch.Tensor:
     for layer in (*model.layers, *reversed(model.layers)):
         x = layer(x)
@@ -164,6 +171,7 @@ def run_shared(model: Stack, x: torch.Tensor) -> torch.Tensor:
         (MappingLayer, run_mappings),
         (ContextLayer, run_context),
         (Layer, run_with_code_between),
+        (Layer, run_with_weights_between),
         (Layer, run_shared),
     ],
 )
