@@ -17,7 +17,7 @@ _RECENT = 10  # steps that rates and the time left are taken from
 class Outline:
     """What is known before the first step. ``given``: the budget, in bytes, of the tiers that have one.
 
-    ``first``: steps that an earlier session of the run has already done, of the ``steps`` in all.
+    ``first``: steps that an earlier stretch of the run has already done, of the ``steps`` in all.
     """
 
     steps: int
@@ -79,7 +79,7 @@ class Meter:
 
     @property
     def done(self) -> int:
-        """Steps done, with those of earlier sessions."""
+        """Steps done, with those of earlier stretches."""
         return self.outline.first + len(self.losses)
 
     @property

@@ -93,7 +93,7 @@ def has_steps(folder: Path) -> bool:
 
 
 def trace_path(folder: Path, first: int) -> Path:
-    """The trace of a session that starts after ``first`` steps; a resumed one does not replace the others."""
+    """The trace of a stretch that starts after ``first`` steps; a resumed one does not replace the others."""
     return folder / (f"trace-from-{first + 1}.json" if first else "trace.json")
 
 

@@ -28,8 +28,8 @@ _OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {"adamw": AdamW, "ada
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
-    """What a run works with from its first step on. ``first``: steps that earlier sessions of the run have done."""
+class Stretch:
+    """What a run works with from its start or resumption on. ``first``: steps that earlier stretches of the run have done."""
 
     config: TrainConfig
     folder: Path
@@ -76,7 +76,7 @@ def _train(config: TrainConfig, display: Display, folder: Path, model: nn.Module
         with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):
             engine = stack.enter_context(_engine(model, optimizer, config))
         given: dict[Tier, int] = {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
-        session = Session(
+        stretch = Stretch(
             config=config,
             folder=folder,
             display=display,
@@ -88,8 +88,8 @@ def _train(config: TrainConfig, display: Display, folder: Path, model: nn.Module
                 outline=Outline(steps=config.steps, parameters=parameters, given=given, first=engine.step_count)
             ),
         )
-        code = _steps(session)
-    display.say(closing(session.meter, own_bytes=own, folder=folder, trace=session.trace, stopped=code != 0))
+        code = _steps(stretch)
+    display.say(closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0))
     return code
 
 
@@ -145,28 +145,28 @@ def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
     return factor
 
 
-def _steps(session: Session) -> int:
+def _steps(stretch: Stretch) -> int:
     """The training loop. Returns the exit code."""
-    config, display, engine, first = session.config, session.display, session.engine, session.first
+    config, display, engine, first = stretch.config, stretch.display, stretch.engine, stretch.first
     if first >= config.steps:
         raise ConfigError(f"run={config.run!r} has done {first} steps already: raise steps={config.steps} to go on")
     factor = lr_factor(config.lr_schedule, config.steps)
     scheduler = LambdaLR(engine.optimizer, lambda index: factor(first + index))
     reset_peak_resident()
     with ExitStack() as stack:
-        metrics = stack.enter_context(MetricsFile(session.folder))
-        trace = stack.enter_context(TraceWriter(session.trace, steps=config.trace_steps)) if session.trace else None
+        metrics = stack.enter_context(MetricsFile(stretch.folder))
+        trace = stack.enter_context(TraceWriter(stretch.trace, steps=config.trace_steps)) if stretch.trace else None
         interrupt = stack.enter_context(Interrupt(display.notice, display.last_words))
-        display.begin(session.meter)
+        display.begin(stretch.meter)
         stack.callback(display.end)
         for index in range(first, config.steps):
-            stats = engine.step(session.train.step(index))
+            stats = engine.step(stretch.train.step(index))
             scheduler.step()
             if trace is not None:
                 trace.step(engine.trace, engine.counters)
-            session.meter.planned(engine.plan.state_bytes, engine.plan.disk_bytes)
-            held_out = None if interrupt.requested else _evaluate(session, index + 1)
-            session.meter.add(stats, held_out)
+            stretch.meter.planned(engine.plan.state_bytes, engine.plan.disk_bytes)
+            held_out = None if interrupt.requested else _evaluate(stretch, index + 1)
+            stretch.meter.add(stats, held_out)
             metrics.write(metrics_of(stats, held_out))
             display.update()
             if interrupt.requested:
@@ -174,12 +174,12 @@ def _steps(session: Session) -> int:
     return interrupt.exit_code
 
 
-def _evaluate(session: Session, done: int) -> float | None:
+def _evaluate(stretch: Stretch, done: int) -> float | None:
     """The mean held-out loss, when this step is followed by an evaluation."""
-    evaluate = session.config.evaluate
-    if evaluate is None or session.validation is None:
+    evaluate = stretch.config.evaluate
+    if evaluate is None or stretch.validation is None:
         return None
-    if done % evaluate.every and done != session.config.steps:
+    if done % evaluate.every and done != stretch.config.steps:
         return None
-    losses = [session.engine.evaluate(session.validation.step(index)) for index in range(evaluate.batches)]
+    losses = [stretch.engine.evaluate(stretch.validation.step(index)) for index in range(evaluate.batches)]
     return sum(losses) / len(losses)
