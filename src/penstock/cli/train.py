@@ -29,7 +29,7 @@ _OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {"adamw": AdamW, "ada
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """What a run works with from its start or resumption on. ``first``: steps that earlier stretches of the run have done."""
+    """A run from a start, or a resumption, to a stop. ``first``: steps that earlier stretches have done."""
 
     config: TrainConfig
     folder: Path
