@@ -362,11 +362,5 @@ def test_a_snapshot_is_not_overwritten_unasked(tmp_path: Path, engine: penstock.
 
 def test_a_pin_of_gradients_that_never_wait_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"budget\.gradients='disk' has no effect"):
-        penstock.wrap(
-            CASE.build(),
-            optimizer=penstock.AdamW(),
-            budget=budget(tmp_path / "store", gradients="disk"),
-            clip_grad_norm=None,
-            device="cpu",
-        )
+        wrap(CASE, budget(tmp_path / "store", gradients="disk"), clip_grad_norm=None)
     assert not (tmp_path / "store").exists()
