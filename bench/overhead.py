@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from bench.harness import (
+    PASSIVE,
     ROOT,
     SCRATCH,
     BenchError,
@@ -33,7 +34,11 @@ def sides(device: str, host: str) -> tuple[Side, Side]:
     python = sys.executable
     return (
         Side(name="torch", command=(python, "-m", "bench.peer_torch")),
-        Side(name="penstock", command=(python, "-m", "bench.side_penstock", "--device", device, "--host", host)),
+        Side(
+            name="penstock",
+            command=(python, "-m", "bench.side_penstock", "--device", device, "--host", host),
+            environment=PASSIVE,
+        ),
     )
 
 
