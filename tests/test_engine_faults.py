@@ -1,18 +1,17 @@
 """Drives that fail, processes that die, and Ctrl-C, in the middle of a step: real files, processes and signals."""
 
 import errno
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tests.faults import failing
 from tests.models import VOCABULARY, Case, causal_lm
 from tests.training import assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
 from torch import nn
@@ -42,22 +41,6 @@ class Stack(nn.Module):
 
 CASE = Case(build=Stack, micro_batch=causal_lm, blocks=3, loss_fn=lambda m, mb: m(**mb))
 STEPS = steps_of(CASE, 4)
-
-
-@contextmanager
-def failing(call: str, code: int, patch: pytest.MonkeyPatch, *, after: int = 0) -> Iterator[None]:
-    """``os.preadv`` or ``os.pwritev`` fails inside, once it has worked ``after`` times."""
-    real: Callable[..., int] = getattr(os, call)
-    left = iter(range(after))
-
-    def fail(*args: Any) -> int:
-        if next(left, None) is None:
-            raise OSError(code, os.strerror(code))
-        return real(*args)
-
-    with patch.context() as patched:
-        patched.setattr(os, call, fail)
-        yield
 
 
 def writes_of_a_step(engine: penstock.Engine) -> int:

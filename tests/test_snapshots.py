@@ -38,7 +38,7 @@ class Buffered(nn.Module):
 
 
 def residence(fill: float) -> Residence:
-    made = Residence(GROUPS, FORM, torch.bfloat16, torch.device("cpu"), None)
+    made = Residence(GROUPS, FORM, torch.bfloat16, torch.device("cpu"), None, host_bytes=1 << 30)
     for number, name in enumerate(made.parts):
         made.array(name).copy_(torch.arange(made.array(name).numel()) % 97 * fill + number)
     return made

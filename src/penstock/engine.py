@@ -22,12 +22,13 @@ from penstock.run import batch, snapshots, start
 from penstock.run.buffers import Buffers
 from penstock.run.home import Home
 from penstock.run.interrupt import whole_steps
-from penstock.run.memory import HostSlab
+from penstock.run.memory import BOUNCE, HostSlab
 from penstock.run.moves import StepContext
 from penstock.run.planning import Planning
 from penstock.run.precision import DTYPES, LossScale, format_of
 from penstock.run.runner import Machinery, Run, Runner
 from penstock.run.stats import StepStats
+from penstock.run.streams import streams_for
 from penstock.run.trace import MemorySample, TraceEvent
 from penstock.schedule.check import check
 from penstock.schedule.op import LANES, Lane, Schedule
@@ -62,17 +63,21 @@ def wrap(
     Args:
         model: any module with repeated blocks, on the CPU or on the meta device (then it is initialised group by group
             with its own initialisation). Its parameters own no memory afterwards; the engine holds them.
-        optimizer: ``penstock.AdamW(...)``, ``Adam``, ``SGD`` or ``Lion``.
+        optimizer: ``penstock.AdamW(...)``, ``Adam``, ``SGD`` or ``Lion``. Its settings hold also where a store is
+            continued; a snapshot brings its own.
         budget: memory per tier, and the directories of the disk tier. A directory that holds a store of the same
             model is continued from its last step.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: bf16 on an accelerator, fp32 on the CPU.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: bf16 on a GPU, fp32 on the CPU.
         schedule: a family, or a schedule of your own, which is checked.
         clip_grad_norm: largest global gradient norm; None: no clipping, and the optimizer overlaps with the backward.
-        device: None: the accelerator if there is one, else the CPU.
+        device: ``"cpu"`` or ``"cuda"``; None: the GPU if there is one, else the CPU.
         blocks: the submodules to run one by one; None: found.
-        loss_fn: from (model, micro-batch) to a mean loss; None: ``model(**micro_batch).loss``.
+        loss_fn: from (model, micro-batch) to a mean loss; None: ``model(**micro_batch).loss``. Micro-batches count by
+            their labels that are not -100 (a share that a bf16 loss rounds to bf16). A model whose class is a
+            ``...CausalLM``, ``...LMHeadModel`` or decoder-only ``...ForConditionalGeneration`` compares each position
+            with the next label, so its first label does not count.
         seed: of dropout and of initialisation.
-        io_threads: threads that help with disk transfers. Changes no result.
+        io_threads: threads that help with disk transfers, 1 to 32. Changes no result.
         overlap: False runs everything one op at a time: the oracle.
 
     Raises:
@@ -82,9 +87,9 @@ def wrap(
         raise ConfigError(f"clip_grad_norm={clip_grad_norm!r}: must be a positive number, or None for no clipping")
     if not isinstance(schedule, Schedule) and schedule not in ("vertical", "horizontal"):
         raise ConfigError(f"schedule={schedule!r}: must be 'vertical', 'horizontal' or a penstock.Schedule")
-    if io_threads < 1:
-        raise ConfigError(f"io_threads={io_threads}: must be at least 1")
-    where = torch.device(device) if device is not None else _default_device()
+    if not 1 <= io_threads <= 32:
+        raise ConfigError(f"io_threads={io_threads}: must be at least 1 and at most 32")
+    where = _device(device)
     if precision is None:
         precision = "fp32" if where.type == "cpu" else "bf16"
     if precision not in DTYPES:
@@ -112,8 +117,26 @@ def wrap(
     )
 
 
-def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def _device(asked: torch.device | str | None) -> torch.device:
+    """The device to compute on, with its index.
+
+    Raises:
+        ConfigError: it is neither the CPU nor a GPU that CUDA sees.
+    """
+    if asked is None:
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise ConfigError(f"device={asked!r} is no device: use 'cpu' or 'cuda'") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ConfigError(f"device={asked!r}: only 'cpu' and 'cuda' are supported")
+    index: int | None = device.index
+    if not torch.cuda.is_available() or (index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={asked!r}: CUDA sees {torch.cuda.device_count()} GPUs. Use another, or device='cpu'")
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 def _model_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
@@ -157,6 +180,7 @@ class Engine:
         """Bytes in use per tier over the last step."""
         self._began = time.perf_counter()
         self._updates = 0
+        self._missed: dict[str, int] = {}
         self._clip = clip_grad_norm
         self._seed = seed
         self._dtype = DTYPES[precision]
@@ -164,7 +188,7 @@ class Engine:
         self._broken: str | None = None
         self._closed = False
         found = find_blocks(model, blocks)
-        from_meta = any(p.is_meta for p in model.parameters())
+        from_meta = start.built_on_meta(model)
         self._groups = group_parameters(model, found)
         self.optimizer = StreamedOptimizer(
             optimizer, [(s.name, s.parameter) for g in self._groups for s in g.slices if s.trainable]
@@ -185,25 +209,29 @@ class Engine:
         try:
             self._settle_in(from_meta=from_meta)
             self._tape = Tape(model, found, self._groups, loss_fn, seed=seed, device=device)
+            machinery = Machinery(
+                tape=self._tape,
+                groups=self._groups,
+                residence=self._residence,
+                runs={g.spec.index: self._runs(g) for g in self._groups if g.spec.trainable},
+                device=device,
+                streams=streams_for(device),
+                scratch_paths=tuple(path / "scratch" for path in budget.disk_paths),
+                io_threads=io_threads,
+                threads=torch.get_num_threads(),
+                overlap=overlap,
+            )
+            waits = clip_grad_norm is not None or self._scale.dynamic
+            self._planning = Planning(machinery, budget, schedule, wait=waits)
+            self._note(between_steps=True)
         except BaseException:
             self._home.close(None)
             raise
-        machinery = Machinery(
-            tape=self._tape,
-            groups=self._groups,
-            residence=self._residence,
-            runs={g.spec.index: self._runs(g) for g in self._groups if g.spec.trainable},
-            device=device,
-            scratch_paths=tuple(path / "scratch" for path in budget.disk_paths),
-            io_threads=io_threads,
-            threads=torch.get_num_threads(),
-            overlap=overlap,
-        )
-        self._planning = Planning(machinery, budget, schedule, wait=clip_grad_norm is not None or self._scale.dynamic)
-        self._note(between_steps=True)
 
     def _settle_in(self, *, from_meta: bool) -> None:
         """Bring the model's parameters and buffers to where they live from now on."""
+        for parameter in self.model.parameters():
+            parameter.grad = None  # left over from before; it would be taken for one of the first step's
         if from_meta:
             materialise_buffers(self.model, self.device, self._seed)
         start.buffers_to(self.model, self.device)
@@ -251,6 +279,7 @@ class Engine:
             hypers=self.optimizer.hypers(),
             clip=self._clip,
             loss_scale=self._scale.value,
+            missed=self._missed,
         )
         self._note(between_steps=False)
         buffers = self._buffers.copies()
@@ -269,14 +298,28 @@ class Engine:
             self._broken = f"a gradient of step {context.step} was infinite or NaN, and the state was updated with it"
             raise NonFiniteError(f"{self._broken}. Load a snapshot; with clip_grad_norm set such a step is skipped")
         self.step_count += 1
-        self._updates += not context.skip
+        self._count_update(context)
         if context.skip:
             self._buffers.put_back(buffers)
             log.warning("step %d: a gradient was infinite or NaN; nothing was updated", context.step)
         self._scale.update(overflow=context.skip)
         self.optimizer.record_step()
-        self._note(between_steps=True)
+        try:
+            self._note(between_steps=True)
+        except StoreError as error:
+            self._broken = f"step {context.step} was computed, but could not be made durable: {error}"
+            raise
         return self._stats(runner, context, micro_batches, losses, weights, time.perf_counter() - began)
+
+    def _count_update(self, context: StepContext) -> None:
+        """Count an update, and for each parameter without a gradient that it missed it."""
+        if context.skip:
+            return
+        self._updates += 1
+        for group in self._groups:
+            for s in group.slices:
+                if s.trainable and id(s.parameter) not in context.touched:
+                    self._missed[s.name] = self._missed.get(s.name, 0) + 1
 
     def evaluate(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
         """Mean loss of the micro-batches in evaluation mode, forward only; changes nothing.
@@ -287,6 +330,7 @@ class Engine:
         batch.check(micro_batches)
         weights = batch.loss_weights(self.model, micro_batches)
         modes = {module: module.training for module in self.model.modules()}
+        buffers = self._buffers.copies()
         self.model.eval()
         try:
             runner = self._planning.runner_for(micro_batches, train=False)
@@ -297,6 +341,7 @@ class Engine:
         finally:
             for module, training in modes.items():
                 module.training = training
+            self._buffers.put_back(buffers)
         return math.fsum(w * loss for w, loss in zip(weights, losses, strict=True))
 
     @property
@@ -372,7 +417,7 @@ class Engine:
         """A parameter out of a group's array, whose reads must be whole pages."""
         part, out = self._residence.parts[name], torch.empty(shape, dtype=torch.float32)
         flat, end = out.view(-1), offset + shape.numel()
-        bounce = HostSlab(8 << 20)
+        bounce = HostSlab(BOUNCE)
         step = bounce.nbytes // part.dtype.itemsize
         for first in range(offset // PAGE * PAGE, end, step):
             piece = bounce.bytes[: min(step, part.numel - first) * part.dtype.itemsize].view(part.dtype)
@@ -418,11 +463,12 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self._planning.close()
-        self._tape.close()
-        for group in self._groups:
-            group.detach(self._dtype, self.device)
-        self._home.close(self._progress if self._broken is None else None)
+        with contextlib.ExitStack() as all_of_it:  # last in, first out; each happens whatever the others raise
+            all_of_it.callback(self._home.close, self._progress if self._broken is None else None)
+            for group in self._groups:
+                all_of_it.callback(group.detach, self._dtype, self.device)
+            all_of_it.callback(self._tape.close)
+            all_of_it.callback(self._planning.close)
 
     def __enter__(self) -> Self:
         return self
@@ -436,6 +482,7 @@ class Engine:
         return {
             "step": self.step_count,
             "updates": self._updates,
+            "missed": self._missed,
             "seed": self._seed,
             "loss_scale": asdict(self._scale),
             "param_groups": groups,
@@ -459,6 +506,7 @@ class Engine:
     def _adopt(self, progress: Mapping[str, Any]) -> None:
         self.step_count = int(progress["step"])
         self._updates = int(progress["updates"])
+        self._missed = dict(progress["missed"])
         self._scale = LossScale(**progress["loss_scale"])
 
     def _note(self, *, between_steps: bool) -> None:

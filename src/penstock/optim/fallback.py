@@ -15,6 +15,10 @@ from penstock.optim.formula import Kind, Scalars
 from penstock.optim.norm import BLOCK
 
 _CPU_PART = 16 * BLOCK  # elements at a time on a CPU, so that the dozen passes over them stay in its cache
+DEVICE_PART = 256 * BLOCK
+"""Elements at a time on an accelerator: enough to fill it, few enough for its temporaries to be small."""
+DEVICE_TEMPORARIES = 32 * DEVICE_PART
+"""Bytes that a step or a norm on an accelerator needs besides its arguments: at most four doubles an element."""
 
 
 def step(
@@ -36,13 +40,15 @@ def step(
 
 def partial_norms(grad: torch.Tensor, partials: NDArray[np.float64]) -> None:
     """``kernels.partial_norms``. Waits for the device."""
-    for part in _parts(grad):
-        sums = fold_squares(grad[part])
-        partials[part.start // BLOCK : part.start // BLOCK + sums.numel()] = sums.cpu().numpy()
+    partials[:] = fold_squares(grad).cpu().numpy()
 
 
 def fold_squares(grad: torch.Tensor) -> torch.Tensor:
     """The partials of ``grad`` ([n] fp32 or bf16, n a multiple of ``BLOCK``), [n / BLOCK] double on its device."""
+    return torch.cat([_fold(grad[part]) for part in _parts(grad)])
+
+
+def _fold(grad: torch.Tensor) -> torch.Tensor:
     halves = grad.view(-1, 2, BLOCK // 2).double()
     v = halves[:, 0].square().add_(halves[:, 1].square())
     while (half := v.shape[1] // 2) > 0:
@@ -64,7 +70,7 @@ def cast(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 def _parts(tensor: torch.Tensor) -> Iterator[slice]:
     n = tensor.numel()
-    size = _CPU_PART if tensor.device.type == "cpu" else max(n, 1)
+    size = _CPU_PART if tensor.device.type == "cpu" else DEVICE_PART
     return (slice(at, min(at + size, n)) for at in range(0, n, size))
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from penstock.config import Budget, Tier, format_size
 from penstock.errors import BudgetError, ConfigError, ScheduleError
+from penstock.schedule.check import check_readers
 from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.op import Schedule, peak_bytes
 from penstock.schedule.place import FP32, Depths, Format, Placement, Settings
@@ -73,7 +74,11 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be fitted. ``inputs``: bytes of all micro-batches on the device."""
+    """What is to be fitted.
+
+    ``inputs``: bytes of all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the
+    device besides the state, where state steps there.
+    """
 
     program: Program
     budget: Budget
@@ -83,6 +88,7 @@ class Request:
     train: bool = True
     family: Family = "vertical"
     inputs: int = 0
+    step_temporaries: int = 0
 
     def build(self, settings: Settings) -> Schedule:
         build: Callable[..., Schedule] = horizontal if self._one_by_one else vertical
@@ -119,6 +125,7 @@ class Request:
             ("device", "inputs", self.inputs),
             ("device", "working", working),
             ("device", "kept", alive * sum(s.kept for s in stages)),
+            ("device", "optimizer", self.step_temporaries if trained["device"] else 0),
             ("device", "weights", weights["device"] * self.form.weight_bytes),
             ("device", "state", trained["device"] * per_element),
             ("host", "weights", weights["host"] * self.form.weight_bytes),
@@ -168,6 +175,8 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
             numbers by adding gradients up in another order.
         BudgetError: its pools do not fit.
     """
+    if schedule.chunk < ALIGN or schedule.chunk % ALIGN:
+        raise ScheduleError(f"the schedule's chunk of {schedule.chunk} elements is not a multiple of {ALIGN}")
     settings = replace(plan.settings, chunk=schedule.chunk)
     if schedule.micro_batches != settings.micro_batches:
         raise ScheduleError(f"the schedule is for {schedule.micro_batches} micro-batches, not {settings.micro_batches}")
@@ -191,6 +200,7 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
                 f"gradients are added up in {name} by {', '.join(found[name])}, which changes the numbers: keep the "
                 f"order {', '.join(sums[name])}"
             )
+    check_readers(schedule, request.program)
     own = replace(schedule, fixed=wanted.fixed)
     limits: tuple[tuple[Tier, int], ...] = (
         ("device", request.budget.device_bytes),

@@ -79,6 +79,7 @@ class Executor:
             self._error = None
             self._active = True
             self.pools.start_step()
+            self._streams.restart()
             for lane in self._lanes.values():
                 lane.rewind()
             self._wake()
@@ -96,10 +97,11 @@ class Executor:
 
     def _surface(self) -> None:
         """Raise the first error, with every buffer given back."""
-        if self._error is not None:
+        error, self._error = self._error, None  # its traceback holds activations: it is not kept
+        if error is not None:
             self._streams.synchronize()
             self.pools.reset()
-            raise self._error
+            raise error
 
     def close(self) -> None:
         """Stop the lane threads."""
@@ -137,14 +139,22 @@ class Executor:
                 op = lane.ops[index]
                 lane.started += 1
                 self._running += name != "compute"
+                taken = self.pools.take(op)
                 waits = [self.marks[other] for other in op.after]
-                waits += [self._slot_marks[slot] for slot in self.pools.take(op) if slot in self._slot_marks]
+                waits += [self._slot_marks[slot] for slot in taken if slot in self._slot_marks]
+                freed = [
+                    self._slot_marks[slot] for slot in taken if slot in self._slot_marks and self.pools.counted(slot[0])
+                ]
                 if self._startable(lane):
                     lane.ready.notify()
-            self._run_op(lane, index, op, waits)
+            self._run_op(lane, index, op, waits, freed)
 
-    def _run_op(self, lane: _LaneState, index: int, op: Op, waits: list[Mark]) -> None:
+    def _run_op(self, lane: _LaneState, index: int, op: Op, waits: list[Mark], freed: list[Mark]) -> None:
         try:
+            # What torch allocates is free only when another stream's last use of it is over, not when that is queued.
+            for mark in freed:
+                if mark.done is not None and mark.lane != op.lane:
+                    mark.done.synchronize()
             with self._streams.run(op.lane, waits) as mark:
                 self._act(op)
         except BaseException as error:  # noqa: BLE001 - whatever a lane raises surfaces in run()

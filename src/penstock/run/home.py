@@ -53,7 +53,7 @@ class Home:
                 f"weights and optimizer state take {format_size(need)}, and the budget gives {format_size(have)} of "
                 "memory: give budget.disk a directory, or raise budget.host"
             )
-        self.residence = Residence(groups, form, dtype, device, self.store)
+        self.residence = Residence(groups, form, dtype, device, self.store, host_bytes=budget.host_bytes)
 
     def _open(self, entries: Sequence[tuple[str, int, int]], model: dict[str, Any], io_threads: int) -> Store:
         paths = self._budget.disk_paths

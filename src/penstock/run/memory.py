@@ -9,6 +9,9 @@ from penstock.errors import BudgetError
 from penstock.schedule.place import PAGE, page_up
 from penstock.store.transfer import aligned_bytes
 
+BOUNCE = 8 << 20
+"""Bytes that are moved at a time between tiers, outside of steps."""
+
 
 class HostSlab:
     """``nbytes`` of private memory (rounded up to pages), zero at first, as a flat uint8 tensor.
@@ -26,8 +29,8 @@ class HostSlab:
             code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.nbytes, 0))  # type: ignore[no-untyped-call]
             if code:
                 raise BudgetError(
-                    f"{self.nbytes} bytes of host memory could not be page-locked (CUDA error {code}): raise the limit "
-                    "of `ulimit -l`, or lower budget.host"
+                    f"{self.nbytes} bytes of host memory could not be page-locked (CUDA error {code}): lower "
+                    "budget.host, or allow the process to lock more memory"
                 )
             self._pinned = True
 

@@ -49,6 +49,10 @@ class StepContext:
     """global gradient norm, unscaled; None until it is known"""
     grad_scale: float = 1.0
     skip: bool = False
+    missed: Mapping[str, int] = field(default_factory=dict)
+    """by name, how many updates a parameter has been passed over in, if any"""
+    touched: set[int] = field(default_factory=set)
+    """ids of the parameters that have received a gradient"""
     updating: bool = False
     """whether any of the state may have been changed"""
 
@@ -180,6 +184,7 @@ class Moves:
                 "micro-batch did not show. Which stage uses a parameter must not depend on the data"
             )
         target.add_(gradient)
+        self.context.touched.add(id(parameter))
 
     # ---- weights
 
@@ -328,16 +333,22 @@ class Moves:
             if out is not None:
                 kernels.cast(out, master, self._threads)
             return
-        spans = [(max(first, start) - start, min(end, start + n) - start, h) for first, end, h in self._runs[g]]
-        spans = [span for span in spans if span[0] < span[1]]
+        spans = [
+            (max(first, start) - start, min(end, start + n) - start, hyper, count)
+            for first, end, hyper, count in self._runs_now(g)
+            if max(first, start) < min(end, start + n)
+        ]
+        whole = sum(b - a for a, b, _, _ in spans) == n
+        if out is not None and not whole:
+            kernels.cast(out, master, self._threads)  # what is not stepped keeps its value
         norms = self._partials(g, start, n) if partials and not self._settings.wait else None
-        if norms is not None and len(spans) > 1:
+        if norms is not None and not (whole and len(spans) == 1):
             kernels.partial_norms(gradient, norms, self._threads)
             norms = None
-        for a, b, hyper in spans:
+        for a, b, hyper, count in spans:
             kernels.step(
                 context.hypers[hyper],
-                context.count,
+                count,
                 grad=gradient[a:b],
                 master=master[a:b],
                 moments=tuple(m[a:b] for m in moments),
@@ -346,6 +357,23 @@ class Moves:
                 partials=norms,
                 threads=self._threads,
             )
+
+    def _runs_now(self, g: int) -> list[tuple[int, int, int, int]]:
+        """The group's runs in this step: (first element, end, index of hyper-parameters, number of the update).
+
+        A parameter that no micro-batch gave a gradient stays as it is, moments and weight decay included, and counts
+        one update less from then on: torch's optimizers pass over a parameter without a gradient.
+        """
+        context, slices = self.context, [s for s in self._groups[g].slices if s.trainable]
+        if all(id(s.parameter) in context.touched and s.name not in context.missed for s in slices):
+            return [(first, end, hyper, context.count) for first, end, hyper in self._runs[g]]
+        return [
+            (max(first, s.offset), min(end, s.offset + s.numel), hyper, context.count - context.missed.get(s.name, 0))
+            for s in slices
+            if id(s.parameter) in context.touched
+            for first, end, hyper in self._runs[g]
+            if first < s.offset + s.numel and s.offset < end
+        ]
 
     # ---- checkpoints
 

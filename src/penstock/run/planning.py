@@ -1,14 +1,15 @@
 """From micro-batches to a runner: probe the model once, fit a plan, keep it for every step that it has room for."""
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.config import Budget, Tier
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, ModelError
+from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.plan.fit import Family, Plan, Request, fit, with_schedule
 from penstock.run import batch
-from penstock.run.memory import DeviceSlab, HostSlab
+from penstock.run.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.run.runner import Machinery, Runner
 from penstock.schedule.check import check
 from penstock.schedule.op import Schedule
@@ -16,7 +17,52 @@ from penstock.schedule.place import Placement
 from penstock.schedule.program import Program, Stage
 from penstock.tape.passage import StageFacts
 
-_BOUNCE = 8 << 20
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A plan, what the tape has to know to run it, and the largest shapes of micro-batch that it was made for."""
+
+    plan: Plan
+    facts: tuple[StageFacts, ...]
+    shapes: tuple[batch.Shapes, ...]
+
+    def covers(self, wanted: Sequence[batch.Shapes]) -> bool:
+        """Whether these micro-batches need no more than the plan has."""
+        return len(wanted) == self.plan.settings.micro_batches and all(
+            any(batch.covers(planned, shape) for planned in self.shapes) for shape in wanted
+        )
+
+
+def _within(shape: batch.Shapes, others: Sequence[batch.Shapes]) -> bool:
+    """Whether a micro-batch is smaller than another one in every respect."""
+    return any(other != shape and batch.covers(other, shape) for other in others)
+
+
+def _join(probed: Sequence[tuple[Stage, ...]]) -> tuple[Stage, ...]:
+    """Stages that have room for each of several micro-batches.
+
+    Raises:
+        ModelError: they went different ways through the model.
+    """
+    ways = {tuple((s.kind, s.name) for s in stages) for stages in probed}
+    if len(ways) > 1:
+        raise ModelError(
+            "micro-batches of different shapes take different ways through the model's blocks: give each step "
+            "micro-batches that take the same way"
+        )
+    return tuple(
+        replace(
+            same[0],
+            forward_reads=tuple(sorted({g for s in same for g in s.forward_reads})),
+            backward_reads=tuple(sorted({g for s in same for g in s.backward_reads})),
+            gradients=tuple(sorted({g for s in same for g in s.gradients})),
+            **{size: max(getattr(s, size) for s in same) for size in _SIZES},
+        )
+        for same in zip(*probed, strict=True)
+    )
+
+
+_SIZES = ("checkpoint", "gradient", "kept", "forward_peak", "backward_peak")
 
 
 class Planning:
@@ -29,7 +75,7 @@ class Planning:
         self._budget = budget
         self._schedule = schedule
         self._wait = wait
-        self._plans: dict[bool, tuple[tuple[batch.Shapes, ...], Plan, tuple[StageFacts, ...]]] = {}
+        self._plans: dict[bool, Ready] = {}
         self._placed: Placement | None = None
 
     def runner_for(self, micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Runner:
@@ -39,22 +85,21 @@ class Planning:
             BudgetError: they do not fit.
             ModelError: the model cannot be run block by block on them.
         """
-        shapes = tuple(batch.shapes(mb) for mb in micro_batches)
-        if train in self._plans:
-            planned, plan, facts = self._plans[train]
-            if len(planned) == len(shapes) and all(batch.covers(p, s) for p, s in zip(planned, shapes, strict=True)):
-                return self._use(plan, facts)
+        shapes = [batch.shapes(mb) for mb in micro_batches]
+        ready = self._plans.get(train)
+        if ready is not None and ready.covers(shapes):
+            return self._use(ready)
         self.close()
-        stages = self._probe(max(micro_batches, key=batch.nbytes), train=train)
+        largest = {s: mb for s, mb in zip(shapes, micro_batches, strict=True) if not _within(s, shapes)}
+        probed = [self._probe(mb, train=train) for mb in largest.values()]
         facts = self._shared.tape.facts
-        plan = self._fit(stages, micro_batches, train=train)
+        plan = self._fit(_join(probed), micro_batches, train=train)
         check(plan.schedule)
-        if train:
+        if train and plan.settings.place != self._placed:
             self._placed = plan.settings.place
-        self._shared.residence.settle(plan.settings.place)
-        largest = max(shapes, key=lambda shape: sum(math.prod(dims) for _, dims, _ in shape))
-        self._plans[train] = ((largest,) * len(shapes), plan, facts)
-        return self._use(plan, facts)
+            self._plans.pop(not train, None)  # it was made for arrays in other places
+        self._plans[train] = Ready(plan=plan, facts=facts, shapes=tuple(largest))
+        return self._use(self._plans[train])
 
     def close(self) -> None:
         """Give the runner's memory back; the plans stay."""
@@ -62,10 +107,11 @@ class Planning:
             self.runner.close()
             self.runner = None
 
-    def _use(self, plan: Plan, facts: tuple[StageFacts, ...]) -> Runner:
-        if self.runner is None or self.runner.plan is not plan:
+    def _use(self, ready: Ready) -> Runner:
+        if self.runner is None or self.runner.plan is not ready.plan:
             self.close()
-            self.runner = Runner(plan, facts, self._shared)
+            self._shared.residence.settle(ready.plan.settings.place)
+            self.runner = Runner(ready.plan, ready.facts, self._shared)
         return self.runner
 
     def _fit(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Plan:
@@ -80,6 +126,7 @@ class Planning:
             train=train,
             family="horizontal" if name == "horizontal" else "vertical",
             inputs=sum(batch.nbytes(mb) for mb in micro_batches),
+            step_temporaries=0 if self._shared.device.type == "cpu" else DEVICE_TEMPORARIES,
         )
         plan = self._best(request)
         return with_schedule(request, plan, own) if own is not None and train else plan
@@ -87,10 +134,13 @@ class Planning:
     def _best(self, request: Request) -> Plan:
         """The plan for a request; what is resident stays where it is if it can."""
         keep = self._placed
-        if keep is None and not request.train:  # nothing has been placed: evaluate from where the state is at home
-            home: Tier = "host" if self._shared.residence.store is None else "disk"
-            count = len(request.program.groups)
-            keep = Placement(weights=(home,) * count, state=(home,) * count, gradients="host", checkpoints="device")
+        on_disk = self._shared.residence.store is not None
+        if (
+            keep is None and not request.train and on_disk
+        ):  # nothing has been placed: evaluate from where the state is at home
+            disk: Tier = "disk"
+            home = (disk,) * len(request.program.groups)
+            keep = Placement(weights=home, state=home, gradients="host", checkpoints="device")
         try:
             return fit(request, keep)
         except BudgetError:
@@ -102,7 +152,7 @@ class Planning:
         """Let the tape learn the model's stages, with weights brought to the device as they are touched."""
         shared, residence = self._shared, self._shared.residence
         slabs: dict[int, DeviceSlab] = {}
-        bounce = HostSlab(_BOUNCE, pin=shared.device.type == "cuda")
+        bounce = HostSlab(BOUNCE, pin=shared.device.type == "cuda")
 
         def load(g: int) -> None:
             name = f"weights.{g}"

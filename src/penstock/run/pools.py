@@ -67,6 +67,10 @@ class Pools:
             self._count(self._pools[pool], -1)
         return given
 
+    def counted(self, pool: str) -> bool:
+        """Whether a pool only counts memory that torch allocates."""
+        return not self._pools[pool].backed
+
     def buffer(self, name: str) -> torch.Tensor:
         """The bytes of a buffer that is held, as a uint8 tensor of its pool's size."""
         pool, slot = self._held[name]
@@ -79,7 +83,7 @@ class Pools:
         self.in_use = dict(self._fixed)
 
     def start_step(self) -> None:
-        """Start new records of peaks and samples."""
+        """Start new records of peaks and samples. On a GPU samples tell when ops were queued, not when they ran."""
         assert not self._held
         self.peak = dict(self.in_use)
         self.samples = []

@@ -16,12 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.config import Tier
-from penstock.run.memory import DeviceSlab, HostSlab
+from penstock.run.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.schedule.place import FP32, Format, Placement
 from penstock.schedule.program import GroupSpec
 from penstock.store.store import Store
-
-_BOUNCE = 8 << 20  # bytes moved at a time between tiers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ def numpy_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
 class Residence:
     """All arrays of all groups, each in exactly one place.
 
-    Without a store everything starts in host memory. ``tier_of`` says where an array is, ``array`` gives it when it is
+    ``tier_of`` says where an array is, ``array`` gives it when it is
     in memory, and ``read`` / ``write`` work on a range of elements wherever it is.
     """
 
@@ -67,7 +65,10 @@ class Residence:
         dtype: torch.dtype,
         device: torch.device,
         store: Store | None,
+        *,
+        host_bytes: int,
     ) -> None:
+        """``host_bytes``: what may start in host memory where there is no store; the rest starts on the device."""
         self.groups = tuple(groups)
         self.form = form
         self.dtype = dtype
@@ -77,8 +78,10 @@ class Residence:
         self._arrays: dict[str, torch.Tensor] = {}
         self._slabs: dict[str, HostSlab | DeviceSlab] = {}
         if store is None:
-            for name in self.parts:
-                self._allocate(name, "host")
+            room = host_bytes
+            for name, part in self.parts.items():
+                room -= part.nbytes
+                self._slabs[name], self._arrays[name] = self._allocate(name, "host" if room >= 0 else "device")
 
     def tier_of(self, name: str) -> Tier:
         if name not in self._arrays:
@@ -88,10 +91,6 @@ class Residence:
     def array(self, name: str) -> torch.Tensor:
         """A resident array, flat, in its dtype, on the host or on the device."""
         return self._arrays[name]
-
-    def host_bytes(self) -> int:
-        """Bytes of the arrays in host memory."""
-        return sum(self.parts[n].nbytes for n, slab in self._slabs.items() if isinstance(slab, HostSlab))
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
         """Copy elements from ``start`` on into ``out``, a page-aligned host tensor of the array's dtype."""
@@ -123,7 +122,7 @@ class Residence:
     def to_disk(self) -> None:
         """Write what is in memory to its extents, and keep it in memory. Needs a store."""
         assert self.store is not None
-        bounce = HostSlab(_BOUNCE)
+        bounce = HostSlab(BOUNCE)
         for name, array in self._arrays.items():
             for start, piece in self.pieces(name, bounce):
                 piece.copy_(array[start : start + piece.numel()])
@@ -139,32 +138,41 @@ class Residence:
             yield start, bounce.bytes[: numel * part.dtype.itemsize].view(part.dtype)
 
     def _move(self, name: str, tier: Tier) -> None:
+        """Copy an array to another tier, and only then let go of where it was: an error on the way loses nothing."""
         if self.tier_of(name) == tier:
             return
-        old, slab = self._arrays.pop(name, None), self._slabs.pop(name, None)
-        if tier != "disk":
-            self._allocate(name, tier)
-        bounce = HostSlab(_BOUNCE)
-        for start, piece in self.pieces(name, bounce):
-            if old is not None:
-                piece.copy_(old[start : start + piece.numel()])
-            else:
-                assert self.store is not None
-                self.store.read(name, start * piece.itemsize, numpy_bytes(piece))
-            self.write(name, start, piece)
-        bounce.close()
-        if slab is not None:
-            del old
-            slab.close()
+        new = None if tier == "disk" else self._allocate(name, tier)
+        bounce = HostSlab(BOUNCE)
+        try:
+            for start, piece in self.pieces(name, bounce):
+                self.read(name, start, piece)
+                if new is not None:
+                    new[1][start : start + piece.numel()].copy_(piece)
+                else:
+                    assert self.store is not None
+                    self.store.write(name, start * piece.itemsize, numpy_bytes(piece))
+        except BaseException:
+            if new is not None:
+                new[0].close()
+            raise
+        finally:
+            bounce.close()
+        self._arrays.pop(name, None)
+        old = self._slabs.pop(name, None)
+        if old is not None:
+            old.close()
+        if new is not None:
+            self._slabs[name], self._arrays[name] = new
 
-    def _allocate(self, name: str, tier: Tier) -> None:
+    def _allocate(self, name: str, tier: Tier) -> tuple[HostSlab | DeviceSlab, torch.Tensor]:
+        """Memory for an array, and its view as the array."""
         part = self.parts[name]
         pin = self.device.type == "cuda"
         slab = HostSlab(part.nbytes, pin=pin) if tier == "host" else DeviceSlab(part.nbytes, self.device)
-        self._slabs[name] = slab
-        self._arrays[name] = slab.bytes[: part.nbytes].view(part.dtype)
+        array = slab.bytes[: part.nbytes].view(part.dtype)
         if tier == "device":
-            self._arrays[name].zero_()
+            array.zero_()
+        return slab, array
 
     def close(self) -> None:
         self._arrays.clear()

@@ -14,7 +14,7 @@ from penstock.run.moves import Moves, StepContext
 from penstock.run.pools import Pools
 from penstock.run.residence import Residence
 from penstock.run.serial import SerialExecutor
-from penstock.run.streams import streams_for
+from penstock.run.streams import CudaStreams, HostStreams
 from penstock.run.trace import MemorySample, TraceEvent
 from penstock.schedule.op import Schedule
 from penstock.schedule.place import FP32
@@ -38,6 +38,7 @@ class Machinery:
     residence: Residence
     runs: Mapping[int, Sequence[Run]]
     device: torch.device
+    streams: HostStreams | CudaStreams
     scratch_paths: tuple[Path, ...]
     io_threads: int
     threads: int
@@ -53,7 +54,7 @@ class Runner:
         self._facts = facts
         self._shared = shared
         self._scratch = _scratch(plan, shared)
-        self._streams = streams_for(shared.device)
+        self._streams = shared.streams
         self.pools = Pools(plan.schedule, shared.device)
         self.moves = Moves(
             plan.program,
@@ -137,6 +138,8 @@ class Runner:
         self._executor.close()
         self.moves.release()
         self.pools.close()
+        if self._shared.device.type == "cuda":
+            torch.cuda.empty_cache()  # the next plan's slabs have other sizes
         if self._scratch is not None:
             self._scratch.close()
             Store.delete(self._shared.scratch_paths)

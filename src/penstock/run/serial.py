@@ -25,6 +25,7 @@ class SerialExecutor:
         """Run every op once, waiting for each before the next."""
         self.marks = {}
         self.pools.start_step()
+        self._streams.restart()
         for op in self._order:
             self.pools.take(op)
             try:

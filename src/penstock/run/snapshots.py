@@ -7,12 +7,10 @@ from typing import Any
 
 from penstock.errors import StoreError
 from penstock.run.buffers import Buffers
-from penstock.run.memory import HostSlab
+from penstock.run.memory import BOUNCE, HostSlab
 from penstock.run.residence import Residence, numpy_bytes
 from penstock.schedule.place import page_up
 from penstock.store.snapshot import SnapshotReader, SnapshotWriter
-
-_BOUNCE = 8 << 20
 
 
 def save(path: Path, residence: Residence, buffers: Buffers, meta: Mapping[str, Any], *, overwrite: bool) -> None:
@@ -22,7 +20,7 @@ def save(path: Path, residence: Residence, buffers: Buffers, meta: Mapping[str, 
         StoreError: the path exists and may not be overwritten, or the disk is full or fails.
     """
     entries = [(name, page_up(part.nbytes)) for name, part in residence.parts.items()] + buffers.sizes()
-    bounce = HostSlab(_BOUNCE)
+    bounce = HostSlab(BOUNCE)
     try:
         with SnapshotWriter(path, entries, dict(meta), overwrite=overwrite) as writer:
             for name in residence.parts:
@@ -59,7 +57,7 @@ def restore(snapshot: SnapshotReader, residence: Residence, buffers: Buffers) ->
     Raises:
         StoreError: a drive failed. Part of the state is then the snapshot's, and part what it was before.
     """
-    bounce = HostSlab(_BOUNCE)
+    bounce = HostSlab(BOUNCE)
     try:
         for name in residence.parts:
             for start, piece in residence.pieces(name, bounce):

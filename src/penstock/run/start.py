@@ -6,13 +6,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.errors import ModelError
 from penstock.optim.spec import OptimizerSpec
 from penstock.run.buffers import Buffers
-from penstock.run.memory import HostSlab
+from penstock.run.memory import BOUNCE, HostSlab
 from penstock.run.residence import Residence, parts_of
 from penstock.schedule.place import FP32
 from penstock.tape.groups import ParamGroup
 from penstock.tape.init import initialise
+
+
+def built_on_meta(model: nn.Module) -> bool:
+    """Whether the model's parameters are on the meta device and have to be initialised.
+
+    Raises:
+        ModelError: some are and some are not: which values are meant is not clear.
+    """
+    meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if meta and len(meta) < sum(1 for _ in model.parameters()):
+        raise ModelError(
+            f"some parameters are on the meta device ({meta[0]!r} is one) and some have values: load them all, or "
+            "build the whole model under torch.device('meta')"
+        )
+    return bool(meta)
 
 
 def fill(model: nn.Module, groups: Sequence[ParamGroup], residence: Residence, *, from_meta: bool, seed: int) -> None:
@@ -36,7 +52,7 @@ def fill(model: nn.Module, groups: Sequence[ParamGroup], residence: Residence, *
 
 
 def _write_group(group: ParamGroup, flat: torch.Tensor, residence: Residence) -> None:
-    bounce = HostSlab(8 << 20)
+    bounce = HostSlab(BOUNCE)
     for part in parts_of(group.spec, residence.form, residence.dtype):
         if part.name.startswith("moment"):
             continue

@@ -35,6 +35,9 @@ class HostStreams:
         yield mark
         mark.end = time.perf_counter()
 
+    def restart(self) -> None:
+        """Nothing to do: there is one clock."""
+
     def used_on(self, lane: Lane, tensor: torch.Tensor) -> None:
         """Nothing to do: freed memory is free at once."""
 
@@ -56,6 +59,10 @@ class CudaStreams:
             "h2d": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
             "d2h": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
         }
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the clock anew: events tell time in fp32 milliseconds, which are exact only for a short while."""
         self._origin = _event()
         self._origin.record(self.streams["compute"])
         self._origin.synchronize()
@@ -73,8 +80,7 @@ class CudaStreams:
             yield mark
             mark.end = time.perf_counter()
             return
-        torch.cuda.set_device(self.device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             for other in waits:
                 if other.done is not None and other.lane != lane:
                     stream.wait_event(other.done)
@@ -105,4 +111,5 @@ def streams_for(device: torch.device) -> HostStreams | CudaStreams:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    # blocking: a host thread that waits sleeps, and leaves its core to the optimizer
+    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 from penstock.schedule.op import LANES, Op, Schedule
+from penstock.schedule.program import Program
 
 _LANE_INDEX = {lane: i for i, lane in enumerate(LANES)}
 _ONE_AT_A_TIME = {"compute", "h2d", "d2h", "cpu"}
@@ -37,6 +38,29 @@ def check(schedule: Schedule) -> None:
     _check_buffers(order, clocks)
     _check_pools(order, clocks)
     _check_homes(schedule, clocks)
+
+
+def check_readers(schedule: Schedule, program: Program) -> None:
+    """Check what a schedule does not say of itself: weights that live on the device are read by every stage that uses
+    them, and no step may change them before the last of those.
+
+    Raises:
+        ScheduleError: names the op that may come too early.
+    """
+    clocks = _clocks(list(run_order(schedule)))
+    readers: dict[int, list[Op]] = defaultdict(list)
+    for op in schedule.lanes["compute"]:
+        if op.word.kind in ("F", "B", "E"):
+            stage = program.stages[op.word.stage]
+            forward = () if op.word.kind == "B" else stage.forward_reads
+            backward = () if op.word.kind == "F" else stage.backward_reads
+            for group in {*forward, *backward}:
+                readers[group].append(op)
+    for op in schedule.ops:
+        if op.word.kind in ("OP", "OD", "UN"):
+            for reader in readers[op.word.group]:
+                if not _before(reader, op, clocks):
+                    raise ScheduleError(f"op {op.id} may run before {reader.id}, which reads the weights it changes")
 
 
 def _check_names(schedule: Schedule) -> None:

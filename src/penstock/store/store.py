@@ -84,6 +84,7 @@ class Store:
         self._commits = commits
         self._locks = tuple(locks)
         self._written = False
+        self._lost: str | None = None
         self._closed = False
 
     @staticmethod
@@ -198,11 +199,13 @@ class Store:
         Raises:
             StoreError: it could not be made so.
         """
+        if self._lost is not None:
+            raise StoreError(f"an earlier flush failed, and what it covered may be lost: {self._lost}")
         self._written = False  # before the flush: what is written during it is not covered by it
         try:
             self._files.flush()
-        except BaseException:
-            self._written = True
+        except BaseException as error:
+            self._lost = str(error)  # the system reports a lost write once: a second flush would succeed, and lie
             raise
 
     def commit(self, record: dict[str, Any]) -> None:
@@ -211,7 +214,7 @@ class Store:
         Raises:
             StoreError: the record could not be written; the one before still stands.
         """
-        if self._written:
+        if self._written or self._lost is not None:
             self.flush()
         self._commits.append(record)
 

@@ -10,7 +10,7 @@ gives the same bits. Weights must be attached while a stage that reads them runs
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -208,13 +208,14 @@ class Tape:
 
     def finish(self) -> None:
         """End the step. The losses can still be asked for."""
-        for passage in self.passages:
-            passage.close()
-        self.passages = []
+        passages, self.passages = self.passages, []
         self._checkpoints.clear()
         if self._random is not None:
             self._random.restore()
             self._random = None
+        with ExitStack() as all_of_them:  # also those after one whose own clean-up raises
+            for passage in passages:
+                all_of_them.callback(passage.close)
 
     def abort(self) -> None:
         """End the step wherever it is. Suspended forwards are closed; the tape is ready for the next ``begin``."""
@@ -310,6 +311,10 @@ class Tape:
                 raise ModelError(
                     "the loss does not depend on any parameter that is trained: "
                     "is requires_grad False everywhere, or does loss_fn detach?"
+                )
+            if loss.dtype == torch.float16:
+                raise ModelError(
+                    "the loss is fp16, which cannot hold the loss scale: compute it in fp32, from logits.float() say"
                 )
             root = (get_gradient_edge(loss), torch.full_like(value, weight))
             del loss
