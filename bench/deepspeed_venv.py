@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.harness import PASSIVE, ROOT, BenchError, Side
+from bench.harness import ROOT, BenchError, Side
 
 VERSION = "0.19.8"
 VARIABLE = "PENSTOCK_BENCH_DEEPSPEED"
@@ -58,8 +58,7 @@ def side(place: Path, *flags: str) -> Side:
     return Side(
         name="deepspeed",
         command=(str(python), "-m", "bench.peer_deepspeed", *flags),
-        environment=PASSIVE
-        | {
+        environment={
             "DS_ACCELERATOR": "cpu",
             "TORCH_EXTENSIONS_DIR": str(place.resolve() / "extensions"),
             "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",

@@ -23,8 +23,6 @@ from bench.workload import Work
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SCRATCH = ROOT / ".bench" / "scratch"
-PASSIVE = {"OMP_WAIT_POLICY": "passive"}
-"""Threads of torch sleep while they wait for work, as ``penstock train`` has it, and leave the cores to the lanes."""
 _BLKIO = Path("/sys/fs/cgroup/blkio")
 MB = 10**6
 

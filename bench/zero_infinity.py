@@ -22,7 +22,6 @@ from pathlib import Path
 from bench import deepspeed_venv
 from bench.harness import (
     MB,
-    PASSIVE,
     ROOT,
     SCRATCH,
     BenchError,
@@ -170,23 +169,22 @@ def main() -> int:
             *(sys.executable, "-m", "bench.side_penstock"),
             *("--device", arguments.device, "--host", arguments.host),
         ),
-        environment=PASSIVE,
     )
+    outcomes: list[Outcome] = []
+    body = ""
     pipeline = "--pipeline" if arguments.pipeline else "--no-pipeline"
     try:
         peer = deepspeed_venv.side(arguments.venv, pipeline, "--sub-group", str(arguments.sub_group))
-        outcomes = [
-            measure(case, (peer, ours), arguments)
-            for case in CASES
-            if arguments.case is None or case.name in arguments.case
-        ]
+        for case in CASES:
+            if arguments.case is None or case.name in arguments.case:
+                outcomes.append(measure(case, (peer, ours), arguments))
+                body = describe(outcomes, arguments)
+                if outcomes[-1].limited and not arguments.no_record:  # after each: a case takes many minutes
+                    write_section("zero_infinity", body, results_file())
     except BenchError as error:
         print(f"bench.zero_infinity: {error}", file=sys.stderr)
         return 2
-    body = describe(outcomes, arguments)
     print(body)
-    if all(outcome.limited for outcome in outcomes) and not arguments.no_record:
-        print(f"recorded in {write_section('zero_infinity', body, results_file())}")
     return 0 if all(outcome.ratio >= outcome.case.required or not outcome.limited for outcome in outcomes) else 1
 
 
