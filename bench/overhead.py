@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bench.harness import (
     ROOT,
@@ -82,24 +83,24 @@ def main() -> int:
     parser.add_argument("--no-record", action="store_true", help="print, but leave the results file alone")
     arguments = parser.parse_args()
     arguments.scratch.mkdir(parents=True, exist_ok=True)
-    work = Work(
-        model="llama-45m",
-        micro_batches=8,
-        batch=2,
-        length=256,
-        steps=arguments.steps,
-        threads=arguments.threads,
-        scratch=str(arguments.scratch.resolve()),
-    )
+    pair = sides(arguments.device, arguments.host)
     try:
-        write_initial_weights(work)
-        pair = sides(arguments.device, arguments.host)
-        runs = alternate(pair, work, rounds=arguments.rounds, limit=None, logs=ROOT / ".bench" / "logs" / "overhead")
+        with TemporaryDirectory(dir=arguments.scratch.resolve(), prefix="penstock-bench-") as scratch:
+            work = Work(
+                model="llama-45m",
+                micro_batches=8,
+                batch=2,
+                length=256,
+                steps=arguments.steps,
+                threads=arguments.threads,
+                scratch=scratch,
+            )
+            write_initial_weights(work)
+            logs = ROOT / ".bench" / "logs" / "overhead"
+            runs = alternate(pair, work, rounds=arguments.rounds, limit=None, logs=logs)
     except BenchError as error:
         print(f"bench.overhead: {error}", file=sys.stderr)
         return 2
-    finally:
-        work.initial_weights.unlink(missing_ok=True)
     body = describe(work, runs, arguments.device, arguments.host)
     print(body)
     if not arguments.no_record:

@@ -18,6 +18,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bench import deepspeed_venv
 from bench.harness import (
@@ -99,8 +100,8 @@ HEADER = (
 )
 
 
-def measure(case: Case, sides: tuple[Side, Side], arguments: argparse.Namespace) -> Outcome:
-    """Run both sides of a case in turn."""
+def measure(case: Case, sides: tuple[Side, Side], arguments: argparse.Namespace, scratch: str) -> Outcome:
+    """Run both sides of a case in turn, with their files in ``scratch``."""
     limited = why_no_limit() is None
     work = Work(
         model="gpt-168m",
@@ -109,7 +110,7 @@ def measure(case: Case, sides: tuple[Side, Side], arguments: argparse.Namespace)
         length=128,
         steps=arguments.steps,
         threads=arguments.threads,
-        scratch=str(arguments.scratch.resolve()),
+        scratch=scratch,
     )
     write_initial_weights(work)
     print(f"{case.micro_batches} micro-batches, disk {case.limit if limited else 'not held to a rate'}", flush=True)
@@ -158,6 +159,21 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def measure_all(ours: Side, arguments: argparse.Namespace) -> list[Outcome]:
+    """All cases asked for. What is measured so far is recorded after each, since a case takes many minutes."""
+    pipeline = "--pipeline" if arguments.pipeline else "--no-pipeline"
+    peer = deepspeed_venv.side(arguments.venv, pipeline, "--sub-group", str(arguments.sub_group))
+    outcomes: list[Outcome] = []
+    with TemporaryDirectory(dir=arguments.scratch.resolve(), prefix="penstock-bench-") as scratch:
+        for case in CASES:
+            if arguments.case is None or case.name in arguments.case:
+                outcomes.append(measure(case, (peer, ours), arguments, scratch))
+                if outcomes[-1].limited and not arguments.no_record:
+                    path = write_section("zero_infinity", describe(outcomes, arguments), results_file())
+                    print(f"recorded in {path}", flush=True)
+    return outcomes
+
+
 def main() -> int:
     arguments = parse()
     arguments.scratch.mkdir(parents=True, exist_ok=True)
@@ -170,21 +186,12 @@ def main() -> int:
             *("--device", arguments.device, "--host", arguments.host),
         ),
     )
-    outcomes: list[Outcome] = []
-    body = ""
-    pipeline = "--pipeline" if arguments.pipeline else "--no-pipeline"
     try:
-        peer = deepspeed_venv.side(arguments.venv, pipeline, "--sub-group", str(arguments.sub_group))
-        for case in CASES:
-            if arguments.case is None or case.name in arguments.case:
-                outcomes.append(measure(case, (peer, ours), arguments))
-                body = describe(outcomes, arguments)
-                if outcomes[-1].limited and not arguments.no_record:  # after each: a case takes many minutes
-                    write_section("zero_infinity", body, results_file())
+        outcomes = measure_all(ours, arguments)
     except BenchError as error:
         print(f"bench.zero_infinity: {error}", file=sys.stderr)
         return 2
-    print(body)
+    print(describe(outcomes, arguments))
     return 0 if all(outcome.ratio >= outcome.case.required or not outcome.limited for outcome in outcomes) else 1
 
 

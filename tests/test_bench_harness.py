@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from bench import harness, workload
+from bench import harness, workload, zero_infinity
 from bench.harness import MB, BenchError, DiskLimit, Run, Side, Step
 
 _REPORTS = """
@@ -124,3 +124,17 @@ def test_both_sides_start_from_the_same_weights_and_see_the_same_tokens(tmp_path
     flat = [bytes(mb["input_ids"].flatten().tolist()) for step in steps for mb in step]
     assert len(set(flat)) == len(flat), "micro-batches repeat"
     assert workload.Tokens(work).step(1)[0]["input_ids"].tolist() == steps[1][0]["input_ids"].tolist()
+
+
+def test_the_ratio_is_of_median_steps_and_the_bound_is_of_the_slower_direction() -> None:
+    def runs(*seconds: float) -> list[Run]:
+        steps = (Step(seconds=s, loss=1.0, peak_rss=1, read=300 * MB, written=200 * MB) for s in (99.0, *seconds))
+        return [Run(steps=tuple(steps), warm_up=1)]
+
+    case = zero_infinity.Case(limit=DiskLimit(read=100 * MB, write=50 * MB), micro_batches=8, required=3.0)
+    outcome = zero_infinity.Outcome(
+        case=case, limited=True, runs={"deepspeed": runs(30.0, 34.0), "penstock": runs(7.0, 9.0)}
+    )
+    assert outcome.ratio == 4.0
+    assert outcome.bound == 4.0  # 200 MB at 50 MB/s; the reads take 3 s beside it
+    assert [cell.strip() for cell in outcome.row().split("|")][-3:-1] == ["**4.00x**", "3.0x"]
