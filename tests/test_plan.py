@@ -382,3 +382,30 @@ def test_a_placement_must_be_possible() -> None:
     place = Placement(weights=("disk",) * count, state=("device",) * count, gradients="host", checkpoints="device")
     with pytest.raises(AssertionError):
         place.check(program, ADAM16)
+
+
+def test_a_step_before_the_last_reader_of_weights_on_the_device_is_refused() -> None:
+    """No buffer of the schedule tells, since such weights are in none: the program does."""
+    r = request(
+        64 * MIB,
+        64 * MIB,
+        micro_batches=1,
+        wait=False,
+        program=transformer(2, reader=True),
+        weights="device",
+        state="device",
+    )
+    plan = fit(r)
+    assert with_schedule(r, plan, plan.schedule).schedule == plan.schedule
+    step = plan.schedule.by_id["OD1"]
+    ops = [op for op in plan.schedule.ops if op is not step]
+    early = ops.index(plan.schedule.by_id["E3m0"]) + 1
+    with pytest.raises(ScheduleError, match="op OD1 may run before B1m0, which reads the weights it changes"):
+        with_schedule(r, plan, replace(plan.schedule, ops=(*ops[:early], replace(step, after=()), *ops[early:])))
+
+
+@pytest.mark.parametrize("chunk", [0, 1000, 4097])
+def test_a_schedule_with_a_chunk_of_parts_is_refused(chunk: int) -> None:
+    plan = fit(OWN)
+    with pytest.raises(ScheduleError, match=f"chunk of {chunk} elements is not a multiple of 4096"):
+        with_schedule(OWN, plan, replace(plan.schedule, chunk=chunk))
