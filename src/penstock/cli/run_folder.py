@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -46,6 +47,7 @@ def claim(config: TrainConfig, start: Start) -> Path:
             raise ConfigError(f"budget.disk={str(stores[0])!r} already holds the state of a run. {_REMEDY}")
         if start == "overwrite":
             discard(config)
+            folder.mkdir(exist_ok=True)
         (folder / _SETTINGS).write_text(dump(config), encoding="utf-8")
     except StoreError:
         raise
@@ -66,6 +68,9 @@ def discard(config: TrainConfig) -> None:
     stores = [path for path in config.budget.disk_paths if Store.exists([path])]
     if stores:
         Store.delete(stores)
+    for path in [*config.budget.disk_paths, folder]:
+        with suppress(OSError):  # not there, or something else is in it: not ours to remove
+            path.rmdir()
 
 
 _REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or --overwrite to replace it"

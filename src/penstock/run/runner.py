@@ -1,6 +1,7 @@
 """A plan made executable: its pools, its lanes, and the one thing they all run."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,9 @@ class Runner:
         if self._scratch is not None:
             self._scratch.close()
             Store.delete(self._shared.scratch_paths)
+            for path in self._shared.scratch_paths:
+                with suppress(OSError):  # something else is in it: not ours to remove
+                    path.rmdir()
 
 
 def _scratch(plan: Plan, shared: Machinery) -> Store | None:
