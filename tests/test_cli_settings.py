@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.cli import settings
@@ -141,6 +141,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert "No such file" in _refused(tmp_path / "none.yaml")
 
 
+@example({"\x85": None})
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

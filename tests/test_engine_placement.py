@@ -142,21 +142,6 @@ def test_a_parameter_that_no_gradient_reached_stays_as_it_is(
             torch.testing.assert_close(found[name], p.detach(), rtol=near, atol=near)
 
 
-def test_a_loss_that_cannot_hold_the_loss_scale_is_refused(tmp_path: Path) -> None:
-    with (
-        penstock.wrap(
-            Branches(),
-            optimizer=penstock.AdamW(),
-            budget=budget(tmp_path / "store"),
-            precision="fp16",
-            device="cpu",
-            loss_fn=lambda model, mb: model(**mb),
-        ) as engine,
-        pytest.raises(ModelError, match="compute it in fp32"),
-    ):
-        engine.step(branch_steps()[0])
-
-
 def test_a_model_that_is_half_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     model = Branches()
     model.layers[1].to("meta")

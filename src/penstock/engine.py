@@ -73,7 +73,7 @@ def wrap(
         device: ``"cpu"`` or ``"cuda"``; None: the GPU if there is one, else the CPU.
         blocks: the submodules to run one by one; None: found.
         loss_fn: from (model, micro-batch) to a mean loss; None: ``model(**micro_batch).loss``. Micro-batches count by
-            their labels that are not -100 (a share that a bf16 loss rounds to bf16). A model whose class is a
+            their labels that are not -100 (a share that a 16-bit loss rounds to 16 bits). A model whose class is a
             ``...CausalLM``, ``...LMHeadModel`` or decoder-only ``...ForConditionalGeneration`` compares each position
             with the next label, so its first label does not count.
         seed: of dropout and of initialisation.
@@ -193,6 +193,7 @@ class Engine:
         self.optimizer = StreamedOptimizer(
             optimizer, [(s.name, s.parameter) for g in self._groups for s in g.slices if s.trainable]
         )
+        self._trained = [s.name for g in self._groups for s in g.slices if s.trainable]
         self._buffers = Buffers(model)
         self._description = start.describe_model(self._groups, self._buffers, precision, optimizer)
         self._home = Home(
@@ -225,6 +226,8 @@ class Engine:
             self._planning = Planning(machinery, budget, schedule, wait=waits)
             self._note(between_steps=True)
         except BaseException:
+            if hasattr(self, "_tape"):
+                self._tape.close()
             self._home.close(None)
             raise
 
@@ -252,7 +255,7 @@ class Engine:
         """One optimizer step over the micro-batches: gradients are summed, weighted by their number of labels.
 
         Micro-batches are mappings of tensors, what ``loss_fn`` (or the model) takes. Their number and sizes may change
-        from step to step; a plan is made whenever one is larger than all before.
+        from step to step; a plan is made whenever they are more, larger or of other shapes than planned for.
 
         Raises:
             ModelError: the list is empty, or a micro-batch takes another way through the model than the first.
@@ -455,8 +458,12 @@ class Engine:
             self._adopt(snapshot.meta)
             for mine, saved in zip(self.optimizer.param_groups, snapshot.meta["param_groups"], strict=True):
                 mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-        self._broken = None
-        self._note(between_steps=True)
+            self._broken = None
+            try:
+                self._note(between_steps=True)
+            except StoreError as error:
+                self._broken = f"loading {path} could not be made durable: {error}"
+                raise
 
     def close(self) -> None:
         """Bring what is in memory to the store and give everything back. The model's parameters stay placeholders."""
@@ -482,7 +489,7 @@ class Engine:
         return {
             "step": self.step_count,
             "updates": self._updates,
-            "missed": self._missed,
+            "missed": {str(i): self._missed[name] for i, name in enumerate(self._trained) if name in self._missed},
             "seed": self._seed,
             "loss_scale": asdict(self._scale),
             "param_groups": groups,
@@ -506,7 +513,7 @@ class Engine:
     def _adopt(self, progress: Mapping[str, Any]) -> None:
         self.step_count = int(progress["step"])
         self._updates = int(progress["updates"])
-        self._missed = dict(progress["missed"])
+        self._missed = {self._trained[int(i)]: count for i, count in progress["missed"].items()}
         self._scale = LossScale(**progress["loss_scale"])
 
     def _note(self, *, between_steps: bool) -> None:

@@ -107,4 +107,5 @@ def read_yaml(path: Path) -> Located:
 
 def dump_yaml(value: Mapping[str, Any] | Sequence[Any] | Plain) -> str:
     """YAML that ``parse_yaml`` reads back to the same value."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    # Unicode is escaped: PyYAML writes some of its line breaks (such as U+0085) as they are, and reads them as spaces.
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120)

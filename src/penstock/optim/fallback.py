@@ -65,7 +65,8 @@ def cast(dst: torch.Tensor, src: torch.Tensor) -> None:
     """``kernels.cast``. Devices disagree about which NaN a NaN is rounded to, so it is written by hand."""
     dst.copy_(src)
     if dst.dtype != torch.float32:
-        dst.masked_fill_(src.isnan(), torch.nan)
+        for part in _parts(src):
+            dst[part].masked_fill_(src[part].isnan(), torch.nan)
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[slice]:

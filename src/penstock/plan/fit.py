@@ -200,7 +200,7 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
                 f"gradients are added up in {name} by {', '.join(found[name])}, which changes the numbers: keep the "
                 f"order {', '.join(sums[name])}"
             )
-    check_readers(schedule, request.program)
+    check_readers(schedule, request.program, settings.place.weights)
     own = replace(schedule, fixed=wanted.fixed)
     limits: tuple[tuple[Tier, int], ...] = (
         ("device", request.budget.device_bytes),

@@ -97,11 +97,14 @@ class Executor:
 
     def _surface(self) -> None:
         """Raise the first error, with every buffer given back."""
-        error, self._error = self._error, None  # its traceback holds activations: it is not kept
+        error, self._error = self._error, None
         if error is not None:
             self._streams.synchronize()
             self.pools.reset()
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds activations, and would hold this frame, which holds it
 
     def close(self) -> None:
         """Stop the lane threads."""
@@ -161,7 +164,7 @@ class Executor:
             error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
             with self._lock:
                 self._running -= op.lane != "compute"
-            self._fail(error)
+                self._note_error(error)
             return
         with self._lock:
             self._running -= op.lane != "compute"
@@ -196,9 +199,13 @@ class Executor:
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
-            if self._error is None:
-                self._error = error
-            self._wake()
+            self._note_error(error)
+
+    def _note_error(self, error: BaseException) -> None:
+        """The first error is the one that surfaces. Called with the lock held."""
+        if self._error is None:
+            self._error = error
+        self._wake()
 
     def _wait_idle(self) -> None:
         """Block the caller until all ops are published, or until nothing runs any more after an error."""

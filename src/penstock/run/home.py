@@ -89,10 +89,12 @@ class Home:
 
     def close(self, progress: Callable[[], Progress] | None) -> None:
         """Bring what is in memory to disk and record it; with None the state is not fit to be continued."""
-        if self.store is not None:
-            if progress is not None:
+        try:
+            if self.store is not None and progress is not None:
                 self.residence.to_disk()
                 self._buffers.write_changed(self.store.write)
                 self.store.commit({**progress(), "whole": True})
-            self.store.close()
-        self.residence.close()
+        finally:
+            if self.store is not None:
+                self.store.close()
+            self.residence.close()

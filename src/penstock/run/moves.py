@@ -367,12 +367,13 @@ class Moves:
         context, slices = self.context, [s for s in self._groups[g].slices if s.trainable]
         if all(id(s.parameter) in context.touched and s.name not in context.missed for s in slices):
             return [(first, end, hyper, context.count) for first, end, hyper in self._runs[g]]
+        ends = [s.offset for s in slices[1:]] + [self._program.groups[g].trainable]  # with padding
         return [
-            (max(first, s.offset), min(end, s.offset + s.numel), hyper, context.count - context.missed.get(s.name, 0))
-            for s in slices
+            (max(first, s.offset), min(end, stop), hyper, context.count - context.missed.get(s.name, 0))
+            for s, stop in zip(slices, ends, strict=True)
             if id(s.parameter) in context.touched
             for first, end, hyper in self._runs[g]
-            if first < s.offset + s.numel and s.offset < end
+            if first < stop and s.offset < end
         ]
 
     # ---- checkpoints

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from penstock.config import Budget, Tier
 from penstock.errors import BudgetError, ModelError
 from penstock.optim.fallback import DEVICE_TEMPORARIES
@@ -62,6 +64,24 @@ def _join(probed: Sequence[tuple[Stage, ...]]) -> tuple[Stage, ...]:
     )
 
 
+def _join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ...]:
+    """What the tape has to know to run each of several micro-batches.
+
+    Raises:
+        ModelError: it would have to do different things for them.
+    """
+    joined = []
+    for same in zip(*probed, strict=True):
+        if len({(f.offload, f.call.output_needs_grad) for f in same}) > 1:
+            raise ModelError(
+                f"micro-batches of different shapes use the outputs of block {same[0].site and same[0].site.name!r} in "
+                "different ways: give each step micro-batches of one shape"
+            )
+        buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
+        joined.append(replace(same[0], call=replace(same[0].call, buffers=buffers)))
+    return tuple(joined)
+
+
 _SIZES = ("checkpoint", "gradient", "kept", "forward_peak", "backward_peak")
 
 
@@ -76,6 +96,7 @@ class Planning:
         self._schedule = schedule
         self._wait = wait
         self._plans: dict[bool, Ready] = {}
+        self._probed: dict[tuple[bool, batch.Shapes], tuple[tuple[Stage, ...], tuple[StageFacts, ...]]] = {}
         self._placed: Placement | None = None
 
     def runner_for(self, micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Runner:
@@ -91,9 +112,12 @@ class Planning:
             return self._use(ready)
         self.close()
         largest = {s: mb for s, mb in zip(shapes, micro_batches, strict=True) if not _within(s, shapes)}
-        probed = [self._probe(mb, train=train) for mb in largest.values()]
-        facts = self._shared.tape.facts
-        plan = self._fit(_join(probed), micro_batches, train=train)
+        for shape, mb in largest.items():
+            if (train, shape) not in self._probed:
+                self._probed[train, shape] = self._probe(mb, train=train), self._shared.tape.facts
+        probed = [self._probed[train, shape] for shape in largest]
+        stages, facts = _join([stages for stages, _ in probed]), _join_facts([facts for _, facts in probed])
+        plan = self._fit(stages, micro_batches, train=train)
         check(plan.schedule)
         if train and plan.settings.place != self._placed:
             self._placed = plan.settings.place
@@ -111,6 +135,8 @@ class Planning:
         if self.runner is None or self.runner.plan is not ready.plan:
             self.close()
             self._shared.residence.settle(ready.plan.settings.place)
+            if self._shared.device.type == "cuda":
+                torch.cuda.empty_cache()  # what the probe and the move have freed makes room for the plan's slabs
             self.runner = Runner(ready.plan, ready.facts, self._shared)
         return self.runner
 
@@ -125,7 +151,7 @@ class Planning:
             wait=self._wait,
             train=train,
             family="horizontal" if name == "horizontal" else "vertical",
-            inputs=sum(batch.nbytes(mb) for mb in micro_batches),
+            inputs=len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches),
             step_temporaries=0 if self._shared.device.type == "cpu" else DEVICE_TEMPORARIES,
         )
         plan = self._best(request)

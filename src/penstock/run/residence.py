@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.config import Tier
+from penstock.config import TIERS, Tier
 from penstock.run.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.schedule.place import FP32, Format, Placement
 from penstock.schedule.program import GroupSpec
@@ -80,8 +80,9 @@ class Residence:
         if store is None:
             room = host_bytes
             for name, part in self.parts.items():
-                room -= part.nbytes
-                self._slabs[name], self._arrays[name] = self._allocate(name, "host" if room >= 0 else "device")
+                fits = part.nbytes <= room
+                room -= part.nbytes * fits
+                self._slabs[name], self._arrays[name] = self._allocate(name, "host" if fits else "device")
 
     def tier_of(self, name: str) -> Tier:
         if name not in self._arrays:
@@ -109,25 +110,40 @@ class Residence:
             self.store.write(name, start * data.itemsize, numpy_bytes(data))
 
     def settle(self, place: Placement) -> None:
-        """Move every array to the tier that a placement gives it. Arrays that leave memory go first."""
+        """Move every array to the tier that a placement gives it, in an order that fills no tier more than it was, or
+        will be, if there is one."""
         wanted: dict[str, Tier] = {}
         for group in self.groups:
             first, *state = parts_of(group, self.form, self.dtype)
             wanted[first.name] = place.weights[group.index]
             wanted |= {part.name: place.state[group.index] for part in state}
-        rank = {"disk": 0, "host": 1, "device": 2}
-        for name in sorted(wanted, key=lambda n: rank[wanted[n]]):
+        sizes = {name: self.parts[name].nbytes for name in wanted}
+        held: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        final = dict(held)
+        for name, tier in wanted.items():
+            held[self.tier_of(name)] += sizes[name]
+            final[tier] += sizes[name]
+        most = {tier: max(held[tier], final[tier]) for tier in TIERS} | {"disk": sum(sizes.values())}
+        pending = [name for name, tier in wanted.items() if self.tier_of(name) != tier]
+        while pending:
+            fits = (name for name in pending if held[wanted[name]] + sizes[name] <= most[wanted[name]])
+            name = next(fits, pending[0])
+            held[self.tier_of(name)] -= sizes[name]
+            held[wanted[name]] += sizes[name]
             self._move(name, wanted[name])
+            pending.remove(name)
 
     def to_disk(self) -> None:
         """Write what is in memory to its extents, and keep it in memory. Needs a store."""
         assert self.store is not None
         bounce = HostSlab(BOUNCE)
-        for name, array in self._arrays.items():
-            for start, piece in self.pieces(name, bounce):
-                piece.copy_(array[start : start + piece.numel()])
-                self.store.write(name, start * piece.itemsize, numpy_bytes(piece))
-        bounce.close()
+        try:
+            for name, array in self._arrays.items():
+                for start, piece in self.pieces(name, bounce):
+                    piece.copy_(array[start : start + piece.numel()])
+                    self.store.write(name, start * piece.itemsize, numpy_bytes(piece))
+        finally:
+            bounce.close()
 
     def pieces(self, name: str, bounce: HostSlab) -> Iterator[tuple[int, torch.Tensor]]:
         """Cut an array into ranges that fit the bounce buffer: (first element, a view to fill or to read)."""
@@ -157,12 +173,13 @@ class Residence:
             raise
         finally:
             bounce.close()
-        self._arrays.pop(name, None)
-        old = self._slabs.pop(name, None)
-        if old is not None:
-            old.close()
+        old = self._slabs.get(name)
         if new is not None:
             self._slabs[name], self._arrays[name] = new
+        else:
+            del self._arrays[name], self._slabs[name]
+        if old is not None:
+            old.close()
 
     def _allocate(self, name: str, tier: Tier) -> tuple[HostSlab | DeviceSlab, torch.Tensor]:
         """Memory for an array, and its view as the array."""

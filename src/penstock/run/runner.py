@@ -1,7 +1,7 @@
 """A plan made executable: its pools, its lanes, and the one thing they all run."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,17 +136,21 @@ class Runner:
         return [MemorySample(time=t - origin, tier=tier, bytes=n) for t, tier, n in self.pools.samples]
 
     def close(self) -> None:
-        self._executor.close()
-        self.moves.release()
-        self.pools.close()
-        if self._shared.device.type == "cuda":
-            torch.cuda.empty_cache()  # the next plan's slabs have other sizes
-        if self._scratch is not None:
-            self._scratch.close()
-            Store.delete(self._shared.scratch_paths)
-            for path in self._shared.scratch_paths:
-                with suppress(OSError):  # something else is in it: not ours to remove
-                    path.rmdir()
+        """Give back threads, memory and scratch space; each happens whatever the others raise."""
+        with ExitStack() as all_of_it:  # last in, first out
+            if self._scratch is not None:
+                all_of_it.callback(_remove, self._scratch, self._shared.scratch_paths)
+            all_of_it.callback(self.pools.close)
+            all_of_it.callback(self.moves.release)
+            all_of_it.callback(self._executor.close)
+
+
+def _remove(scratch: Store, paths: Sequence[Path]) -> None:
+    scratch.close()
+    Store.delete(paths)
+    for path in paths:
+        with suppress(OSError):  # something else is in it: not ours to remove
+            path.rmdir()
 
 
 def _scratch(plan: Plan, shared: Machinery) -> Store | None:

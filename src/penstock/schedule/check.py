@@ -15,9 +15,10 @@ several ops in flight, so their order alone says nothing about two ops of the sa
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.config import Tier
 from penstock.errors import ScheduleError
 from penstock.schedule.op import LANES, Op, Schedule
 from penstock.schedule.program import Program
@@ -40,9 +41,9 @@ def check(schedule: Schedule) -> None:
     _check_homes(schedule, clocks)
 
 
-def check_readers(schedule: Schedule, program: Program) -> None:
-    """Check what a schedule does not say of itself: weights that live on the device are read by every stage that uses
-    them, and no step may change them before the last of those.
+def check_readers(schedule: Schedule, program: Program, weights: Sequence[Tier]) -> None:
+    """Check what a schedule does not say of itself: weights that live on the device (by ``weights``, a tier for each
+    group) are read by every stage that uses them, and no step may change them before the last of those.
 
     Raises:
         ScheduleError: names the op that may come too early.
@@ -54,7 +55,7 @@ def check_readers(schedule: Schedule, program: Program) -> None:
             stage = program.stages[op.word.stage]
             forward = () if op.word.kind == "B" else stage.forward_reads
             backward = () if op.word.kind == "F" else stage.backward_reads
-            for group in {*forward, *backward}:
+            for group in {g for g in (*forward, *backward) if weights[g] == "device"}:
                 readers[group].append(op)
     for op in schedule.ops:
         if op.word.kind in ("OP", "OD", "UN"):

@@ -200,12 +200,19 @@ class Store:
             StoreError: it could not be made so.
         """
         if self._lost is not None:
-            raise StoreError(f"an earlier flush failed, and what it covered may be lost: {self._lost}")
+            raise StoreError(
+                f"an earlier flush failed, and what it covered may be lost: {self._lost}. Go on in another directory, "
+                "from a snapshot if there is one"
+            )
         self._written = False  # before the flush: what is written during it is not covered by it
         try:
             self._files.flush()
         except BaseException as error:
-            self._lost = str(error)  # the system reports a lost write once: a second flush would succeed, and lie
+            self._written = True
+            if isinstance(
+                error, StoreError
+            ):  # the system reports a lost write once: a second flush would succeed, and lie
+                self._lost = str(error)
             raise
 
     def commit(self, record: dict[str, Any]) -> None:

@@ -312,10 +312,6 @@ class Tape:
                     "the loss does not depend on any parameter that is trained: "
                     "is requires_grad False everywhere, or does loss_fn detach?"
                 )
-            if loss.dtype == torch.float16:
-                raise ModelError(
-                    "the loss is fp16, which cannot hold the loss scale: compute it in fp32, from logits.float() say"
-                )
             root = (get_gradient_edge(loss), torch.full_like(value, weight))
             del loss
             last = max(passage.starts)
