@@ -1,6 +1,7 @@
 """Arrays keep their bits wherever they live and however they move."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -130,5 +131,28 @@ def test_without_a_store_everything_starts_as_zeros_in_host_memory() -> None:
     assert not any(residence.array(name).any() for name in residence.parts)
     written = fill(residence)
     residence.settle(placement(("device", "device"), ("host", "host"), ("device", "host")))
+    check(residence, written)
+    residence.close()
+
+
+@pytest.mark.parametrize("step", range(1, len(ROUTE)))
+def test_a_move_that_is_interrupted_keeps_the_state(step: int, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the interrupt comes while the old place is given back."""
+    residence = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store, host_bytes=0)
+    residence.settle(ROUTE[step - 1])
+    written = fill(residence)
+    homes = [slab for slab in residence._slabs.values() if isinstance(slab, HostSlab)]
+    close = HostSlab.close
+
+    def interrupted(slab: HostSlab) -> None:
+        if slab in homes:
+            raise KeyboardInterrupt
+        close(slab)
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(HostSlab, "close", interrupted)
+        residence.settle(ROUTE[step])
+    check(residence, written)
+    residence.settle(ROUTE[step])
     check(residence, written)
     residence.close()
