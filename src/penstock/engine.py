@@ -20,9 +20,9 @@ from penstock.optim.spec import OptimizerSpec
 from penstock.plan.fit import Plan
 from penstock.run import batch, snapshots, start
 from penstock.run.buffers import Buffers
+from penstock.run.device import resolve_device
 from penstock.run.home import Home
 from penstock.run.interrupt import whole_steps
-from penstock.run.memory import BOUNCE, HostSlab
 from penstock.run.moves import StepContext
 from penstock.run.planning import Planning
 from penstock.run.precision import DTYPES, LossScale, format_of
@@ -32,7 +32,6 @@ from penstock.run.streams import streams_for
 from penstock.run.trace import MemorySample, TraceEvent
 from penstock.schedule.check import check
 from penstock.schedule.op import LANES, Lane, Schedule
-from penstock.schedule.place import PAGE
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, group_parameters
 from penstock.tape.init import materialise_buffers
@@ -89,7 +88,7 @@ def wrap(
         raise ConfigError(f"schedule={schedule!r}: must be 'vertical', 'horizontal' or a penstock.Schedule")
     if not 1 <= io_threads <= 32:
         raise ConfigError(f"io_threads={io_threads}: must be at least 1 and at most 32")
-    where = _device(device)
+    where = resolve_device(device)
     if precision is None:
         precision = "fp32" if where.type == "cpu" else "bf16"
     if precision not in DTYPES:
@@ -115,28 +114,6 @@ def wrap(
         io_threads=io_threads,
         overlap=overlap,
     )
-
-
-def _device(asked: torch.device | str | None) -> torch.device:
-    """The device to compute on, with its index.
-
-    Raises:
-        ConfigError: it is neither the CPU nor a GPU that CUDA sees.
-    """
-    if asked is None:
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(asked)
-    except RuntimeError as error:
-        raise ConfigError(f"device={asked!r} is no device: use 'cpu' or 'cuda'") from error
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ConfigError(f"device={asked!r}: only 'cpu' and 'cuda' are supported")
-    index: int | None = device.index
-    if not torch.cuda.is_available() or (index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={asked!r}: CUDA sees {torch.cuda.device_count()} GPUs. Use another, or device='cpu'")
-    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 def _model_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
@@ -414,21 +391,10 @@ class Engine:
         for group in self._groups:
             master = f"master.{group.spec.index}" if self._residence.form.split else f"weights.{group.spec.index}"
             for s in group.slices:
-                yield s.name, self._fetch(master if s.trainable else f"weights.{group.spec.index}", s.offset, s.shape)
-
-    def _fetch(self, name: str, offset: int, shape: torch.Size) -> torch.Tensor:
-        """A parameter out of a group's array, whose reads must be whole pages."""
-        part, out = self._residence.parts[name], torch.empty(shape, dtype=torch.float32)
-        flat, end = out.view(-1), offset + shape.numel()
-        bounce = HostSlab(BOUNCE)
-        step = bounce.nbytes // part.dtype.itemsize
-        for first in range(offset // PAGE * PAGE, end, step):
-            piece = bounce.bytes[: min(step, part.numel - first) * part.dtype.itemsize].view(part.dtype)
-            self._residence.read(name, first, piece)
-            a, b = max(first, offset), min(first + piece.numel(), end)
-            flat[a - offset : b - offset].copy_(piece[a - first : b - first])
-        bounce.close()
-        return out
+                yield (
+                    s.name,
+                    self._residence.fetch(master if s.trainable else f"weights.{group.spec.index}", s.offset, s.shape),
+                )
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write a snapshot: parameters, optimizer state, step, random state, settings of the optimizer; exact.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from penstock.config import TIERS, Tier
 from penstock.run.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.schedule.place import FP32, Format, Placement
-from penstock.schedule.program import GroupSpec
+from penstock.schedule.program import ALIGN, GroupSpec
 from penstock.store.store import Store
 
 
@@ -108,6 +108,22 @@ class Residence:
         else:
             assert self.store is not None
             self.store.write(name, start * data.itemsize, numpy_bytes(data))
+
+    def fetch(self, name: str, offset: int, shape: torch.Size) -> torch.Tensor:
+        """A parameter out of an array, from element ``offset`` on, as a new fp32 tensor; reads whole pages."""
+        part, out = self.parts[name], torch.empty(shape, dtype=torch.float32)
+        flat, end = out.view(-1), offset + shape.numel()
+        bounce = HostSlab(BOUNCE)
+        step = bounce.nbytes // FP32
+        try:
+            for first in range(offset // ALIGN * ALIGN, end, step):
+                piece = bounce.bytes[: min(step, part.numel - first) * part.dtype.itemsize].view(part.dtype)
+                self.read(name, first, piece)
+                a, b = max(first, offset), min(first + piece.numel(), end)
+                flat[a - offset : b - offset].copy_(piece[a - first : b - first])
+        finally:
+            bounce.close()
+        return out
 
     def settle(self, place: Placement) -> None:
         """Move every array to the tier that a placement gives it, in an order that fills no tier more than it was, or
