@@ -153,7 +153,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads of either side")
     parser.add_argument("--device", default="256MiB", help="Penstock's device budget")
     parser.add_argument("--host", default="512MiB", help="Penstock's host budget")
-    parser.add_argument("--pipeline", action=argparse.BooleanOptionalAction, default=False, help="DeepSpeed's")
+    parser.add_argument("--pipeline", action=argparse.BooleanOptionalAction, default=True, help="DeepSpeed's")
     parser.add_argument("--sub-group", type=int, default=30_000_000, help="DeepSpeed's, in elements")
     parser.add_argument("--no-record", action="store_true", help="print, but leave the results file alone")
     return parser.parse_args()
