@@ -32,5 +32,5 @@ $(READY): $(BUILT_FROM)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Penstock needs Python 3.11 or newer, this is " + sys.version'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,report,dev]'
 	touch $(READY)

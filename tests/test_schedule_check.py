@@ -12,7 +12,7 @@ from tests.programs import random_case
 
 from penstock.errors import ScheduleError
 from penstock.schedule.check import check, run_order
-from penstock.schedule.op import LANES, Op, Pool, Schedule, parse_op, parse_schedule
+from penstock.schedule.op import LOCAL_LANES, Op, Pool, Schedule, parse_op, parse_schedule
 
 # ---- an independent account of what may collide
 
@@ -149,7 +149,7 @@ def test_swapped_neighbours_of_a_lane_are_harmless_or_found(seed: int) -> None:
     """Any two neighbours of a lane swapped: if the checker accepts it, it can run, and no two ops can collide."""
     schedule = random_case(seed, largest=2).build()
     found = 0
-    for lane in LANES:
+    for lane in LOCAL_LANES:
         ops = schedule.lanes[lane]
         for i in range(len(ops) - 1):
             swapped = list(ops)

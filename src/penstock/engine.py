@@ -31,7 +31,7 @@ from penstock.run.stats import StepStats
 from penstock.run.streams import streams_for
 from penstock.run.trace import MemorySample, TraceEvent
 from penstock.schedule.check import check
-from penstock.schedule.op import LANES, Lane, Schedule
+from penstock.schedule.op import LOCAL_LANES, Lane, Schedule
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, group_parameters
 from penstock.tape.init import materialise_buffers
@@ -349,7 +349,7 @@ class Engine:
     ) -> StepStats:
         self.trace = runner.trace(context.step, self._began)
         self.counters = runner.samples(self._began)
-        busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+        busy: dict[Lane, float] = dict.fromkeys(LOCAL_LANES, 0.0)
         for event in self.trace:
             busy[event.lane] += event.end - event.start
         assert context.norm is not None

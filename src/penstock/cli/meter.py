@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.config import Tier
 from penstock.run.stats import StepStats
-from penstock.schedule.op import LANES, Lane
+from penstock.schedule.op import LOCAL_LANES, Lane
 
 _RECENT = 10  # steps that rates and the time left are taken from
 
@@ -104,7 +104,7 @@ class Meter:
         """Use of each lane that did anything in the last steps."""
         total = max(sum(s.seconds for s in self.recent), 1e-9)
         uses: dict[Lane, LaneUse] = {}
-        for lane in LANES:
+        for lane in LOCAL_LANES:
             moved = sum(s.bytes_moved.get(lane, 0) for s in self.recent)
             busy = sum(s.lane_seconds.get(lane, 0.0) for s in self.recent)
             if moved or busy:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.run.pools import Pools
 from penstock.run.streams import CudaStreams, HostStreams, Mark
-from penstock.schedule.op import LANES, Lane, Op, Schedule
+from penstock.schedule.op import LOCAL_LANES, Lane, Op, Schedule
 
 Action = Callable[[Op], None]
 
@@ -45,7 +45,9 @@ class Executor:
         self._act = act
         self._streams = streams
         self._lock = threading.Lock()
-        self._lanes: dict[Lane, _LaneState] = {lane: _LaneState(schedule.lanes[lane], self._lock) for lane in LANES}
+        self._lanes: dict[Lane, _LaneState] = {
+            lane: _LaneState(schedule.lanes[lane], self._lock) for lane in LOCAL_LANES
+        }
         self._dependents: dict[str, list[str]] = {op.id: [] for op in schedule.ops}
         for op in schedule.ops:
             for other in op.after:

@@ -15,6 +15,15 @@ An op's *id* is a short word that says everything about it; no two ops of a sche
 | ``WW5.1`` ``UN5.1`` | write, h2d | the chunk's new weights to disk, or up to the device where they live |
 | ``OD5`` | compute | optimizer step of a group whose state lives on the device |
 | ``DC3m0`` ``WC3m0`` ``RC3m0`` ``UC3m0`` | d2h, write, read, h2d | checkpoint of stage 3 down, to disk, back, up |
+| ``I3m0`` ``W3m0`` | compute | backward of stage 3 split: gradient of its input, gradient of its weights |
+| ``GW5@F3`` ``GN5`` | net | all-gather of group 5's weights for a visit; of its new weights after a sharded step |
+| ``AR5`` ``SG5`` | net | all-reduce, reduce-scatter of group 5's gradient |
+| ``GC3m0`` | net | all-gather of a checkpoint of stage 3 that is kept in parts (ZeRO-R) |
+| ``SA3m0`` ``RA3m0`` | send, recv | the activation that stage 3 puts out, to the peer, from the peer |
+| ``SD3m0`` ``RD3m0`` | send, recv | the gradient with respect to it |
+
+A collective has a ``group`` of ranks, each of which has an op of the same id; a ``send`` has the ``recv`` of the same
+activation or gradient on its ``peer``. ``items`` is the number of micro-batches that one op computes at once.
 
 A *visit* is one stay of a group's weights on the device: ``F3`` for all micro-batches of a stage (vertical),
 ``F3m0`` for one of them (horizontal).
@@ -32,19 +41,24 @@ from typing import Literal, get_args
 from penstock.config import TIERS, Tier
 from penstock.errors import ScheduleError
 
-Lane = Literal["compute", "h2d", "d2h", "read", "write", "cpu"]
+Lane = Literal["compute", "h2d", "d2h", "read", "write", "cpu", "net", "send", "recv"]
 LANES: tuple[Lane, ...] = get_args(Lane)
+LOCAL_LANES: tuple[Lane, ...] = LANES[:6]
+"""Those that a rank needs no other rank for."""
 
-_COMPUTE = re.compile(r"([FBE])(\d+)m(\d+)")
+_COMPUTE = re.compile(r"([FBEIW])(\d+)m(\d+)")
 _GROUP = re.compile(r"([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?")
-_CHECKPOINT = re.compile(r"([DWRU]C)(\d+)m(\d+)")
+_CHECKPOINT = re.compile(r"([DWRUG]C|[SR][AD])(\d+)m(\d+)")
 _KIND_LANE: dict[str, Lane] = {
-    **dict.fromkeys(("F", "B", "E", "ND", "OD"), "compute"),
+    **dict.fromkeys(("F", "B", "E", "I", "W", "ND", "OD"), "compute"),
     **dict.fromkeys(("RW", "RG", "RS", "RC"), "read"),
     **dict.fromkeys(("WG", "WS", "WW", "WC"), "write"),
     **dict.fromkeys(("UW", "UN", "UC"), "h2d"),
     **dict.fromkeys(("DG", "DC"), "d2h"),
     **dict.fromkeys(("AG", "NG", "OP", "NORM"), "cpu"),
+    **dict.fromkeys(("GW", "GN", "AR", "SG", "GC"), "net"),
+    **dict.fromkeys(("SA", "SD"), "send"),
+    **dict.fromkeys(("RA", "RD"), "recv"),
 }
 
 
@@ -81,7 +95,10 @@ def parse_word(text: str) -> Word:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One unit of work. ``after``: ids of ops that must be done; ``takes``: (buffer, pool); ``nbytes``: moved."""
+    """One unit of work. ``after``: ids of ops of the same rank that must be done; ``takes``: (buffer, pool);
+    ``nbytes``: moved; ``items``: micro-batches computed at once; ``peer``: the other rank of a send or recv, else -1;
+    ``group``: name of the process group of a collective, else empty.
+    """
 
     id: str
     word: Word
@@ -91,6 +108,9 @@ class Op:
     writes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
     nbytes: int = 0
+    items: int = 1
+    peer: int = -1
+    group: str = ""
 
     @property
     def lane(self) -> Lane:
@@ -107,7 +127,18 @@ class Op:
         ):
             if values:
                 parts += [label, ",".join(values)]
-        return " ".join([*parts, "bytes", str(self.nbytes)] if self.nbytes else parts)
+        for label, value, default in (
+            ("bytes", self.nbytes, 0),
+            ("items", self.items, 1),
+            ("peer", self.peer, -1),
+            ("group", self.group, ""),
+        ):
+            if value != default:
+                parts += [label, str(value)]
+        return " ".join(parts)
+
+
+_FIELDS = {"after", "take", "read", "write", "give", "bytes", "items", "peer", "group"}
 
 
 def parse_op(text: str) -> Op:
@@ -116,7 +147,7 @@ def parse_op(text: str) -> Op:
     if len(rest) % 2:
         raise ScheduleError(f"op {ident!r}: {rest[-1]!r} has no value")
     fields = dict(zip(rest[::2], rest[1::2], strict=True))
-    if unknown := set(fields) - {"after", "take", "read", "write", "give", "bytes"}:
+    if unknown := set(fields) - _FIELDS:
         raise ScheduleError(f"op {ident!r}: unknown field {sorted(unknown)[0]!r}")
 
     if len(fields) * 2 < len(rest):
@@ -135,9 +166,13 @@ def parse_op(text: str) -> Op:
         if not (name and equals and pool):
             raise ScheduleError(f"op {ident!r}: take {item!r} must be written buffer=pool")
         takes.append((name, pool))
-    nbytes = fields.get("bytes", "0")
-    if not nbytes.isdigit():
-        raise ScheduleError(f"op {ident!r}: bytes {nbytes!r} is not a number")
+
+    def number(label: str, default: int) -> int:
+        value = fields.get(label, "")
+        if label in fields and not value.isdecimal():
+            raise ScheduleError(f"op {ident!r}: {label} {value!r} is not a number")
+        return int(value) if value else default
+
     return Op(
         id=ident,
         word=parse_word(ident),
@@ -146,7 +181,10 @@ def parse_op(text: str) -> Op:
         reads=names("read"),
         writes=names("write"),
         gives=names("give"),
-        nbytes=int(nbytes),
+        nbytes=number("bytes", 0),
+        items=number("items", 1),
+        peer=number("peer", -1),
+        group=fields.get("group", ""),
     )
 
 
@@ -184,9 +222,15 @@ def peak_bytes(pools: Iterable[Pool], fixed: Iterable[tuple[Tier, str, int]], ti
     return full + sum(nbytes for where, _, nbytes in fixed if where == tier)
 
 
+Carried = tuple[str, str, str]
+"""(name at the start, name at the end, pool) of a buffer that a step hands on to the next one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """All ops of one step. The order of ``ops`` is each lane's order; ``fixed`` is memory held all the time."""
+    """All ops of one step of one rank. The order of ``ops`` is each lane's order, and one in which they can run one by
+    one; ``fixed`` is memory held all the time.
+    """
 
     name: str
     micro_batches: int
@@ -196,6 +240,8 @@ class Schedule:
     ops: tuple[Op, ...]
     fixed: tuple[tuple[Tier, str, int], ...] = field(default=())
     """(tier, what, bytes) that the whole step holds: resident weights and state, working memory."""
+    carried: tuple[Carried, ...] = ()
+    """Buffers that are held when the step starts, as the step before has left them, and when it ends."""
 
     @cached_property
     def by_id(self) -> dict[str, Op]:
@@ -203,9 +249,9 @@ class Schedule:
 
     @cached_property
     def lanes(self) -> dict[Lane, tuple[Op, ...]]:
-        lanes: dict[Lane, list[Op]] = {lane: [] for lane in LANES}
+        lanes: dict[Lane, list[Op]] = {lane: [] for lane in LOCAL_LANES}
         for op in self.ops:
-            lanes[op.lane].append(op)
+            lanes.setdefault(op.lane, []).append(op)
         return {lane: tuple(ops) for lane, ops in lanes.items()}
 
     def bytes_per_lane(self) -> dict[Lane, int]:
@@ -223,15 +269,20 @@ class Schedule:
         for tier, what, nbytes in self.fixed:
             yield f"fixed {tier} {what} {nbytes}"
         yield from map(str, self.pools)
+        for start, end, pool in self.carried:
+            yield f"carry {start} {end} {pool}"
         yield from map(str, self.ops)
 
 
 _HEADER = re.compile(r"schedule (\S+) micro-batches (\d+) chunk (\d+)")
 _FIXED = re.compile(r"fixed (\S+) (\S+) (\d+)")
+_CARRY = re.compile(r"carry (\S+) (\S+) (\S+)")
 
 
-def parse_schedule(text: str) -> Schedule:
+def parse_schedule(text: str, *, first_line: int = 1) -> Schedule:
     """The inverse of ``str(schedule)``; blank lines and lines that start with ``#`` are skipped.
+
+    ``first_line``: number of the text's first line in the file that it is from.
 
     Raises:
         ScheduleError: names the line.
@@ -239,8 +290,9 @@ def parse_schedule(text: str) -> Schedule:
     header: re.Match[str] | None = None
     fixed: list[tuple[Tier, str, int]] = []
     pools: list[Pool] = []
+    carried: list[Carried] = []
     ops: list[Op] = []
-    for number, raw in enumerate(text.splitlines(), start=1):
+    for number, raw in enumerate(text.splitlines(), start=first_line):
         line = raw.strip()
         if not line or line.startswith("#"):
             continue
@@ -256,6 +308,11 @@ def parse_schedule(text: str) -> Schedule:
                 fixed.append((next(tier for tier in TIERS if tier == match[1]), match[2], int(match[3])))
             elif line.startswith("pool "):
                 pools.append(_parse_pool(line))
+            elif line.startswith("carry "):
+                match = _CARRY.fullmatch(line)
+                if match is None:
+                    raise ScheduleError(f"{line!r}: write 'carry NAME-AT-START NAME-AT-END POOL'")
+                carried.append((match[1], match[2], match[3]))
             else:
                 ops.append(parse_op(line))
         except ScheduleError as error:
@@ -269,4 +326,5 @@ def parse_schedule(text: str) -> Schedule:
         pools=tuple(pools),
         ops=tuple(ops),
         fixed=tuple(fixed),
+        carried=tuple(carried),
     )

@@ -1,0 +1,171 @@
+"""A machine profile: what each link and each unit of a machine can do. Measured by ``penstock doctor``, or shipped.
+
+All rates are bytes, FLOP or parameters per second; sizes are bytes. ``*_both`` is a rate while the opposite direction
+is busy too, so that a duplex link has the same two rates and a shared one has about half.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """A directory of the disk tier, or one drive of a machine that is only described."""
+
+    path: str
+    read: float
+    write: float
+    read_both: float
+    write_both: float
+    free: int
+    """bytes that may be used"""
+    kind: str = "ssd"
+    """``ssd``, ``hdd``, ``tmpfs``, ``network`` or ``unknown``"""
+    tbw: float | None = None
+    """the maker's rating: terabytes (1e12 bytes) that may be written in the drive's life"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Host memory and processor. ``optimizer``: parameters/s of a step, by ``"adamw.fp32"``, ``"adamw.bf16"``, ..."""
+
+    cores: int
+    memory: int
+    """bytes that this process may use: the least of what is installed and every cgroup's limit"""
+    lockable: int
+    """bytes that may be page-locked (``ulimit -l``)"""
+    copy: float
+    """bytes/s of a copy in host memory, counted once"""
+    optimizer: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What computes. ``flops``: FLOP/s of a large matrix product, by dtype (``fp32``, ``bf16``, ``fp16``)."""
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory: int
+    flops: Mapping[str, float]
+    h2d: float
+    d2h: float
+    h2d_both: float
+    d2h_both: float
+    optimizer: Mapping[str, float] = field(default_factory=dict)
+    """parameters/s of an optimizer step on the device, as ``Host.optimizer``"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Links between ranks. ``bandwidth``: bytes/s that a rank sends, and receives; ``latency``: seconds."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine (one rank's view of it).
+
+    ``contention["a+b"]``: see ``penstock.sim.costs.Costs.contention``, for the pairs that the rates above do not tell:
+    on a machine without a GPU, ``compute``, ``cpu``, ``h2d`` and ``d2h`` share cores and memory.
+    ``overhead``: seconds that an op costs besides its work. ``warnings``: what doctor found wrong, in words.
+    """
+
+    name: str
+    host: Host
+    device: Device
+    drives: tuple[Drive, ...] = ()
+    network: Network | None = None
+    contention: Mapping[str, float] = field(default_factory=dict)
+    overhead: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+
+
+def parse_machine(text: str, where: str) -> Machine:
+    """The inverse of ``Machine.to_json``. ``where``: what the text is from, for messages.
+
+    Raises:
+        ConfigError: names the key that is missing, unknown, of a wrong type, zero or negative.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: this is not JSON ({error}). penstock doctor makes a machine profile") from None
+    machine: Machine = _build(Machine, data, where, "")
+    return machine
+
+
+def load_machine(path: Path) -> Machine:
+    """Read a profile; raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read this machine profile: {error.strerror}") from error
+    return parse_machine(text, str(path))
+
+
+_PARTS: dict[str, type] = {"host": Host, "device": Device, "network": Network}
+_MAY_BE_ZERO = {"latency", "overhead", "free", "lockable"}
+
+
+def _build(kind: type, data: Any, where: str, at: str) -> Any:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: {at or 'the profile'} must be an object with keys, not {data!r}")
+    known = {f.name: f for f in fields(kind)}
+    prefix = f"{at}." if at else ""
+    if unknown := sorted(data.keys() - known.keys()):
+        raise ConfigError(f"{where}: unknown key {prefix}{unknown[0]}. Known: {', '.join(known)}")
+    values = {}
+    for name in known:
+        if name in data:
+            values[name] = _value(kind, name, data[name], where, f"{prefix}{name}")
+    try:
+        return kind(**values)
+    except TypeError:
+        needed = [n for n in known if n not in data]
+        raise ConfigError(f"{where}: key {prefix}{needed[0]} is missing") from None
+
+
+def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
+    if name in _PARTS:
+        return None if value is None and name == "network" else _build(_PARTS[name], value, where, at)
+    if name == "drives":
+        return tuple(_build(Drive, drive, where, f"{at}[{i}]") for i, drive in enumerate(_list(value, where, at)))
+    if name == "warnings":
+        return tuple(str(item) for item in _list(value, where, at))
+    if name in ("flops", "optimizer", "contention"):
+        if not isinstance(value, dict) or (name == "flops" and not value):
+            raise ConfigError(f"{where}: {at} must be an object of numbers, not {value!r}")
+        return {key: _number(v, where, f"{at}.{key}", zero=name == "contention") for key, v in value.items()}
+    if name in ("name", "path", "kind"):
+        if not isinstance(value, str) or (kind is Device and name == "kind" and value not in ("cuda", "cpu")):
+            raise ConfigError(f"{where}: {at}={value!r} is not {'cuda or cpu' if name == 'kind' else 'a text'}")
+        return value
+    if name == "tbw" and value is None:
+        return None
+    number = _number(value, where, at, zero=name in _MAY_BE_ZERO)
+    return int(number) if name in ("cores", "memory", "lockable", "free") else number
+
+
+def _list(value: Any, where: str, at: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigError(f"{where}: {at} must be a list, not {value!r}")
+    return value
+
+
+def _number(value: Any, where: str, at: str, *, zero: bool) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{where}: {at}={value!r} is not a number")
+    if value < 0 or (value == 0 and not zero):
+        raise ConfigError(f"{where}: {at}={value!r} must be {'at least' if zero else 'more than'} 0: measure it anew")
+    return float(value)

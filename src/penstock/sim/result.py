@@ -1,0 +1,119 @@
+"""What a simulation found: every op's start and end, and what follows from them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.config import TIERS, Tier
+from penstock.schedule.op import Lane, Op
+from penstock.schedule.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """One op in time. ``waited``: seconds that its lane stood idle before it; ``cause``: what it waited for then, an op
+    id (with ``rank:`` before it if it is another rank's), or ``pool NAME (given by OP)``; empty if it did not wait.
+    """
+
+    rank: int
+    op: Op
+    start: float
+    end: float
+    waited: float
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """Times are in the unit of the costs (seconds on a machine), one list per rank in the order of its schedule's ops.
+
+    ``alone``: what each op costs when nothing else runs. ``causes``: as ``Timed.cause``.
+    """
+
+    world: World
+    starts: tuple[list[float], ...]
+    ends: tuple[list[float], ...]
+    alone: tuple[list[float], ...]
+    waits: tuple[list[float], ...]
+    causes: tuple[list[str], ...]
+
+    @cached_property
+    def time(self) -> float:
+        """When the last op ends."""
+        return max(max(ends, default=0.0) for ends in self.ends)
+
+    def end(self, rank: int) -> float:
+        """When the rank's last op ends."""
+        return max(self.ends[rank], default=0.0)
+
+    def timed(self, rank: int) -> Iterator[Timed]:
+        """The rank's ops in the schedule's order."""
+        rows = zip(
+            self.world.ranks[rank].ops,
+            self.starts[rank],
+            self.ends[rank],
+            self.waits[rank],
+            self.causes[rank],
+            strict=True,
+        )
+        return (Timed(rank=rank, op=op, start=s, end=e, waited=w, cause=c) for op, s, e, w, c in rows)
+
+    def busy(self, rank: int) -> dict[Lane, float]:
+        """Time in which each lane that has ops has at least one under way."""
+        spans: dict[Lane, list[tuple[float, float]]] = {}
+        for op, start, end in zip(self.world.ranks[rank].ops, self.starts[rank], self.ends[rank], strict=True):
+            spans.setdefault(op.lane, []).append((start, end))
+        return {lane: _covered(found) for lane, found in spans.items()}
+
+    def work(self, rank: int) -> dict[Lane, float]:
+        """Each lane's ops one after another, alone: the lane cannot be done sooner."""
+        sums: dict[Lane, float] = {}
+        for op, seconds in zip(self.world.ranks[rank].ops, self.alone[rank], strict=True):
+            sums[op.lane] = sums.get(op.lane, 0.0) + seconds
+        return sums
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """No order of the same ops is faster: the busiest lane's work."""
+        return max(max(self.work(rank).values(), default=0.0) for rank in range(len(self.world.ranks)))
+
+    def bytes_per_lane(self) -> dict[Lane, int]:
+        """Bytes moved by all ranks."""
+        total: dict[Lane, int] = {}
+        for schedule in self.world.ranks:
+            for lane, nbytes in schedule.bytes_per_lane().items():
+                total[lane] = total.get(lane, 0) + nbytes
+        return total
+
+    def memory(self, rank: int) -> dict[Tier, list[tuple[float, int]]]:
+        """(time, amount from then on) of each tier, what is fixed included; amounts in the unit of the pools' sizes."""
+        schedule = self.world.ranks[rank]
+        pools = {pool.name: pool for pool in schedule.pools}
+        held = {name: pools[pool] for name, _, pool in schedule.carried}
+        now: dict[Tier, int] = {t: sum(n for tier, _, n in schedule.fixed if tier == t) for t in TIERS}
+        for pool in held.values():
+            now[pool.tier] += pool.size
+        changes: list[tuple[float, int, Tier, int]] = []  # at one moment, what is given back goes before what is taken
+        for op in schedule.ops:
+            held |= {name: pools[pool] for name, pool in op.takes}
+        for op, start, end in zip(schedule.ops, self.starts[rank], self.ends[rank], strict=True):
+            changes += [(start, 1, pools[pool].tier, pools[pool].size) for _, pool in op.takes]
+            changes += [(end, 0, held[name].tier, -held[name].size) for name in op.gives]
+        curves: dict[Tier, list[tuple[float, int]]] = {tier: [(0.0, now[tier])] for tier in TIERS}
+        for time, _, tier, size in sorted(changes, key=lambda change: change[:2]):
+            now[tier] += size
+            curves[tier].append((time, now[tier]))
+        return curves
+
+    def peak(self, rank: int) -> dict[Tier, int]:
+        """The most that is held of each tier."""
+        return {tier: max(amount for _, amount in curve) for tier, curve in self.memory(rank).items()}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of the spans."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
