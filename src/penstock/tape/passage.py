@@ -185,7 +185,7 @@ class Passage:
         self.leaves = Leaves()
         self.pending = graph.Pending()
         self._stage = 0
-        self._device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        self._device_types = ("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type)
         self._modes: Modes | None = None
         self._carrier: Any = greenlet(lambda: self._run(model, loss_fn, micro_batch))
         self._carrier.penstock_passage = self  # a block's boundary finds it there
