@@ -88,7 +88,7 @@ def parse_world(text: str) -> World:
     """
     lines = text.splitlines()
     said = [i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")]
-    if not said or not lines[said[0]].startswith("world "):
+    if not said or not lines[said[0]].lstrip().startswith("world "):
         return World.of(parse_schedule(text))
     header = _WORLD.fullmatch(lines[said[0]].strip())
     if header is None:

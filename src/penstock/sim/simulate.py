@@ -1,0 +1,314 @@
+"""A discrete-event simulation of all ranks' lanes. Deterministic: events of one moment happen in the order they arose.
+
+An op starts when its turn in its lane has come, everything it waits for is done, and its pools have a buffer for it.
+It takes its buffers when it starts, and gives buffers back when it is done. As in the executor, the ops of a lane count
+as done in their order. A collective blocks its lane from the moment the rank arrives, and starts when the last one has.
+
+Lanes that slow each other down (``Costs.contention``, ``Costs.widths``) are a fluid: an op has work left, and a speed
+that changes whenever an op of its rank starts or ends.
+"""
+
+import heapq
+
+from penstock.errors import ScheduleError
+from penstock.schedule.op import LANES
+from penstock.schedule.world import World
+from penstock.sim.costs import Costs
+from penstock.sim.result import Simulation
+from penstock.sim.template import Template
+
+
+def simulate(world: World, costs: Costs) -> Simulation:
+    """Run one step of every rank.
+
+    Raises:
+        ScheduleError: no rank can go on; says what the first lanes wait for.
+    """
+    return _Run(world, costs).run()
+
+
+class _Rank:
+    """What changes while a rank runs. ``offset``: position of its first op among all ranks' ops."""
+
+    __slots__ = (
+        "active",
+        "arrived",
+        "done",
+        "finished",
+        "free",
+        "idle_since",
+        "in_flight",
+        "index",
+        "missing",
+        "next",
+        "now",
+        "offset",
+        "published",
+        "starving",
+        "t",
+        "version",
+    )
+
+    def __init__(self, index: int, offset: int, template: Template) -> None:
+        lanes = len(template.queues)
+        self.index = index
+        self.offset = offset
+        self.t = template
+        self.missing = list(template.missing)
+        self.free = list(template.free)
+        self.next = [0] * lanes
+        self.in_flight = [0] * lanes
+        self.published = [0] * lanes
+        self.arrived = [False] * lanes
+        self.finished: set[int] = set()
+        self.idle_since = [0.0] * lanes
+        self.starving: dict[int, set[int]] = {}  # pool -> lanes whose next op wants a buffer of it
+        self.done = 0
+        self.active: dict[int, float] = {}  # op -> work left, where lanes share
+        self.now = 0.0  # the moment that ``active`` is true of
+        self.version = 0
+
+
+Trigger = tuple[_Rank, int, int]
+"""Why a lane is looked at: (rank, op that was done there, pool that it gave a buffer back to or -1)."""
+
+
+class _Run:
+    def __init__(self, world: World, costs: Costs) -> None:
+        templates: dict[int, Template] = {}
+        self.world = world
+        self.costs = costs
+        self.ranks: list[_Rank] = []
+        total = 0
+        for index, schedule in enumerate(world.ranks):
+            template = templates.get(id(schedule))
+            if template is None:
+                template = templates[id(schedule)] = Template(schedule, costs)
+            self.ranks.append(_Rank(index, total, template))
+            total += len(template.ops)
+        self.starts = [0.0] * total
+        self.ends = [0.0] * total
+        self.waits = [0.0] * total
+        self.causes = [""] * total
+        self.heap: list[tuple[float, int, int, int, int]] = []  # (time, sequence, rank, op or -1, version)
+        self.sequence = 0
+        self.sharing = not costs.serial and bool(costs.contention or any(w > 1 for w in costs.widths.values()))
+        self.widths = [1 if costs.serial else costs.widths.get(lane, 1) for lane in LANES]
+        self.slows = [[costs.contention.get((a, b), 0.0) for b in LANES] for a in LANES]
+        self.waiting: dict[tuple[str, str], list[tuple[_Rank, int]]] = {}  # a collective's ranks that have arrived
+
+    def run(self) -> Simulation:
+        for rank in self.ranks:
+            for lane, queue in enumerate(rank.t.queues):
+                if queue:
+                    self._start_lane(rank, lane, 0.0, None)
+        heap = self.heap
+        while heap:
+            now, _, r, i, version = heapq.heappop(heap)
+            rank = self.ranks[r]
+            if i >= 0:
+                self._end(rank, i, now)
+            elif version == rank.version:
+                self._advance(rank, now)
+        self._check_done()
+        return self._result()
+
+    # ---- starting
+
+    def _start_lane(self, rank: _Rank, lane: int, now: float, trigger: Trigger | None) -> None:
+        """Start whatever can start on a lane."""
+        t, queue = rank.t, rank.t.queues[lane]
+        while rank.next[lane] < len(queue) and rank.in_flight[lane] < self.widths[lane] and not rank.arrived[lane]:
+            i = queue[rank.next[lane]]
+            if rank.missing[i]:
+                return
+            takes = t.takes[i]
+            if takes and not self._take(rank, lane, takes):
+                return
+            group = t.ops[i].group
+            if group:
+                rank.arrived[lane] = True
+                self._arrive(rank, lane, i, group, now, trigger)
+            else:
+                self._start(rank, lane, i, now, trigger)
+
+    def _take(self, rank: _Rank, lane: int, takes: tuple[int, ...]) -> bool:
+        free = rank.free
+        for pool in takes:
+            free[pool] -= 1
+        short = [pool for pool in takes if free[pool] < 0]
+        if not short:
+            return True
+        for pool in takes:
+            free[pool] += 1
+        for pool in short:
+            rank.starving.setdefault(pool, set()).add(lane)
+        return False
+
+    def _arrive(self, rank: _Rank, lane: int, i: int, group: str, now: float, trigger: Trigger | None) -> None:
+        key = (group, rank.t.ops[i].id)
+        here = self.waiting.setdefault(key, [])
+        here.append((rank, i))
+        if len(here) < len(self.world.groups[group]):
+            return
+        del self.waiting[key]
+        for member, j in here:
+            its_lane = member.t.lane[j]
+            member.arrived[its_lane] = False
+            self._start(member, its_lane, j, now, trigger if member is rank else (rank, i, -1))
+
+    def _start(self, rank: _Rank, lane: int, i: int, now: float, trigger: Trigger | None) -> None:
+        at = rank.offset + i
+        self.starts[at] = now
+        if not rank.in_flight[lane] and now > rank.idle_since[lane]:
+            self.waits[at] = now - rank.idle_since[lane]
+            self.causes[at] = "" if trigger is None else self._cause(rank, trigger)
+        rank.next[lane] += 1
+        rank.in_flight[lane] += 1
+        if self.sharing:
+            self._progress(rank, now)
+            rank.active[i] = rank.t.seconds[i]
+            self._plan_next(rank)
+        else:
+            self.sequence += 1
+            heapq.heappush(self.heap, (now + rank.t.seconds[i], self.sequence, rank.index, i, 0))
+
+    def _cause(self, rank: _Rank, trigger: Trigger) -> str:
+        other, j, pool = trigger
+        name = other.t.ops[j].id if other is rank else f"{other.index}:{other.t.ops[j].id}"
+        return name if pool < 0 else f"pool {rank.t.names[pool]} (given by {name})"
+
+    # ---- ending
+
+    def _end(self, rank: _Rank, i: int, now: float) -> None:
+        t = rank.t
+        lane = t.lane[i]
+        self.ends[rank.offset + i] = now
+        rank.in_flight[lane] -= 1
+        rank.idle_since[lane] = now
+        finished, queue = rank.finished, t.queues[lane]
+        finished.add(i)
+        while rank.published[lane] < len(queue) and queue[rank.published[lane]] in finished:
+            head = queue[rank.published[lane]]
+            finished.discard(head)
+            rank.published[lane] += 1
+            self._publish(rank, head, now)
+        self._start_lane(rank, lane, now, (rank, i, -1))
+
+    def _publish(self, rank: _Rank, i: int, now: float) -> None:
+        """Count an op as done: whoever waits for it, or for a buffer that it gives back, may go on."""
+        t = rank.t
+        rank.done += 1
+        gives = t.gives[i]
+        for pool in gives:
+            rank.free[pool] += 1
+        missing = rank.missing
+        for j in t.dependents[i]:
+            missing[j] -= 1
+            if not missing[j]:
+                self._look(rank, j, now, (rank, i, -1))
+        if gives and rank.starving:
+            for pool in dict.fromkeys(gives):
+                for hungry in sorted(rank.starving.pop(pool, ())):
+                    self._start_lane(rank, hungry, now, (rank, i, pool))
+        op = t.ops[i]
+        if op.peer >= 0 and op.lane == "send":
+            self._deliver(rank, i, now)
+
+    def _look(self, rank: _Rank, j: int, now: float, trigger: Trigger) -> None:
+        """An op has all that it waited for: start it if it is its lane's turn."""
+        lane = rank.t.lane[j]
+        at = rank.next[lane]
+        queue = rank.t.queues[lane]
+        if at < len(queue) and queue[at] == j:
+            self._start_lane(rank, lane, now, trigger)
+
+    def _deliver(self, rank: _Rank, i: int, now: float) -> None:
+        op = rank.t.ops[i]
+        receiver = self.ranks[op.peer] if op.peer < len(self.ranks) else None
+        j = -1 if receiver is None else receiver.t.recvs.get((rank.index, op.id[1:]), -1)
+        if receiver is None or j < 0:
+            raise ScheduleError(f"rank {rank.index}: op {op.id} sends to rank {op.peer}, which does not receive it")
+        receiver.missing[j] -= 1
+        if not receiver.missing[j]:
+            self._look(receiver, j, now, (rank, i, -1))
+
+    # ---- lanes that share
+
+    def _speed(self, rank: _Rank, counts: list[int], lane: int) -> float:
+        slows = self.slows[lane]
+        slow = 1.0 + sum([slows[b] for b, n in enumerate(counts) if n and b != lane])
+        return 1.0 / (slow * counts[lane])
+
+    def _progress(self, rank: _Rank, now: float) -> None:
+        """Take what has been done since the last change off the work that is left."""
+        elapsed = now - rank.now
+        rank.now = now
+        if elapsed > 0:
+            lane_of, counts = rank.t.lane, self._counts(rank)
+            speeds = [self._speed(rank, counts, lane) if n else 0.0 for lane, n in enumerate(counts)]
+            for i in rank.active:
+                rank.active[i] -= elapsed * speeds[lane_of[i]]
+
+    def _counts(self, rank: _Rank) -> list[int]:
+        counts = [0] * len(rank.t.queues)
+        for i in rank.active:
+            counts[rank.t.lane[i]] += 1
+        return counts
+
+    def _plan_next(self, rank: _Rank) -> None:
+        """Note when the next op of a rank will be done, if nothing changes before."""
+        rank.version += 1
+        if not rank.active:
+            return
+        lane_of, counts = rank.t.lane, self._counts(rank)
+        speeds = [self._speed(rank, counts, lane) if n else 1.0 for lane, n in enumerate(counts)]
+        soonest = min([left / speeds[lane_of[i]] for i, left in rank.active.items()])
+        self.sequence += 1
+        heapq.heappush(self.heap, (rank.now + max(soonest, 0.0), self.sequence, rank.index, -1, rank.version))
+
+    def _advance(self, rank: _Rank, now: float) -> None:
+        """End the ops of a rank whose work is done."""
+        self._progress(rank, now)
+        nearest = min(rank.active.values())
+        over = [i for i, left in rank.active.items() if left <= max(nearest, 0.0) + 1e-12]
+        for i in over:
+            del rank.active[i]
+        for i in over:
+            self._end(rank, i, now)
+        self._plan_next(rank)
+
+    # ---- the end
+
+    def _check_done(self) -> None:
+        stuck = [rank for rank in self.ranks if rank.done < len(rank.t.ops)]
+        if not stuck:
+            return
+        heads = [
+            self._waits_for(rank, queue[rank.next[lane]])
+            for rank in stuck[:4]
+            for lane, queue in enumerate(rank.t.queues)
+            if rank.next[lane] < len(queue)
+        ]
+        raise ScheduleError("deadlock: " + "; ".join(heads[:8]))
+
+    def _waits_for(self, rank: _Rank, i: int) -> str:
+        op = rank.t.ops[i]
+        what = "the other ranks of its group" if op.group else "a buffer of its pools"
+        if rank.missing[i]:
+            done = {rank.t.ops[j].id for lane, queue in enumerate(rank.t.queues) for j in queue[: rank.published[lane]]}
+            what = ", ".join([f"op {name}" for name in op.after if name not in done][:3])
+            what = what or f"rank {op.peer} to send it"
+        where = f"rank {rank.index} " if len(self.ranks) > 1 else ""
+        return f"{where}{op.lane} {op.id} waits for {what}"
+
+    def _result(self) -> Simulation:
+        cuts = [(rank.offset, rank.offset + len(rank.t.ops)) for rank in self.ranks]
+        return Simulation(
+            world=self.world,
+            starts=tuple(self.starts[a:b] for a, b in cuts),
+            ends=tuple(self.ends[a:b] for a, b in cuts),
+            alone=tuple(rank.t.seconds for rank in self.ranks),
+            waits=tuple(self.waits[a:b] for a, b in cuts),
+            causes=tuple(self.causes[a:b] for a, b in cuts),
+        )

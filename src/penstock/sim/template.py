@@ -1,0 +1,78 @@
+"""A schedule as the simulator runs it: ops, lanes and pools as small integers. Ranks with one schedule share it."""
+
+from collections.abc import Sequence
+
+from penstock.errors import ScheduleError
+from penstock.schedule.op import LANES, Op, Schedule
+from penstock.sim.costs import Costs
+
+
+class Template:
+    """One schedule, indexed by the position of its ops.
+
+    | attribute | meaning, for op i |
+    |---|---|
+    | ``lane[i]`` | index of its lane in ``queues`` |
+    | ``missing[i]`` | ops that it waits for: ``after``, and for a recv its send |
+    | ``dependents[i]`` | ops that wait for it |
+    | ``takes[i]``, ``gives[i]`` | pools, one entry for each buffer |
+    | ``seconds[i]`` | time that it takes alone |
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        ops = schedule.ops
+        self.ops = ops
+        self.schedule = schedule
+        self.pools = {pool.name: i for i, pool in enumerate(schedule.pools)}
+        self.names = [pool.name for pool in schedule.pools]
+        self.free = [pool.count for pool in schedule.pools]
+        self.seconds = list(map(costs.seconds, ops))
+        lanes = {lane: 0 if costs.serial else i for i, lane in enumerate(LANES)}
+        self.lane = [lanes[op.lane] for op in ops]
+        self.queues: list[list[int]] = [[] for _ in range(max(lanes.values()) + 1)]
+        for i, lane in enumerate(self.lane):
+            self.queues[lane].append(i)
+        self._link()
+        self._buffers()
+        self.sends = _partners(ops, "send")
+        self.recvs = _partners(ops, "recv")
+        for i in self.recvs.values():
+            self.missing[i] += 1
+
+    def _link(self) -> None:
+        place = {op.id: i for i, op in enumerate(self.ops)}
+        self.missing = [len(op.after) for op in self.ops]
+        self.dependents: list[Sequence[int]] = [()] * len(self.ops)
+        for i, op in enumerate(self.ops):
+            for other in op.after:
+                j = place.get(other, -1)
+                if j < 0:
+                    raise ScheduleError(f"op {op.id} waits for {other}, which does not exist")
+                found = self.dependents[j]
+                self.dependents[j] = (*found, i)
+
+    def _buffers(self) -> None:
+        pool_of: dict[str, int] = {}
+        for start, _, pool in self.schedule.carried:
+            pool_of[start] = self._pool(pool, "the step before")
+            self.free[pool_of[start]] -= 1
+        self.takes: list[tuple[int, ...]] = []
+        for op in self.ops:
+            found = tuple([self._pool(pool, op.id) for _, pool in op.takes]) if op.takes else ()
+            self.takes.append(found)
+            pool_of |= {name: pool for (name, _), pool in zip(op.takes, found, strict=True)}
+        self.gives: list[tuple[int, ...]] = []
+        for op in self.ops:
+            if missing := [name for name in op.gives if name not in pool_of]:
+                raise ScheduleError(f"op {op.id} gives back {missing[0]}, which is not taken")
+            self.gives.append(tuple([pool_of[name] for name in op.gives]) if op.gives else ())
+
+    def _pool(self, name: str, taker: str) -> int:
+        if name not in self.pools:
+            raise ScheduleError(f"{taker} takes from pool {name}, which does not exist")
+        return self.pools[name]
+
+
+def _partners(ops: Sequence[Op], lane: str) -> dict[tuple[int, str], int]:
+    """(peer, what is sent) -> position, for the ops of a lane."""
+    return {(op.peer, op.id[1:]): i for i, op in enumerate(ops) if op.lane == lane}
