@@ -9,11 +9,27 @@ micro-batch goes through, and the param groups that each stage reads and produce
                           runs at once after its forward, micro-batch by micro-batch
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 ALIGN = 4096
 """Elements to which each part of a group's flat buffer is padded; also one block of the gradient norm."""
+
+VIEW_ALIGN = 64
+"""Elements to which each parameter in a group's flat buffer is padded; keeps its view aligned to cache lines."""
+
+LARGE_END = 1 << 18
+"""Elements (1 MiB in fp32) of a module's own parameters from which on it is an end group by itself."""
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def flat_numel(sizes: Iterable[int]) -> int:
+    """Elements of a part of a flat buffer that holds parameters of these many elements."""
+    return round_up(sum(round_up(n, VIEW_ALIGN) for n in sizes), ALIGN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.schedule.program import ALIGN, GroupSpec
+from penstock.schedule.program import ALIGN, LARGE_END, VIEW_ALIGN, GroupSpec, round_up
 from penstock.tape.blocks import Block
-
-_VIEW_ALIGN = 64  # elements; keeps every parameter's view aligned to cache lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +65,6 @@ def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
         parameter.data = data
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 def lay_out(index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> ParamGroup:
     """Place parameters in a flat buffer: trainable ones first, each part padded to ``ALIGN`` elements."""
     slices: list[ParamSlice] = []
@@ -85,15 +79,11 @@ def lay_out(index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]
                         name=param_name, parameter=p, shape=p.shape, offset=offset, numel=p.numel(), trainable=trainable
                     )
                 )
-                offset += _round_up(p.numel(), _VIEW_ALIGN)
-        offset = start + _round_up(offset - start, ALIGN)
+                offset += round_up(p.numel(), VIEW_ALIGN)
+        offset = start + round_up(offset - start, ALIGN)
         sizes[trainable] = offset - start
     spec = GroupSpec(index=index, name=name, trainable=sizes[True], frozen=sizes[False])
     return ParamGroup(spec=spec, slices=tuple(slices))
-
-
-_LARGE = 1 << 18
-"""Elements (1 MiB in fp32) of a module's own parameters from which on it is an end group by itself."""
 
 
 def group_parameters(model: nn.Module, blocks: Sequence[Block]) -> tuple[ParamGroup, ...]:
@@ -119,7 +109,7 @@ def group_parameters(model: nn.Module, blocks: Sequence[Block]) -> tuple[ParamGr
             in_block[next(b for b in home if b is not None)].append((name, parameter))
         else:
             in_module.setdefault(name.rpartition(".")[0] or "<root>", []).append((name, parameter))
-    large = {m: ps for m, ps in in_module.items() if sum(p.numel() for _, p in ps) >= _LARGE}
+    large = {m: ps for m, ps in in_module.items() if sum(p.numel() for _, p in ps) >= LARGE_END}
     small = [pair for m, ps in in_module.items() if m not in large for pair in ps]
     named = [(f"ends.{m}", ps) for m, ps in large.items()] + [("ends.small", small)]
     named += [(f"blocks.{blocks[b].name}", ps) for b, ps in in_block.items()]
