@@ -1,0 +1,71 @@
+"""Models that ship by name, as the Hugging Face configurations that they have.
+
+``gpt-*``: GPT-3's architecture (learned positions, tied head, 4 h wide MLP; Brown et al. 2020, table 2.1) in GPT-2's
+code, in the sizes that work on offloading reports. The others are the makers' published configurations.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.plan.model import ModelShape
+from penstock.plan.transformer import from_config
+
+
+def _gpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_positions": 2048,
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": heads,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+
+
+def _decoder(kind: str, layers: int, hidden: int, intermediate: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        **more,
+    }
+
+
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "gpt-13b": _gpt(40, 5120, 40),
+    "gpt-30b": _gpt(48, 7168, 56),
+    "gpt-65b": _gpt(80, 8192, 64),
+    "gpt-175b": _gpt(96, 12288, 96),
+    "llama-8b": _decoder("llama", 32, 4096, 14336, 32, vocab_size=128256, max_position_embeddings=131072),
+    "llama-70b": _decoder("llama", 80, 8192, 28672, 64, vocab_size=128256, max_position_embeddings=131072),
+    "qwen3-8b": _decoder("qwen3", 36, 4096, 12288, 32, vocab_size=151936, max_position_embeddings=40960),
+    "qwen3-14b": _decoder("qwen3", 40, 5120, 17408, 40, vocab_size=151936, max_position_embeddings=40960),
+}
+
+
+def named(name: str) -> ModelShape:
+    """The shape of a model that ships by name.
+
+    Raises:
+        ConfigError: there is none of this name; says which there are.
+    """
+    if name not in CONFIGS:
+        near = difflib.get_close_matches(name, CONFIGS, n=1)
+        known = ", ".join(CONFIGS)
+        raise ConfigError(
+            f"no model {name!r} ships with penstock"
+            + (f": did you mean {near[0]}?" if near else "")
+            + f" Known: {known}. Any other model: give its Hugging Face configuration"
+        )
+    shape = from_config(CONFIGS[name], name=name)
+    assert shape is not None
+    return shape
