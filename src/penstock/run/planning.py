@@ -11,8 +11,8 @@ from penstock.errors import BudgetError, ModelError
 from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.plan.fit import Family, Plan, Request, fit, with_schedule
 from penstock.run import batch
-from penstock.run.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.run.runner import Machinery, Runner
+from penstock.run.visiting import VisitingWeights
 from penstock.schedule.check import check
 from penstock.schedule.op import Schedule
 from penstock.schedule.place import Placement
@@ -176,33 +176,10 @@ class Planning:
 
     def _probe(self, micro_batch: Mapping[str, Any], *, train: bool) -> tuple[Stage, ...]:
         """Let the tape learn the model's stages, with weights brought to the device as they are touched."""
-        shared, residence = self._shared, self._shared.residence
-        slabs: dict[int, DeviceSlab] = {}
-        bounce = HostSlab(BOUNCE, pin=shared.device.type == "cuda")
-
-        def load(g: int) -> None:
-            name = f"weights.{g}"
-            if residence.tier_of(name) == "device":
-                shared.groups[g].attach(residence.array(name))
-                return
-            part = residence.parts[name]
-            slabs[g] = DeviceSlab(part.nbytes, shared.device)
-            flat = slabs[g].bytes[: part.nbytes].view(part.dtype)
-            for first, piece in residence.pieces(name, bounce):
-                residence.read(name, first, piece)
-                flat[first : first + piece.numel()].copy_(piece)
-            shared.groups[g].attach(flat)
-
-        def unload(g: int) -> None:
-            shared.groups[g].detach(residence.dtype, shared.device)
-            slab = slabs.pop(g, None)
-            if slab is not None:
-                slab.close()
-
+        shared = self._shared
+        weights = VisitingWeights(shared.groups, shared.residence)
         try:
-            inputs = batch.to_device(micro_batch, shared.device, residence.dtype)
-            return shared.tape.probe(inputs, load, unload, train=train)
+            inputs = batch.to_device(micro_batch, shared.device, shared.residence.dtype)
+            return shared.tape.probe(inputs, weights.load, weights.unload, train=train)
         finally:
-            for g in list(slabs):
-                unload(g)
-            bounce.close()
+            weights.close()
