@@ -8,7 +8,7 @@ from tests.programs import random_case
 
 from penstock.run.memory import HostSlab
 from penstock.run.pools import Pools
-from penstock.schedule.check import run_order
+from penstock.schedule.order import run_order
 from penstock.schedule.op import Schedule, parse_op, parse_schedule
 from penstock.schedule.place import PAGE
 

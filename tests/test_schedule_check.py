@@ -11,8 +11,9 @@ import pytest
 from tests.programs import random_case
 
 from penstock.errors import ScheduleError
-from penstock.schedule.check import check, run_order
+from penstock.schedule.check import check
 from penstock.schedule.op import LOCAL_LANES, Op, Pool, Schedule, parse_op, parse_schedule
+from penstock.schedule.order import run_order
 
 # ---- an independent account of what may collide
 

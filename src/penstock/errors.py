@@ -14,7 +14,15 @@ class ModelError(ValueError):
 
 
 class ScheduleError(ValueError):
-    """A schedule breaks a rule: the op that breaks it is named."""
+    """A schedule breaks a rule: the op that breaks it is named.
+
+    ``op`` and ``rank``: the op and its rank for who wants to look it up; empty and -1 where the rule is not about one.
+    """
+
+    def __init__(self, message: str, *, op: str = "", rank: int = -1) -> None:
+        super().__init__(message)
+        self.op = op
+        self.rank = rank
 
 
 class StoreError(OSError):

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from penstock.run.pools import Pools
 from penstock.run.streams import CudaStreams, HostStreams, Mark
-from penstock.schedule.check import run_order
 from penstock.schedule.op import Op, Schedule
+from penstock.schedule.order import run_order
 
 
 class SerialExecutor:

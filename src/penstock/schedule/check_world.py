@@ -1,0 +1,134 @@
+"""Proves the schedules of all ranks safe together: each rank's own rules, and what they promise each other."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from penstock.errors import ScheduleError
+from penstock.schedule.op import Op, Schedule
+from penstock.schedule.order import on_rank, run_orders
+from penstock.schedule.rules import check_names, check_rules
+from penstock.schedule.world import World
+
+Shared = tuple[Schedule, list[int]]
+"""A schedule and the ranks that have it."""
+
+
+def check_world(world: World) -> None:
+    """Check every rule (they are listed in ``check``) on every rank. Ranks that share a schedule are checked once.
+
+    Raises:
+        ScheduleError: names the rank, the op, and what it waits for or collides with.
+    """
+    for fault in _faults(world):
+        raise fault
+
+
+def violations(world: World) -> list[str]:
+    """What ``check_world`` finds on each rank, not only the first; empty if the world is safe."""
+    return [str(fault) for fault in _faults(world)]
+
+
+def _faults(world: World) -> Iterator[ScheduleError]:
+    """Each stage of the check relies on the one before, so the first that finds something is the last."""
+    shared: dict[int, Shared] = {}
+    for rank, schedule in enumerate(world.ranks):
+        shared.setdefault(id(schedule), (schedule, []))[1].append(rank)
+    found = False
+    for schedule, ranks in shared.values():
+        try:
+            check_names(schedule)
+        except ScheduleError as error:
+            found = True
+            yield _on(world, ranks[0], error)
+    if found:
+        return
+    for fault in _unmet(world, shared.values()):
+        found = True
+        yield fault
+    if found:
+        return
+    try:
+        orders = run_orders(world)
+    except ScheduleError as error:
+        yield error
+        return
+    for schedule, ranks in shared.values():
+        try:
+            check_rules(schedule, orders[ranks[0]])
+        except ScheduleError as error:
+            yield _on(world, ranks[0], error)
+
+
+def _on(world: World, rank: int, error: ScheduleError) -> ScheduleError:
+    return ScheduleError(on_rank(world, rank, str(error)), op=error.op, rank=rank)
+
+
+# ---- rule 7: what ranks promise each other
+
+
+def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
+    """Sends, receives and collectives that do not find each other."""
+    for name, members in world.groups.items():
+        if bad := [rank for rank in members if rank not in range(len(world.ranks))] or _repeated(members):
+            yield ScheduleError(f"group {name} has rank {bad[0]} twice, or there is no such rank")
+    present: Counter[tuple[str, str]] = Counter()  # (collective's id, its group) -> ranks that have it
+    for schedule, ranks in shared:
+        joined = {name for name, members in world.groups.items() if members and set(ranks) <= set(members)}
+        for op in schedule.ops:
+            match op.word.lane:
+                case "net":
+                    present[op.id, op.group] += len(ranks)
+                    if op.group not in joined:
+                        yield _stranger(world, ranks, op)
+                case "send" | "recv":
+                    yield from _unanswered(world, ranks, op)
+                case _ if op.group:
+                    yield _fault(world, ranks[0], op, f"is of group {op.group}, but is no collective")
+            if op.peer != -1 and op.word.lane not in ("send", "recv"):
+                yield _fault(world, ranks[0], op, "has a peer, but neither sends nor receives")
+    for (ident, group), count in present.items():
+        members = world.groups.get(group, ())
+        if count < len(members):
+            has = {rank: _has(world, rank, ident, group) for rank in members}
+            here = next((rank for rank in members if has[rank]), None)
+            if here is not None:
+                absent = next(rank for rank in members if not has[rank])
+                message = f"waits for all of group {group}, and rank {absent} has no such op of that group"
+                yield _fault(world, here, world.ranks[here].by_id[ident], message)
+
+
+def _repeated(members: Iterable[int]) -> list[int]:
+    return [rank for rank, count in Counter(members).items() if count > 1]
+
+
+def _has(world: World, rank: int, ident: str, group: str) -> bool:
+    op = world.ranks[rank].by_id.get(ident)
+    return op is not None and op.group == group
+
+
+def _stranger(world: World, ranks: list[int], op: Op) -> ScheduleError:
+    """A collective in a group that is not there, or not of this rank."""
+    if not op.group:
+        return _fault(world, ranks[0], op, "is a collective: write 'group NAME' for the ranks that share it")
+    if op.group not in world.groups:
+        return _fault(world, ranks[0], op, f"is of group {op.group}, which does not exist")
+    rank = next((rank for rank in ranks if rank not in world.groups[op.group]), ranks[0])
+    return _fault(world, rank, op, f"is of group {op.group}, which rank {rank} does not belong to")
+
+
+def _unanswered(world: World, ranks: list[int], op: Op) -> Iterator[ScheduleError]:
+    """The ranks on which a send has no recv, or the other way round."""
+    other = ("R" if op.word.lane == "send" else "S") + op.id[1:]
+    verb, there = ("sends to", "from") if op.word.lane == "send" else ("receives from", "to")
+    for rank in ranks:
+        if not 0 <= op.peer < len(world.ranks):
+            peer = "no rank: write 'peer RANK'" if op.peer < 0 else f"rank {op.peer}, which does not exist"
+            yield _fault(world, rank, op, f"{verb} {peer}")
+            continue
+        answer = world.ranks[op.peer].by_id.get(other)
+        if answer is None or answer.peer != rank:
+            yield _fault(world, rank, op, f"{verb} rank {op.peer}, which has no op {other} {there} rank {rank}")
+
+
+def _fault(world: World, rank: int, op: Op, what: str) -> ScheduleError:
+    return ScheduleError(on_rank(world, rank, f"op {op.id} {what}"), op=op.id, rank=rank)

@@ -1,0 +1,236 @@
+"""An order in which all ops of all ranks can run: the serial oracle's order, and the proof that there is no deadlock.
+
+Every lane runs its ops in order. One that cannot go on is put down beside the first thing that it waits for, and taken
+up again when that comes: no lane is looked at in vain, so the work is proportional to the ops and their dependencies.
+An op of a collective holds its buffers from when it is ready, which is when the others may count on it.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from penstock.errors import ScheduleError
+from penstock.schedule.op import Lane, Op, Schedule
+from penstock.schedule.world import World
+
+LaneAt = tuple[int, Lane]
+"""A lane of a rank."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rank:
+    """How far a rank is. ``waiting``: lanes by what they wait for, an op's id or a pool's name after a space."""
+
+    schedule: Schedule
+    free: dict[str, int]
+    held: dict[str, str]
+    heads: dict[Lane, int]
+    done: set[str] = field(default_factory=set)
+    order: list[Op] = field(default_factory=list)
+    waiting: dict[str, list[LaneAt]] = field(default_factory=dict)
+
+
+def on_rank(world: World, rank: int, what: str) -> str:
+    """``what``, with the rank before it in a world of several."""
+    return what if len(world.ranks) == 1 else f"rank {rank}: {what}"
+
+
+def run_order(schedule: Schedule) -> Iterator[Op]:
+    """An order in which the ops of a single rank can run one at a time.
+
+    Raises:
+        ScheduleError: no lane can go on; says what the head of each lane waits for.
+    """
+    return iter(run_orders(World.of(schedule))[0])
+
+
+def run_orders(world: World) -> list[list[Op]]:
+    """For each rank, its ops in an order in which they can run one at a time. Sends, receives and groups must match.
+
+    Raises:
+        ScheduleError: no lane can go on; says what it waits for. A buffer is given back that is not taken, or is not
+            given back.
+    """
+    progress = _Progress(world)
+    progress.run()
+    for rank in range(len(world.ranks)):
+        progress.check_returned(rank)
+    return [rank.order for rank in progress.ranks]
+
+
+class _Progress:
+    """All ranks on their way through the step."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.ranks = [self._start(rank) for rank in range(len(world.ranks))]
+        self.arrived: dict[str, list[LaneAt]] = {}  # collective's group and id -> who is there
+        self.agenda: deque[LaneAt] = deque((i, lane) for i, rank in enumerate(self.ranks) for lane in rank.heads)
+
+    def _start(self, rank: int) -> _Rank:
+        schedule = self.world.ranks[rank]
+        free = {pool.name: pool.count for pool in schedule.pools}
+        for _, _, pool in schedule.carried:
+            free[pool] -= 1
+            if free[pool] < 0:
+                raise ScheduleError(on_rank(self.world, rank, f"more buffers of pool {pool} are carried than it has"))
+        heads = {lane: 0 for lane, ops in schedule.lanes.items() if ops}
+        held = {name: pool for name, _, pool in schedule.carried}
+        return _Rank(schedule=schedule, free=free, held=held, heads=heads)
+
+    def run(self) -> None:
+        while self.agenda:
+            rank, lane = self.agenda.popleft()
+            self._advance(rank, lane)
+        if any(len(rank.order) < len(rank.schedule.ops) for rank in self.ranks):
+            raise self._deadlock()
+
+    def _advance(self, index: int, lane: Lane) -> None:
+        """Run a lane's ops until one has to wait."""
+        rank = self.ranks[index]
+        ops, done = rank.schedule.lanes[lane], rank.done
+        while (head := rank.heads[lane]) < len(ops):
+            op = ops[head]
+            for other in op.after:
+                if other not in done:
+                    rank.waiting.setdefault(other, []).append((index, lane))
+                    return
+            if op.takes and (pool := _short(op, rank.free)):
+                rank.waiting.setdefault(f" {pool}", []).append((index, lane))
+                return
+            if lane == "recv" and op.peer >= 0:
+                peer, send = self.ranks[op.peer], f"S{op.id[1:]}"
+                if send not in peer.done:
+                    peer.waiting.setdefault(send, []).append((index, lane))
+                    return
+            _take(op, rank)
+            if op.group and not self._meet(index, op):
+                return
+            self._finish(index, op)
+
+    def _meet(self, index: int, op: Op) -> bool:
+        """Whether this rank is the last of its group to arrive; if so, the others are done, too."""
+        members = self.world.groups.get(op.group, (index,))
+        there = self.arrived.setdefault(f"{op.group} {op.id}", [])
+        if len(there) + 1 < len(members):
+            there.append((index, op.lane))
+            return False
+        for other, lane in there:
+            rank = self.ranks[other]
+            self._finish(other, rank.schedule.lanes[lane][rank.heads[lane]])
+            self.agenda.append((other, lane))
+        return True
+
+    def _finish(self, index: int, op: Op) -> None:
+        rank = self.ranks[index]
+        for name in op.gives:
+            if name not in rank.held:
+                message = f"op {op.id} gives back {name}, which is not taken"
+                raise ScheduleError(on_rank(self.world, index, message), op=op.id, rank=index)
+            pool = rank.held.pop(name)
+            rank.free[pool] += 1
+            if f" {pool}" in rank.waiting:
+                self.agenda += rank.waiting.pop(f" {pool}")
+        rank.done.add(op.id)
+        rank.order.append(op)
+        rank.heads[op.word.lane] += 1
+        if op.id in rank.waiting:
+            self.agenda += rank.waiting.pop(op.id)
+
+    def check_returned(self, index: int) -> None:
+        """At the end exactly what is carried into the next step is held, each from its pool."""
+        rank = self.ranks[index]
+        ends = {name: pool for _, name, pool in rank.schedule.carried}
+        for name, pool in rank.held.items():
+            if name not in ends:
+                raise ScheduleError(on_rank(self.world, index, f"buffer {name} is never given back to pool {pool}"))
+            if ends[name] != pool:
+                message = f"buffer {name} is carried on as one of pool {ends[name]}, but is from pool {pool}"
+                raise ScheduleError(on_rank(self.world, index, message))
+        for name in ends:
+            if name not in rank.held:
+                message = f"buffer {name} is to be carried on, but is not held at the end"
+                raise ScheduleError(on_rank(self.world, index, message))
+
+    # ---- who waits for whom
+
+    def _deadlock(self) -> ScheduleError:
+        stuck = [(i, lane) for i, rank in enumerate(self.ranks) for lane in rank.heads if self._head((i, lane))]
+        if len(self.ranks) > 1:
+            stuck = self._circle(stuck[0])
+        first = self._head(stuck[0])
+        assert first is not None
+        told = "; ".join(self._told(at) for at in stuck[:_TOLD])
+        if len(stuck) > _TOLD:
+            told += f"; ... ({len(stuck)} in a circle)"
+        return ScheduleError(f"deadlock: {told}", op=first.id, rank=stuck[0][0])
+
+    def _head(self, at: LaneAt) -> Op | None:
+        rank = self.ranks[at[0]]
+        ops, head = rank.schedule.lanes[at[1]], rank.heads[at[1]]
+        return ops[head] if head < len(ops) else None
+
+    def _told(self, at: LaneAt) -> str:
+        index, op = at[0], self._head(at)
+        assert op is not None
+        rank = self.ranks[index]
+        missing = [f"op {other}" for other in op.after if other not in rank.done]
+        if (index, op.lane) in self.arrived.get(f"{op.group} {op.id}", ()):
+            missing.append(f"op {op.id} of rank {self._absent(op)[0]}")
+        else:
+            missing += [f"a buffer of pool {pool}" for _, pool in op.takes if rank.free[pool] < 1]
+        if op.lane == "recv" and f"S{op.id[1:]}" not in self.ranks[op.peer].done:
+            missing.append(f"op S{op.id[1:]} of rank {op.peer}")
+        return on_rank(self.world, index, f"{op.lane} {op.id} waits for {', '.join(missing) or 'its pools'}")
+
+    def _absent(self, op: Op) -> list[int]:
+        there = {index for index, _ in self.arrived[f"{op.group} {op.id}"]}
+        return [index for index in self.world.groups[op.group] if index not in there]
+
+    def _circle(self, at: LaneAt) -> list[LaneAt]:
+        """Lanes that wait for each other, found by going from one that is stuck to one that it waits for."""
+        path: dict[LaneAt, int] = {}
+        while at not in path:
+            path[at] = len(path)
+            at = self._blocker(at)
+        return list(path)[path[at] :]
+
+    def _blocker(self, at: LaneAt) -> LaneAt:
+        """The lane whose head must move before this one's can. A stuck lane always waits for another stuck lane."""
+        index, op = at[0], self._head(at)
+        assert op is not None
+        rank = self.ranks[index]
+        for other in op.after:
+            if other not in rank.done:
+                return index, rank.schedule.by_id[other].lane
+        if at in self.arrived.get(f"{op.group} {op.id}", ()):
+            other_rank = self._absent(op)[0]
+            return other_rank, op.lane
+        if pool := _short(op, rank.free):
+            for giver in rank.schedule.ops:
+                if giver.id not in rank.done and any(rank.held.get(name) == pool for name in giver.gives):
+                    return index, giver.lane
+        if op.lane == "recv" and f"S{op.id[1:]}" not in self.ranks[op.peer].done:
+            return op.peer, "send"
+        return at  # it waits for a pool that nobody will give back to
+
+
+_TOLD = 9
+"""As many lanes as a rank has: how many a message about a deadlock describes."""
+
+
+def _short(op: Op, free: dict[str, int]) -> str:
+    """The pool that has too few buffers for what an op takes; empty if none."""
+    if len(op.takes) == 1:
+        pool = op.takes[0][1]
+        return "" if free[pool] > 0 else pool
+    wanted: dict[str, int] = {}
+    for _, pool in op.takes:
+        wanted[pool] = wanted.get(pool, 0) + 1
+    return next((pool for pool, count in wanted.items() if free[pool] < count), "")
+
+
+def _take(op: Op, rank: _Rank) -> None:
+    for name, pool in op.takes:
+        rank.free[pool] -= 1
+        rank.held[name] = pool
