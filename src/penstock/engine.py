@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, NonFiniteError, StoreError
 from penstock.optim.facade import StreamedOptimizer
 from penstock.optim.spec import OptimizerSpec
 from penstock.plan.fit import Plan
-from penstock.run import batch, snapshots, start
+from penstock.run import batch, numa, snapshots, start
 from penstock.run.buffers import Buffers
 from penstock.run.device import resolve_device
 from penstock.run.home import Home
@@ -196,7 +196,7 @@ class Engine:
                 streams=streams_for(device),
                 scratch_paths=tuple(path / "scratch" for path in budget.disk_paths),
                 io_threads=io_threads,
-                threads=torch.get_num_threads(),
+                threads=numa.thread_count(device),
                 overlap=overlap,
             )
             waits = clip_grad_norm is not None or self._scale.dynamic

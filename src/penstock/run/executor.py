@@ -12,6 +12,7 @@ first error stops all lanes from starting anything more and surfaces as itself, 
 import threading
 from collections.abc import Callable, Sequence
 
+from penstock.run.numa import Binding
 from penstock.run.pools import Pools
 from penstock.run.streams import CudaStreams, HostStreams, Mark
 from penstock.schedule.op import LOCAL_LANES, Lane, Op, Schedule
@@ -38,12 +39,21 @@ class Executor:
     """Owns the lane threads of one schedule. ``run`` executes one step; between steps nothing is in flight."""
 
     def __init__(
-        self, schedule: Schedule, pools: Pools, act: Action, streams: HostStreams | CudaStreams, *, io_workers: int = 2
+        self,
+        schedule: Schedule,
+        pools: Pools,
+        act: Action,
+        streams: HostStreams | CudaStreams,
+        *,
+        io_workers: int = 2,
+        binding: Binding | None = None,
     ) -> None:
+        """``binding``: where the lanes' threads stay; the caller's, which is ``compute``, is not touched."""
         self.schedule = schedule
         self.pools = pools
         self._act = act
         self._streams = streams
+        self._binding = binding
         self._lock = threading.Lock()
         self._lanes: dict[Lane, _LaneState] = {
             lane: _LaneState(schedule.lanes[lane], self._lock) for lane in LOCAL_LANES
@@ -118,6 +128,8 @@ class Executor:
             thread.join()
 
     def _work(self, name: Lane) -> None:
+        if self._binding is not None:
+            self._binding.bind_thread()
         while self._next_step(name):
             self._drain(name)
 

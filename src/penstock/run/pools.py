@@ -6,6 +6,7 @@ import torch
 
 from penstock.config import TIERS, Tier
 from penstock.run.memory import DeviceSlab, HostSlab
+from penstock.run.numa import near
 from penstock.schedule.op import Op, Pool, Schedule
 from penstock.schedule.place import page_up
 
@@ -21,7 +22,8 @@ class Pools:
         backed = [pool for pool in schedule.pools if pool.backed]
         need = {tier: sum(page_up(p.size) * p.count for p in backed if p.tier == tier) for tier in TIERS}
         assert not need["disk"]
-        self._host = HostSlab(need["host"], pin=device.type == "cuda")
+        with near(device):
+            self._host = HostSlab(need["host"], pin=device.type == "cuda")
         self._device = DeviceSlab(need["device"], device)
         self._slots: dict[str, list[torch.Tensor]] = {}
         offset = dict.fromkeys(TIERS, 0)

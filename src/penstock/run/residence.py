@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.config import TIERS, Tier
 from penstock.run.memory import BOUNCE, DeviceSlab, HostSlab
+from penstock.run.numa import near
 from penstock.schedule.place import FP32, Format, Placement
 from penstock.schedule.program import ALIGN, GroupSpec
 from penstock.store.store import Store
@@ -201,7 +202,8 @@ class Residence:
         """Memory for an array, and its view as the array."""
         part = self.parts[name]
         pin = self.device.type == "cuda"
-        slab = HostSlab(part.nbytes, pin=pin) if tier == "host" else DeviceSlab(part.nbytes, self.device)
+        with near(self.device):
+            slab = HostSlab(part.nbytes, pin=pin) if tier == "host" else DeviceSlab(part.nbytes, self.device)
         array = slab.bytes[: part.nbytes].view(part.dtype)
         if tier == "device":
             array.zero_()

@@ -12,6 +12,7 @@ import torch
 from penstock.plan.fit import Plan
 from penstock.run.executor import Executor
 from penstock.run.moves import Moves, StepContext
+from penstock.run.numa import binding_for
 from penstock.run.pools import Pools
 from penstock.run.residence import Residence
 from penstock.run.serial import SerialExecutor
@@ -72,7 +73,12 @@ class Runner:
         self._executor: Executor | SerialExecutor
         if shared.overlap:
             self._executor = Executor(
-                plan.schedule, self.pools, self.moves, self._streams, io_workers=max(1, shared.io_threads // 2)
+                plan.schedule,
+                self.pools,
+                self.moves,
+                self._streams,
+                io_workers=max(1, shared.io_threads // 2),
+                binding=binding_for(shared.device),
             )
         else:
             self._executor = SerialExecutor(plan.schedule, self.pools, self.moves, self._streams)

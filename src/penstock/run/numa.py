@@ -1,0 +1,129 @@
+"""Which cores and memory are near a GPU, and keeping the engine's lane threads and page-locked pools there.
+
+On a machine with several NUMA nodes a copy between a GPU and memory of another node's crosses the link between the
+sockets. Threads are bound by their affinity. Memory is bound by first touch: Linux takes a page from the node of the
+core that first touches it, which for page-locked memory is the one that registers it with CUDA. (``mbind`` would say
+the same more directly, but containers forbid it by default, and it would overrule a user's ``numactl``.)
+
+Nothing is bound on the CPU, on one node, or where the system does not say which node a GPU is on. Threads that a bound
+thread starts are bound as well: those that the store and the optimizer kernels start for a lane.
+
+``root`` is ``/`` but for tests.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A NUMA node that has cores."""
+
+    index: int
+    cpus: frozenset[int]
+
+
+def nodes(root: Path = _ROOT) -> tuple[Node, ...]:
+    """The nodes that have cores, in order. A GPU's memory that is a node of its own (Grace Hopper) is none of them."""
+    found = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cpus = parse_cpus((folder / "cpulist").read_text())
+        if cpus:
+            found.append(Node(index=int(folder.name.removeprefix("node")), cpus=cpus))
+    return tuple(sorted(found, key=lambda node: node.index))
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """The kernel's list of cores: ``"0-3,8"`` is 0, 1, 2, 3 and 8."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def node_of(device: Path) -> int | None:
+    """The node of a device, given its folder in sysfs; a disk's is told by the controller above it. None: not told."""
+    for folder in (device, *device.parents):
+        if (folder / "numa_node").is_file():
+            node = int((folder / "numa_node").read_text())
+            return node if node >= 0 else None  # -1: the firmware does not say, or there is one node only
+    return None
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Where a GPU is on the PCI bus, as sysfs writes it (``"0000:3b:00.0"``); None for the CPU."""
+    if device.type != "cuda":
+        return None
+    found: Any = torch.cuda.get_device_properties(device)  # torch's type information leaves these fields out
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def gpu_node(pci: str, root: Path = _ROOT) -> int | None:
+    """The node of the GPU at a PCI address; None if it is not told."""
+    return node_of(root / "sys/bus/pci/devices" / pci)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """A node, and its cores that this process may use."""
+
+    node: int
+    cpus: frozenset[int]
+
+    def bind_thread(self) -> None:
+        """Keep the calling thread, and those that it starts from now on, on these cores."""
+        os.sched_setaffinity(0, self.cpus)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """The calling thread is on these cores within this context: memory that it first touches is of this node."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.cpus)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+def bind(pci: str | None, *, allowed: frozenset[int], root: Path = _ROOT) -> Binding | None:
+    """What to bind to for the GPU at a PCI address; None: nothing (see the top of this file).
+
+    ``allowed``: the cores that this process may use. A node that has none of them is not bound to.
+    """
+    every = nodes(root)
+    if pci is None or len(every) < 2:
+        return None
+    near = gpu_node(pci, root)
+    cpus = next((node.cpus & allowed for node in every if node.index == near), frozenset[int]())
+    return Binding(node=near, cpus=cpus) if near is not None and cpus else None
+
+
+def binding_for(device: torch.device) -> Binding | None:
+    """What to bind to for a device, on this machine."""
+    return bind(pci_address(device), allowed=frozenset(os.sched_getaffinity(0)))
+
+
+@contextmanager
+def near(device: torch.device) -> Iterator[None]:
+    """Memory that the calling thread first touches in this context is of the device's node, if there are several."""
+    binding = binding_for(device)
+    if binding is None:
+        yield
+        return
+    with binding.here():
+        yield
+
+
+def thread_count(device: torch.device) -> int:
+    """Threads of the optimizer: torch's number, but no more than the node has cores that it is bound to."""
+    binding = binding_for(device)
+    return torch.get_num_threads() if binding is None else min(torch.get_num_threads(), len(binding.cpus))
