@@ -55,7 +55,7 @@ class Activations:
             return
         nbytes = self.stages[k].checkpoint
         for m in micro_batches:
-            pool = "checkpoints_out" if self.tier == "disk" else "checkpoints"
+            pool = "checkpoints_out" if self.tier == "disk" else self.b.provision.checkpoints_pool
             self.b.emit(
                 f"DC{k}m{m}",
                 after=[f"F{k + 1}m{m}"],

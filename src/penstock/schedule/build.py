@@ -1,7 +1,7 @@
-"""The parts that every offload schedule is made of: weights in, gradients out, optimizer step, checkpoints.
+"""What every offload schedule is made with: ops are emitted, buffers taken from pools, compute ops put together.
 
-A family (``vertical``, ``horizontal``) decides the order of visits; a ``Builder`` emits the ops of each. The order of
-emission is each lane's order, so look-ahead is written down here and nowhere else.
+A family (``vertical``, ``horizontal``) decides the order of visits; ``Loads``, ``Updates`` and ``Activations`` emit
+the ops around each through one ``Builder``. The order of emission is each lane's order.
 """
 
 from collections import defaultdict
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.config import Tier
-from penstock.schedule.op import Op, Schedule, parse_word
+from penstock.schedule.op import Carried, Op, Schedule, parse_word
 from penstock.schedule.place import Chunk, Settings, chunks
 from penstock.schedule.provision import Provision
 from penstock.schedule.route import Route, Visit
@@ -27,8 +27,9 @@ class Builder:
         self.provision = Provision(route, settings)
         self.ops: list[Op] = []
         self.cuts: list[tuple[Chunk, ...]] = [chunks(g, settings.chunk) for g in route.program.groups]
-        self._loads = 0
-        self._ready: dict[str, list[str]] = defaultdict(list)
+        self.ready: dict[str, list[str]] = defaultdict(list)
+        """visit -> ops that its first compute op waits for"""
+        self.carried: list[Carried] = []
         self._taken_from: set[str] = set()
 
     # ---- what a visit touches
@@ -80,33 +81,6 @@ class Builder:
     def weight_buffer(self, g: int, visit: Visit) -> str:
         return f"W{g}@{visit.name}"
 
-    def load(self, until: int) -> None:
-        """Emit the loads of all visits up to and including index ``until``."""
-        while self._loads <= min(until, len(self.visits) - 1):
-            visit = self.visits[self._loads]
-            for g in self.moving(visit):
-                self._load_group(g, visit)
-            self._loads += 1
-
-    def _load_group(self, g: int, visit: Visit) -> None:
-        buffer = self.weight_buffer(g, visit)
-        on_disk = self.s.place.weights[g] == "disk"
-        for c in self.cuts[g]:
-            nbytes = c.numel * self.s.form.weight_bytes
-            tag = f"{g}.{c.index}@{visit.name}"
-            if on_disk:
-                self.emit(f"RW{tag}", takes=[(f"i{tag}", "stage_in")], writes=[f"i{tag}"], nbytes=nbytes)
-            last = self.emit(
-                f"UW{tag}",
-                after=[f"RW{tag}"] if on_disk else [],
-                takes=[(buffer, self.provision.weights_pool[g])] if c is self.cuts[g][0] else [],
-                reads=[f"i{tag}"] if on_disk else [],
-                writes=[buffer],
-                gives=[f"i{tag}"] if on_disk else [],
-                nbytes=nbytes,
-            )
-        self._ready[visit.name].append(last)
-
     # ---- gradients
 
     def gradient_buffer(self, g: int, visit: Visit) -> str:
@@ -131,7 +105,7 @@ class Builder:
             done.append(
                 self.emit(
                     f"{visit.kind}{visit.stage}m{m}",
-                    after=[*(self._ready.pop(visit.name, []) if first else []), *waits.get(m, [])],
+                    after=[*(self.ready.pop(visit.name, []) if first else []), *waits.get(m, [])],
                     takes=[*takes, *io.takes],
                     reads=[*weights, *grads, *io.reads],
                     writes=[*grads, *io.writes],
@@ -149,6 +123,7 @@ class Builder:
             pools=tuple(self.provision.pools.values()),
             ops=tuple(self.ops),
             fixed=tuple(item for item in fixed if item[2]),
+            carried=tuple(self.carried),
         )
 
 

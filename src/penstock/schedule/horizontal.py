@@ -6,6 +6,7 @@ Weights move to the device 2M times a step, and gradients are summed in host mem
 from penstock.config import Tier
 from penstock.schedule.activations import Activations
 from penstock.schedule.build import Builder
+from penstock.schedule.loads import Loads
 from penstock.schedule.op import Schedule
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
@@ -28,14 +29,16 @@ def horizontal_route(program: Program, micro_batches: int) -> Route:
 def horizontal(program: Program, settings: Settings, fixed: tuple[tuple[Tier, str, int], ...] = ()) -> Schedule:
     """Build the horizontal schedule of one training step."""
     assert settings.train, "an evaluation has one micro-batch order: use vertical()"
+    assert not settings.delay, "only the vertical schedule delays steps"
     builder = Builder(horizontal_route(program, settings.micro_batches), settings)
     visits = builder.visits
     activations = Activations(builder)
     updates = Updates(builder)
+    loads = Loads(builder, updates)
     waits: dict[int, list[str]] = {}
     for i, visit in enumerate(visits):
         (m,) = visit.micro_batches
-        builder.load(i)
+        loads.until(i)
         builder.compute(i, waits, {m: activations.buffers(visit, m)})
         if visit.kind == "F":
             activations.down(visit.stage - 1, [m])
@@ -43,7 +46,7 @@ def horizontal(program: Program, settings: Settings, fixed: tuple[tuple[Tier, st
         waits = {}
         if following is not None and following.kind == "B":
             waits = activations.up(following.stage - 1, [m])
-        builder.load(i + settings.depths.weights)
+        loads.until(i + settings.depths.weights)
         updates.gradients_down(i)
     if settings.wait:
         updates.steps_after_norm()

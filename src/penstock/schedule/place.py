@@ -1,6 +1,7 @@
 """Where each group's bytes live and how they are cut: the decisions a schedule is built from. Plain data."""
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from penstock.config import Tier
@@ -43,6 +44,18 @@ def chunks(group: GroupSpec, largest: int) -> tuple[Chunk, ...]:
             start, stop = blocks * i // count * ALIGN, blocks * (i + 1) // count * ALIGN
             cut.append(Chunk(index=len(cut), start=begin + start, numel=stop - start, trainable=trainable))
     return tuple(cut)
+
+
+def delayed_share(first: int, count: int, share: float) -> frozenset[int]:
+    """Which of ``count`` chunks are delayed, when ``first`` others come before them: as evenly spread as can be.
+
+    Of the first n chunks of all groups together, n times ``share`` are delayed, rounded up: a share above 0 delays one.
+    """
+
+    def until(n: int) -> int:
+        return ceil(n * share - 1e-9)  # 0.07 x 100 is 7.000000000000001
+
+    return frozenset(i for i in range(count) if until(first + i + 1) > until(first + i))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,3 +133,6 @@ class Settings:
     wait: bool
     """Whether the optimizer waits for the global gradient norm (clipping, or fp16's overflow check)."""
     train: bool = True
+    delay: float = 0.0
+    """The delay ratio, 0 to 1: which share of the chunks that step in host memory takes its step in the next step's
+    forward, before the chunk's weights are loaded for the first time. Only for the vertical schedule."""

@@ -2,12 +2,19 @@
 
 This is the one place that sizes a pool: builders take buffers only from here, and a planner weighs its options with it
 without building a schedule for each.
+
+What a delay ratio costs in memory. A delayed gradient is held on the host from the backward that makes it until the
+next step's forward comes to its group, 4 bytes per parameter. When the optimizer waits for the norm, all gradients are
+on the host at the end of the backward anyway: a delay costs nothing more. When it does not wait, the delayed share of
+them is what the peak of that pool is. Checkpoints on the host are the mirror image: the forward fills them block by
+block while it uses the delayed gradients up, and the backward the other way round. Where it takes less, both live in
+one pool, whose size is the most that ever is in use of the two together, at most one visit's more than the larger one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.schedule.op import Pool
-from penstock.schedule.place import FP32, Settings, chunk_count, page_up
+from penstock.schedule.place import FP32, Settings, chunk_count, delayed_share, page_up
 from penstock.schedule.route import Route
 
 
@@ -26,15 +33,22 @@ def class_of(size: int, classes: Sequence[int]) -> int:
 
 
 class Provision:
-    """All pools of one step, and which of them a group's weights and device gradients come from."""
+    """All pools of one step, and which of them a group's weights and device gradients come from.
+
+    ``delayed``: streamed group -> indices of its chunks that step in the next step's forward; empty without a delay.
+    ``checkpoints_pool`` and ``held_pool``: where checkpoints on the host, and gradients that wait, come from.
+    """
 
     def __init__(self, route: Route, settings: Settings) -> None:
         self.route = route
         self.s = settings
         self.weights_pool: dict[int, str] = {}
         self.gradients_pool: dict[int, str] = {}
+        self.delayed = self._delayed()
+        shared = self._shared()
+        self.checkpoints_pool, self.held_pool = ("held", "held") if shared else ("checkpoints", "gradients_held")
         self.pools: dict[str, Pool] = {}
-        for pool in (*self._weights(), *self._gradients(), *self._activations(), *self._staging()):
+        for pool in (*self._weights(), *self._gradients(), *self._activations(), *self._staging(), *shared):
             assert pool.name not in self.pools
             self.pools[pool.name] = pool
 
@@ -48,12 +62,65 @@ class Provision:
         """Trainable groups that step in host memory: their gradients go down."""
         return (g for g in self.route.gradient_visits if self.s.place.state[g] != "device")
 
-    def held(self, g: int, use: int) -> bool:
+    def held(self, g: int, use: int, *, delayed: bool) -> bool:
         """Whether the host gradient of a group's ``use``-th stage outlives the visit that makes it."""
         route, visits = self.route, self.route.gradient_visits[g]
-        waits = self.s.wait and self.s.place.gradients == "host"
+        waits = (self.s.wait or delayed) and self.s.place.gradients == "host"
         last = use == 0 and (waits or len(route.uses[g]) > 1 or route.last_visit[g] > visits[-1])
         return last or (g, route.uses[g][use]) in route.summed
+
+    def trained_count(self, g: int) -> int:
+        """Number of chunks of a group that are stepped; they come first."""
+        return chunk_count(self.route.program.groups[g].trainable, self.s.chunk)
+
+    def held_count(self, g: int, use: int) -> int:
+        """How many chunks of a group's gradient of its ``use``-th stage are held."""
+        late = len(self.delayed.get(g, ()))
+        on_time = self.trained_count(g) - late
+        return late * self.held(g, use, delayed=True) + on_time * self.held(g, use, delayed=False)
+
+    def _delayed(self) -> dict[int, frozenset[int]]:
+        if not self.s.delay:
+            return {}
+        delayed, first = {}, 0
+        for g in sorted(self.streamed()):
+            count = self.trained_count(g)
+            delayed[g] = delayed_share(first, count, self.s.delay)
+            first += count
+        return delayed
+
+    def _most_held(self, *, checkpoints: bool) -> int:
+        """The most buffers of delayed gradients, and of checkpoints if asked, that are in use at once.
+
+        Counted in the order in which a visit takes them. A buffer counts as free only from the visit on that can not
+        start before it is: earlier, if the lanes run ahead, which the count then leaves room for.
+        """
+        route, place = self.route, self.s.place
+        now = most = sum(map(len, self.delayed.values())) if place.gradients == "host" else 0
+        for i, visit in enumerate(route.visits):
+            if place.gradients == "host":
+                now -= sum(len(late) for g, late in self.delayed.items() if route.readers[g][0] == i)
+            moves = checkpoints and visit.stage > 0 and self.leaves(visit.stage - 1)
+            now += len(visit.micro_batches) * moves * ((visit.kind == "F") - (visit.kind == "B"))
+            most = max(most, now)
+            made = [g for g in route.gradients(visit.kind, visit.stage) if place.state[g] != "device"]
+            now += sum(self.held_count(g, route.uses[g].index(visit.stage)) for g in made)
+            most = max(most, now)
+            for g in self.delayed:
+                if route.gradient_visits[g][-1] == i:
+                    now -= sum(self.held_count(g, use) for use in range(1, len(route.uses[g])))
+                if route.last_visit[g] == i and not self.s.wait:
+                    now -= (self.trained_count(g) - len(self.delayed[g])) * self.held(g, 0, delayed=False)
+        return most
+
+    def _shared(self) -> list[Pool]:
+        """The pool of checkpoints and held gradients together, where that takes less than one for each."""
+        apart = [p for p in (*self._host_checkpoints("checkpoints"), *self._held("gradients_held")) if p.count]
+        if not self.delayed or len(apart) < 2:
+            return []
+        size = max(pool.size for pool in apart)
+        pool = Pool(name="held", tier="host", size=size, count=self._most_held(checkpoints=True))
+        return [pool] if pool.size * pool.count < sum(p.size * p.count for p in apart) else []
 
     def leaves(self, k: int) -> bool:
         """Whether stage k's checkpoint is moved off the device. The last block's is used at once and never leaves."""
@@ -109,32 +176,56 @@ class Provision:
             yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
         if gradient:
             yield Pool(name="activation_gradients", tier="device", size=gradient, count=at_once + 1, backed=False)
-        if away and self.s.place.checkpoints == "host":
-            yield Pool(name="checkpoints", tier="host", size=page_up(size), count=away * at_once)
+        if self.checkpoints_pool == "checkpoints":
+            yield from self._host_checkpoints("checkpoints")
         if away and self.s.place.checkpoints == "disk":
             for name in ("checkpoints_out", "checkpoints_in"):
                 yield Pool(name=name, tier="host", size=page_up(size), count=self.s.depths.checkpoints)
+
+    def _host_checkpoints(self, name: str) -> Iterator[Pool]:
+        bodies = self.route.program.stages[:-1]
+        away = sum(self.leaves(k) for k in range(len(bodies)))
+        if away and self.s.place.checkpoints == "host":
+            size = max(s.checkpoint for s in bodies)
+            yield Pool(name=name, tier="host", size=page_up(size), count=away * self.route.at_once)
+
+    def _held(self, name: str) -> Iterator[Pool]:
+        uses = [(g, use) for g in self.streamed() for use in range(len(self.route.uses[g]))]
+        count = sum(self.held_count(g, use) for g, use in uses)
+        if self.delayed:
+            count = self._most_held(checkpoints=False)
+        if count:
+            yield Pool(name=name, tier="host", size=self.s.chunk * FP32, count=count)
+
+    def _from_disk(self, g: int) -> bool:
+        """Whether any chunk of a group's weights is read from disk: a delayed one's first load comes from its step."""
+        count = self.trained_count(g) + chunk_count(self.route.program.groups[g].frozen, self.s.chunk)
+        all_late = len(self.delayed.get(g, ())) == count
+        return self.s.place.weights[g] == "disk" and len(self.route.readers[g]) > all_late
 
     def _staging(self) -> Iterator[Pool]:
         """Host chunks on their way between disk, device and optimizer, and gradients that wait on the host."""
         place, form, depths, route = self.s.place, self.s.form, self.s.depths, self.route
         streamed = list(self.streamed())
         uses = [(g, use) for g in streamed for use in range(len(route.uses[g]))]
-        held = sum(chunk_count(route.program.groups[g].trainable, self.s.chunk) for g, use in uses if self.held(g, use))
-        on_disk = any(place.weights[g] == "disk" for visit in route.times for g in self.moving(*visit))
-        out = any((g, route.uses[g][use]) in route.summed or not self.held(g, use) for g, use in uses)
-        back = bool(streamed) and self.s.wait and place.gradients == "disk"
+        on_disk = any(self._from_disk(g) for visit in route.times for g in self.moving(*visit))
+        out = any(
+            (g, route.uses[g][use]) in route.summed or self.held_count(g, use) < self.trained_count(g)
+            for g, use in uses
+        )
+        back = place.gradients == "disk" and ((self.s.wait and bool(streamed)) or any(self.delayed.values()))
         state = any(place.state_on_disk(g, form) for g in streamed)
         leaves = form.split and any(place.weights[g] != "host" for g in streamed)
 
         def pool(name: str, width: int, count: int) -> Pool:
             return Pool(name=name, tier="host", size=self.s.chunk * width, count=count)
 
+        if self.held_pool == "gradients_held":
+            yield from self._held("gradients_held")
         yield from (
             pool(name, width, count)
             for name, width, count, wanted in (
                 ("stage_in", form.weight_bytes, depths.stage_in, on_disk),
-                ("gradients_held", FP32, held, held > 0),
                 ("gradients_out", FP32, depths.stage_out, out),
                 ("gradients_in", FP32, depths.stage_out, back),
                 ("state", form.state_slot_bytes, depths.state, state),

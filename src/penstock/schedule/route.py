@@ -32,6 +32,7 @@ class Route:
     | ``at_once`` | micro-batches that are under way at the same time: M vertical, 1 horizontal |
     | ``times`` | how often each (kind, stage) is visited |
     | ``last_visit`` | group -> index of the last visit that needs it |
+    | ``readers`` | group -> indices of the visits that need its weights |
     | ``gradient_visits`` | trainable group -> indices of the visits that make gradients for it |
     | ``uses`` | trainable group -> stages that make gradients for it, in backward order |
     | ``summed`` | (group, stage) whose gradient is made in more than one visit, so that parts are summed on the host |
@@ -44,11 +45,15 @@ class Route:
         self.at_once = len(self.visits[0].micro_batches)
         self.times = Counter((visit.kind, visit.stage) for visit in self.visits)
         self.last_visit: dict[int, int] = {}
+        self.readers: dict[int, list[int]] = defaultdict(list)
         self.gradient_visits: dict[int, list[int]] = defaultdict(list)
         for i, visit in enumerate(self.visits):
             gradients = self.gradients(visit.kind, visit.stage)
-            for g in (*self.reads(visit.kind, visit.stage), *gradients):
+            reads = self.reads(visit.kind, visit.stage)
+            for g in (*reads, *gradients):
                 self.last_visit[g] = i
+            for g in reads:
+                self.readers[g].append(i)
             for g in gradients:
                 self.gradient_visits[g].append(i)
         makers = {g: [self.visits[i].stage for i in indices] for g, indices in self.gradient_visits.items()}

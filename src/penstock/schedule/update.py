@@ -7,9 +7,14 @@ Buffers, per group ``g`` and chunk ``c``:
     R{g}.{c}       gradient read back from disk
     S{g}.{c}       optimizer state in flight
     O{g}.{c}       new weights in flight
+    h{g}.{c}       delayed chunks: the H{g}.{c}u0 that the step before has left in host memory
+    r{g}.{c}       the same, left on disk and read back
 
 The order of additions is the same in every schedule: micro-batches in order within a stage, then stages in
 backward order. That is why the schedule does not change the numbers.
+
+A delayed chunk is stepped when its group is needed for the first time in the next step, by ``Loads``. The ids of its
+ops are those of any step: each chunk has one in every step, with this step's gradient or the one before's.
 """
 
 from penstock.schedule.build import Builder
@@ -25,11 +30,14 @@ class Updates:
         self._normed: list[str] = []
         self._final: dict[str, str] = {}  # H buffer u0 -> op that completes it
         self._down: dict[str, str] = {}  # H buffer -> op that last wrote it
+        self.written: dict[tuple[int, int], str] = {}
+        """(group, chunk) stepped so far whose weights live on disk -> op that has written them there"""
 
     def host_gradient(self, g: int, c: Chunk, use: int) -> tuple[str, str]:
         """Name and pool of the host buffer for one stage's gradient of a chunk."""
         name = f"H{g}.{c.index}u{use}"
-        return name, "gradients_held" if self.b.provision.held(g, use) else "gradients_out"
+        held = self.b.provision.held(g, use, delayed=c.index in self._delayed(g))
+        return name, self.b.provision.held_pool if held else "gradients_out"
 
     def gradients_down(self, index: int) -> None:
         """Emit what follows the compute ops of visit ``index``: gradients to the host, and what they complete."""
@@ -90,10 +98,8 @@ class Updates:
             if self.s.wait:
                 op = self.b.emit(f"NG{g}.{c.index}", after=[op], reads=[total], nbytes=c.numel * FP32)
                 self._normed.append(op)
-                if self.s.place.gradients == "disk":
-                    op = self.b.emit(
-                        f"WG{g}.{c.index}", after=[op], reads=[total], gives=[total], nbytes=c.numel * FP32
-                    )
+            if self.s.place.gradients == "disk" and (self.s.wait or c.index in self._delayed(g)):
+                op = self.b.emit(f"WG{g}.{c.index}", after=[op], reads=[total], gives=[total], nbytes=c.numel * FP32)
             self._final[total] = op
 
     def steps_after_norm(self) -> None:
@@ -112,23 +118,51 @@ class Updates:
             self.b.emit(f"OD{g}", after=first, reads=[f"G{g}"], gives=[f"G{g}"])
             return
         for c in self.b.trained_chunks(g):
-            self._step_chunk(g, c, first)
+            if c.index not in self._delayed(g):
+                self._step_on_time(g, c, first)
 
-    def _step_chunk(self, g: int, c: Chunk, first: list[str]) -> None:
-        tag, form, place = f"{g}.{c.index}", self.s.form, self.s.place
-        gradient, after = f"H{tag}u0", [self._final[f"H{tag}u0"], *first]
-        if self.s.wait and place.gradients == "disk":
+    def _delayed(self, g: int) -> frozenset[int]:
+        return self.b.provision.delayed.get(g, frozenset())
+
+    def _step_on_time(self, g: int, c: Chunk, first: list[str]) -> None:
+        """Emit one chunk's step in this step's backward, or after its norm."""
+        tag = f"{g}.{c.index}"
+        gradient, after = f"H{tag}u0", self._final[f"H{tag}u0"]
+        if self.s.wait and self.s.place.gradients == "disk":
             gradient = f"R{tag}"
-            takes = [(gradient, "gradients_in")]
-            fetched = self.b.emit(f"RG{tag}", after=after[:1], takes=takes, writes=[gradient], nbytes=c.numel * FP32)
-            after = [fetched, *first]
-        on_disk = place.state_on_disk(g, form) * c.numel
-        state: list[str] = []
+            after = self._back(g, c, gradient, [after])
+        done, _ = self._arithmetic(g, c, gradient, [after, *first])
+        self.home(g, c, [done])
+
+    def step_delayed(self, g: int, c: Chunk) -> tuple[str, list[str]]:
+        """Emit one chunk's step with the gradient that the step before has left, without ``home``.
+
+        Returns the op that makes the new weights, and the buffer that has them if they are on their way to disk.
+        """
+        gradient, after = f"h{g}.{c.index}", []
+        if self.s.place.gradients == "disk":
+            gradient = f"r{g}.{c.index}"
+            after = [self._back(g, c, gradient, [])]
+        else:
+            self.b.carried.append((gradient, f"H{g}.{c.index}u0", self.b.provision.held_pool))
+        done, new = self._arithmetic(g, c, gradient, after)
+        return done, new if self.s.place.weights[g] == "disk" else []
+
+    def _back(self, g: int, c: Chunk, into: str, after: list[str]) -> str:
+        """Emit the way back of a gradient that has waited on disk."""
+        tag = f"{g}.{c.index}"
+        return self.b.emit(
+            f"RG{tag}", after=after, takes=[(into, "gradients_in")], writes=[into], nbytes=c.numel * FP32
+        )
+
+    def _arithmetic(self, g: int, c: Chunk, gradient: str, after: list[str]) -> tuple[str, list[str]]:
+        """Emit state in and the step itself; its id, and the buffer that has the new weights if there is one."""
+        tag, form = f"{g}.{c.index}", self.s.form
+        on_disk = self.s.place.state_on_disk(g, form) * c.numel
+        state = [f"S{tag}"] if on_disk else []
         if on_disk:
-            state = [f"S{tag}"]
-            after.append(self.b.emit(f"RS{tag}", takes=[(state[0], "state")], writes=state, nbytes=on_disk))
-        leaves = form.split and place.weights[g] != "host"
-        new = [f"O{tag}"] if leaves else []
+            after = [*after, self.b.emit(f"RS{tag}", takes=[(state[0], "state")], writes=state, nbytes=on_disk)]
+        new = [f"O{tag}"] if self._leaves(g) else []
         touched = FP32 + 2 * form.state_slot_bytes + (form.weight_bytes if form.split else 0)
         done = self.b.emit(
             f"OP{tag}",
@@ -139,9 +173,27 @@ class Updates:
             gives=[gradient],
             nbytes=touched * c.numel,
         )
+        return done, new or state
+
+    def _leaves(self, g: int) -> bool:
+        """Whether new weights go elsewhere than to their array in host memory or, in fp32, back with the state."""
+        return self.s.form.split and self.s.place.weights[g] != "host"
+
+    def home(self, g: int, c: Chunk, after: list[str]) -> str:
+        """Emit the way home of state and weights; the last of them (the step itself if both are at home).
+
+        ``after``: the step, then who reads the new weights from the buffer that goes home.
+        """
+        tag, form, last = f"{g}.{c.index}", self.s.form, after[0]
+        on_disk, leaves = self.s.place.state_on_disk(g, form) * c.numel, self._leaves(g)
         if on_disk:
-            self.b.emit(f"WS{tag}", after=[done], reads=state, gives=state, nbytes=on_disk)
+            state = [f"S{tag}"]
+            readers = after[:1] if leaves else after
+            last = self.b.emit(f"WS{tag}", after=readers, reads=state, gives=state, nbytes=on_disk)
         if leaves:
-            home = "WW" if place.weights[g] == "disk" else "UN"
-            nbytes = c.numel * form.weight_bytes
-            self.b.emit(f"{home}{tag}", after=[done], reads=new, gives=new, nbytes=nbytes)
+            new = [f"O{tag}"]
+            kind = "WW" if self.s.place.weights[g] == "disk" else "UN"
+            last = self.b.emit(f"{kind}{tag}", after=after, reads=new, gives=new, nbytes=c.numel * form.weight_bytes)
+        if self.s.place.weights[g] == "disk":
+            self.written[g, c.index] = last
+        return last

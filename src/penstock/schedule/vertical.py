@@ -6,6 +6,7 @@ Weights move to the device twice a step whatever the number of micro-batches, gr
 from penstock.config import Tier
 from penstock.schedule.activations import Activations
 from penstock.schedule.build import Builder
+from penstock.schedule.loads import Loads
 from penstock.schedule.op import Schedule
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
@@ -30,9 +31,10 @@ def vertical(program: Program, settings: Settings, fixed: tuple[tuple[Tier, str,
     visits, everyone = builder.visits, range(settings.micro_batches)
     activations = Activations(builder)
     updates = Updates(builder)
+    loads = Loads(builder, updates)
     waits: dict[int, list[str]] = {}
     for i, visit in enumerate(visits):
-        builder.load(i)
+        loads.until(i)
         builder.compute(i, waits, {m: activations.buffers(visit, m) for m in everyone})
         if visit.kind == "F":
             activations.down(visit.stage - 1, everyone)
@@ -41,7 +43,7 @@ def vertical(program: Program, settings: Settings, fixed: tuple[tuple[Tier, str,
         waits = {}
         if following is not None and following.kind == "B":
             waits = activations.up(following.stage - 1, everyone)
-        builder.load(i + settings.depths.weights)
+        loads.until(i + settings.depths.weights)
         updates.gradients_down(i)
     if settings.train and settings.wait:
         updates.steps_after_norm()

@@ -1,0 +1,104 @@
+"""Weights to the device, ahead of the visits that need them, and the delayed optimizer steps that come before them.
+
+The lanes are in order, so where the delayed steps are written down decides what stalls. They are emitted chunk by chunk
+in the order of the group's chunks, in between the loads of the chunks that are not delayed, right before the group's
+first load of the step:
+
+    read    RS5.0  RW5.1  RS5.2  RW5.3  RS6.0 ...
+    cpu            OP5.0         OP5.2         OP6.0
+    h2d                   UW5.0 UW5.1   UW5.2 UW5.3
+    write                 WS5.0   WW5.0   WS5.2   WW5.2
+
+- All of a block's steps before those of the next one: the forward uses the blocks in this order, and a step that came
+  earlier would hold state buffers that an earlier block's step needs.
+- A delayed chunk before the chunk that would be loaded anyway: the optimizer's arithmetic, and the way of the old state
+  back to disk, run beside that read instead of holding up the lane. All state first would wait for state buffers, which
+  the (slower) write lane gives back; all weights first would leave the step's whole latency before the block.
+- New weights that are on their way to disk go up to the device from the same buffer: the chunk is not read back. The
+  write follows the upload, since the device waits for it and the disk does not.
+
+The first block's delayed steps have nothing to hide behind: the step begins with them.
+"""
+
+from penstock.schedule.build import Builder
+from penstock.schedule.place import Chunk
+from penstock.schedule.route import Visit
+from penstock.schedule.update import Updates
+
+
+class Loads:
+    """Emits the loads of visits, in order, as far ahead as it is asked to."""
+
+    def __init__(self, builder: Builder, updates: Updates) -> None:
+        self.b = builder
+        self.updates = updates
+        self._next = 0
+
+    def until(self, index: int) -> None:
+        """Emit the loads of all visits up to and including ``index``."""
+        while self._next <= min(index, len(self.b.visits) - 1):
+            self._visit(self._next)
+            self._next += 1
+
+    def _visit(self, index: int) -> None:
+        b, visit = self.b, self.b.visits[index]
+        moving = b.moving(visit)
+        for g in b.reads(visit):
+            late = b.provision.delayed.get(g, frozenset())
+            first = b.route.readers[g][0] == index
+            if g in moving:
+                b.ready[visit.name].append(self._group(g, visit, late, first=first))
+            elif first and late:
+                for c in b.trained_chunks(g):
+                    if c.index in late:
+                        done, _ = self.updates.step_delayed(g, c)
+                        last = self.updates.home(g, c, [done])
+                b.ready[visit.name].append(last)
+
+    def _group(self, g: int, visit: Visit, late: frozenset[int], *, first: bool) -> str:
+        """Emit the loads of one group; the last of them."""
+        buffer = self.b.weight_buffer(g, visit)
+        for c in self.b.cuts[g]:
+            takes = [(buffer, self.b.provision.weights_pool[g])] if c is self.b.cuts[g][0] else []
+            if first and c.index in late:
+                done, new = self.updates.step_delayed(g, c)
+                last = self._up(g, c, visit, after=[done], takes=takes, reads=new, gives=[])
+                self.updates.home(g, c, [done, last] if new else [done])
+            elif self.b.s.place.weights[g] == "disk":
+                staged = f"i{g}.{c.index}@{visit.name}"
+                read = self._read(g, c, visit, staged)
+                last = self._up(g, c, visit, after=[read], takes=takes, reads=[staged], gives=[staged])
+            else:
+                last = self._up(g, c, visit, after=[], takes=takes, reads=[], gives=[])
+        return last
+
+    def _read(self, g: int, c: Chunk, visit: Visit, staged: str) -> str:
+        written = self.updates.written.get((g, c.index))
+        return self.b.emit(
+            f"RW{g}.{c.index}@{visit.name}",
+            after=[written] if written else [],
+            takes=[(staged, "stage_in")],
+            writes=[staged],
+            nbytes=c.numel * self.b.s.form.weight_bytes,
+        )
+
+    def _up(
+        self,
+        g: int,
+        c: Chunk,
+        visit: Visit,
+        *,
+        after: list[str],
+        takes: list[tuple[str, str]],
+        reads: list[str],
+        gives: list[str],
+    ) -> str:
+        return self.b.emit(
+            f"UW{g}.{c.index}@{visit.name}",
+            after=after,
+            takes=takes,
+            reads=reads,
+            writes=[self.b.weight_buffer(g, visit)],
+            gives=gives,
+            nbytes=c.numel * self.b.s.form.weight_bytes,
+        )
