@@ -69,8 +69,10 @@ def _on(world: World, rank: int, error: ScheduleError) -> ScheduleError:
 def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
     """Sends, receives and collectives that do not find each other."""
     for name, members in world.groups.items():
-        if bad := [rank for rank in members if rank not in range(len(world.ranks))] or _repeated(members):
-            yield ScheduleError(f"group {name} has rank {bad[0]} twice, or there is no such rank")
+        if unknown := [rank for rank in members if rank not in range(len(world.ranks))]:
+            yield ScheduleError(f"group {name} has rank {unknown[0]}, which does not exist")
+        if twice := [rank for rank, count in Counter(members).items() if count > 1]:
+            yield ScheduleError(f"group {name} has rank {twice[0]} twice")
     present: Counter[tuple[str, str]] = Counter()  # (collective's id, its group) -> ranks that have it
     for schedule, ranks in shared:
         joined = {name for name, members in world.groups.items() if members and set(ranks) <= set(members)}
@@ -95,10 +97,6 @@ def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
                 absent = next(rank for rank in members if not has[rank])
                 message = f"waits for all of group {group}, and rank {absent} has no such op of that group"
                 yield _fault(world, here, world.ranks[here].by_id[ident], message)
-
-
-def _repeated(members: Iterable[int]) -> list[int]:
-    return [rank for rank, count in Counter(members).items() if count > 1]
 
 
 def _has(world: World, rank: int, ident: str, group: str) -> bool:

@@ -141,16 +141,18 @@ class _Progress:
         """At the end exactly what is carried into the next step is held, each from its pool."""
         rank = self.ranks[index]
         ends = {name: pool for _, name, pool in rank.schedule.carried}
-        for name, pool in rank.held.items():
-            if name not in ends:
-                raise ScheduleError(on_rank(self.world, index, f"buffer {name} is never given back to pool {pool}"))
-            if ends[name] != pool:
-                message = f"buffer {name} is carried on as one of pool {ends[name]}, but is from pool {pool}"
-                raise ScheduleError(on_rank(self.world, index, message))
-        for name in ends:
-            if name not in rank.held:
-                message = f"buffer {name} is to be carried on, but is not held at the end"
-                raise ScheduleError(on_rank(self.world, index, message))
+        for name in [*rank.held, *ends]:
+            pool, wanted = rank.held.get(name), ends.get(name)
+            if pool == wanted:
+                continue
+            if wanted is None:
+                what = f"buffer {name} is never given back to pool {pool}"
+            elif pool is None:
+                what = f"buffer {name} is to be carried on, but is not held at the end"
+            else:
+                what = f"buffer {name} is carried on as one of pool {wanted}, but is from pool {pool}"
+            taker = next((op.id for op in rank.order if name in dict(op.takes)), "")
+            raise ScheduleError(on_rank(self.world, index, what), op=taker, rank=index)
 
     # ---- who waits for whom
 
