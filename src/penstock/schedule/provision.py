@@ -62,7 +62,7 @@ class Provision:
         """Trainable groups that step in host memory: their gradients go down."""
         return (g for g in self.route.gradient_visits if self.s.place.state[g] != "device")
 
-    def held(self, g: int, use: int, *, delayed: bool) -> bool:
+    def held(self, g: int, use: int, *, delayed: bool = False) -> bool:
         """Whether the host gradient of a group's ``use``-th stage outlives the visit that makes it."""
         route, visits = self.route, self.route.gradient_visits[g]
         waits = (self.s.wait or delayed) and self.s.place.gradients == "host"

@@ -1,7 +1,7 @@
 """The rules that one rank's schedule keeps by itself. ``check`` lists them."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from penstock.errors import ScheduleError
 from penstock.schedule.clocks import Clocks
@@ -131,8 +131,9 @@ def _check_pools(order: list[Op], clocks: Clocks) -> None:
 def _check_homes(schedule: Schedule, clocks: Clocks) -> None:
     """Rule 6, from what the words mean.
 
-    An optimizer step whose gradient the step before has left is that step's own: the new weights come before all who
-    read them here, and this step's norm is not theirs.
+    An optimizer step whose gradient the step before has left (in a carried buffer, or on disk: read there before this
+    step's own is written) is that step's own: its new weights come before all who read them here, and its norm was the
+    step before's.
     """
     readers: dict[tuple[int, int], list[Op]] = defaultdict(list)
     parts: list[Op] = []
@@ -142,17 +143,18 @@ def _check_homes(schedule: Schedule, clocks: Clocks) -> None:
         elif op.word.kind in ("NG", "ND"):
             parts.append(op)
     norm = schedule.by_id.get("NORM")
-    left = {name for name, _, _ in schedule.carried}
+    left = {name for name, _, _ in schedule.carried} | set(_left_on_disk(schedule, clocks))
     for op in schedule.ops:
         word, needs = op.word, []
         if word.kind in ("OP", "OD"):
-            others = readers[word.group, word.chunk] + ([norm] if norm else [])
-            if left and not left.isdisjoint(op.reads):
-                for made in _made(schedule, op):
-                    for other in others:
-                        _check_after(made, other, clocks)
+            if left.isdisjoint(op.reads):
+                needs = readers[word.group, word.chunk] + ([norm] if norm else [])
             else:
-                needs = others
+                for other in readers[word.group, word.chunk]:
+                    for made in _made(schedule, op, other):
+                        _check_after(made, other, clocks)
+                if norm:
+                    _check_after(op, norm, clocks)
         elif word.kind == "NORM":
             needs = parts
         elif word.kind in ("RG", "RC"):
@@ -160,7 +162,7 @@ def _check_homes(schedule: Schedule, clocks: Clocks) -> None:
             if writer is None:
                 message = f"use before load: op {op.id} reads what no op has written to disk"
                 raise ScheduleError(message, op=op.id)
-            needs = [writer]
+            needs = [] if left.intersection(op.writes) else [writer]
         for other in needs:
             _check_after(other, op, clocks)
 
@@ -171,7 +173,17 @@ def _check_after(first: Op, second: Op, clocks: Clocks) -> None:
         raise ScheduleError(message, op=second.id)
 
 
-def _made(schedule: Schedule, step: Op) -> list[Op]:
-    """An optimizer step and the op that brings its new weights home, if they leave."""
-    homes = (schedule.by_id.get(f"{kind}{step.id[2:]}") for kind in ("WW", "UN"))
-    return [step, *(op for op in homes if op is not None)]
+def _left_on_disk(schedule: Schedule, clocks: Clocks) -> Iterator[str]:
+    """Buffers into which gradients are read that the step before has left on disk."""
+    for op in schedule.lanes["read"]:
+        if op.word.kind == "RG" and (writer := schedule.by_id.get(f"W{op.id[1:]}")) and clocks.before(op, writer):
+            yield from op.writes
+
+
+def _made(schedule: Schedule, step: Op, reader: Op) -> list[Op]:
+    """What makes the new weights that an op reads: the optimizer step, and on disk the write that brings them there
+    (with the state where that has them). An upload reads a buffer, or the array that the step itself has written.
+    """
+    tag = step.id[2:]
+    home = schedule.by_id.get(f"WW{tag}", schedule.by_id.get(f"WS{tag}")) if reader.word.kind == "RW" else None
+    return [step] if home is None else [step, home]

@@ -48,10 +48,20 @@ class Updates:
                 self._group_down(g, index, last_op)
         route = self.b.route
         for g in sorted({*self.b.gradients(visit), *self.b.reads(visit)} & route.gradient_visits.keys()):
-            if route.gradient_visits[g][-1] == index:
-                self._complete(g)
-            if route.last_visit[g] == index and not self.s.wait:
-                self.step(g)
+            completed = route.gradient_visits[g][-1] == index
+            stepped = route.last_visit[g] == index and not self.s.wait
+            if self.s.place.state[g] == "device":
+                if completed and self.s.wait:
+                    self._normed.append(self.b.emit(f"ND{g}", reads=[f"G{g}"]))
+                if stepped:
+                    self._step_on_device(g)
+                continue
+            first = self._before_step(g)
+            for c in self.b.trained_chunks(g):  # chunk by chunk: what waits on disk must not hold up what is stepped
+                if completed:
+                    self._complete(g, c)
+                if stepped and c.index not in self._delayed(g):
+                    self._step_on_time(g, c, first)
 
     def _group_down(self, g: int, index: int, after: str) -> None:
         visit = self.b.visits[index]
@@ -83,43 +93,42 @@ class Updates:
             f"AG{tag}", after=after, reads=[into, what], writes=[into], gives=[what], nbytes=3 * numel * FP32
         )
 
-    def _complete(self, g: int) -> None:
-        """All gradients of a group exist: add up its stages, and take partial norms when the step waits for them."""
-        if self.s.place.state[g] == "device":
-            if self.s.wait:
-                self._normed.append(self.b.emit(f"ND{g}", reads=[f"G{g}"]))
-            return
-        for c in self.b.trained_chunks(g):
-            total = f"H{g}.{c.index}u0"
-            op = self._down[total]
-            for use in range(1, len(self.b.route.uses[g])):
-                part = f"H{g}.{c.index}u{use}"
-                op = self._add(f"{g}.{c.index}@sum{use}", total, part, after=[op, self._down[part]], numel=c.numel)
-            if self.s.wait:
-                op = self.b.emit(f"NG{g}.{c.index}", after=[op], reads=[total], nbytes=c.numel * FP32)
-                self._normed.append(op)
-            if self.s.place.gradients == "disk" and (self.s.wait or c.index in self._delayed(g)):
-                op = self.b.emit(f"WG{g}.{c.index}", after=[op], reads=[total], gives=[total], nbytes=c.numel * FP32)
-            self._final[total] = op
+    def _complete(self, g: int, c: Chunk) -> None:
+        """All gradients of a chunk exist: add up its stages; then its partial norm, and to disk if it waits there."""
+        total = f"H{g}.{c.index}u0"
+        op = self._down[total]
+        for use in range(1, len(self.b.route.uses[g])):
+            part = f"H{g}.{c.index}u{use}"
+            op = self._add(f"{g}.{c.index}@sum{use}", total, part, after=[op, self._down[part]], numel=c.numel)
+        if self.s.wait:
+            op = self.b.emit(f"NG{g}.{c.index}", after=[op], reads=[total], nbytes=c.numel * FP32)
+            self._normed.append(op)
+        if self.s.place.gradients == "disk" and (self.s.wait or c.index in self._delayed(g)):
+            op = self.b.emit(f"WG{g}.{c.index}", after=[op], reads=[total], gives=[total], nbytes=c.numel * FP32)
+        self._final[total] = op
 
     def steps_after_norm(self) -> None:
         """Emit the global norm and every group's step after it (only when the optimizer waits)."""
         self.b.emit("NORM", after=self._normed)
         for g in sorted(self.b.route.gradient_visits):
-            self.step(g)
+            if self.s.place.state[g] == "device":
+                self._step_on_device(g)
+                continue
+            first = self._before_step(g)
+            for c in self.b.trained_chunks(g):
+                if c.index not in self._delayed(g):
+                    self._step_on_time(g, c, first)
 
-    def step(self, g: int) -> None:
-        """Emit the optimizer step of a group: after the norm if it waits, and after whoever reads its weights."""
+    def _before_step(self, g: int) -> list[str]:
+        """What a group's step waits for besides its gradient: the norm if it waits, and who reads its weights last."""
         route = self.b.route
         first = ["NORM"] if self.s.wait else []
         if route.last_visit[g] > route.gradient_visits[g][-1]:  # else its own gradient comes after that op
             first.append(route.visits[route.last_visit[g]].ops()[-1])
-        if self.s.place.state[g] == "device":
-            self.b.emit(f"OD{g}", after=first, reads=[f"G{g}"], gives=[f"G{g}"])
-            return
-        for c in self.b.trained_chunks(g):
-            if c.index not in self._delayed(g):
-                self._step_on_time(g, c, first)
+        return first
+
+    def _step_on_device(self, g: int) -> None:
+        self.b.emit(f"OD{g}", after=self._before_step(g), reads=[f"G{g}"], gives=[f"G{g}"])
 
     def _delayed(self, g: int) -> frozenset[int]:
         return self.b.provision.delayed.get(g, frozenset())
