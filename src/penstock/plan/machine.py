@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.errors import ConfigError
+from penstock.schedule.op import LANES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Drive:
     """``ssd``, ``hdd``, ``tmpfs``, ``network`` or ``unknown``"""
     tbw: float | None = None
     """the maker's rating: terabytes (1e12 bytes) that may be written in the drive's life"""
+    node: int | None = None
+    """the NUMA node of its controller, where the machine has several and tells"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class Host:
     copy: float
     """bytes/s of a copy in host memory, counted once"""
     optimizer: Mapping[str, float]
+    nodes: int = 1
+    """NUMA nodes that have cores"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,8 @@ class Device:
     d2h_both: float
     optimizer: Mapping[str, float] = field(default_factory=dict)
     """parameters/s of an optimizer step on the device, as ``Host.optimizer``"""
+    node: int | None = None
+    """the NUMA node that it is on, where the machine has several and tells"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +118,13 @@ def load_machine(path: Path) -> Machine:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this machine profile: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: this is not text. penstock doctor makes a machine profile") from None
     return parse_machine(text, str(path))
 
 
 _PARTS: dict[str, type] = {"host": Host, "device": Device, "network": Network}
-_MAY_BE_ZERO = {"latency", "overhead", "free", "lockable"}
+_MAY_BE_ZERO = {"latency", "overhead", "free", "lockable", "node"}
 
 
 def _build(kind: type, data: Any, where: str, at: str) -> Any:
@@ -146,15 +155,22 @@ def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
     if name in ("flops", "optimizer", "contention"):
         if not isinstance(value, dict) or (name == "flops" and not value):
             raise ConfigError(f"{where}: {at} must be an object of numbers, not {value!r}")
+        if name == "contention" and (wrong := [key for key in value if not _is_pair(key)]):
+            raise ConfigError(f"{where}: {at}.{wrong[0]}: a pair of lanes is written 'cpu+read'")
         return {key: _number(v, where, f"{at}.{key}", zero=name == "contention") for key, v in value.items()}
     if name in ("name", "path", "kind"):
         if not isinstance(value, str) or (kind is Device and name == "kind" and value not in ("cuda", "cpu")):
             raise ConfigError(f"{where}: {at}={value!r} is not {'cuda or cpu' if name == 'kind' else 'a text'}")
         return value
-    if name == "tbw" and value is None:
+    if name in ("tbw", "node") and value is None:
         return None
     number = _number(value, where, at, zero=name in _MAY_BE_ZERO)
-    return int(number) if name in ("cores", "memory", "lockable", "free") else number
+    return int(number) if name in ("cores", "memory", "lockable", "free", "node", "nodes") else number
+
+
+def _is_pair(key: str) -> bool:
+    first, plus, second = key.partition("+")
+    return bool(plus) and {first, second} <= set(LANES) and first != second
 
 
 def _list(value: Any, where: str, at: str) -> list[Any]:
