@@ -65,8 +65,8 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"network\.latency=-1 must be at least 0",
     ),
     "negative contention": (
-        lambda d: d["contention"].update({"a+b": -0.1}),
-        r"contention\.a\+b=-0\.1 must be at least",
+        lambda d: d["contention"].update({"cpu+h2d": -0.1}),
+        r"contention\.cpu\+h2d=-0\.1 must be at least",
     ),
     "no pair of lanes": (lambda d: d["contention"].update({"cpu": 1}), r"contention\.cpu: a pair of lanes is written"),
     "no lane": (lambda d: d["contention"].update({"cpu+gpu": 1}), r"contention\.cpu\+gpu: a pair of lanes is written"),
