@@ -6,8 +6,8 @@ model (``meta``) exactly. The temporaries of a stage (its peaks) are a formula t
 
 T tokens in a micro-batch of sequences of length s, width h, q = heads x head_dim, k = kv_heads x head_dim, f the MLP's
 width, V the vocabulary, all matrices of a block W elements: a block's forward is 2·T·W + 4·T·s·q FLOP (for GPT,
-24·T·h² + 4·T·s·h), its backward the recomputed forward, and twice the products (2.5 times attention's, whose scores are not
-kept).
+24·T·h² + 4·T·s·h), its backward the recomputed forward, and twice the products (2.5 times attention's, whose scores
+are not kept).
 """
 
 from collections.abc import Mapping, Sequence
@@ -242,11 +242,11 @@ class _Given:
 
     def are(self, **wanted: object) -> bool:
         """Whether these settings, where they are given at all, have the only values that the formulas are for."""
-        return all([self._left.pop(key, value) == value for key, value in wanted.items()])
+        return all(self._left.pop(key, value) == value for key, value in wanted.items())
 
     def without(self, *dropouts: str) -> bool:
         """Whether these settings, which are on by default, are all switched off."""
-        return all([self._left.pop(key, 0.1) == 0.0 for key in dropouts])
+        return all(self._left.pop(key, 0.1) == 0.0 for key in dropouts)
 
     @property
     def all_taken(self) -> bool:

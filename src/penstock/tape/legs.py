@@ -18,9 +18,10 @@ from penstock.tape.watch import Birth
 
 @dataclass
 class Usage:
-    """What a leg read in one direction (groups), and live bytes at its start, at its end and at most."""
+    """What a leg read in one direction (groups), its FLOP, and live bytes at its start, at its end and at most."""
 
     reads: set[int] = field(default_factory=set)
+    flops: int = 0
     start: int = 0
     end: int = 0
     peak: int = 0
@@ -94,6 +95,14 @@ class Stages:
 
     def stages(self) -> tuple[Stage, ...]:
         return tuple(self._stage(index) for index in range(len(self.members)))
+
+    def flops(self) -> tuple[tuple[int, int], ...]:
+        """Of each stage's forward and backward. The epilogue's backward is part of its forward."""
+        found = []
+        for members in self.members:
+            legs = [self._legs[i] for i in members]
+            found.append((sum(leg.forward.flops for leg in legs), sum(leg.backward.flops for leg in legs)))
+        return tuple(found)
 
     def facts(self) -> tuple[StageFacts, ...]:
         found = []

@@ -7,6 +7,7 @@ storage is freed. What an op uses inside itself (a library's workspace) is not s
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,8 @@ class Probe:
         self._own_group = [by_name.get(f"blocks.{site.name}") for site in tape.sites]
         self._watch = Watch(self._group_of, self._touch)
         self._legs: list[Leg] = []
+        self.flops: tuple[tuple[int, int], ...] = ()
+        """FLOP of each stage's forward and backward, after ``run``."""
 
     def run(self, train: bool) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
         """Forward (and backward) of the micro-batch. The model, its buffers and the random state end as they began."""
@@ -60,15 +63,15 @@ class Probe:
             found = Stages(self._legs)  # now: what is saved or touched in the backward must not count
             if train:
                 self._run_backward(passage)
+            self.flops = found.flops()
             return found.stages(), found.facts()
         finally:
             tape.finish()
             self._release()
             tape.on_gradient = on_gradient
             with torch.no_grad():
-                for module, name, buffer, value in buffers:
-                    module._buffers[name] = buffer
-                    buffer.copy_(value)
+                for buffer in buffers:
+                    buffer.put_back()
 
     # -- what is read ---------------------------------------------------------------------------------------------
 
@@ -93,11 +96,12 @@ class Probe:
         if own is not None:
             self._touch(own)
         usage.start = watch.peak = watch.live
+        before = watch.flops
         try:
             with watch, saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            usage.end, usage.peak = watch.live, watch.peak
+            usage.end, usage.peak, usage.flops = watch.live, watch.peak, watch.flops - before
             self._release()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | graph.WeightView:
@@ -144,7 +148,7 @@ class Probe:
         before, attributes = _buffers(site.module), _attributes(site)
         with self._measuring(leg.forward, site):
             self._tape.run_call(passage, self._watch.leg, Facts())
-        leg.changed = tuple((m, n) for m, n, b, value in before if _differs(m._buffers[n], b, value))
+        leg.changed = tuple((b.module, b.name) for b in before if b.has_changed())
         leg.outputs = [self._see(t) for t in passage.outputs]
         leg.kept_attributes = self._kept(site, attributes, {id(seen.birth) for seen in leg.outputs})
 
@@ -191,9 +195,35 @@ class Probe:
                     leg.needed = self._tape.backward_call(passage, index)
 
 
-def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
-    """Each buffer with its owner, its name and a copy of its value."""
-    return [(m, n, b, b.clone()) for m in module.modules() for n, b in m._buffers.items() if b is not None]
+@dataclass(frozen=True, kw_only=True)
+class _Buffer:
+    """A buffer with its owner, its name, a copy of its value, and how often it had been written to."""
+
+    module: nn.Module
+    name: str
+    tensor: torch.Tensor
+    value: torch.Tensor
+    version: int
+
+    def has_changed(self) -> bool:
+        now = self.module._buffers[self.name]
+        if now is not self.tensor:
+            return True
+        # On the meta device there are no values: written to is changed.
+        return now._version != self.version if now.is_meta else not torch.equal(now, self.value)
+
+    def put_back(self) -> None:
+        self.module._buffers[self.name] = self.tensor
+        self.tensor.copy_(self.value)
+
+
+def _buffers(module: nn.Module) -> list[_Buffer]:
+    return [
+        _Buffer(module=m, name=n, tensor=b, value=b.clone(), version=b._version)
+        for m in module.modules()
+        for n, b in m._buffers.items()
+        if b is not None
+    ]
 
 
 def _attributes(site: Site) -> Attributes:
@@ -205,7 +235,3 @@ def _attributes(site: Site) -> Attributes:
         if key not in _OF_TORCH
         for tensor in trees.tensors(value)
     ]
-
-
-def _differs(now: torch.Tensor | None, then: torch.Tensor, value: torch.Tensor) -> bool:
-    return now is not then or not torch.equal(now, value)

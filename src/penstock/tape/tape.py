@@ -80,6 +80,8 @@ class Tape:
         self.device = device
         self.on_gradient: OnGradient = _drop_gradient
         self.facts: tuple[StageFacts, ...] = ()
+        self.flops: tuple[tuple[int, int], ...] = ()
+        """FLOP of each stage's forward and backward, of the latest probe."""
         self._loss_fn = loss_fn
         self._seed = seed
         self.sites = tuple(_site(index, block) for index, block in enumerate(blocks))
@@ -133,7 +135,9 @@ class Tape:
             ModelError: the model cannot be run block by block, with the reason.
         """
         assert not self.passages, "a step is open"
-        stages, self.facts = Probe(self, micro_batch, load, unload).run(train)
+        probe = Probe(self, micro_batch, load, unload)
+        stages, self.facts = probe.run(train)
+        self.flops = probe.flops
         return stages
 
     # -- a step ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Sees every op of a probe: which weights it reads, and what memory lives at each moment."""
+"""Sees every op of a probe: which weights it reads, what memory lives at each moment, and the FLOP it does."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -6,8 +6,21 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from penstock.tape import trees
+
+_ATEN = torch.ops.aten
+
+FLOP: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    # torch counts attention on every other device; the arguments are the same
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
+}
+"""The FLOP of an op, from its arguments; what is no product counts as none, causal attention as the whole square."""
 
 
 class Birth:
@@ -30,6 +43,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self.leg = 0
+        self.flops = 0
         self.births: dict[int, Birth] = {}
         self._parameters = parameters  # identity of a parameter -> its group
         self._on_weight = on_weight
@@ -50,6 +64,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if birth is not None:
                 birth.touched.add(self.leg)
         result = func(*args, **(kwargs or {}))
+        formula = FLOP.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
         old = {t.untyped_storage()._cdata for t in inputs}
         for tensor in trees.tensors(result):
             storage = tensor.untyped_storage()

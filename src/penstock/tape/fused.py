@@ -1,0 +1,124 @@
+"""What a device would run: on the meta device, torch takes the plain path of ops that are fused elsewhere.
+
+The ops themselves have meta kernels; only torch's choice between them looks at the device. So the choice is made here,
+as torch makes it for that kind of device, and memory and FLOP of a dry run are those of the kernels that will run.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+Kind = Literal["cpu", "cuda"]
+
+_FLASH = 1
+"""``torch._C._SDPBackend.FLASH_ATTENTION``, as ``torch._fused_sdp_choice`` returns it."""
+
+
+class Fused(TorchFunctionMode):
+    """Runs attention (and on GPUs dropout) of meta tensors by the op that ``kind`` of device would choose."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            fused = (_attention_cpu if self._kind == "cpu" else _attention_cuda)(*args, **kwargs)
+            if fused is not None:
+                return fused
+        if func is functional.dropout and self._kind == "cuda":
+            return _dropout_cuda(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    """The flash kernel of the CPU, where torch chooses it; None where it takes the plain path."""
+    with _disable_current_modes():  # memory that is never touched costs nothing
+        q, k, v, mask = (None if t is None else _on_cpu(t) for t in (query, key, value, attn_mask))
+        choice = torch._fused_sdp_choice(  # type: ignore[attr-defined]
+            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if choice != _FLASH:
+        return None
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    result: torch.Tensor = attend(
+        query, key, value, dropout_p, is_causal, attn_mask=_additive(attn_mask, query.dtype), scale=scale
+    )[0]
+    return result
+
+
+def _attention_cuda(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    """Flash attention for 16 bits without a mask, else the memory-efficient kernel; None where neither will do.
+
+    The rules are those of torch's ``sdp_utils.cpp`` for GPUs from Ampere on.
+    """
+    dims = {t.shape[-1] for t in (query, key, value)}
+    if query.dim() != 4 or (max(dims) > 256 and query.element_size() == 2):
+        return None
+    aten = torch.ops.aten
+    result: torch.Tensor
+    if query.element_size() == 2 and attn_mask is None and len(dims) == 1:
+        result = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return result
+    if enable_gqa:
+        return None
+    bias = _additive(attn_mask, query.dtype)
+    if bias is not None:
+        bias = bias.expand(*query.shape[:2], query.shape[2], key.shape[2])
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    result = aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def _dropout_cuda(
+    input: torch.Tensor,  # noqa: A002 -- it may be given by torch's name for it
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """GPUs keep a mask of one byte per element, where the plain path keeps one of the input's type."""
+    if inplace or not training or p == 0.0:
+        return functional.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0]
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A boolean mask as what is added to the scores, made as torch makes it."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    shown = torch.scalar_tensor(0.0, dtype=dtype, device=mask.device)
+    hidden = torch.scalar_tensor(-torch.inf, dtype=dtype, device=mask.device)
+    return torch.where(mask, shown, hidden)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    stand_in = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return stand_in.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else stand_in

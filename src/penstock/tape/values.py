@@ -1,0 +1,105 @@
+"""A dry run on the meta device that still knows small values: positions, masks, token ids.
+
+Models decide by such values how to go on: whether a mask hides anything, whether sequences are packed. So what follows
+from constants and from the micro-batch by integer and boolean arithmetic is computed beside the meta tensors, on the
+CPU; activations and weights have no values.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from penstock.errors import ModelError
+from penstock.tape import trees
+
+_LARGEST = 1 << 26
+"""Elements up to which values are kept: a mask of 8,192 x 8,192."""
+
+_NO_VALUES = (
+    "the model needs the values of activations to go on ({op}), and a dry run has none: mixtures of experts that loop "
+    "over the experts are an example (experts_implementation='grouped_mm' does not). Choose an implementation without "
+    "such a decision, or learn the sizes from a run: one step is enough"
+)
+
+
+class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the values of integer and boolean meta tensors for as long as the tensors live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values: Any = WeakTensorKeyDictionary()
+        self._lost: set[int] = set()  # storages of values that were overwritten by something unknown
+
+    def give(self, micro_batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The micro-batch on the meta device; values of tensors that have some are kept."""
+        return {k: self._meta(v) if isinstance(v, torch.Tensor) else v for k, v in micro_batch.items()}
+
+    def _meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        meta = tensor.to("meta")
+        if not tensor.is_meta and _is_kept(tensor):
+            self._values[meta] = tensor.cpu()
+        return meta
+
+    def _of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if not tensor.is_meta:
+            return tensor
+        value: torch.Tensor | None = self._values.get(tensor)
+        return None if value is None or value.untyped_storage()._cdata in self._lost else value
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        values = {id(t): self._of(t) for t in trees.tensors((args, kwargs))}
+        known = all(value is not None for value in values.values())
+        if not known or torch.Tag.nondeterministic_seeded in func.tags:
+            if _depends_on_values(func, args):
+                raise ModelError(_NO_VALUES.format(op=func))
+            self._forget_written(func, args, kwargs, values)
+            return func(*args, **kwargs)
+
+        def value_of(tensor: torch.Tensor) -> Any:
+            return values[id(tensor)]
+
+        value = func(*trees.replace(args, value_of), **_on_cpu(trees.replace(kwargs, value_of)))
+        if _depends_on_values(func, args):  # the meta device could not do it
+            result = trees.replace(value, lambda t: torch.empty_like(t, device="meta"))
+        else:
+            result = func(*args, **kwargs)
+        self._note(result, value)
+        return result
+
+    def _note(self, result: Any, value: Any) -> None:
+        for meta, real in zip(trees.tensors(result), trees.tensors(value), strict=True):
+            if meta.is_meta and _is_kept(real):
+                self._values[meta] = real
+
+    def _forget_written(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[int, torch.Tensor | None]
+    ) -> None:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in trees.tensors(written):
+                value = values.get(id(tensor))
+                if value is not None and tensor.is_meta:
+                    self._lost.add(value.untyped_storage()._cdata)
+
+
+def _is_kept(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _LARGEST
+
+
+def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether what an op returns, or its shape, cannot be told from shapes."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
