@@ -50,10 +50,9 @@ def _attention_cpu(
 ) -> torch.Tensor | None:
     """The flash kernel of the CPU, where torch chooses it; None where it takes the plain path."""
     with _disable_current_modes():  # memory that is never touched costs nothing
-        q, k, v, mask = (None if t is None else _on_cpu(t) for t in (query, key, value, attn_mask))
-        choice = torch._fused_sdp_choice(  # type: ignore[attr-defined]
-            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        q, k, v = (_on_cpu(t) for t in (query, key, value))
+        mask = None if attn_mask is None else _on_cpu(attn_mask)
+        choice = torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if choice != _FLASH:
         return None
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

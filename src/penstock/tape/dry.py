@@ -1,0 +1,132 @@
+"""A dry run: what a probe would learn about a model, from the model on the meta device. No weights, no activations.
+
+The model is run as the engine would run it (same groups, same tape, parameters in the compute dtype), for a *kind* of
+device that need not be there.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.schedule.program import GroupSpec, Stage
+from penstock.tape.blocks import find_blocks
+from penstock.tape.fused import Fused, Kind
+from penstock.tape.groups import group_parameters
+from penstock.tape.passage import LossFn
+from penstock.tape.tape import Tape
+from penstock.tape.values import Values
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """``flops[stage]``: of the forward and of the backward, as ``tape.probe.Probe.flops``."""
+
+    groups: tuple[GroupSpec, ...]
+    stages: tuple[Stage, ...]
+    flops: tuple[tuple[int, int], ...]
+
+
+def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """The module that ``build`` makes, in training mode, without memory.
+
+    Raises:
+        ModelError: it makes a tensor's value part of how it is built, or returns no module.
+    """
+    try:
+        with _META:
+            model = build()
+    except (RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"the model cannot be built on the meta device: {_first_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the callable returned {type(model).__name__}: it must build and return a torch.nn.Module")
+    return model.train()
+
+
+def dry_run(
+    model: nn.Module,
+    micro_batch: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    kind: Kind,
+    blocks: Sequence[nn.Module] | None = None,
+    loss_fn: LossFn | None = None,
+) -> DryRun:
+    """Probe a model on the meta device. Its parameters are placeholders of ``dtype`` afterwards.
+
+    ``micro_batch``: tensors on the CPU, whose integers and booleans then have values in the run, or on the meta device.
+
+    Raises:
+        ModelError: the model cannot be run block by block, or needs values that a dry run does not have.
+    """
+    found = find_blocks(model, blocks)
+    groups = group_parameters(model, found)
+    for group in groups:
+        group.detach(dtype, _META)
+    tape = Tape(model, found, groups, loss_fn or (lambda m, mb: m(**mb).loss), seed=0, device=_META)
+    values = Values()
+    inputs = values.give(
+        {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in micro_batch.items()}
+    )
+
+    def load(g: int) -> None:
+        groups[g].attach(torch.empty(groups[g].spec.numel, dtype=dtype, device=_META))
+
+    def unload(g: int) -> None:
+        groups[g].detach(dtype, _META)
+
+    try:
+        with values, Fused(kind):
+            stages = tape.probe(inputs, load, unload)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"the model cannot be run on the meta device: {_first_line(error)}") from error
+    finally:
+        tape.close()
+    return DryRun(groups=tuple(g.spec for g in groups), stages=stages, flops=tape.flops)
+
+
+def shorten(model: nn.Module) -> tuple[str, ...] | None:
+    """Leave only the first, the second and the last of many equal blocks in a model. The names of all that there were.
+
+    None, and the model is left as it is, where blocks differ, are few, or are not all of one ``ModuleList``. Meant for
+    models whose forward is a loop over that list, as those of Hugging Face are.
+    """
+    blocks = find_blocks(model)
+    paths = {block.name.rpartition(".")[0] for block in blocks}
+    if len(paths) > 1 or len(blocks) <= 3:
+        return None
+    owner = model.get_submodule(paths.pop())
+    if not isinstance(owner, nn.ModuleList) or len(owner) != len(blocks):
+        return None
+    if len({_signature(block.module) for block in blocks}) > 1:
+        return None
+    del owner[2:-1]
+    return tuple(block.name for block in blocks)
+
+
+def _signature(block: nn.Module) -> tuple[object, ...]:
+    """What decides how a block computes: its modules' classes and plain settings, and its parameters' shapes."""
+    return tuple(
+        (
+            path,
+            type(module),
+            tuple((name, p.shape, p.requires_grad) for name, p in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, str | int | float | bool | None)
+                and not re.search(r"(layer|block)_?(idx|index|id)", key)
+            ),
+        )
+        for path, module in block.named_modules()
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] + ". Learn its sizes from a run instead: one step is enough"
