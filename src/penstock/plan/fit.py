@@ -17,7 +17,7 @@ from penstock.errors import BudgetError, ConfigError, ScheduleError
 from penstock.schedule.check import check_readers
 from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.op import Schedule, peak_bytes
-from penstock.schedule.place import FP32, Depths, Format, Placement, Settings
+from penstock.schedule.place import FP32, Depths, Format, Placement, Settings, page_up
 from penstock.schedule.program import ALIGN, Program
 from penstock.schedule.provision import Provision
 from penstock.schedule.route import Route
@@ -91,21 +91,21 @@ class Request:
     step_temporaries: int = 0
 
     def build(self, settings: Settings) -> Schedule:
-        build: Callable[..., Schedule] = horizontal if self._one_by_one else vertical
-        return build(self.program, settings, self._fixed(settings.place))
+        build: Callable[..., Schedule] = horizontal if self.one_by_one else vertical
+        return build(self.program, settings, self.fixed(settings.place))
 
     def peak_bytes(self, settings: Settings, tier: Tier) -> int:
         """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
-        return peak_bytes(Provision(self._route, settings).pools.values(), self._fixed(settings.place), tier)
+        return peak_bytes(Provision(self.route, settings).pools.values(), self.fixed(settings.place), tier)
 
     @cached_property
-    def _route(self) -> Route:
-        if self._one_by_one:
+    def route(self) -> Route:
+        if self.one_by_one:
             return horizontal_route(self.program, self.micro_batches)
         return vertical_route(self.program, self.micro_batches, train=self.train)
 
     @property
-    def _one_by_one(self) -> bool:
+    def one_by_one(self) -> bool:
         return self.train and self.family == "horizontal"
 
     @property
@@ -113,10 +113,44 @@ class Request:
         """The lowest tier there is."""
         return "disk" if self.budget.disk_paths else "host"
 
-    def _fixed(self, place: Placement) -> tuple[tuple[Tier, str, int], ...]:
+    def scratch_bytes(self, settings: Settings) -> int:
+        """Bytes on disk that a step needs besides the state: checkpoints and gradients that wait there."""
+        place, stages = settings.place, self.program.stages
+        gradients = checkpoints = 0
+        if (settings.wait or settings.delay) and place.gradients == "disk":  # with a delay alone, a share of them
+            stepped = (g for g in self.program.groups if place.state[g.index] != "device")
+            gradients = sum(g.trainable * FP32 for g in stepped)
+        if self.train and place.checkpoints == "disk":
+            checkpoints = self.route.at_once * sum(page_up(s.checkpoint) for s in stages[:-2])
+        return gradients + checkpoints
+
+    def disk_bytes(self, place: Placement) -> int:
+        """Bytes of weights and state on disk."""
+        width = FP32 * (self.form.moments + self.form.split)
+        return sum(
+            (g.numel * self.form.weight_bytes * (place.weights[g.index] == "disk"))
+            + g.trainable * width * (place.state[g.index] == "disk")
+            for g in self.program.groups
+        )
+
+    def plan(self, settings: Settings) -> Plan:
+        """The plan with these settings; whether it fits is the caller's to know."""
+        trained = sum(g.trainable for g in self.program.groups)
+        total = sum(g.numel for g in self.program.groups)
+        per_element = FP32 * (1 + self.form.moments + self.form.split)
+        return Plan(
+            program=self.program,
+            settings=settings,
+            schedule=self.build(settings),
+            state_bytes=total * self.form.weight_bytes + trained * per_element,
+            disk_bytes=self.disk_bytes(settings.place),
+        )
+
+    def fixed(self, place: Placement) -> tuple[tuple[Tier, str, int], ...]:
+        """(tier, what, bytes) that the whole step holds besides its pools."""
         stages = self.program.stages
         working = max(max(s.forward_peak, s.backward_peak) for s in stages)
-        alive = self._route.at_once
+        alive = self.route.at_once
         tiers: tuple[Tier, ...] = ("device", "host")
         weights = {t: sum(g.numel for g in self.program.groups if place.weights[g.index] == t) for t in tiers}
         trained = {t: sum(g.trainable for g in self.program.groups if place.state[g.index] == t) for t in tiers}
@@ -134,7 +168,12 @@ class Request:
 
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:
-    """The best plan that fits, by the order of preference above.
+    """The best plan that fits, by the order of preference above; arguments and errors as ``fitted``."""
+    return request.plan(fitted(request, keep))
+
+
+def fitted(request: Request, keep: Placement | None = None) -> Settings:
+    """The settings of ``fit``'s plan, without building its schedule.
 
     ``keep``: a placement of weights and state that is already in memory and is not to be changed.
 
@@ -142,28 +181,13 @@ def fit(request: Request, keep: Placement | None = None) -> Plan:
         BudgetError: nothing fits; says the smallest budget of each tier that works.
         ConfigError: the budget pins what cannot be combined.
     """
-    settings = _fit_device(request, _base_placement(request) if keep is None else keep)
+    settings = _fit_device(request, base_placement(request) if keep is None else keep)
     if keep is None:
         settings = _to_device(request, settings)
     settings = _fit_host(request, settings)
     if keep is None:
         settings = _to_host(request, settings)
-    schedule = request.build(settings)
-    trained = sum(g.trainable for g in request.program.groups)
-    total = sum(g.numel for g in request.program.groups)
-    per_element = FP32 * (1 + request.form.moments + request.form.split)
-    disk = sum(
-        (g.numel * request.form.weight_bytes * (settings.place.weights[g.index] == "disk"))
-        + g.trainable * (per_element - FP32) * (settings.place.state[g.index] == "disk")
-        for g in request.program.groups
-    )
-    return Plan(
-        program=request.program,
-        settings=settings,
-        schedule=schedule,
-        state_bytes=total * request.form.weight_bytes + trained * per_element,
-        disk_bytes=disk,
-    )
+    return settings
 
 
 def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
@@ -222,13 +246,13 @@ def _order_of_sums(schedule: Schedule) -> dict[str, list[str]]:
     return sums
 
 
-def _tied(program: Program) -> set[int]:
+def tied_groups(program: Program) -> set[int]:
     """Groups that more than one stage produces gradients for."""
     counts = Counter(g for stage in program.stages for g in stage.gradients)
     return {g for g, count in counts.items() if count > 1}
 
 
-def _base_placement(request: Request) -> Placement:
+def base_placement(request: Request) -> Placement:
     """Everything as low as it may go; pins of the budget are kept.
 
     A tied group cannot step on the device (its gradient comes in parts, at different times): a pin to the device
@@ -244,7 +268,7 @@ def _base_placement(request: Request) -> Placement:
             + ": state on the device needs weights on the device"
             + ("" if form.split else ", and the other way round")
         )
-    tied = _tied(request.program) if state == "device" else set()
+    tied = tied_groups(request.program) if state == "device" else set()
     return Placement(
         weights=tuple("host" if g.index in tied and not form.split else weights for g in groups),
         state=tuple("host" if g.index in tied else state for g in groups),
@@ -253,7 +277,7 @@ def _base_placement(request: Request) -> Placement:
     )
 
 
-def _settings(request: Request, place: Placement, chunk: int, depths: Depths) -> Settings:
+def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) -> Settings:
     largest = max(max(g.trainable, g.frozen) for g in request.program.groups)
     return Settings(
         micro_batches=request.micro_batches,
@@ -272,7 +296,7 @@ def _fit_device(request: Request, base: Placement) -> Settings:
     needs = []
     for tier, (weights, gradients) in product(away if request.train else ("device",), _DEVICE_DEPTHS):
         depths = Depths(weights=weights, gradients=gradients)
-        settings = _settings(request, replace(base, checkpoints=tier), _CHUNKS[0], depths)
+        settings = settings_of(request, replace(base, checkpoints=tier), _CHUNKS[0], depths)
         needs.append(request.peak_bytes(settings, "device"))
         if needs[-1] <= request.budget.device_bytes:
             return settings
@@ -295,7 +319,7 @@ def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
     for spill, away in product(gradients, checkpoints):
         for chunk, depths in product(_CHUNKS, _HOST_DEPTHS):
             device = settings.depths
-            yield _settings(
+            yield settings_of(
                 request,
                 replace(place, gradients=spill, checkpoints=away),
                 chunk,
@@ -340,7 +364,7 @@ def _to_device(request: Request, settings: Settings) -> Settings:
     """Give what is left of device memory to weights, then to state; last blocks first (their backward comes first)."""
     place, split, groups = settings.place, request.form.split, request.program.groups[::-1]
     if request.budget.weights is None:
-        free_state, tied = request.budget.state is None, _tied(request.program)
+        free_state, tied = request.budget.state is None, tied_groups(request.program)
         # In fp32 the weights are the master copy: weights and state move together or not at all.
         moves = [
             (g.index, True, bool(g.trainable) and not split)
@@ -349,7 +373,7 @@ def _to_device(request: Request, settings: Settings) -> Settings:
         ]
         settings = _raise(request, settings, "device", moves)
     if split and request.budget.state is None:
-        place, tied = settings.place, _tied(request.program)
+        place, tied = settings.place, tied_groups(request.program)
         stays = (g for g in groups if g.trainable and g.index not in tied and place.state[g.index] != "device")
         moves = [(g.index, False, True) for g in stays if place.weights[g.index] == "device"]
         settings = _raise(request, settings, "device", moves)

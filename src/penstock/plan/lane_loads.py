@@ -1,0 +1,301 @@
+"""What a step asks of each lane, phase by phase, as a function of where things live: the linear program's coefficients.
+
+A *phase* is a stretch of the step whose work can overlap with itself but hardly with that of the next one:
+
+    forward     every F visit, and the loads of the epilogue's weights
+    backward    the epilogue and every B visit; without a norm to wait for, also the optimizer
+    last        horizontal without such a wait: the last micro-batch's backward, which the optimizer's work falls into
+    update      after the global norm, where the optimizer waits for it
+
+With a delay ratio α, that share of the optimizer's work falls into the forward, and delayed chunks on disk are not read
+a first time. Loads are in seconds of a lane that works alone, taken from the same ``Costs`` that the simulator uses,
+per op with its own constant cost: summed over a placement they are the simulated schedule's work, exactly without a
+delay and but for the rounding of chunks with one (a test holds them to it).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config import Tier
+from penstock.plan.fit import Request, tied_groups
+from penstock.schedule.op import LOCAL_LANES, Op, parse_word
+from penstock.schedule.place import FP32, Placement, Settings, chunk_count, page_up
+from penstock.schedule.route import Visit
+from penstock.sim.costs import Costs
+
+Home = tuple[Tier, Tier]
+"""Where a group's weights and its optimizer state live."""
+
+Load = NDArray[np.float64]
+"""Seconds, shape (phases, lanes)."""
+
+_LANE = {lane: i for i, lane in enumerate(LOCAL_LANES)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupClass:
+    """Groups that cost the same wherever they live. ``homes``: those that the budget's pins and the format allow."""
+
+    members: tuple[int, ...]
+    homes: tuple[Home, ...]
+
+
+class Loads:
+    """The loads of one request with the chunk size of ``settings``; its placement does not matter."""
+
+    def __init__(self, request: Request, settings: Settings, costs: Costs) -> None:
+        self.request = request
+        self.s = settings
+        self.route = request.route
+        self.groups = request.program.groups
+        self._costs = costs
+        self._split_last = request.one_by_one and not settings.wait and settings.micro_batches > 1
+        self.phases = ("forward", "backward", *(["last"] * self._split_last), *(["update"] * settings.wait))
+        self._cache: dict[tuple[object, ...], Load] = {}
+
+    # ---- groups that are alike
+
+    @cached_property
+    def classes(self) -> tuple[GroupClass, ...]:
+        """All groups, those that are alike together."""
+        found: dict[tuple[object, ...], list[int]] = {}
+        for g, key in enumerate(self._keys):
+            found.setdefault(key, []).append(g)
+        return tuple(GroupClass(members=tuple(m), homes=self._homes(m[0])) for m in found.values())
+
+    @cached_property
+    def _keys(self) -> list[tuple[object, ...]]:
+        return [self._key(group.index) for group in self.groups]
+
+    def _key(self, g: int) -> tuple[object, ...]:
+        """All that a group's loads depend on besides its home."""
+        group, route = self.groups[g], self.route
+        if g not in self._visits:
+            return group.trainable, group.frozen
+        trained = g in route.gradient_visits
+        return (
+            group.trainable,
+            group.frozen,
+            tuple(sorted(self._visits[g].items())),
+            g in self._tied,
+            tuple(self._phase_of(route.visits[i]) for i in route.gradient_visits[g]) if trained else (),
+            self._phase_of(route.visits[route.last_visit[g]]),
+            trained and route.last_visit[g] > route.gradient_visits[g][-1],
+            tuple((g, stage) in route.summed for stage in route.uses[g]) if trained else (),
+        )
+
+    @cached_property
+    def _tied(self) -> set[int]:
+        return tied_groups(self.request.program)
+
+    @cached_property
+    def _visits(self) -> dict[int, Counter[int]]:
+        """Group -> how often each phase loads it."""
+        found: dict[int, Counter[int]] = {}
+        for visit in self.route.visits:
+            phase = 0 if visit.kind == "E" else self._phase_of(visit)
+            for g in self.route.reads(visit.kind, visit.stage):
+                found.setdefault(g, Counter())[phase] += 1
+        return found
+
+    def _phase_of(self, visit: Visit) -> int:
+        if visit.kind == "F":
+            return 0
+        last = self._split_last and visit.micro_batches[-1] == self.s.micro_batches - 1
+        return 2 if last else 1
+
+    def _homes(self, g: int) -> tuple[Home, ...]:
+        """Where a group may live, highest first."""
+        budget, split, trainable = self.request.budget, self.s.form.split, self.groups[g].trainable
+        tiers: tuple[Tier, ...] = ("device", "host", "disk") if self.request.bottom == "disk" else ("device", "host")
+        bottom = budget.state or self.request.bottom
+        homes: list[Home] = []
+        for weights in tiers:
+            for state in tiers if trainable else ("host" if bottom == "device" else bottom,):
+                together = not trainable or split or (weights == "device") == (state == "device")
+                possible = state != "device" or (weights == "device" and g not in self._tied)
+                if together and possible and self._pinned(g, weights, state):
+                    homes.append((weights, state))
+        return tuple(homes)
+
+    def _pinned(self, g: int, weights: Tier, state: Tier) -> bool:
+        budget, trainable = self.request.budget, self.groups[g].trainable
+        want_weights, want_state = budget.weights, budget.state
+        if g in self._tied and want_state == "device":  # its gradient comes in parts: it steps in host memory
+            want_state, want_weights = "host", want_weights if self.s.form.split else "host"
+        elif want_state == "device" and trainable and want_weights is None:
+            want_weights = "device"
+        fp32_device = not self.s.form.split and want_weights == "device" and trainable and want_state is None
+        want_state = "device" if fp32_device and g not in self._tied else want_state
+        return want_weights in (None, weights) and (not trainable or want_state in (None, state))
+
+    # ---- loads
+
+    def of_group(self, g: int, home: Home, gradients: Tier) -> Load:
+        """What a group asks for; ``gradients``: where they wait for the norm, if they do."""
+        key = (self._keys[g], home, gradients)
+        if key not in self._cache:
+            self._cache[key] = self._group_load(g, home, gradients)
+        return self._cache[key]
+
+    def of_checkpoints(self, tier: Tier) -> Load:
+        load = self._none()
+        if tier == "device" or not self.request.train:
+            return load
+        stages = self.request.program.stages
+        sizes = Counter(s.checkpoint for s in stages[:-2] if s.checkpoint > 0)
+        times = self.s.micro_batches
+        back = {1: times - 1, 2: 1} if self._split_last else {1: times}
+        for nbytes, count in sizes.items():
+            pages = page_up(nbytes)
+            self._add(load, 0, "DC0m0", count * nbytes, count, times)
+            if tier == "disk":
+                self._add(load, 0, "WC0m0", count * pages, count, times)
+            for phase, n in back.items():
+                self._add(load, phase, "UC0m0", count * nbytes, count, n)
+                if tier == "disk":
+                    self._add(load, phase, "RC0m0", count * pages, count, n)
+        return load
+
+    @cached_property
+    def of_compute(self) -> Load:
+        """Forward, recompute and backward: the same wherever anything lives."""
+        load = self._none()
+        counts = Counter((v.kind, v.stage, self._phase_of(v), len(v.micro_batches)) for v in self.route.visits)
+        for (kind, stage, phase, items), n in counts.items():
+            self._add(load, phase, f"{kind}{stage}m0", 0, n, items)
+        if self.s.wait:
+            self._add(load, 1, "NORM", 0, 1)
+        return load
+
+    def of(self, place: Placement) -> Load:
+        """What a whole placement asks for."""
+        total = self.of_compute + self.of_checkpoints(place.checkpoints)
+        homes = zip(place.weights, place.state, strict=True)
+        return total + sum(
+            (self.of_group(g, home, place.gradients) for g, home in enumerate(homes)), start=self._none()
+        )
+
+    def _group_load(self, g: int, home: Home, gradients: Tier) -> Load:
+        load, (weights, _) = self._none(), home
+        if weights != "device" and g in self._visits:
+            self._weight_load(load, g, home)
+        if self._steps(g):
+            if home[1] == "device":
+                self._on_device(load, g)
+            else:
+                self._gradient_load(load, g, gradients)
+                self._step_load(load, g, home, gradients)
+        return load
+
+    def _steps(self, g: int) -> bool:
+        return self.groups[g].trainable > 0 and g in self.route.gradient_visits
+
+    def _weight_load(self, load: Load, g: int, home: Home) -> None:
+        group, (weights, state) = self.groups[g], home
+        late = self.s.delay if self._steps(g) and state != "device" else 0.0
+        for phase, times in self._visits[g].items():
+            for numel, share in ((group.trainable, late), (group.frozen, 0.0)):
+                n, nbytes = chunk_count(numel, self.s.chunk), self.s.form.weight_bytes * numel
+                self._add(load, phase, f"UW{g}.0@F0", nbytes, n, times)
+                if weights == "disk":  # what is stepped just before is still there, and not read
+                    self._add(load, phase, f"RW{g}.0@F0", nbytes, n, times - share * (phase == self._first[g]))
+
+    def _on_device(self, load: Load, g: int) -> None:
+        done = self._phase_of(self.route.visits[self.route.gradient_visits[g][-1]])
+        if self.s.wait:
+            self._add(load, done, f"ND{g}", 0, 1)
+        self._add(load, self._step_phase(g), f"OD{g}", 0, 1)
+
+    def _gradient_load(self, load: Load, g: int, gradients: Tier) -> None:
+        route, nbytes = self.route, self.groups[g].trainable * FP32
+        n = chunk_count(self.groups[g].trainable, self.s.chunk)
+        seen: set[int] = set()
+        for i in route.gradient_visits[g]:
+            visit = route.visits[i]
+            self._add(load, self._phase_of(visit), f"DG{g}.0@B0", nbytes, n)
+            if visit.stage in seen:
+                self._add(load, self._phase_of(visit), f"AG{g}.0@B0", 3 * nbytes, n)
+            seen.add(visit.stage)
+        done = self._phase_of(route.visits[route.gradient_visits[g][-1]])
+        self._add(load, done, f"AG{g}.0@sum1", 3 * nbytes, n, len(route.uses[g]) - 1)
+        if self.s.wait:
+            self._add(load, done, f"NG{g}.0", nbytes, n)
+        if gradients == "disk":
+            self._add(load, done, f"WG{g}.0", nbytes, n, 1.0 if self.s.wait else self.s.delay)
+
+    def _step_load(self, load: Load, g: int, home: Home, gradients: Tier) -> None:
+        form, numel = self.s.form, self.groups[g].trainable
+        n, late = chunk_count(numel, self.s.chunk), self.s.delay
+        moves: list[tuple[str, int]] = []
+        on_disk = home_state_on_disk(home, form.moments, split=form.split)
+        if on_disk:
+            moves += [("RS", on_disk), ("WS", on_disk)]
+        moves.append(("OP", FP32 + 2 * form.state_slot_bytes + (form.weight_bytes if form.split else 0)))
+        if form.split and home[0] != "host":
+            moves.append(("WW" if home[0] == "disk" else "UN", form.weight_bytes))
+        for phase, share in ((self._step_phase(g), 1.0 - late), (self._first[g], late)):
+            for kind, width in moves:
+                self._add(load, phase, f"{kind}{g}.0", width * numel, n, share)
+            if gradients == "disk" and (self.s.wait or phase == self._first[g]):
+                self._add(load, phase, f"RG{g}.0", FP32 * numel, n, share)
+
+    def _step_phase(self, g: int) -> int:
+        if self.s.wait:
+            return len(self.phases) - 1
+        return self._phase_of(self.route.visits[self.route.last_visit[g]])
+
+    @cached_property
+    def _first(self) -> dict[int, int]:
+        """Group -> phase of the first load of its weights, which delayed steps come before."""
+        return {g: min(phases) for g, phases in self._visits.items()}
+
+    def _none(self) -> Load:
+        return np.zeros((len(self.phases), len(LOCAL_LANES)))
+
+    def _add(self, load: Load, phase: int, word: str, nbytes: int, ops: int, times: float = 1.0) -> None:
+        """Add ``ops`` ops that move ``nbytes`` together, ``times`` over."""
+        if ops and times > 0:
+            each = Op(id=word, word=parse_word(word), nbytes=nbytes // ops)
+            load[phase, _LANE[each.lane]] += times * ops * self._costs.seconds(each)
+
+
+def home_state_on_disk(home: Home, moments: int, *, split: bool) -> int:
+    """``Placement.state_on_disk`` of one group: bytes per trainable element that a step reads, and writes."""
+    weights, state = home
+    return FP32 * ((state if split else weights) == "disk") + FP32 * moments * (state == "disk")
+
+
+def lane_weights(costs: Costs) -> NDArray[np.float64]:
+    """Shape (lanes, lanes): a phase takes at least ``sum_b weights[a, b] * load[b]`` for every lane a.
+
+    While lane b is busy beside a, a runs at u = 1 / (1 + c_ab) and b at v = 1 / (1 + c_ba) of its speed, so each second
+    of b's work costs a (1 - u) / v; never more than the second that doing one after the other costs.
+    """
+    weights = np.eye(len(LOCAL_LANES))
+    for i, a in enumerate(LOCAL_LANES):
+        for j, b in enumerate(LOCAL_LANES):
+            if a != b:
+                u, v = (1 / (1 + costs.contention.get(pair, 0.0)) for pair in ((a, b), (b, a)))
+                weights[i, j] = min((1 - u) / v, 1.0)
+    return weights
+
+
+def bound(load: Load, weights: NDArray[np.float64]) -> float:
+    """Seconds that a step takes at least if its phases do not overlap: the sum of each phase's busiest lane."""
+    return float((load @ weights.T).max(axis=1).sum())
+
+
+def busiest(loads: Iterable[tuple[str, float]]) -> str:
+    """The name with the largest load."""
+    return max(loads, key=lambda item: item[1])[0]
+
+
+def by_lane(load: Load) -> Mapping[str, float]:
+    """Seconds of each lane over all phases."""
+    return {lane: float(load[:, i].sum()) for lane, i in _LANE.items()}

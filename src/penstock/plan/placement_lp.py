@@ -1,0 +1,290 @@
+"""The linear program: which share of weights, optimizer state, checkpoints and waiting gradients lives on which tier.
+
+Given a family of schedules, M, the delay ratio, the chunk size and the depths of all pools, minimise the sum of the
+phases' times. After the configuration search of GreedySnake (arXiv 2512.17570), and beyond it with the device as a tier
+for weights and state, links that are duplex or shared as measured, gradients that wait for a norm, and horizontal.
+
+Variables, all >= 0:
+
+    T[p]            seconds of phase p (see ``lane_loads``)
+    y[k, w, s, q]   how many groups of class k have weights on tier w, state on tier s, and gradients that wait on q
+    c[t]            share of the checkpoints on tier t
+    z[q]            share of the waiting gradients on tier q
+
+Minimise sum_p T[p] + epsilon * (all seconds of all lanes), the second so that of equal times the one that moves less
+wins, subject to
+
+    T[p] >= sum_b W[a, b] * load[p, b]    for every phase p and lane a; the load is linear in y and c, and W says what a
+                                          busy lane b costs lane a (``lane_loads.lane_weights``)
+    sum_(w,s) y[k, w, s, q] = n[k] * z[q] for every class k and tier q; n[k]: groups of the class
+    sum c = 1, sum z = 1
+    base[m](c, z) + sum y * bytes[m] <= budget[m]   for every tier m, in units of its budget
+
+``base`` is what the step's own pools (``schedule.provision``) and fixed memory take with everything at the bottom, so
+that a solution that the schedule can express is one that fits, up to pools that vanish when nothing needs them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Literal
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config import TIERS, Tier
+from penstock.plan.fit import Request, base_placement
+from penstock.plan.lane_loads import GroupClass, Home, Load, Loads, bound, lane_weights
+from penstock.schedule.place import FP32, Settings, chunk_count
+from penstock.schedule.provision import Provision
+from penstock.sim.costs import Costs
+
+Waits = Literal["host", "disk"]
+Sizes = NDArray[np.float64]
+"""Bytes by tier, in the order of ``TIERS``."""
+
+_EPSILON = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """A solution. ``homes[k]``: home -> number of groups of class k, not whole. ``seconds``: of the step."""
+
+    homes: tuple[Mapping[Home, float], ...]
+    checkpoints: Mapping[Tier, float]
+    gradients: Mapping[Waits, float]
+    seconds: float
+
+    @property
+    def whole(self) -> bool:
+        """Whether checkpoints and waiting gradients have one tier each, as a schedule wants it."""
+        return all(max(shares.values()) > 1 - 1e-6 for shares in (self.checkpoints, self.gradients))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Column:
+    """A choice for one group of a class: its variable y."""
+
+    kind: int
+    home: Home
+    gradients: Waits
+    load: Load
+    sizes: Sizes
+
+
+class PlacementLP:
+    """The linear program of one request with the family, chunk, depths and delay of ``settings``."""
+
+    def __init__(self, request: Request, settings: Settings, costs: Costs, *, disk_free: int | None = None) -> None:
+        """``disk_free``: bytes that may be used on disk; None: enough."""
+        self.request = request
+        self.s = settings
+        self.loads = Loads(request, settings, costs)
+        self.weights = lane_weights(costs)
+        self.base = base_placement(request)
+        self.budget: Sizes = np.array(
+            [request.budget.device_bytes, request.budget.host_bytes, np.inf if disk_free is None else disk_free],
+            dtype=np.float64,
+        )
+
+    @property
+    def classes(self) -> tuple[GroupClass, ...]:
+        return self.loads.classes
+
+    @cached_property
+    def checkpoint_tiers(self) -> tuple[Tier, ...]:
+        if self.request.budget.checkpoints is not None:
+            return (self.request.budget.checkpoints,)
+        if not self.request.train:
+            return ("device",)
+        return TIERS if self.request.bottom == "disk" else TIERS[:2]
+
+    @cached_property
+    def gradient_tiers(self) -> tuple[Waits, ...]:
+        pinned = self.request.budget.gradients
+        if pinned is not None or not (self.s.wait or self.s.delay) or self.request.bottom != "disk":
+            return (pinned or "host",)
+        return ("host", "disk")
+
+    # ---- bytes
+
+    def group_sizes(self, g: int, home: Home, gradients: Waits) -> Sizes:
+        """Bytes that follow a group to its home: weights, state, and its gradients while they wait."""
+        group, form = self.request.program.groups[g], self.s.form
+        by_tier: dict[Tier, float] = dict.fromkeys(TIERS, 0.0)
+        weights, state = home
+        by_tier[weights] += group.numel * form.weight_bytes
+        by_tier[state] += group.trainable * FP32 * (form.moments + form.split)
+        if group.trainable and g in self.loads.route.gradient_visits:
+            nbytes = group.trainable * FP32
+            if state == "device":
+                by_tier["device"] += nbytes
+            else:
+                held = chunk_count(group.trainable, self.s.chunk) * self.s.chunk * FP32
+                by_tier["host"] += held * self._uses_held(g, gradients)
+                by_tier["disk"] += nbytes * (gradients == "disk")
+        return np.array([by_tier[tier] for tier in TIERS])
+
+    def _uses_held(self, g: int, gradients: Waits) -> float:
+        """How many gradients of a group are held in host memory: one for each stage that uses it, or a share."""
+        provision, late = self._provisions[gradients], self.s.delay
+        return sum(
+            late * provision.held(g, use, delayed=True) + (1 - late) * provision.held(g, use, delayed=False)
+            for use in range(len(self.loads.route.uses[g]))
+        )
+
+    @cached_property
+    def _provisions(self) -> dict[Waits, Provision]:
+        return {q: Provision(self.loads.route, self._settings("device", q)) for q in self.gradient_tiers}
+
+    def _settings(self, checkpoints: Tier, gradients: Waits) -> Settings:
+        return replace(self.s, place=replace(self.base, checkpoints=checkpoints, gradients=gradients))
+
+    def base_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
+        """Bytes that are there wherever the groups are: pools, inputs, working memory, checkpoints."""
+        place = self.base
+        option = self._settings(checkpoints, gradients)
+        homes = enumerate(zip(place.weights, place.state, strict=True))
+        groups = sum((self.group_sizes(g, home, gradients) for g, home in homes), start=np.zeros(len(TIERS)))
+        disk = self.request.disk_bytes(place) + self.request.scratch_bytes(option)
+        found: Sizes = np.array([*(self.request.peak_bytes(option, tier) for tier in TIERS[:2]), disk]) - groups
+        return found
+
+    # ---- solving
+
+    def solve(self, checkpoints: Tier | None = None, gradients: Waits | None = None) -> Shares | None:
+        """The best shares, or None if nothing fits. With tiers given, all checkpoints and gradients are there."""
+        on = self.checkpoint_tiers if checkpoints is None else (checkpoints,)
+        waits = self.gradient_tiers if gradients is None else (gradients,)
+        model = _Model(self, on, waits)
+        values = model.solve()
+        if values is None:
+            return None
+        homes: list[dict[Home, float]] = [{} for _ in self.classes]
+        for column, value in zip(model.columns, values[model.first_y :], strict=True):
+            homes[column.kind][column.home] = homes[column.kind].get(column.home, 0.0) + value
+        shares_c = dict(zip(on, values[model.first_c : model.first_z], strict=True))
+        shares_z = dict(zip(waits, values[model.first_z : model.first_y], strict=True))
+        seconds = float(values[: model.first_c].sum()) * model.unit
+        return Shares(homes=tuple(homes), checkpoints=shares_c, gradients=shares_z, seconds=seconds)
+
+    def solve_whole(self) -> list[Shares]:
+        """Solutions whose checkpoints and gradients have one tier each, best first; empty if nothing fits."""
+        relaxed = self.solve()
+        if relaxed is None or (relaxed.whole and len(self.checkpoint_tiers) * len(self.gradient_tiers) == 1):
+            return [] if relaxed is None else [relaxed]
+        pairs = product(self.checkpoint_tiers, self.gradient_tiers)
+        solved = (self.solve(c, q) for c, q in pairs)
+        return sorted((s for s in solved if s is not None), key=lambda s: s.seconds)
+
+
+class _Model:
+    """The program's matrix. Columns in the order T, c, z, y; times in units of ``unit`` seconds."""
+
+    def __init__(self, lp: PlacementLP, on: Sequence[Tier], waits: Sequence[Waits]) -> None:
+        self.lp = lp
+        self.on = on
+        self.waits = waits
+        self.columns = [
+            _Column(
+                kind=k,
+                home=home,
+                gradients=q,
+                load=lp.loads.of_group(kind.members[0], home, q),
+                sizes=lp.group_sizes(kind.members[0], home, q),
+            )
+            for k, kind in enumerate(lp.classes)
+            for home in kind.homes
+            for q in waits
+        ]
+        self.first_c = len(lp.loads.phases)
+        self.first_z = self.first_c + len(on)
+        self.first_y = self.first_z + len(waits)
+        self.width = self.first_y + len(self.columns)
+        self.unit = max(bound(lp.loads.of_compute, lp.weights), 1e-9)
+        self.rows: list[NDArray[np.float64]] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def solve(self) -> NDArray[np.float64] | None:
+        """The variables' values, or None if nothing fits."""
+        self._times()
+        self._wholes()
+        self._sizes()
+        matrix = np.array(self.rows)
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = self.width, len(self.rows)
+        lp.col_cost_ = self._cost()
+        lp.col_lower_ = np.zeros(self.width)
+        lp.col_upper_ = np.full(self.width, highspy.kHighsInf)
+        lp.row_lower_, lp.row_upper_ = np.array(self.low), np.array(self.high)
+        filled = matrix != 0
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(filled.sum(axis=1)))).astype(np.int32)
+        lp.a_matrix_.index_ = np.nonzero(filled)[1].astype(np.int32)
+        lp.a_matrix_.value_ = matrix[filled]
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        solver.passModel(lp)
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        return np.array(solver.getSolution().col_value)
+
+    def _row(self, row: NDArray[np.float64], low: float, high: float) -> None:
+        self.rows.append(row)
+        self.low.append(low)
+        self.high.append(high)
+
+    def _loads(self) -> NDArray[np.float64]:
+        """Shape (columns, phases, lanes), in units: what each variable but T adds to each lane's load."""
+        none = np.zeros_like(self.lp.loads.of_compute)
+        parts = [self.lp.loads.of_checkpoints(tier) for tier in self.on]
+        parts += [none for _ in self.waits]
+        parts += [column.load for column in self.columns]
+        return np.array(parts) / self.unit
+
+    def _times(self) -> None:
+        shared = self._loads() @ self.lp.weights.T
+        fixed = self.lp.loads.of_compute @ self.lp.weights.T / self.unit
+        for p in range(self.first_c):
+            for lane in range(fixed.shape[1]):
+                row = np.zeros(self.width)
+                row[p] = 1.0
+                row[self.first_c :] = -shared[:, p, lane]
+                self._row(row, float(fixed[p, lane]), highspy.kHighsInf)
+
+    def _cost(self) -> NDArray[np.float64]:
+        cost = np.zeros(self.width)
+        cost[: self.first_c] = 1.0
+        cost[self.first_c :] = _EPSILON * self._loads().sum(axis=(1, 2))
+        return cost
+
+    def _wholes(self) -> None:
+        for first, last in ((self.first_c, self.first_z), (self.first_z, self.first_y)):
+            row = np.zeros(self.width)
+            row[first:last] = 1.0
+            self._row(row, 1.0, 1.0)
+        for k, kind in enumerate(self.lp.classes):
+            for i, q in enumerate(self.waits):
+                row = np.zeros(self.width)
+                row[self.first_z + i] = -float(len(kind.members))
+                for j, column in enumerate(self.columns):
+                    row[self.first_y + j] = float(column.kind == k and column.gradients == q)
+                self._row(row, 0.0, 0.0)
+
+    def _sizes(self) -> None:
+        """Memory rows. What checkpoints and gradients take adds up: their pools have nothing to do with each other."""
+        first = self.lp.base_sizes(self.on[0], self.waits[0])
+        by_c = [self.lp.base_sizes(c, self.waits[0]) for c in self.on]
+        by_z = [self.lp.base_sizes(self.on[0], q) - first for q in self.waits]
+        for tier, limit in enumerate(self.lp.budget):
+            if not np.isfinite(limit):
+                continue
+            row = np.zeros(self.width)
+            row[self.first_c :] = [sizes[tier] for sizes in (*by_c, *by_z, *(c.sizes for c in self.columns))]
+            scale = max(limit, 1.0)
+            self._row(row / scale, -highspy.kHighsInf, limit / scale)

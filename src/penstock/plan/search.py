@@ -1,0 +1,352 @@
+"""The search for the best plan: linear programs propose, the simulator decides.
+
+1. For every family, delay and chunk size, the linear program gives the placement with the least estimated time for each
+   tier of checkpoints and gradients (``placement_lp``), which is rounded to whole groups that fit (``rounding``).
+2. The best few are built and simulated, along with what ``fit`` would take.
+3. From the simulated best, its neighbours are: chunks twice and half as large, each depth one more and one less, the
+   other pattern of rounding, other delays, one group up or down. A neighbour whose estimate is above the best simulated
+   time cannot win and is not simulated. As long as one wins, its neighbours are next.
+
+What is simulated is counted in ops, not seconds, so that the same question has the same answer on any machine.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from penstock.config import Tier, format_size
+from penstock.errors import BudgetError
+from penstock.plan.costs import machine_costs
+from penstock.plan.fit import Family, Plan, Request, base_placement, fit, fitted, settings_of
+from penstock.plan.lane_loads import Loads, bound, lane_weights
+from penstock.plan.machine import Machine
+from penstock.plan.model import StageTimes
+from penstock.plan.placement_lp import PlacementLP, Waits
+from penstock.plan.rounding import PATTERNS, Limits, Pattern, Rounding
+from penstock.schedule.place import Depths, Placement, Settings
+from penstock.schedule.program import ALIGN
+from penstock.schedule.world import World
+from penstock.sim.costs import Costs
+from penstock.sim.result import Simulation
+from penstock.sim.simulate import simulate
+
+SIMULATED_OPS = 60_000
+"""How many ops all simulations of one search may have together; the first is done whatever it takes."""
+LARGEST_SCHEDULE = 400_000
+"""Ops of the largest schedule that is proposed."""
+
+_CHUNKS = tuple(2**power for power in range(16, 29))
+_DEPTHS = (
+    Depths(),
+    Depths(stage_in=2, stage_out=2, state=2, checkpoints=2),
+    Depths(weights=2, gradients=1, stage_in=2, stage_out=2, state=2, checkpoints=2),
+    Depths(weights=1, gradients=1, stage_in=2, stage_out=2, state=2, checkpoints=2),
+    Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, checkpoints=1),
+)
+_FIRST = 4
+"""proposals of the linear programs that are simulated before the neighbours of the best"""
+_DEEPEST = 8
+_BETTER = 0.998
+"""A neighbour must take less than this share of the best time to be worth a change."""
+_ONE_EACH = Costs(name="number of ops", seconds=lambda op: 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked: a request, the machine's costs, and how far the search may go.
+
+    ``disk_free``: bytes that may be used on disk; None: enough. ``delays``: delay ratios that the executor can run.
+    """
+
+    request: Request
+    machine: Machine
+    times: StageTimes
+    optimizer: str
+    families: tuple[Family, ...] = ("vertical", "horizontal")
+    delays: tuple[float, ...] = (0.0,)
+    disk_free: int | None = None
+    io_threads: int = 4
+    simulated_ops: int = SIMULATED_OPS
+
+    @cached_property
+    def costs(self) -> Costs:
+        request = self.request
+        return machine_costs(
+            self.machine, request.program, request.form, self.times, self.optimizer, io_threads=self.io_threads
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Settings that fit, and the sum of the phases' busiest lanes (seconds)."""
+
+    request: Request
+    settings: Settings
+    pattern: Pattern
+    estimate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The best plan found, and its simulation. ``considered``: settings weighed; ``simulated``: schedules simulated."""
+
+    question: Question
+    request: Request
+    plan: Plan
+    simulation: Simulation
+    estimate: float
+    considered: int
+    simulated: int
+
+    @property
+    def seconds(self) -> float:
+        return self.simulation.time
+
+
+def best(request: Request, machine: Machine, times: StageTimes, optimizer: str, keep: Placement | None = None) -> Plan:
+    """The plan that ``search`` chooses for a request as it is, cheap enough for the start of a run.
+
+    ``keep``: a placement of weights and state that is already in memory and is not to be changed.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budget of each tier that works.
+    """
+    if keep is not None or not request.train:
+        return fit(request, keep)
+    question = Question(
+        request=request,
+        machine=machine,
+        times=times,
+        optimizer=optimizer,
+        families=(request.family,),
+        simulated_ops=SIMULATED_OPS // 4,
+    )
+    return search(question).plan
+
+
+def search(question: Question) -> Choice:
+    """The best plan for a question.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budget of each tier that works.
+    """
+    return _Search(question).run()
+
+
+def estimate(question: Question, family: Family) -> float | None:
+    """Seconds that the linear program gives the best placement of a family; None if nothing fits."""
+    proposals = _Search(question).proposals(replace(question.request, family=family), few=True)
+    return min((p.estimate for p in proposals), default=None)
+
+
+class _Search:
+    def __init__(self, question: Question) -> None:
+        self.q = question
+        self.weights = lane_weights(question.costs)
+        self.limits = Limits.of(question.request, question.disk_free)
+        self.considered = 0
+        self.ops = 0
+        self.programs: dict[tuple[object, ...], PlacementLP] = {}
+        self.counters: dict[tuple[object, ...], Loads] = {}
+        self.seen: dict[tuple[Family, Settings], float] = {}
+        self.best: tuple[float, Proposal, Plan, Simulation] | None = None
+
+    def run(self) -> Choice:
+        requests = [replace(self.q.request, family=family) for family in self.q.families]
+        proposals = [p for request in requests for p in self.proposals(request)]
+        proposals.sort(key=lambda p: p.estimate)
+        greedy, refusal = self._greedy(requests)
+        for proposal in [*_spread(proposals, _FIRST), *greedy]:
+            self._try(proposal)
+        if self.best is None:
+            assert refusal is not None
+            raise refusal
+        while self._improve():
+            pass
+        _, proposal, plan, simulation = self.best
+        return Choice(
+            question=self.q,
+            request=proposal.request,
+            plan=plan,
+            simulation=simulation,
+            estimate=proposal.estimate,
+            considered=self.considered,
+            simulated=len(self.seen),
+        )
+
+    # ---- proposals
+
+    def proposals(self, request: Request, *, few: bool = False) -> list[Proposal]:
+        """What the linear programs propose; ``few``: for one chunk size and the best tiers only."""
+        found: list[Proposal] = []
+        base = base_placement(request)
+        sizes = self._chunk_sizes(request)
+        for delay in self.q.delays if request.family == "vertical" else (0.0,):
+            for chunk in sizes[len(sizes) // 2 :][:1] if few else sizes:
+                made: list[Proposal] = []
+                for depths in _DEPTHS:
+                    made = list(
+                        self._solved(replace(settings_of(request, base, chunk, depths), delay=delay), request, few=few)
+                    )
+                    if made:
+                        break
+                found += made
+        return found
+
+    def _solved(self, settings: Settings, request: Request, *, few: bool = False) -> Iterator[Proposal]:
+        lp = self._program(settings, request)
+        for shares in lp.solve_whole()[: 1 if few else 2]:
+            rounding = Rounding(lp, shares, self.limits)
+            for pattern in PATTERNS[:1] if few else PATTERNS:
+                placed = rounding.settings(pattern)
+                if placed is not None:
+                    yield self._proposal(placed, request, pattern)
+
+    def _program(self, settings: Settings, request: Request) -> PlacementLP:
+        key = (request.family, settings.chunk, settings.depths, settings.delay)
+        if key not in self.programs:
+            self.programs[key] = PlacementLP(request, settings, self.q.costs, disk_free=self.q.disk_free)
+        return self.programs[key]
+
+    def _proposal(self, settings: Settings, request: Request, pattern: Pattern) -> Proposal:
+        self.considered += 1
+        load = self._program(settings, request).loads.of(settings.place)
+        return Proposal(request=request, settings=settings, pattern=pattern, estimate=bound(load, self.weights))
+
+    def _greedy(self, requests: Sequence[Request]) -> tuple[list[Proposal], BudgetError | None]:
+        """What ``fit`` takes, so that no choice is worse; and why it takes nothing, where that is so."""
+        found, refusal = [], None
+        for request in requests:
+            try:
+                settings = fitted(request)
+            except BudgetError as error:
+                refusal = error
+                continue
+            if self.limits.exceeded(request, settings) is None:
+                found.append(self._proposal(settings, request, "last"))
+            else:
+                refusal = BudgetError(_too_little_disk(request, settings, self.limits))
+        return found, refusal
+
+    # ---- sizes of schedules
+
+    def _chunk_sizes(self, request: Request) -> list[int]:
+        """Chunk sizes whose schedules can be simulated a few times, from small to large; the largest in any case."""
+        base = settings_of(request, base_placement(request), _CHUNKS[-1], Depths())
+        sizes = sorted({min(chunk, base.chunk) for chunk in _CHUNKS})
+        few = [s for s in sizes if self._size(request, replace(base, chunk=s)) <= self.q.simulated_ops // _FIRST]
+        return few or sizes[-1:]
+
+    def _size(self, request: Request, settings: Settings) -> int:
+        """Number of ops of a schedule."""
+        key = (request.family, settings.chunk, settings.delay)
+        if key not in self.counters:
+            self.counters[key] = Loads(request, settings, _ONE_EACH)
+        return round(float(self.counters[key].of(settings.place).sum()))
+
+    # ---- simulation
+
+    def _try(self, proposal: Proposal) -> bool:
+        """Simulate a proposal unless that is known or hopeless; whether it is the best now."""
+        key = (proposal.request.family, proposal.settings)
+        size = self._size(proposal.request, proposal.settings)
+        spent = self.best is not None and self.ops + size > self.q.simulated_ops
+        hopeless = self.best is not None and proposal.estimate >= self.best[0] * _BETTER
+        if key in self.seen or spent or hopeless or size > LARGEST_SCHEDULE:
+            return False
+        plan = proposal.request.plan(proposal.settings)
+        simulation = simulate(World.of(plan.schedule), self.q.costs)
+        self.ops += len(plan.schedule.ops)
+        self.seen[key] = simulation.time
+        if self.best is not None and simulation.time >= self.best[0] * _BETTER:
+            return False
+        self.best = (simulation.time, proposal, plan, simulation)
+        return True
+
+    def _improve(self) -> bool:
+        """Simulate the neighbours of the best until one is better."""
+        assert self.best is not None
+        return any(self._try(neighbour) for neighbour in self._neighbours(self.best[1]))
+
+    def _neighbours(self, proposal: Proposal) -> Iterator[Proposal]:
+        settings, request = proposal.settings, proposal.request
+        place = settings.place
+        for changed in _changes(settings, self.q.delays if request.family == "vertical" else (0.0,)):
+            yield from self._again(changed, request, (proposal.pattern,), place.checkpoints, place.gradients)
+        yield from self._again(settings, request, PATTERNS, place.checkpoints, place.gradients)
+        for tier in self._program(settings, request).checkpoint_tiers:
+            if tier != place.checkpoints:
+                yield from self._again(settings, request, (proposal.pattern,), tier, place.gradients)
+        yield from self._moved(proposal)
+
+    def _again(
+        self, settings: Settings, request: Request, patterns: Iterable[Pattern], checkpoints: Tier, gradients: Waits
+    ) -> Iterator[Proposal]:
+        """The same tiers of checkpoints and gradients, placed anew for changed settings."""
+        lp = self._program(settings, request)
+        waits = gradients if gradients in lp.gradient_tiers else lp.gradient_tiers[0]
+        shares = lp.solve(checkpoints, waits)
+        if shares is None:
+            return
+        rounding = Rounding(lp, shares, self.limits)
+        for pattern in patterns:
+            placed = rounding.settings(pattern)
+            if placed is not None:
+                yield self._proposal(placed, request, pattern)
+
+    def _moved(self, proposal: Proposal) -> Iterator[Proposal]:
+        """One group of the largest class up or down."""
+        settings, request, place = proposal.settings, proposal.request, proposal.settings.place
+        lp = self._program(settings, request)
+        kind = max(lp.classes, key=lambda kind: len(kind.members))
+        for home in kind.homes:
+            others = [g for g in kind.members if (place.weights[g], place.state[g]) != home]
+            for g in dict.fromkeys((*others[-1:], *others[:1])):
+                option = replace(settings, place=_with_home(place, g, *home))
+                if self.limits.exceeded(request, option) is None:
+                    yield self._proposal(option, request, proposal.pattern)
+
+
+def _too_little_disk(request: Request, settings: Settings, limits: Limits) -> str:
+    needed = request.disk_bytes(settings.place) + request.scratch_bytes(settings)
+    assert limits.disk is not None
+    return (
+        f"{format_size(needed)} ({needed} bytes) of disk are needed for what does not fit in memory, and "
+        f"{format_size(limits.disk)} are free. Free {format_size(needed - limits.disk)} more, add a drive, or raise "
+        "budget.host"
+    )
+
+
+def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placement:
+    return replace(
+        place,
+        weights=(*place.weights[:g], weights, *place.weights[g + 1 :]),
+        state=(*place.state[:g], state, *place.state[g + 1 :]),
+    )
+
+
+def _spread(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
+    """The best proposals, each with another combination of family, tiers, pattern or chunk; best first."""
+    chosen: list[Proposal] = []
+    kinds: set[tuple[object, ...]] = set()
+    for p in proposals:
+        kind = (p.request.family, p.settings.place.checkpoints, p.settings.place.gradients, p.pattern)
+        if kind not in kinds:
+            kinds.add(kind)
+            chosen.append(p)
+    return chosen[:count]
+
+
+def _changes(settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
+    """Settings one step away, placement aside."""
+    for chunk in (settings.chunk * 2, settings.chunk // 2 // ALIGN * ALIGN):
+        if _CHUNKS[0] <= chunk <= _CHUNKS[-1]:
+            yield replace(settings, chunk=chunk)
+    for f in fields(Depths):
+        depth = getattr(settings.depths, f.name)
+        for other in (depth + 1, depth - 1):
+            if 1 <= other <= _DEEPEST:
+                yield replace(settings, depths=replace(settings.depths, **{f.name: other}))
+    for delay in delays:
+        if delay != settings.delay:
+            yield replace(settings, delay=delay)
