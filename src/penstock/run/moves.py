@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.errors import ModelError, NonFiniteError
+from penstock.errors import ModelError, NonFiniteError, ScheduleError
 from penstock.optim import kernels
 from penstock.optim.fallback import fold_squares
 from penstock.optim.formula import Hyper
@@ -81,7 +81,16 @@ class Moves:
         runs: Mapping[int, Sequence[tuple[int, int, int]]],
         threads: int,
     ) -> None:
-        """``runs``: for each group, (first element, end, index of hyper-parameters) in order of elements."""
+        """``runs``: for each group, (first element, end, index of hyper-parameters) in order of elements.
+
+        Raises:
+            ScheduleError: the settings delay steps.
+        """
+        if settings.delay:
+            raise ScheduleError(
+                f"delay={settings.delay}: this schedule hands gradients on to the next step, which the engine cannot "
+                "run yet. Run it with delay=0; penstock simulate takes any"
+            )
         self.context = StepContext(step=0, count=1, hypers=(), clip=None, loss_scale=1.0)
         self._program = program
         self._settings = settings

@@ -26,7 +26,9 @@ def horizontal_route(program: Program, micro_batches: int) -> Route:
     return Route(program, visits, train=True)
 
 
-def horizontal(program: Program, settings: Settings, fixed: tuple[tuple[Tier, str, int], ...] = ()) -> Schedule:
+def horizontal(
+    program: Program, settings: Settings, fixed: tuple[tuple[Tier, str, int], ...] = (), name: str = "horizontal"
+) -> Schedule:
     """Build the horizontal schedule of one training step."""
     assert settings.train, "an evaluation has one micro-batch order: use vertical()"
     assert not settings.delay, "only the vertical schedule delays steps"
@@ -50,4 +52,4 @@ def horizontal(program: Program, settings: Settings, fixed: tuple[tuple[Tier, st
         updates.gradients_down(i)
     if settings.wait:
         updates.steps_after_norm()
-    return builder.finish("horizontal", fixed)
+    return builder.finish(name, fixed)

@@ -13,8 +13,10 @@ one pool, whose size is the most that ever is in use of the two together, at mos
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from penstock.config import Tier
 from penstock.schedule.op import Pool
-from penstock.schedule.place import FP32, Settings, chunk_count, delayed_share, page_up
+from penstock.schedule.place import FP32, Format, Placement, Settings, chunk_count, delayed_share, page_up
+from penstock.schedule.program import Program
 from penstock.schedule.route import Route
 
 
@@ -25,6 +27,30 @@ def size_classes(sizes: Iterable[int]) -> list[int]:
         if size and (not classes or size < classes[-1] / 2):
             classes.append(size)
     return classes
+
+
+def fixed_bytes(
+    program: Program, form: Format, place: Placement, at_once: int, *, inputs: int = 0, step_temporaries: int = 0
+) -> tuple[tuple[Tier, str, int], ...]:
+    """(tier, what, bytes) that a step holds all the time besides its pools.
+
+    ``at_once``: micro-batches that are under way at the same time. ``inputs``: bytes of all micro-batches on the
+    device. ``step_temporaries``: bytes that the optimizer needs there besides the state, if any state is there.
+    """
+    tiers: tuple[Tier, ...] = ("device", "host")
+    weights = {t: sum(g.numel for g in program.groups if place.weights[g.index] == t) for t in tiers}
+    trained = {t: sum(g.trainable for g in program.groups if place.state[g.index] == t) for t in tiers}
+    per_element = FP32 * (form.moments + form.split)
+    return (
+        ("device", "inputs", inputs),
+        ("device", "working", max(max(s.forward_peak, s.backward_peak) for s in program.stages)),
+        ("device", "kept", at_once * sum(s.kept for s in program.stages)),
+        ("device", "optimizer", step_temporaries if trained["device"] else 0),
+        ("device", "weights", weights["device"] * form.weight_bytes),
+        ("device", "state", trained["device"] * per_element),
+        ("host", "weights", weights["host"] * form.weight_bytes),
+        ("host", "state", trained["host"] * per_element),
+    )
 
 
 def class_of(size: int, classes: Sequence[int]) -> int:

@@ -25,7 +25,9 @@ def vertical_route(program: Program, micro_batches: int, *, train: bool = True) 
     return Route(program, visits, train=train)
 
 
-def vertical(program: Program, settings: Settings, fixed: tuple[tuple[Tier, str, int], ...] = ()) -> Schedule:
+def vertical(
+    program: Program, settings: Settings, fixed: tuple[tuple[Tier, str, int], ...] = (), name: str = "vertical"
+) -> Schedule:
     """Build the vertical schedule of one step (or, with ``settings.train`` off, of one evaluation)."""
     builder = Builder(vertical_route(program, settings.micro_batches, train=settings.train), settings)
     visits, everyone = builder.visits, range(settings.micro_batches)
@@ -47,4 +49,4 @@ def vertical(program: Program, settings: Settings, fixed: tuple[tuple[Tier, str,
         updates.gradients_down(i)
     if settings.train and settings.wait:
         updates.steps_after_norm()
-    return builder.finish("vertical" if settings.train else "evaluate", fixed)
+    return builder.finish(name if settings.train else "evaluate", fixed)
