@@ -1,0 +1,110 @@
+"""Orders of pipelines that are folded: rank r of p holds stages r and 2p - 1 - r, so the loss is where the input is.
+
+Steps are those of ``orders``. "Down" is a rank's first stage, "up" its second one.
+"""
+
+from collections import deque
+from itertools import count
+
+from penstock.schedule.distributed.orders import Step
+from penstock.schedule.distributed.stages import Stages
+
+
+class _Rank:
+    """Counts, so that an order is written as what is done next of which stage; micro-batches go in order."""
+
+    def __init__(self, stages: Stages, rank: int) -> None:
+        self.down = stages.stage(rank, 0)
+        self.up = stages.stage(rank, 1)
+        self.steps: list[Step] = []
+        self.waiting: deque[tuple[int, int]] = deque()
+        """(stage, micro-batch) whose gradient of the weights is still to do"""
+        self._next = {(kind, stage): count() for kind in "FB" for stage in (self.down, self.up)}
+
+    def forward(self, stage: int) -> None:
+        self.steps.append(("F", stage, next(self._next["F", stage])))
+
+    def backward(self, stage: int, *, split: bool = False) -> None:
+        """Split: only the gradient of the input, the rest waits for ``weights``."""
+        m = next(self._next["B", stage])
+        self.steps.append(("I" if split else "B", stage, m))
+        if split:
+            self.waiting.append((stage, m))
+
+    def weights(self, stage: int | None = None) -> None:
+        """The gradient of the weights that has waited longest, or the longest of a stage."""
+        at = next(i for i, (waiting, _) in enumerate(self.waiting) if stage in (None, waiting))
+        self.steps.append(("W", *self.waiting[at]))
+        del self.waiting[at]
+
+
+def zero_bubble_v(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
+    """ZB-V (Qi et al., arXiv 2401.10241, section 6): nothing is idle but while the pipeline fills, if forward, input
+    gradient and weight gradient take equally long, with the memory of 1F1B's first rank (2p halves) on every rank.
+    """
+    p = stages.ranks
+    full = max(micro_batches, 2 * p - 1)  # a shorter step is a longer one without its last micro-batches
+    r = _Rank(stages, rank)
+    for _ in range(2 * (p - rank) - 1):
+        r.forward(r.down)
+    for _ in range(rank):
+        r.forward(r.up)
+        r.forward(r.down)
+    for _ in range(p - rank):
+        r.forward(r.up)
+        r.backward(r.up, split=True)
+        r.weights()
+    for k in range(p, full):  # p forwards up are done, and p - 1 - rank more down
+        if k + p - 1 - rank < full:
+            r.forward(r.down)
+        r.backward(r.down, split=True)
+        r.weights()
+        r.forward(r.up)
+        r.backward(r.up, split=True)
+        r.weights()
+    for _ in range(rank):
+        r.backward(r.down, split=True)
+        r.backward(r.up, split=True)
+    for _ in range(p - rank):
+        r.backward(r.down, split=True)
+        r.weights(r.down)
+    for stage in (r.up, r.down):
+        while stage in [waiting for waiting, _ in r.waiting]:
+            r.weights(stage)
+    return [step for step in r.steps if step[2] < micro_batches]
+
+
+def dualpipe_v(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
+    """DualPipe-V (DeepSeek, github.com/deepseek-ai/DualPipe): DualPipe (arXiv 2412.19437) cut in half, so that the two
+    directions are a fold. ``micro_batches`` is at least 2p. A forward beside a backward of the other stage, which there
+    overlap as one, are here one after the other.
+    """
+    behind = stages.ranks - 1 - rank
+    r = _Rank(stages, rank)
+    for _ in range(2 * behind):  # 1: fill the way down
+        r.forward(r.down)
+    for _ in range(rank + 1):  # 2: and the way up
+        r.forward(r.down)
+        r.forward(r.up)
+    for _ in range(behind):  # 3: the first gradients pass; those of the weights fill the gaps
+        r.backward(r.up, split=True)
+        r.weights()
+        r.forward(r.up)
+    for _ in range(micro_batches - 2 * stages.ranks + rank + 1):  # 4: forward and backward side by side
+        r.forward(r.down)
+        r.backward(r.up)
+        r.forward(r.up)
+        r.backward(r.down)
+    for _ in range(behind):  # 5: the last forwards
+        r.backward(r.up)
+        r.forward(r.up)
+        r.backward(r.down)
+    half = rank + 1  # 6: from the middle of these 2 x (rank + 1) backwards on, gradients of weights wait
+    for k in range(2 * half):
+        r.backward(r.down if k % 2 else r.up, split=k >= half)
+    for _ in range(behind):  # 7: they fill the gaps while the way down empties
+        r.weights()
+        r.backward(r.down, split=True)
+    for _ in range(half):  # 8
+        r.weights()
+    return r.steps

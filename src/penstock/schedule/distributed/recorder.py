@@ -1,0 +1,169 @@
+"""Writes down one rank's ops in an order in which they can run one by one, and sizes the pools that follow from it.
+
+Buffers, by name (``l`` a layer, or a stage where a stage is one op; ``m`` a micro-batch):
+
+| buffer | pool | holds |
+|---|---|---|
+| ``A3m0`` ``Xm0`` | activations, received_activations | what layer 3 puts out; the model's input |
+| ``K3m0`` | saved | what the forward of layer 3 keeps for its backward besides its input |
+| ``D3m0`` ``DXm0`` | activation_gradients, received_gradients | the gradient with respect to ``A3m0``, ``Xm0`` |
+| ``W3@F3`` | weights | all of layer 3's weights, gathered for one use |
+| ``G3`` ``G3m0`` | gradients | the gradient of layer 3's weights, of all or of one micro-batch |
+| ``P3`` | gradient_shards | this rank's part of it |
+| ``C3m0`` | activation_shards | this rank's part of ``A3m0`` (ZeRO-R) |
+| ``T3.0`` | buffers | a piece of a gradient on its way (ZeRO-R) |
+
+One lane alone takes from a pool, in its order, and the order of the ops as a whole is possible with as many buffers as
+it holds at once. So no timing can make a rank wait for itself: whichever op comes first of those that are not done, all
+that it waits for comes before it, and nobody later can have taken its buffer.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from penstock.config import Tier
+from penstock.schedule.op import Lane, Op, Pool, Schedule, Word
+
+Take = tuple[str, str]
+
+_LANES: dict[str, Lane] = {
+    **dict.fromkeys(("F", "B", "E", "I", "W", "OD"), "compute"),
+    **dict.fromkeys(("GW", "GN", "AR", "SG", "GC"), "net"),
+    **dict.fromkeys(("SA", "SD"), "send"),
+    **dict.fromkeys(("RA", "RD"), "recv"),
+}
+
+
+class Recorder:
+    """``amounts``: size of a buffer of each pool. Buffers of size 0 are followed, but not written down."""
+
+    def __init__(self, amounts: Mapping[str, int]) -> None:
+        self.ops: list[Op] = []
+        self._amounts = amounts
+        self._held: dict[str, str] = {}
+        self._taker: dict[str, Lane] = {}
+        self._now = dict.fromkeys(amounts, 0)
+        self._most = dict.fromkeys(amounts, 0)
+        self._given_elsewhere: set[str] = set()
+
+    def step(
+        self,
+        kind: str,
+        stage: int,
+        micro_batch: int,
+        *,
+        after: tuple[str, ...] = (),
+        takes: Iterable[Take] = (),
+        reads: Iterable[str] = (),
+        writes: Iterable[str] = (),
+        gives: Iterable[str] = (),
+        nbytes: int = 0,
+        items: int = 1,
+        peer: int = -1,
+        group: str = "",
+    ) -> str:
+        """An op of a stage and a micro-batch; returns its id."""
+        word = Word(kind=kind, lane=_LANES[kind], stage=stage, micro_batch=micro_batch)
+        return self._emit(
+            f"{kind}{stage}m{micro_batch}", word, after, takes, reads, writes, gives, nbytes, items, peer, group
+        )
+
+    def whole(
+        self,
+        kind: str,
+        layer: int,
+        *,
+        chunk: int = -1,
+        visit: str = "",
+        after: tuple[str, ...] = (),
+        takes: Iterable[Take] = (),
+        reads: Iterable[str] = (),
+        writes: Iterable[str] = (),
+        gives: Iterable[str] = (),
+        nbytes: int = 0,
+        group: str = "",
+    ) -> str:
+        """An op of a layer's weights, gradient or state (or a chunk of it); returns its id."""
+        word = Word(kind=kind, lane=_LANES[kind], group=layer, chunk=chunk, visit=visit)
+        ident = f"{kind}{layer}{'' if chunk < 0 else f'.{chunk}'}{visit and f'@{visit}'}"
+        return self._emit(ident, word, after, takes, reads, writes, gives, nbytes, 1, -1, group)
+
+    def _emit(
+        self,
+        ident: str,
+        word: Word,
+        after: tuple[str, ...],
+        takes: Iterable[Take],
+        reads: Iterable[str],
+        writes: Iterable[str],
+        gives: Iterable[str],
+        nbytes: int,
+        items: int,
+        peer: int,
+        group: str,
+    ) -> str:
+        taken = tuple([take for take in takes if self._take(take, word.lane)])
+        read = tuple([name for name in reads if self._amounts[self._held[name]]])
+        written = tuple([name for name in writes if self._amounts[self._held[name]]])
+        given = tuple([name for name in gives if self._give(name, word.lane)])
+        self.ops.append(
+            Op(
+                id=ident,
+                word=word,
+                after=after,
+                takes=taken,
+                reads=read,
+                writes=written,
+                gives=given,
+                nbytes=nbytes,
+                items=items,
+                peer=peer,
+                group=group,
+            )
+        )
+        return ident
+
+    def _take(self, take: Take, lane: Lane) -> bool:
+        name, pool = take
+        assert name not in self._held, name
+        assert self._taker.setdefault(pool, lane) == lane, f"{pool} is taken from by {self._taker[pool]} and {lane}"
+        self._held[name] = pool
+        now = self._now[pool] = self._now[pool] + 1
+        if now > self._most[pool]:
+            self._most[pool] = now
+        return self._amounts[pool] > 0
+
+    def _give(self, name: str, lane: Lane) -> bool:
+        pool = self._held.pop(name)
+        self._now[pool] -= 1
+        if self._taker[pool] != lane:
+            self._given_elsewhere.add(pool)
+        return self._amounts[pool] > 0
+
+    def holds(self, name: str) -> bool:
+        return name in self._held
+
+    def finish(
+        self, name: str, micro_batches: int, *, fixed: Iterable[tuple[Tier, str, int]], lookahead: int
+    ) -> Schedule:
+        """The rank's schedule. ``lookahead`` more buffers go to each pool that a lane takes from and another gives
+        back to: they let the first lane run ahead of the second.
+        """
+        assert not self._held, f"never given back: {sorted(self._held)}"
+        pools = [
+            Pool(
+                name=pool,
+                tier="device",
+                size=amount,
+                count=self._most[pool] + (lookahead if pool in self._given_elsewhere else 0),
+            )
+            for pool, amount in self._amounts.items()
+            if amount and self._most[pool]
+        ]
+        return Schedule(
+            name=name,
+            micro_batches=micro_batches,
+            chunk=0,
+            pools=tuple(pools),
+            ops=tuple(self.ops),
+            fixed=tuple(item for item in fixed if item[2]),
+        )
