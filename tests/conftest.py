@@ -6,6 +6,14 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_stored_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What has been measured on this machine must not decide how a test runs, nor be replaced by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small models are faster on one thread, and sums then do not depend on the machine."""

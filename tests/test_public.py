@@ -43,6 +43,7 @@ WRAP = {
     "seed": 0,
     "io_threads": 4,
     "overlap": True,
+    "plan": "auto",
 }
 
 ENGINE = {
@@ -56,6 +57,7 @@ ENGINE = {
     "model",
     "optimizer",
     "plan",
+    "prediction",
     "save",
     "step",
     "step_count",

@@ -7,12 +7,14 @@ from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError
 from penstock.schedule.op import Schedule
 
 if TYPE_CHECKING:
-    from penstock.engine import Engine, wrap
+    from penstock.engine import Engine
     from penstock.optim.spec import SGD, Adam, AdamW, Lion, Override
     from penstock.run.stats import StepStats
+    from penstock.wrapping import wrap
 
 _WITH_TORCH = {
-    **dict.fromkeys(("Engine", "wrap"), "penstock.engine"),
+    "Engine": "penstock.engine",
+    "wrap": "penstock.wrapping",
     **dict.fromkeys(("SGD", "Adam", "AdamW", "Lion", "Override"), "penstock.optim.spec"),
     "StepStats": "penstock.run.stats",
 }

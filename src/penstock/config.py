@@ -268,6 +268,7 @@ class TrainConfig:
     | ``micro_batch_size`` | sequences in a micro-batch |
     | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; None: bf16 on a GPU, fp32 on the CPU |
     | ``schedule`` | ``vertical`` (block by block) or ``horizontal`` (micro-batch by micro-batch) |
+    | ``plan`` | ``auto``: for this machine, measured first if it never was; None: by a fixed order of preference |
     | ``clip_grad_norm`` | gradients are scaled down to this norm; None: off |
     | ``device`` | a torch device; None: the accelerator if there is one, else ``cpu`` |
     | ``seed`` | everything random follows from it |
@@ -288,6 +289,7 @@ class TrainConfig:
     evaluate: EvaluateConfig | None = None
     precision: Precision | None = None
     schedule: Literal["vertical", "horizontal"] = "vertical"
+    plan: Literal["auto"] | None = "auto"
     clip_grad_norm: float | None = None
     device: str | None = None
     seed: int = 0

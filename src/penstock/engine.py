@@ -1,10 +1,10 @@
-"""The engine: ``wrap`` a model, then ``step``. Everything else is a room below this one."""
+"""The engine: ``penstock.wrap`` a model, then ``step``. Everything else is a room below this one."""
 
 import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +16,11 @@ from torch import nn
 from penstock.config import Budget, Precision
 from penstock.errors import ConfigError, NonFiniteError, StoreError
 from penstock.optim.facade import StreamedOptimizer
-from penstock.optim.spec import OptimizerSpec
+from penstock.optim.spec import OptimizerSpec, rate_name
 from penstock.plan.fit import Plan
+from penstock.plan.machine import Machine
 from penstock.run import batch, numa, snapshots, start
 from penstock.run.buffers import Buffers
-from penstock.run.device import resolve_device
 from penstock.run.home import Home
 from penstock.run.interrupt import whole_steps
 from penstock.run.moves import StepContext
@@ -30,98 +30,15 @@ from penstock.run.runner import Machinery, Run, Runner
 from penstock.run.stats import StepStats
 from penstock.run.streams import streams_for
 from penstock.run.trace import MemorySample, TraceEvent
-from penstock.schedule.check import check
 from penstock.schedule.op import LOCAL_LANES, Lane, Schedule
+from penstock.sim.result import Simulation
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, group_parameters
 from penstock.tape.init import materialise_buffers
+from penstock.tape.passage import LossFn
 from penstock.tape.tape import Tape
 
 log = logging.getLogger("penstock")
-
-LossFn = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
-
-
-def wrap(
-    model: nn.Module,
-    *,
-    optimizer: OptimizerSpec,
-    budget: Budget,
-    precision: Precision | None = None,
-    schedule: Literal["vertical", "horizontal"] | Schedule = "vertical",
-    clip_grad_norm: float | None = 1.0,
-    device: torch.device | str | None = None,
-    blocks: Sequence[nn.Module] | None = None,
-    loss_fn: LossFn | None = None,
-    seed: int = 0,
-    io_threads: int = 4,
-    overlap: bool = True,
-) -> "Engine":
-    """Put a model's state where the budget says and return the engine that trains it.
-
-    Args:
-        model: any module with repeated blocks, on the CPU or on the meta device (then it is initialised group by group
-            with its own initialisation). Its parameters own no memory afterwards; the engine holds them.
-        optimizer: ``penstock.AdamW(...)``, ``Adam``, ``SGD`` or ``Lion``. Its settings hold also where a store is
-            continued; a snapshot brings its own.
-        budget: memory per tier, and the directories of the disk tier. A directory that holds a store of the same
-            model is continued from its last step.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: bf16 on a GPU, fp32 on the CPU.
-        schedule: a family, or a schedule of your own, which is checked.
-        clip_grad_norm: largest global gradient norm; None: no clipping, and the optimizer overlaps with the backward.
-        device: ``"cpu"`` or ``"cuda"``; None: the GPU if there is one, else the CPU.
-        blocks: the submodules to run one by one; None: found.
-        loss_fn: from (model, micro-batch) to a mean loss; None: ``model(**micro_batch).loss``. Micro-batches count by
-            their labels that are not -100 (a share that a 16-bit loss rounds to 16 bits). A model whose class is a
-            ``...CausalLM``, ``...LMHeadModel`` or decoder-only ``...ForConditionalGeneration`` compares each position
-            with the next label, so its first label does not count.
-        seed: of dropout and of initialisation.
-        io_threads: threads that help with disk transfers, 1 to 32. Changes no result.
-        overlap: False runs everything one op at a time: the oracle.
-
-    Raises:
-        ConfigError, BudgetError, ModelError, StoreError: see their messages.
-    """
-    if clip_grad_norm is not None and not (clip_grad_norm > 0 and math.isfinite(clip_grad_norm)):
-        raise ConfigError(f"clip_grad_norm={clip_grad_norm!r}: must be a positive number, or None for no clipping")
-    if not isinstance(schedule, Schedule) and schedule not in ("vertical", "horizontal"):
-        raise ConfigError(f"schedule={schedule!r}: must be 'vertical', 'horizontal' or a penstock.Schedule")
-    if not 1 <= io_threads <= 32:
-        raise ConfigError(f"io_threads={io_threads}: must be at least 1 and at most 32")
-    where = resolve_device(device)
-    if precision is None:
-        precision = "fp32" if where.type == "cpu" else "bf16"
-    if precision not in DTYPES:
-        raise ConfigError(f"precision={precision!r}: must be one of {', '.join(DTYPES)}")
-    if budget.gradients is not None and clip_grad_norm is None and precision != "fp16":
-        raise ConfigError(
-            f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a "
-            "norm. Leave it out"
-        )
-    if isinstance(schedule, Schedule):
-        check(schedule)
-    return Engine(
-        model,
-        optimizer=optimizer,
-        budget=budget,
-        precision=precision,
-        schedule=schedule,
-        clip_grad_norm=clip_grad_norm,
-        device=where,
-        blocks=blocks,
-        loss_fn=loss_fn or _model_loss,
-        seed=seed,
-        io_threads=io_threads,
-        overlap=overlap,
-    )
-
-
-def _model_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    loss = model(**micro_batch).loss
-    if loss is None:
-        raise ConfigError("the model returned no loss: give micro-batches with 'labels', or pass loss_fn to wrap()")
-    assert isinstance(loss, torch.Tensor)
-    return loss
 
 
 class Engine:
@@ -145,6 +62,7 @@ class Engine:
         seed: int,
         io_threads: int,
         overlap: bool,
+        machine: Machine | None,
     ) -> None:
         self.model = model
         self.budget = budget
@@ -198,6 +116,8 @@ class Engine:
                 io_threads=io_threads,
                 threads=numa.thread_count(device),
                 overlap=overlap,
+                machine=machine,
+                optimizer=rate_name(optimizer, precision),
             )
             waits = clip_grad_norm is not None or self._scale.dynamic
             self._planning = Planning(machinery, budget, schedule, wait=waits)
@@ -334,6 +254,15 @@ class Engine:
         if self._planning.runner is None:
             raise ConfigError("there is no plan before the first step: it depends on the micro-batches' shapes")
         return self._planning.runner.plan
+
+    @property
+    def prediction(self) -> Simulation | None:
+        """What the plan of the last step or evaluation was predicted to do, op by op; None without a machine profile.
+
+        Raises:
+            ConfigError: there was none yet.
+        """
+        return self._planning.prediction_of(self.plan)
 
     def _to_device(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [batch.to_device(mb, self.device, self._dtype) for mb in micro_batches]

@@ -43,13 +43,19 @@ class LaneUse:
 class Meter:
     """Collects steps. Rates are over the last ten, peaks and totals over the whole run.
 
-    ``state_bytes`` and ``disk_bytes`` are the plan's: all of the state, and what of it is kept on disk. They are known
-    once the first step has been planned.
+    ``state_bytes`` and ``disk_bytes`` are the plan's: all of the state, and what of it is kept on disk. ``predicted`` is
+    its step time and ``bottleneck`` what was predicted to bound it, if it was planned for a machine. All are known once
+    the first step has been planned.
     """
 
     outline: Outline
     state_bytes: int = 0
     disk_bytes: int = 0
+    predicted: float | None = None
+    bottleneck: str = ""
+    step_seconds: list[float] = field(default_factory=list)
+    """of the steps under that plan, without the one that made it and warmed up"""
+    planning: bool = True
     losses: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
     validated_at: int = 0
@@ -63,8 +69,17 @@ class Meter:
         """Take in the training plan's sizes."""
         self.state_bytes, self.disk_bytes = state_bytes, disk_bytes
 
+    def forecast(self, seconds: float, bottleneck: str) -> None:
+        """Take in what was predicted of the steps that follow."""
+        self.predicted, self.bottleneck = seconds, bottleneck
+        self.planning = True
+        self.step_seconds.clear()
+
     def add(self, stats: StepStats, validation: float | None = None) -> None:
         """Take in a step, and the held-out loss after it if there was an evaluation."""
+        if not self.planning:
+            self.step_seconds.append(stats.seconds)
+        self.planning = False
         self.losses.append(stats.loss)
         if validation is not None:
             self.validation.append(validation)

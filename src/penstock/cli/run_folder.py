@@ -11,12 +11,14 @@ from typing import Any, Literal, Self
 from penstock.cli.settings import dump, load
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError, StoreError
+from penstock.report.prediction import Prediction
 from penstock.store.store import Store
 
 Start = Literal["new", "overwrite", "resume"]
 
 _SETTINGS = "config.yaml"
-_FILES = (_SETTINGS, "metrics.jsonl", "tokenizer.json", "train.tokens", "validation.tokens")
+_PREDICTION = "prediction.json"
+_FILES = (_SETTINGS, _PREDICTION, "metrics.jsonl", "tokenizer.json", "train.tokens", "validation.tokens")
 _TRACES = "trace*.json"
 
 
@@ -105,6 +107,11 @@ def trace_path(folder: Path, first: int) -> Path:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def write_prediction(folder: Path, prediction: Prediction) -> None:
+    """Put what was predicted beside the trace of what happens; replaces an earlier plan's."""
+    (folder / _PREDICTION).write_text(prediction.to_json(), encoding="utf-8")
 
 
 class MetricsFile:

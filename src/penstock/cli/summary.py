@@ -3,12 +3,13 @@
 import resource
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from penstock.cli.display import clock
 from penstock.cli.meter import Meter
 from penstock.config import TrainConfig, format_size
 from penstock.data.tokens import TokenizedText
+from penstock.report.sentence import format_time
 
 
 def opening(config: TrainConfig, text: TokenizedText, parameters: int) -> str:
@@ -53,10 +54,21 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
         "before the model (Python, PyTorch, the tokenizer)"
     )
     lines.append("moved    " + ", ".join(f"{lane} {format_size(n)}" for lane, n in meter.moved.items() if n))
+    lines += _foretold(meter)
     if trace is not None:
         lines.append(f"trace    {trace} (open it in https://ui.perfetto.dev)")
     lines.append(f"metrics  {folder / 'metrics.jsonl'}")
     return "\n".join(["", *lines])
+
+
+def _foretold(meter: Meter) -> list[str]:
+    """The prediction beside what was measured, where there was one."""
+    if meter.predicted is None or not meter.step_seconds:
+        return []
+    measured = median(meter.step_seconds)
+    error = 100 * (meter.predicted / measured - 1)
+    words = f"{format_time(measured)}, median of {len(meter.step_seconds)}; {format_time(meter.predicted)} predicted"
+    return [f"step     {words} ({error:+.0f}%). {meter.bottleneck}"]
 
 
 def resident_bytes() -> int:

@@ -14,15 +14,18 @@ from penstock.cli.display import Display, choose_display
 from penstock.cli.interrupt import Interrupt
 from penstock.cli.meter import Meter, Outline, metrics_of
 from penstock.cli.model import build_model, parameter_count
-from penstock.cli.run_folder import MetricsFile, Start, claim, discard, has_steps, trace_path
+from penstock.cli.run_folder import MetricsFile, Start, claim, discard, has_steps, trace_path, write_prediction
 from penstock.cli.summary import closing, opening, reset_peak_resident, resident_bytes
 from penstock.config import LrScheduleConfig, OptimizerConfig, OptimizerName, Tier, TrainConfig
 from penstock.data.batches import Batches
 from penstock.data.tokens import TokenArray, TokenizedText, tokenize
-from penstock.engine import Engine, wrap
+from penstock.engine import Engine
 from penstock.errors import ConfigError
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec, Override
+from penstock.report.prediction import Prediction
 from penstock.run.trace import TraceWriter
+from penstock.sim.result import Simulation
+from penstock.wrapping import wrap
 
 _OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD, "lion": Lion}
 
@@ -100,6 +103,7 @@ def _engine(model: nn.Module, optimizer: OptimizerSpec, config: TrainConfig) -> 
         budget=config.budget,
         precision=config.precision,
         schedule=config.schedule,
+        plan=config.plan,
         clip_grad_norm=config.clip_grad_norm,
         device=config.device,
         seed=config.seed,
@@ -159,12 +163,14 @@ def _steps(stretch: Stretch) -> int:
         interrupt = stack.enter_context(Interrupt(display.notice, display.last_words))
         display.begin(stretch.meter)
         stack.callback(display.end)
+        known: Simulation | None = None
         for index in range(first, config.steps):
             stats = engine.step(stretch.train.step(index))
             scheduler.step()
             if trace is not None:
                 trace.step(engine.trace, engine.counters)
             stretch.meter.planned(engine.plan.state_bytes, engine.plan.disk_bytes)
+            known = _foretell(stretch, known)
             held_out = None if interrupt.requested else _evaluate(stretch, index + 1)
             stretch.meter.add(stats, held_out)
             metrics.write(metrics_of(stats, held_out))
@@ -172,6 +178,17 @@ def _steps(stretch: Stretch) -> int:
             if interrupt.requested:
                 break
     return interrupt.exit_code
+
+
+def _foretell(stretch: Stretch, known: Simulation | None) -> Simulation | None:
+    """Write down what is predicted of this plan's steps, when it is not known yet; returns what is."""
+    simulation = stretch.engine.prediction
+    if simulation is None or simulation is known:
+        return known
+    prediction = Prediction.of(simulation, budget=stretch.meter.outline.given)
+    write_prediction(stretch.folder, prediction)
+    stretch.meter.forecast(prediction.time, prediction.bottleneck)
+    return simulation
 
 
 def _evaluate(stretch: Stretch, done: int) -> float | None:

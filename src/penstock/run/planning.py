@@ -9,14 +9,20 @@ import torch
 from penstock.config import Budget, Tier
 from penstock.errors import BudgetError, ModelError
 from penstock.optim.fallback import DEVICE_TEMPORARIES
+from penstock.plan.costs import machine_costs
 from penstock.plan.fit import Family, Plan, Request, fit, with_schedule
+from penstock.plan.model import StageTimes
 from penstock.run import batch
 from penstock.run.runner import Machinery, Runner
+from penstock.run.timing import time_stages
 from penstock.run.visiting import VisitingWeights
 from penstock.schedule.check import check
 from penstock.schedule.op import Schedule
 from penstock.schedule.place import Placement
 from penstock.schedule.program import Program, Stage
+from penstock.schedule.world import World
+from penstock.sim.result import Simulation
+from penstock.sim.simulate import simulate
 from penstock.tape.passage import StageFacts
 
 
@@ -27,6 +33,7 @@ class Ready:
     plan: Plan
     facts: tuple[StageFacts, ...]
     shapes: tuple[batch.Shapes, ...]
+    prediction: Simulation | None
 
     def covers(self, wanted: Sequence[batch.Shapes]) -> bool:
         """Whether these micro-batches need no more than the plan has."""
@@ -82,6 +89,26 @@ def _join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, .
     return tuple(joined)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What one shape of micro-batch has shown. ``times``: only where there is a machine to predict for."""
+
+    stages: tuple[Stage, ...]
+    facts: tuple[StageFacts, ...]
+    times: StageTimes | None
+
+
+def _slowest(times: Sequence[StageTimes | None]) -> StageTimes | None:
+    """Times of the stages that cover each of several micro-batches."""
+    known = [t for t in times if t is not None]
+    if not known:
+        return None
+    return StageTimes(
+        forward=tuple(max(same) for same in zip(*(t.forward for t in known), strict=True)),
+        backward=tuple(max(same) for same in zip(*(t.backward for t in known), strict=True)),
+    )
+
+
 _SIZES = ("checkpoint", "gradient", "kept", "forward_peak", "backward_peak")
 
 
@@ -96,7 +123,7 @@ class Planning:
         self._schedule = schedule
         self._wait = wait
         self._plans: dict[bool, Ready] = {}
-        self._probed: dict[tuple[bool, batch.Shapes], tuple[tuple[Stage, ...], tuple[StageFacts, ...]]] = {}
+        self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
         self._placed: Placement | None = None
 
     def runner_for(self, micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Runner:
@@ -114,16 +141,31 @@ class Planning:
         largest = {s: mb for s, mb in zip(shapes, micro_batches, strict=True) if not _within(s, shapes)}
         for shape, mb in largest.items():
             if (train, shape) not in self._probed:
-                self._probed[train, shape] = self._probe(mb, train=train), self._shared.tape.facts
+                self._probed[train, shape] = self._probe(mb, train=train)
         probed = [self._probed[train, shape] for shape in largest]
-        stages, facts = _join([stages for stages, _ in probed]), _join_facts([facts for _, facts in probed])
-        plan = self._fit(stages, micro_batches, train=train)
+        stages, facts = _join([p.stages for p in probed]), _join_facts([p.facts for p in probed])
+        request = self._request(stages, micro_batches, train=train)
+        times = _slowest([p.times for p in probed])
+        plan = self._fit(request, times)
         check(plan.schedule)
         if train and plan.settings.place != self._placed:
             self._placed = plan.settings.place
             self._plans.pop(not train, None)  # it was made for arrays in other places
-        self._plans[train] = Ready(plan=plan, facts=facts, shapes=tuple(largest))
+        prediction = None if times is None else self._predict(plan, times)
+        self._plans[train] = Ready(plan=plan, facts=facts, shapes=tuple(largest), prediction=prediction)
         return self._use(self._plans[train])
+
+    def prediction_of(self, plan: Plan) -> Simulation | None:
+        """What was predicted of a plan that is in use."""
+        return next((ready.prediction for ready in self._plans.values() if ready.plan is plan), None)
+
+    def _predict(self, plan: Plan, times: StageTimes) -> Simulation:
+        shared = self._shared
+        assert shared.machine is not None
+        costs = machine_costs(
+            shared.machine, plan.program, plan.settings.form, times, shared.optimizer, io_threads=shared.io_threads
+        )
+        return simulate(World.of(plan.schedule), costs)
 
     def close(self) -> None:
         """Give the runner's memory back; the plans stay."""
@@ -140,10 +182,9 @@ class Planning:
             self.runner = Runner(ready.plan, ready.facts, self._shared)
         return self.runner
 
-    def _fit(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Plan:
-        own = self._schedule if isinstance(self._schedule, Schedule) else None
-        name = own.name if own is not None else self._schedule
-        request = Request(
+    def _request(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
+        name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
+        return Request(
             program=Program(groups=tuple(g.spec for g in self._shared.groups), stages=tuple(stages)),
             budget=self._budget,
             form=self._shared.residence.form,
@@ -154,8 +195,11 @@ class Planning:
             inputs=len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches),
             step_temporaries=0 if self._shared.device.type == "cpu" else DEVICE_TEMPORARIES,
         )
+
+    def _fit(self, request: Request, times: StageTimes | None) -> Plan:
         plan = self._best(request)
-        return with_schedule(request, plan, own) if own is not None and train else plan
+        own = self._schedule if isinstance(self._schedule, Schedule) and request.train else None
+        return plan if own is None else with_schedule(request, plan, own)
 
     def _best(self, request: Request) -> Plan:
         """The plan for a request; what is resident stays where it is if it can."""
@@ -174,12 +218,19 @@ class Planning:
                 raise
             return fit(request)
 
-    def _probe(self, micro_batch: Mapping[str, Any], *, train: bool) -> tuple[Stage, ...]:
-        """Let the tape learn the model's stages, with weights brought to the device as they are touched."""
+    def _probe(self, micro_batch: Mapping[str, Any], *, train: bool) -> Probed:
+        """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them
+        when there is a machine to predict for.
+        """
         shared = self._shared
         weights = VisitingWeights(shared.groups, shared.residence)
         try:
             inputs = batch.to_device(micro_batch, shared.device, shared.residence.dtype)
-            return shared.tape.probe(inputs, weights.load, weights.unload, train=train)
+            stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
+            facts, times = shared.tape.facts, None
+            if train and shared.machine is not None:
+                program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
+                times = time_stages(shared.tape, program, facts, inputs, weights.load, weights.unload)
+            return Probed(stages=stages, facts=facts, times=times)
         finally:
             weights.close()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from penstock.plan.fit import Plan
+from penstock.plan.machine import Machine
 from penstock.run.executor import Executor
 from penstock.run.moves import Moves, StepContext
 from penstock.run.numa import binding_for
@@ -46,6 +47,10 @@ class Machinery:
     threads: int
     """of the optimizer"""
     overlap: bool
+    machine: Machine | None
+    """what plans are made for; None: nothing is predicted"""
+    optimizer: str
+    """the machine's name for the rate of this optimizer in this precision"""
 
 
 class Runner:

@@ -1,0 +1,137 @@
+"""One configuration of ``bench.prediction`` in a process of its own: predict, run, count, print one line of JSON."""
+
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+
+import penstock
+from penstock.cli.model import build_model
+from penstock.cli.settings import load
+from penstock.plan.machine import load_machine
+from penstock.run import moves
+
+_LENGTH = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A configuration: ``size`` sequences in a micro-batch; ``places`` are pins of the budget."""
+
+    schedule: Literal["vertical", "horizontal"]
+    micro_batches: int
+    size: int
+    places: Mapping[str, str]
+    clip: float | None = None
+
+    @property
+    def where(self) -> str:
+        """Where the state is, in words."""
+        weights, state = self.places["weights"], self.places["state"]
+        where = state if weights == state else f"weights {weights}, moments {state}"
+        return where if self.clip is None else f"{where}, clipped"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Predicted and measured: seconds, bytes per lane and step, peak bytes per tier."""
+
+    predicted: float
+    lower_bound: float
+    measured: list[float]
+    predicted_bytes: dict[str, int]
+    measured_bytes: dict[str, int]
+    predicted_peak: dict[str, int]
+    measured_peak: dict[str, int]
+
+
+class Counting:
+    """Counts bytes where they are copied: by lane thread for the links, by the stores' own counts for the disk."""
+
+    def __init__(self) -> None:
+        self.copied: Counter[str] = Counter()
+        self._copy = moves.copy
+        moves.copy = self._counted
+
+    def _counted(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        lane = threading.current_thread().name.removeprefix("penstock-").partition("-")[0]
+        self.copied[lane] += source.numel() * source.itemsize
+        self._copy(target, source)
+
+    def take(self, engine: penstock.Engine) -> dict[str, int]:
+        """Bytes since the start."""
+        runner = engine._planning.runner
+        assert runner is not None
+        stores = [store.stats for store in (engine._home.store, runner._scratch) if store is not None]
+        return {
+            "read": sum(stats.bytes_read for stats in stores),
+            "write": sum(stats.bytes_written for stats in stores),
+            "h2d": self.copied["h2d"],
+            "d2h": self.copied["d2h"],
+        }
+
+
+def run(case: Case, profile: Path, steps: int, folder: Path) -> Outcome:
+    """A first step, which plans, and ``steps`` measured ones."""
+    config = load(Path(__file__).resolve().parent.parent / "examples" / "demo.yaml", {})
+    torch.manual_seed(0)
+    model: Any = build_model(config.model, config.data)
+    tokens = torch.Generator().manual_seed(0)
+
+    def step() -> list[dict[str, torch.Tensor]]:
+        shape = (case.size, _LENGTH)
+        drawn = [torch.randint(0, config.data.vocabulary, shape, generator=tokens) for _ in range(case.micro_batches)]
+        return [{"input_ids": ids, "labels": ids} for ids in drawn]
+
+    counting = Counting()
+    budget = penstock.Budget(
+        device="400MiB", host="2GiB", disk=folder / "store", checkpoints="host", **dict(case.places)
+    )
+    with penstock.wrap(
+        model,
+        optimizer=penstock.AdamW(lr=1e-4),
+        budget=budget,
+        precision="fp32",
+        schedule=case.schedule,
+        clip_grad_norm=case.clip,
+        device="cpu",
+        plan=load_machine(profile),
+    ) as engine:
+        engine.step(step())
+        prediction = engine.prediction
+        assert prediction is not None
+        before = counting.take(engine)
+        done = [engine.step(step()) for _ in range(steps)]
+        after = counting.take(engine)
+        said = prediction.bytes_per_lane()
+        peak = prediction.peak(0)
+        return Outcome(
+            predicted=prediction.time,
+            lower_bound=prediction.lower_bound,
+            measured=[stats.seconds for stats in done],
+            predicted_bytes={lane: said[lane] * steps for lane in before},  # type: ignore[index]
+            measured_bytes={lane: after[lane] - before[lane] for lane in before},
+            predicted_peak={tier: peak[tier] for tier in peak},
+            measured_peak={tier: max(stats.peak_bytes[tier] for stats in done) for tier in done[0].peak_bytes},
+        )
+
+
+def main() -> int:
+    case, profile, steps = Case(**json.loads(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3])
+    with TemporaryDirectory(dir=profile.parent) as folder:
+        print(json.dumps(asdict(run(case, profile, steps, Path(folder)))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

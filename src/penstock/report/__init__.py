@@ -1,0 +1,6 @@
+"""Prediction beside measurement: what a step was said to do and what it did, as a page, a trace and a picture.
+
+``prediction`` and ``trace_file`` read the two sides, ``run_page`` and ``simulated_page`` write the self-contained HTML
+page (its script and style are the files under ``page/``), ``chrome`` a Chrome trace, ``picture`` an SVG or a PNG.
+May import ``config``, ``errors``, ``schedule`` and ``sim``; never torch.
+"""

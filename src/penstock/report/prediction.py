@@ -1,0 +1,193 @@
+"""What a step was predicted to do, op by op, as a file beside what it did: ``prediction.json`` in a run's folder."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, get_args
+
+from penstock.config import TIERS, Tier
+from penstock.errors import ConfigError, ScheduleError
+from penstock.report.sentence import bottleneck
+from penstock.schedule.op import LANES, Lane, Schedule, parse_schedule
+from penstock.sim.result import Simulation
+
+VERSION = 1
+Curve = tuple[tuple[float, int], ...]
+"""(seconds since the step's start, bytes in use from then on)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One rank's step as simulated. Seconds and bytes; ``starts`` and the others follow the order of ``schedule.ops``.
+
+    ``waits``: seconds that the op's lane stood idle before it; ``causes``: what for, as ``sim.result.Timed.cause``.
+    ``work``: seconds of each lane's ops one after another, alone. ``busy``: seconds in which the lane has an op under
+    way. ``lower_bound``: no order of the same ops is faster. ``budget``: bytes that each tier was given.
+    """
+
+    schedule: Schedule
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    waits: tuple[float, ...]
+    causes: tuple[str, ...]
+    time: float
+    work: Mapping[Lane, float]
+    busy: Mapping[Lane, float]
+    lower_bound: float
+    peak: Mapping[Tier, int]
+    memory: Mapping[Tier, Curve]
+    budget: Mapping[Tier, int]
+
+    @staticmethod
+    def of(simulation: Simulation, rank: int = 0, budget: Mapping[Tier, int] | None = None) -> "Prediction":
+        """What a simulation found for one rank; ``budget``: bytes of the tiers that have a limit."""
+        work = simulation.work(rank)
+        return Prediction(
+            schedule=simulation.world.ranks[rank],
+            starts=tuple(simulation.starts[rank]),
+            ends=tuple(simulation.ends[rank]),
+            waits=tuple(simulation.waits[rank]),
+            causes=tuple(simulation.causes[rank]),
+            time=simulation.end(rank),
+            work=work,
+            busy=simulation.busy(rank),
+            lower_bound=max(work.values(), default=0.0),
+            peak=simulation.peak(rank),
+            memory={tier: tuple(curve) for tier, curve in simulation.memory(rank).items()},
+            budget=dict(budget or {}),
+        )
+
+    @cached_property
+    def bytes_per_lane(self) -> dict[Lane, int]:
+        return self.schedule.bytes_per_lane()
+
+    @property
+    def bottleneck(self) -> str:
+        """Which lane bounds the step, and how far the step is from that bound."""
+        return bottleneck(self.time, self.work, self.busy)
+
+    def to_json(self) -> str:
+        """The text of a ``prediction.json``, which ``parse_prediction`` reads back."""
+        record = {
+            "version": VERSION,
+            "time": self.time,
+            "lower_bound": self.lower_bound,
+            "bottleneck": self.bottleneck,
+            "bytes": self.bytes_per_lane,
+            "work": dict(self.work),
+            "busy": dict(self.busy),
+            "peak": dict(self.peak),
+            "budget": dict(self.budget),
+            "ops": {
+                "start": list(self.starts),
+                "end": list(self.ends),
+                "waited": list(self.waits),
+                "cause": list(self.causes),
+            },
+            "memory": {tier: [list(point) for point in curve] for tier, curve in self.memory.items()},
+            "schedule": str(self.schedule),
+        }
+        return json.dumps(record, allow_nan=False) + "\n"
+
+
+_KEYS = ("time", "lower_bound", "bottleneck", "bytes", "work", "busy", "peak", "budget", "ops", "memory", "schedule")
+
+
+def parse_prediction(text: str, where: str = "prediction.json") -> Prediction:
+    """The inverse of ``Prediction.to_json``; ``where`` names the file in errors.
+
+    Raises:
+        ConfigError: the text is not a prediction, is cut off, or is of another version.
+    """
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON ({error}): it is cut off or was changed by hand. {_REMEDY}") from None
+    if not isinstance(record, dict) or record.get("version") != VERSION:
+        raise ConfigError(f"{where} is not a prediction of version {VERSION}. {_REMEDY}")
+    if strange := set(record).symmetric_difference({"version", *_KEYS}):
+        raise ConfigError(f"{where}: key {sorted(strange)[0]!r} is missing or unknown. {_REMEDY}")
+    try:
+        return _Reader(where).read(record)
+    except ScheduleError as error:
+        raise ConfigError(f"{where}: schedule: {error}. {_REMEDY}") from None
+
+
+_REMEDY = "Remove it to see the measurement alone, or train again to have it written anew"
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads a record's values strictly; every error names the file and the key."""
+
+    where: str
+
+    def read(self, record: Mapping[str, Any]) -> Prediction:
+        if not isinstance(record["schedule"], str):
+            raise self.wrong("schedule", "the text of a schedule")
+        schedule = parse_schedule(record["schedule"])
+        ops = record["ops"]
+        if not isinstance(ops, dict) or set(ops) != {"start", "end", "waited", "cause"}:
+            raise self.wrong("ops", "an object of start, end, waited and cause")
+        count = len(schedule.ops)
+        causes = self.items("ops.cause", ops["cause"], count)
+        if not all(isinstance(cause, str) for cause in causes):
+            raise self.wrong("ops.cause", "a list of texts")
+        starts, ends, waits = (
+            tuple(self.number(f"ops.{key}", n) for n in self.items(f"ops.{key}", ops[key], count))
+            for key in ("start", "end", "waited")
+        )
+        if any(end < start for start, end in zip(starts, ends, strict=True)):
+            raise self.wrong("ops.end", "no earlier than ops.start")
+        return Prediction(
+            schedule=schedule,
+            starts=starts,
+            ends=ends,
+            waits=waits,
+            causes=tuple(causes),
+            time=self.number("time", record["time"]),
+            work={lane: self.number(f"work.{lane}", n) for lane, n in self.lanes("work", record["work"])},
+            busy={lane: self.number(f"busy.{lane}", n) for lane, n in self.lanes("busy", record["busy"])},
+            lower_bound=self.number("lower_bound", record["lower_bound"]),
+            peak={tier: self.whole(f"peak.{tier}", n) for tier, n in self.tiers("peak", record["peak"])},
+            memory={tier: self.curve(tier, curve) for tier, curve in self.tiers("memory", record["memory"])},
+            budget={tier: self.whole(f"budget.{tier}", n) for tier, n in self.tiers("budget", record["budget"])},
+        )
+
+    def wrong(self, key: str, wanted: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {key} must be {wanted}. {_REMEDY}")
+
+    def items(self, key: str, value: Any, count: int | None = None) -> list[Any]:
+        if not isinstance(value, list) or (count is not None and len(value) != count):
+            raise self.wrong(key, "a list" if count is None else f"a list of {count}, one for each op of the schedule")
+        return value
+
+    def number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise self.wrong(key, f"a number that is not negative, not {value!r}")
+        return float(value)
+
+    def whole(self, key: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.wrong(key, f"a whole number that is not negative, not {value!r}")
+        return value
+
+    def lanes(self, key: str, value: Any) -> list[tuple[Lane, Any]]:
+        if not isinstance(value, dict) or set(value) - set(get_args(Lane)):
+            raise self.wrong(key, f"an object with keys of {', '.join(LANES)}")
+        return [(lane, value[lane]) for lane in LANES if lane in value]
+
+    def tiers(self, key: str, value: Any) -> list[tuple[Tier, Any]]:
+        if not isinstance(value, dict) or set(value) - set(TIERS):
+            raise self.wrong(key, f"an object with keys of {', '.join(TIERS)}")
+        return [(tier, value[tier]) for tier in TIERS if tier in value]
+
+    def curve(self, tier: Tier, value: Any) -> Curve:
+        key = f"memory.{tier}"
+        points = []
+        for point in self.items(key, value):
+            at, amount = self.items(key, point, 2) if isinstance(point, list) and len(point) == 2 else (None, None)
+            points.append((self.number(key, at), self.whole(key, amount)))
+        return tuple(points)

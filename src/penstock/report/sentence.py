@@ -1,0 +1,68 @@
+"""The sentences on top of a page: what bounds the step, how far it is from that bound, how right the prediction was."""
+
+from collections.abc import Mapping
+
+from penstock.schedule.op import Lane
+
+LANE_WORDS: dict[Lane, str] = {
+    "compute": "compute",
+    "h2d": "the link from host to device",
+    "d2h": "the link from device to host",
+    "read": "reading from disk",
+    "write": "writing to disk",
+    "cpu": "the optimizer on the CPU",
+    "net": "collectives",
+    "send": "sending",
+    "recv": "receiving",
+}
+
+
+def format_time(seconds: float, unit: str = "s") -> str:
+    """A time for people: ``0.0123`` s is ``"12.3 ms"``; in other units than seconds the number and the unit."""
+    if unit != "s":
+        return f"{seconds:,.6g} {unit}".rstrip()
+    for factor, name in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if abs(seconds) * factor >= 0.9995 or name == "µs":
+            scaled = seconds * factor
+            return f"{scaled:,.0f} {name}" if abs(scaled) >= 999.5 else f"{scaled:.3g} {name}"
+    raise AssertionError(seconds)
+
+
+def bottleneck(time: float, work: Mapping[Lane, float], busy: Mapping[Lane, float], unit: str = "s") -> str:
+    """Which lane's work bounds a step that takes ``time``, and how far the step is from it.
+
+    ``work``: the time of each lane's ops one after another, alone; their maximum is the step's lower bound.
+    """
+    if not work or time <= 0:
+        return "The step has no work in it."
+    lane = max(work, key=lambda lane: work[lane])
+    bound = work[lane]
+    if bound <= 0:
+        return "The step has no work in it."
+    share = busy.get(lane, 0.0) / time
+    words = LANE_WORDS[lane]
+    return (
+        f"{words[0].upper()}{words[1:]} is the bottleneck: {share:.0%} busy. No order of the same work is faster than "
+        f"{format_time(bound, unit)}, and the step takes {time / bound:.3g} times that."
+    )
+
+
+def measured_bottleneck(time: float, busy: Mapping[Lane, float], lower_bound: float | None) -> str:
+    """The same from a measurement, where a lane's busy time stands for its work.
+
+    ``lower_bound``: the predicted one, if there is a prediction.
+    """
+    lane = max(busy, key=lambda lane: busy[lane])
+    words = LANE_WORDS[lane]
+    first = f"{words[0].upper()}{words[1:]} is the bottleneck: {busy[lane] / time:.0%} busy."
+    if not lower_bound:
+        return first
+    return f"{first} The step takes {time / lower_bound:.3g} times its lower bound of {format_time(lower_bound)}."
+
+
+def verdict(measured: float, predicted: float) -> str:
+    """How right a predicted time was; the error is relative to the measurement."""
+    error = predicted / measured - 1
+    if abs(error) < 0.0005:
+        return f"Predicted {format_time(predicted)}, as measured."
+    return f"Predicted {format_time(predicted)}, {abs(error):.1%} too {'high' if error > 0 else 'low'}."

@@ -1,0 +1,110 @@
+"""``wrap``: the settings of an engine, checked, and the engine made of them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from penstock.config import Budget, Precision
+from penstock.engine import Engine
+from penstock.errors import ConfigError
+from penstock.optim.spec import OptimizerSpec
+from penstock.plan.machine import Machine
+from penstock.plan.profiles import find_profile
+from penstock.run.device import resolve_device
+from penstock.run.precision import DTYPES
+from penstock.schedule.check import check
+from penstock.schedule.op import Schedule
+from penstock.tape.passage import LossFn
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    optimizer: OptimizerSpec,
+    budget: Budget,
+    precision: Precision | None = None,
+    schedule: Literal["vertical", "horizontal"] | Schedule = "vertical",
+    clip_grad_norm: float | None = 1.0,
+    device: torch.device | str | None = None,
+    blocks: Sequence[nn.Module] | None = None,
+    loss_fn: LossFn | None = None,
+    seed: int = 0,
+    io_threads: int = 4,
+    overlap: bool = True,
+    plan: Machine | Literal["auto"] | None = "auto",
+) -> Engine:
+    """Put a model's state where the budget says and return the engine that trains it.
+
+    Args:
+        model: any module with repeated blocks, on the CPU or on the meta device (then it is initialised group by group
+            with its own initialisation). Its parameters own no memory afterwards; the engine holds them.
+        optimizer: ``penstock.AdamW(...)``, ``Adam``, ``SGD`` or ``Lion``. Its settings hold also where a store is
+            continued; a snapshot brings its own.
+        budget: memory per tier, and the directories of the disk tier. A directory that holds a store of the same
+            model is continued from its last step.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: bf16 on a GPU, fp32 on the CPU.
+        schedule: a family, or a schedule of your own, which is checked.
+        clip_grad_norm: largest global gradient norm; None: no clipping, and the optimizer overlaps with the backward.
+        device: ``"cpu"`` or ``"cuda"``; None: the GPU if there is one, else the CPU.
+        blocks: the submodules to run one by one; None: found.
+        loss_fn: from (model, micro-batch) to a mean loss; None: ``model(**micro_batch).loss``. Micro-batches count by
+            their labels that are not -100 (a share that a 16-bit loss rounds to 16 bits). A model whose class is a
+            ``...CausalLM``, ``...LMHeadModel`` or decoder-only ``...ForConditionalGeneration`` compares each position
+            with the next label, so its first label does not count.
+        seed: of dropout and of initialisation.
+        io_threads: threads that help with disk transfers, 1 to 32. Changes no result.
+        overlap: False runs everything one op at a time: the oracle.
+        plan: the machine to plan for. ``"auto"``: the profile that ``penstock doctor`` has stored for this machine and
+            the budget's directories. With a profile, placement, chunk size and depths are those that are predicted to
+            be fastest, and ``Engine.prediction`` tells what was predicted. Without one (None, or none is stored) state
+            is placed by an order of preference, and nothing is predicted. Changes no result.
+
+    Raises:
+        ConfigError, BudgetError, ModelError, StoreError: see their messages.
+    """
+    if clip_grad_norm is not None and not (clip_grad_norm > 0 and math.isfinite(clip_grad_norm)):
+        raise ConfigError(f"clip_grad_norm={clip_grad_norm!r}: must be a positive number, or None for no clipping")
+    if not isinstance(schedule, Schedule) and schedule not in ("vertical", "horizontal"):
+        raise ConfigError(f"schedule={schedule!r}: must be 'vertical', 'horizontal' or a penstock.Schedule")
+    if not 1 <= io_threads <= 32:
+        raise ConfigError(f"io_threads={io_threads}: must be at least 1 and at most 32")
+    if plan is not None and plan != "auto" and not isinstance(plan, Machine):
+        raise ConfigError(f"plan={plan!r}: must be 'auto', a penstock.plan.machine.Machine or None")
+    where = resolve_device(device)
+    if precision is None:
+        precision = "fp32" if where.type == "cpu" else "bf16"
+    if precision not in DTYPES:
+        raise ConfigError(f"precision={precision!r}: must be one of {', '.join(DTYPES)}")
+    if budget.gradients is not None and clip_grad_norm is None and precision != "fp16":
+        raise ConfigError(
+            f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a "
+            "norm. Leave it out"
+        )
+    if isinstance(schedule, Schedule):
+        check(schedule)
+    return Engine(
+        model,
+        optimizer=optimizer,
+        budget=budget,
+        precision=precision,
+        schedule=schedule,
+        clip_grad_norm=clip_grad_norm,
+        device=where,
+        blocks=blocks,
+        loss_fn=loss_fn or _model_loss,
+        seed=seed,
+        io_threads=io_threads,
+        overlap=overlap,
+        machine=find_profile(budget.disk_paths) if plan == "auto" else plan,
+    )
+
+
+def _model_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    loss = model(**micro_batch).loss
+    if loss is None:
+        raise ConfigError("the model returned no loss: give micro-batches with 'labels', or pass loss_fn to wrap()")
+    assert isinstance(loss, torch.Tensor)
+    return loss
