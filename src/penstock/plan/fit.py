@@ -98,6 +98,11 @@ class Request:
         """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
         return peak_bytes(Provision(self.route, settings).pools.values(), self.fixed(settings.place), tier)
 
+    def peaks(self, settings: Settings) -> tuple[int, int]:
+        """``peak_bytes`` of device and host together."""
+        pools, fixed = Provision(self.route, settings).pools.values(), self.fixed(settings.place)
+        return peak_bytes(pools, fixed, "device"), peak_bytes(pools, fixed, "host")
+
     @cached_property
     def route(self) -> Route:
         if self.one_by_one:

@@ -84,6 +84,7 @@ class PlacementLP:
         self.loads = Loads(request, settings, costs)
         self.weights = lane_weights(costs)
         self.base = base_placement(request)
+        self._bases: dict[tuple[Tier, Waits], Sizes] = {}
         self.budget: Sizes = np.array(
             [request.budget.device_bytes, request.budget.host_bytes, np.inf if disk_free is None else disk_free],
             dtype=np.float64,
@@ -144,12 +145,18 @@ class PlacementLP:
 
     def base_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
         """Bytes that are there wherever the groups are: pools, inputs, working memory, checkpoints."""
+        key = (checkpoints, gradients)
+        if key not in self._bases:
+            self._bases[key] = self._base_sizes(checkpoints, gradients)
+        return self._bases[key]
+
+    def _base_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
         place = self.base
         option = self._settings(checkpoints, gradients)
         homes = enumerate(zip(place.weights, place.state, strict=True))
         groups = sum((self.group_sizes(g, home, gradients) for g, home in homes), start=np.zeros(len(TIERS)))
         disk = self.request.disk_bytes(place) + self.request.scratch_bytes(option)
-        found: Sizes = np.array([*(self.request.peak_bytes(option, tier) for tier in TIERS[:2]), disk]) - groups
+        found: Sizes = np.array([*self.request.peaks(option), disk]) - groups
         return found
 
     # ---- solving

@@ -37,9 +37,10 @@ class Limits:
 
     def exceeded(self, request: Request, settings: Settings) -> Tier | None:
         """The first tier that a step needs more of than there is."""
-        if request.peak_bytes(settings, "device") > self.device:
+        device, host = request.peaks(settings)
+        if device > self.device:
             return "device"
-        if request.peak_bytes(settings, "host") > self.host:
+        if host > self.host:
             return "host"
         disk = request.disk_bytes(settings.place) + request.scratch_bytes(settings)
         return "disk" if self.disk is not None and disk > self.disk else None

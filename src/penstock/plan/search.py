@@ -11,7 +11,7 @@ What is simulated is counted in ops, not seconds, so that the same question has 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.config import Tier, format_size
@@ -32,6 +32,7 @@ from penstock.sim.simulate import simulate
 
 SIMULATED_OPS = 60_000
 """How many ops all simulations of one search may have together; the first is done whatever it takes."""
+SIMULATIONS = 24
 LARGEST_SCHEDULE = 400_000
 """Ops of the largest schedule that is proposed."""
 
@@ -48,6 +49,8 @@ _FIRST = 4
 _DEEPEST = 8
 _BETTER = 0.998
 """A neighbour must take less than this share of the best time to be worth a change."""
+_EQUAL = 1.005
+_GOOD_ENOUGH = 1.01
 _ONE_EACH = Costs(name="number of ops", seconds=lambda op: 1.0)
 
 
@@ -119,7 +122,6 @@ def best(request: Request, machine: Machine, times: StageTimes, optimizer: str, 
         times=times,
         optimizer=optimizer,
         families=(request.family,),
-        simulated_ops=SIMULATED_OPS // 4,
     )
     return search(question).plan
 
@@ -154,14 +156,18 @@ class _Search:
     def run(self) -> Choice:
         requests = [replace(self.q.request, family=family) for family in self.q.families]
         proposals = [p for request in requests for p in self.proposals(request)]
-        proposals.sort(key=lambda p: p.estimate)
+        least = min((p.estimate for p in proposals), default=0.0)
+        # Of estimates that are as good as equal first the fewest ops: large chunks let the lanes run further ahead, and
+        # leave more simulations to come.
+        proposals.sort(key=lambda p: (p.estimate > least * _EQUAL, self._size(p.request, p.settings), p.estimate))
         greedy, refusal = self._greedy(requests)
         for proposal in [*_spread(proposals, _FIRST), *greedy]:
             self._try(proposal)
         if self.best is None:
             assert refusal is not None
             raise refusal
-        while self._improve():
+        possible = min([p.estimate for p in proposals] + [self.best[1].estimate])
+        while self.best[0] > possible * _GOOD_ENOUGH and self._improve():
             pass
         _, proposal, plan, simulation = self.best
         return Choice(
@@ -250,7 +256,7 @@ class _Search:
         """Simulate a proposal unless that is known or hopeless; whether it is the best now."""
         key = (proposal.request.family, proposal.settings)
         size = self._size(proposal.request, proposal.settings)
-        spent = self.best is not None and self.ops + size > self.q.simulated_ops
+        spent = self.best is not None and (self.ops + size > self.q.simulated_ops or len(self.seen) >= SIMULATIONS)
         hopeless = self.best is not None and proposal.estimate >= self.best[0] * _BETTER
         if key in self.seen or spent or hopeless or size > LARGEST_SCHEDULE:
             return False
@@ -271,9 +277,11 @@ class _Search:
     def _neighbours(self, proposal: Proposal) -> Iterator[Proposal]:
         settings, request = proposal.settings, proposal.request
         place = settings.place
+        for pattern in PATTERNS:
+            if pattern != proposal.pattern:
+                yield from self._again(settings, request, (pattern,), place.checkpoints, place.gradients)
         for changed in _changes(settings, self.q.delays if request.family == "vertical" else (0.0,)):
             yield from self._again(changed, request, (proposal.pattern,), place.checkpoints, place.gradients)
-        yield from self._again(settings, request, PATTERNS, place.checkpoints, place.gradients)
         for tier in self._program(settings, request).checkpoint_tiers:
             if tier != place.checkpoints:
                 yield from self._again(settings, request, (proposal.pattern,), tier, place.gradients)
@@ -342,11 +350,18 @@ def _changes(settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
     for chunk in (settings.chunk * 2, settings.chunk // 2 // ALIGN * ALIGN):
         if _CHUNKS[0] <= chunk <= _CHUNKS[-1]:
             yield replace(settings, chunk=chunk)
-    for f in fields(Depths):
-        depth = getattr(settings.depths, f.name)
+    for name in (
+        "weights",
+        "state",
+        "gradients",
+        "stage_out",
+        "stage_in",
+        "checkpoints",
+    ):  # the likeliest to help first
+        depth = getattr(settings.depths, name)
         for other in (depth + 1, depth - 1):
             if 1 <= other <= _DEEPEST:
-                yield replace(settings, depths=replace(settings.depths, **{f.name: other}))
+                yield replace(settings, depths=replace(settings.depths, **{name: other}))
     for delay in delays:
         if delay != settings.delay:
             yield replace(settings, delay=delay)
