@@ -46,6 +46,8 @@ def _command(words: Sequence[str]) -> int:
             print(train_help(), end="")
         case ["train", *rest]:
             return _train(rest)
+        case ["simulate", *rest]:
+            return _simulate(rest)
         case [word, *_]:
             raise ConfigError(f"there is no command {word!r}. Commands: train. Try: penstock --help")
     return 0
@@ -81,3 +83,12 @@ def _train(words: Sequence[str]) -> int:
             f"penstock train needs {error.name}, which is not installed: pip install 'penstock[hf]'"
         ) from error
     return train(config, arguments.start)
+
+
+def _simulate(words: Sequence[str]) -> int:
+    from penstock.cli.simulate import run_simulate, simulate_help  # another command does not need the simulator
+
+    if {"--help", "-h"} & set(words):
+        print(simulate_help(), end="")
+        return 0
+    return run_simulate(words)

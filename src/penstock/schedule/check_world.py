@@ -19,17 +19,19 @@ def check_world(world: World) -> None:
     Raises:
         ScheduleError: names the rank, the op, and what it waits for or collides with.
     """
-    for fault in _faults(world):
+    for fault in faults(world):
         raise fault
 
 
 def violations(world: World) -> list[str]:
     """What ``check_world`` finds on each rank, not only the first; empty if the world is safe."""
-    return [str(fault) for fault in _faults(world)]
+    return [str(fault) for fault in faults(world)]
 
 
-def _faults(world: World) -> Iterator[ScheduleError]:
-    """Each stage of the check relies on the one before, so the first that finds something is the last."""
+def faults(world: World) -> Iterator[ScheduleError]:
+    """What ``check_world`` finds. Each stage of the check relies on the one before: the first that finds something is
+    the last.
+    """
     shared: dict[int, Shared] = {}
     for rank, schedule in enumerate(world.ranks):
         shared.setdefault(id(schedule), (schedule, []))[1].append(rank)

@@ -1,0 +1,50 @@
+"""A schedule that a user has written: read, checked, and what is wrong with it named by file and line."""
+
+from pathlib import Path
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.check_world import faults
+from penstock.schedule.world import World, parse_ranks, parse_world
+
+_TOLD = 10
+"""As many violations as one message names."""
+
+
+def read_world(path: Path) -> World:
+    """The schedules of all ranks in a file, or that of one; checked.
+
+    Raises:
+        ConfigError: the file cannot be read, is no schedule, or breaks rules: names lines and ops.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the schedule in {path}: {reason}") from None
+    try:
+        world = parse_world(text)
+    except ScheduleError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if found := list(faults(world)):
+        lines = [f"{path}: {_located(text, fault)}" for fault in found[:_TOLD]]
+        if len(found) > _TOLD:
+            lines.append(f"... and {len(found) - _TOLD} more")
+        raise ConfigError("\n".join(lines))
+    return world
+
+
+def _located(text: str, fault: ScheduleError) -> str:
+    line = line_of(text, fault.rank, fault.op)
+    return str(fault) if line is None else f"line {line}: {fault}"
+
+
+def line_of(text: str, rank: int, op: str) -> int | None:
+    """The number of an op's line in a text that parses: the last one, if the rank has it twice. None if not there."""
+    here, found = True, None
+    for number, line in enumerate(text.splitlines(), start=1):
+        match line.split(maxsplit=2):
+            case ["rank", ranks]:
+                here = rank in parse_ranks(ranks)
+            case [ident, *_] if here and op and ident == op:
+                found = number
+    return found

@@ -1,0 +1,92 @@
+"""``penstock simulate``: how long a schedule takes, and how much memory it holds when."""
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.cli.simulate_arguments import SIMULATE_HELP, parse_simulate
+from penstock.cli.simulate_case import Case, case_of, described_families
+from penstock.cli.simulate_view import as_json, figures_of, show
+from penstock.errors import ConfigError, ScheduleError
+from penstock.plan.profiles import shipped_names
+from penstock.plan.shipped import CONFIGS
+from penstock.report.simulated_page import simulated_page
+from penstock.schedule.check_world import check_world
+from penstock.sim.chrome import write_chrome_trace
+from penstock.sim.result import Simulation
+from penstock.sim.simulate import simulate
+
+
+def simulate_help() -> str:
+    """The usage, with the machines, models and schedules that have names."""
+    return SIMULATE_HELP.format(
+        machines=", ".join(shipped_names()), models=", ".join(CONFIGS), families=described_families()
+    )
+
+
+def run_simulate(words: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
+
+    Raises:
+        ConfigError: what was asked for is wrong, impossible or cannot be written.
+    """
+    arguments = parse_simulate(words)
+    for path in filter(None, (arguments.html, arguments.trace)):
+        _check_writable(path)
+    with _no_collection():
+        try:
+            case = case_of(arguments)
+            if not case.checked:
+                check_world(case.world)
+            if arguments.text:
+                sys.stdout.write(str(case.world))
+                return 0
+            simulation = simulate(case.world, case.costs)
+        except ScheduleError as error:
+            raise ConfigError(f"{arguments.name}: {error}") from None
+        figures = figures_of(case, simulation)
+        if arguments.json:
+            print(as_json(case, simulation, figures))
+        else:
+            show(case, simulation, figures, sys.stdout)
+        _write_files(case, simulation, arguments.html, arguments.trace, say=not arguments.json)
+    return 0
+
+
+def _write_files(case: Case, simulation: Simulation, html: Path | None, trace: Path | None, *, say: bool) -> None:
+    try:
+        if html is not None:
+            page = simulated_page(simulation, title=case.title, unit=case.unit)
+            html.write_text(page, encoding="utf-8")
+        if trace is not None:
+            write_chrome_trace(simulation, trace)
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+    if say:
+        for path, what in ((html, "open it in a browser"), (trace, "open it in https://ui.perfetto.dev")):
+            if path is not None:
+                print(f"written      {path} ({what})")
+
+
+def _check_writable(path: Path) -> None:
+    """Say what is wrong with a file's name before the work, not after it."""
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder, and a file's name is needed")
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A schedule is millions of small objects without a cycle: looking for one among them again and again takes longer
+    than the simulation.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,80 @@
+"""Sizes and costs of the schedules that do not offload, for one model on one machine: a layer is a block of the model.
+
+The blocks are taken to be equal, as the families have layers and nothing else; the loss stands for the epilogue. A
+backward computes its layer's forward again, so between the two only the layer's input is kept.
+"""
+
+from penstock.errors import ConfigError
+from penstock.plan.machine import Machine
+from penstock.plan.model import ModelProfile, StageTimes
+from penstock.schedule.distributed.request import Sizes
+from penstock.schedule.op import Op
+from penstock.schedule.place import FP32, Format
+from penstock.schedule.program import Stage
+from penstock.schedule.world import World
+from penstock.sim.costs import Costs
+
+
+def layer_sizes(profile: ModelProfile, form: Format) -> Sizes:
+    """Bytes of the model's first block: fp32 gradients, weights and state as in ``form``."""
+    block = _block(profile)
+    elements = sum(profile.program.groups[g].numel for g in block.forward_reads)
+    return Sizes(
+        activation=block.checkpoint,
+        activation_gradient=block.gradient,
+        weights=elements * form.weight_bytes,
+        gradient=elements * FP32,
+        state=elements * (form.state_slot_bytes if form.split else FP32 * form.moments),
+    )
+
+
+def layer_costs(
+    machine: Machine, profile: ModelProfile, form: Format, times: StageTimes, optimizer: str, world: World
+) -> Costs:
+    """The costs of ``world``, built with ``layer_sizes``, where each rank is such a machine.
+
+    ``optimizer``: key of the device's optimizer rates, ``"adamw.bf16"``. A rank steps the share of each layer's state
+    that it holds, and a message or collective takes what it sends over the network's bandwidth, plus the latency.
+
+    Raises:
+        ConfigError: the machine has no network and the world needs one, or no rate for the optimizer.
+    """
+    block = _block(profile)
+    forward, backward = times.forward[block.index], times.backward[block.index]
+    seconds = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2, "E": times.forward[-1]}
+    network, overhead = machine.network, machine.overhead
+    if network is None and any(op.lane in ("net", "send") for schedule in world.ranks[:1] for op in schedule.ops):
+        raise ConfigError(
+            f"the machine {machine.name} has no network between ranks: add a network (bandwidth, latency) to its "
+            "profile, or use --costs unit or puzzle"
+        )
+    rate = machine.device.optimizer.get(optimizer) or machine.host.optimizer.get(optimizer)
+    if rate is None:
+        raise ConfigError(f"the machine {machine.name} has no rate for the optimizer {optimizer}: measure it anew")
+    state = layer_sizes(profile, form).state
+    elements = sum(profile.program.groups[g].trainable for g in block.forward_reads)
+    step = elements * _share_stepped(world, state) / rate
+
+    def cost(op: Op) -> float:
+        if op.lane == "compute":
+            return overhead + (step if op.word.kind == "OD" else seconds[op.word.kind] * op.items)
+        if op.lane == "recv":
+            return 0.0
+        assert network is not None
+        return overhead + network.latency + op.nbytes / network.bandwidth
+
+    return Costs(name=machine.name, seconds=cost)
+
+
+def _share_stepped(world: World, state: int) -> float:
+    """Share of a layer's state that one optimizer op steps: what a rank holds, over the layers that it steps."""
+    for schedule in world.ranks:
+        steps = sum(op.word.kind == "OD" for op in schedule.ops)
+        if steps:
+            held = sum(nbytes for _, what, nbytes in schedule.fixed if what == "state")
+            return held / (steps * state)
+    return 1.0
+
+
+def _block(profile: ModelProfile) -> Stage:
+    return next(stage for stage in profile.program.stages if stage.kind == "call")

@@ -1,0 +1,128 @@
+"""A rank in numbers: what a simulation says of it in one line of a table."""
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.config import Tier
+from penstock.schedule.op import Op, Schedule
+from penstock.sim.result import Simulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """``busy``: time in which the rank computes or, doing one thing at a time, does anything. ``peak``: the most that
+    is held of each tier. ``puzzle_time`` and ``puzzle_peak``: as the LLM training puzzles print them, the start of the
+    last op, and the most that is held on the device when an op starts, before it takes anything itself.
+    """
+
+    end: float
+    busy: float
+    peak: Mapping[Tier, int]
+    in_flight_peak: int
+    puzzle_time: float
+    puzzle_peak: int
+
+
+def rank_figures(simulation: Simulation, rank: int, *, serial: bool, stage_ops: bool) -> RankFigures:
+    """``serial``: the costs do one op at a time. ``stage_ops``: each op is a stage, not a layer of one."""
+    return RankFigures(
+        end=simulation.end(rank),
+        busy=_occupied(simulation, rank) if serial else simulation.busy(rank).get("compute", 0.0),
+        peak=simulation.peak(rank),
+        in_flight_peak=in_flight_peak(simulation, rank, stage_ops=stage_ops),
+        puzzle_time=max(simulation.starts[rank], default=0.0),
+        puzzle_peak=_puzzle_peak(simulation, rank),
+    )
+
+
+def _occupied(simulation: Simulation, rank: int) -> float:
+    """Ops that follow each other do not overlap."""
+    return sum(end - start for start, end in zip(simulation.starts[rank], simulation.ends[rank], strict=True))
+
+
+def in_flight_peak(simulation: Simulation, rank: int, *, stage_ops: bool) -> int:
+    """The most micro-batches that a rank has in flight at once, counted for each stage that it holds.
+
+    A micro-batch is in flight in a stage from the start of its forward to the end of its backward (of its weights' part
+    where that is split). Without ``stage_ops``, consecutive layers of a rank are one stage.
+    """
+    schedule = simulation.world.ranks[rank]
+    stage_of = _stages(schedule, stage_ops=stage_ops)
+    spans: dict[tuple[int, int], list[float]] = {}  # (stage, micro-batch) -> start, end, items
+    for op, start, end in zip(schedule.ops, simulation.starts[rank], simulation.ends[rank], strict=True):
+        key = (stage_of.get(op.word.stage, -1), op.word.micro_batch)
+        if op.word.kind == "F":
+            span = spans.setdefault(key, [start, end, op.items])
+            span[:2] = min(span[0], start), max(span[1], end)
+        elif op.word.kind in ("B", "I", "W") and key in spans:
+            spans[key][1] = max(spans[key][1], end)
+    changes = [(start, items) for start, _, items in spans.values()] + [(end, -n) for _, end, n in spans.values()]
+    now = most = 0.0
+    for _, change in sorted(changes):  # at one moment, who leaves goes first
+        now += change
+        most = max(most, now)
+    return round(most)
+
+
+def _stages(schedule: Schedule, *, stage_ops: bool) -> dict[int, int]:
+    """The first layer of the stage that each layer with a forward is in."""
+    layers = sorted({op.word.stage for op in schedule.ops if op.word.kind == "F"})
+    stage_of: dict[int, int] = {}
+    for layer in layers:
+        stage_of[layer] = layer if stage_ops else stage_of.get(layer - 1, layer)
+    return stage_of
+
+
+def _puzzle_peak(simulation: Simulation, rank: int) -> int:
+    """Ops in the order of their starts; what was given back by then is gone, but by no op that comes later."""
+    schedule = simulation.world.ranks[rank]
+    size = {pool.name: pool.size for pool in schedule.pools if pool.tier == "device"}
+    pool_of = {name: pool for name, _, pool in schedule.carried}
+    pool_of |= {name: pool for op in schedule.ops for name, pool in op.takes}
+    now = sum(amount for tier, _, amount in schedule.fixed if tier == "device")
+    now += sum(size.get(pool, 0) for _, _, pool in schedule.carried)
+    most = now
+    starts, ends = simulation.starts[rank], simulation.ends[rank]
+    under_way: list[tuple[float, int]] = []
+    for i in sorted(range(len(starts)), key=lambda i: (starts[i], i)):
+        while under_way and under_way[0] <= (starts[i], i):
+            _, j = heapq.heappop(under_way)
+            now -= _size(schedule.ops[j].gives, pool_of, size)
+        most = max(most, now)
+        now += sum(size.get(pool, 0) for _, pool in schedule.ops[i].takes)
+        heapq.heappush(under_way, (ends[i], i))
+    return most
+
+
+def _size(names: tuple[str, ...], pool_of: Mapping[str, str], size: Mapping[str, int]) -> int:
+    return sum(size.get(pool_of[name], 0) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """A lane of a rank that stood idle: for how long, before which op, and what that waited for."""
+
+    rank: int
+    op: Op
+    waited: float
+    cause: str
+
+
+def longest_stalls(simulation: Simulation, count: int) -> list[Stall]:
+    """The ``count`` longest stalls of the lanes that compute, of all ranks; the longest first."""
+    found = (
+        (waited, -rank, -i)
+        for rank, schedule in enumerate(simulation.world.ranks)
+        for i, (op, waited) in enumerate(zip(schedule.ops, simulation.waits[rank], strict=True))
+        if waited > 0 and op.word.lane == "compute"
+    )
+    return [
+        Stall(
+            rank=-rank,
+            op=simulation.world.ranks[-rank].ops[-i],
+            waited=waited,
+            cause=simulation.causes[-rank][-i],
+        )
+        for waited, rank, i in heapq.nlargest(count, found)
+    ]
