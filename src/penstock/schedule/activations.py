@@ -3,7 +3,8 @@
     A{k}m{m}   the outputs of stage k for micro-batch m, on the device, from its forward on
     a{k}m{m}   the same, brought back for the backward of stage k+1
     D{k}m{m}   gradients with respect to them
-    C{k}m{m}   the host copy; c{k}m{m} the host copy that was read back from disk
+    C{k}m{m}   the host copy (and C{k}m{m}.1 ... where it takes several buffers); c{k}m{m} the host copy that was read
+               back from disk
 
 The last block's outputs are used by the epilogue at once and never leave.
 """
@@ -56,19 +57,23 @@ class Activations:
         nbytes = self.stages[k].checkpoint
         for m in micro_batches:
             pool = "checkpoints_out" if self.tier == "disk" else self.b.provision.checkpoints_pool
+            host = self._host(k, m)
             self.b.emit(
                 f"DC{k}m{m}",
                 after=[f"F{k + 1}m{m}"],
-                takes=[(f"C{k}m{m}", pool)],
+                takes=[(name, pool) for name in host],
                 reads=[f"A{k}m{m}"],
-                writes=[f"C{k}m{m}"],
+                writes=host,
                 gives=[f"A{k}m{m}"],
                 nbytes=nbytes,
             )
             if self.tier == "disk":
-                self.b.emit(
-                    f"WC{k}m{m}", after=[f"DC{k}m{m}"], reads=[f"C{k}m{m}"], gives=[f"C{k}m{m}"], nbytes=page_up(nbytes)
-                )
+                self.b.emit(f"WC{k}m{m}", after=[f"DC{k}m{m}"], reads=host, gives=host, nbytes=page_up(nbytes))
+
+    def _host(self, k: int, m: int) -> list[str]:
+        """The host buffers of a checkpoint: one, or in a pool that it shares with smaller ones, several."""
+        parts = range(1, self.b.provision.checkpoint_parts)
+        return [f"C{k}m{m}", *(f"C{k}m{m}.{part}" for part in parts)]
 
     def up(self, k: int, micro_batches: Sequence[int]) -> dict[int, list[str]]:
         """Emit the way back of the checkpoints that the backward of stage ``k + 1`` reads; what it waits for."""
@@ -78,12 +83,12 @@ class Activations:
         ready: dict[int, list[str]] = {}
         last_stage = len(self.stages) - 1
         for m in micro_batches:
-            host, after = f"C{k}m{m}", [f"DC{k}m{m}"]
+            host, after = self._host(k, m), [f"DC{k}m{m}"]
             if self.tier == "disk":
-                host = f"c{k}m{m}"
-                takes = [(host, "checkpoints_in")]
+                host = [f"c{k}m{m}"]
+                takes = [(host[0], "checkpoints_in")]
                 after = [
-                    self.b.emit(f"RC{k}m{m}", after=[f"WC{k}m{m}"], takes=takes, writes=[host], nbytes=page_up(nbytes))
+                    self.b.emit(f"RC{k}m{m}", after=[f"WC{k}m{m}"], takes=takes, writes=host, nbytes=page_up(nbytes))
                 ]
             # The pool of activations changes hands: the forward's takers are done before the first one comes back.
             after.append(f"F{last_stage - 1}m{micro_batches[-1]}")
@@ -92,9 +97,9 @@ class Activations:
                     f"UC{k}m{m}",
                     after=after,
                     takes=[(f"a{k}m{m}", "activations")],
-                    reads=[host],
+                    reads=host,
                     writes=[f"a{k}m{m}"],
-                    gives=[host],
+                    gives=host,
                     nbytes=nbytes,
                 )
             ]

@@ -8,7 +8,8 @@ next step's forward comes to its group, 4 bytes per parameter. When the optimize
 on the host at the end of the backward anyway: a delay costs nothing more. When it does not wait, the delayed share of
 them is what the peak of that pool is. Checkpoints on the host are the mirror image: the forward fills them block by
 block while it uses the delayed gradients up, and the backward the other way round. Where it takes less, both live in
-one pool, whose size is the most that ever is in use of the two together, at most one visit's more than the larger one.
+one pool, whose size is the most that ever is in use of the two together: that of the larger one and at most one
+visit's more, and what rounding up to whole buffers costs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,6 +64,7 @@ class Provision:
 
     ``delayed``: streamed group -> indices of its chunks that step in the next step's forward; empty without a delay.
     ``checkpoints_pool`` and ``held_pool``: where checkpoints on the host, and gradients that wait, come from.
+    ``checkpoint_parts``: buffers that a checkpoint on the host takes.
     """
 
     def __init__(self, route: Route, settings: Settings) -> None:
@@ -71,8 +73,8 @@ class Provision:
         self.weights_pool: dict[int, str] = {}
         self.gradients_pool: dict[int, str] = {}
         self.delayed = self._delayed()
-        shared = self._shared()
-        self.checkpoints_pool, self.held_pool = ("held", "held") if shared else ("checkpoints", "gradients_held")
+        self.checkpoints_pool, self.held_pool, self.checkpoint_parts = "checkpoints", "gradients_held", 1
+        shared = self._share()
         self.pools: dict[str, Pool] = {}
         for pool in (*self._weights(), *self._gradients(), *self._activations(), *self._staging(), *shared):
             assert pool.name not in self.pools
@@ -115,8 +117,8 @@ class Provision:
             first += count
         return delayed
 
-    def _most_held(self, *, checkpoints: bool) -> int:
-        """The most buffers of delayed gradients, and of checkpoints if asked, that are in use at once.
+    def _most_held(self, parts: int) -> int:
+        """The most buffers of delayed gradients, and of checkpoints of ``parts`` buffers each, that are in use at once.
 
         Counted in the order in which a visit takes them. A buffer counts as free only from the visit on that can not
         start before it is: earlier, if the lanes run ahead, which the count then leaves room for.
@@ -126,8 +128,8 @@ class Provision:
         for i, visit in enumerate(route.visits):
             if place.gradients == "host":
                 now -= sum(len(late) for g, late in self.delayed.items() if route.readers[g][0] == i)
-            moves = checkpoints and visit.stage > 0 and self.leaves(visit.stage - 1)
-            now += len(visit.micro_batches) * moves * ((visit.kind == "F") - (visit.kind == "B"))
+            moves = visit.stage > 0 and self.leaves(visit.stage - 1)
+            now += parts * len(visit.micro_batches) * moves * ((visit.kind == "F") - (visit.kind == "B"))
             most = max(most, now)
             made = [g for g in route.gradients(visit.kind, visit.stage) if place.state[g] != "device"]
             now += sum(self.held_count(g, route.uses[g].index(visit.stage)) for g in made)
@@ -139,14 +141,25 @@ class Provision:
                     now -= (self.trained_count(g) - len(self.delayed[g])) * self.held(g, 0, delayed=False)
         return most
 
-    def _shared(self) -> list[Pool]:
-        """The pool of checkpoints and held gradients together, where that takes less than one for each."""
-        apart = [p for p in (*self._host_checkpoints("checkpoints"), *self._held("gradients_held")) if p.count]
-        if not self.delayed or len(apart) < 2:
+    def _share(self) -> list[Pool]:
+        """The pool of checkpoints and held gradients together, where that takes less than one for each.
+
+        Its buffers are as large as one of either, or as a gradient, of which a checkpoint then takes several.
+        """
+        checkpoints, gradients = list(self._host_checkpoints("held")), list(self._held("held"))
+        if not (self.delayed and checkpoints and gradients):
             return []
-        size = max(pool.size for pool in apart)
-        pool = Pool(name="held", tier="host", size=size, count=self._most_held(checkpoints=True))
-        return [pool] if pool.size * pool.count < sum(p.size * p.count for p in apart) else []
+        apart = [*checkpoints, *gradients]
+        best, least = None, sum(pool.size * pool.count for pool in apart)
+        for size in (max(pool.size for pool in apart), gradients[0].size):
+            parts = -(-checkpoints[0].size // size)
+            pool = Pool(name="held", tier="host", size=size, count=self._most_held(parts))
+            if pool.size * pool.count < least:
+                best, least, self.checkpoint_parts = pool, pool.size * pool.count, parts
+        if best is None:
+            return []
+        self.checkpoints_pool = self.held_pool = best.name
+        return [best]
 
     def leaves(self, k: int) -> bool:
         """Whether stage k's checkpoint is moved off the device. The last block's is used at once and never leaves."""
@@ -219,7 +232,7 @@ class Provision:
         uses = [(g, use) for g in self.streamed() for use in range(len(self.route.uses[g]))]
         count = sum(self.held_count(g, use) for g, use in uses)
         if self.delayed:
-            count = self._most_held(checkpoints=False)
+            count = self._most_held(0)
         if count:
             yield Pool(name=name, tier="host", size=self.s.chunk * FP32, count=count)
 
