@@ -12,6 +12,7 @@ from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.plan.costs import machine_costs
 from penstock.plan.fit import Family, Plan, Request, fit, with_schedule
 from penstock.plan.model import StageTimes
+from penstock.plan.search import best
 from penstock.run import batch
 from penstock.run.runner import Machinery, Runner
 from penstock.run.timing import time_stages
@@ -197,11 +198,11 @@ class Planning:
         )
 
     def _fit(self, request: Request, times: StageTimes | None) -> Plan:
-        plan = self._best(request)
+        plan = self._best(request, times)
         own = self._schedule if isinstance(self._schedule, Schedule) and request.train else None
         return plan if own is None else with_schedule(request, plan, own)
 
-    def _best(self, request: Request) -> Plan:
+    def _best(self, request: Request, times: StageTimes | None) -> Plan:
         """The plan for a request; what is resident stays where it is if it can."""
         keep = self._placed
         on_disk = self._shared.residence.store is not None
@@ -212,11 +213,17 @@ class Planning:
             home = (disk,) * len(request.program.groups)
             keep = Placement(weights=home, state=home, gradients="host", checkpoints="device")
         try:
-            return fit(request, keep)
+            return self._plan(request, times, keep)
         except BudgetError:
             if keep is None:
                 raise
-            return fit(request)
+            return self._plan(request, times, None)
+
+    def _plan(self, request: Request, times: StageTimes | None, keep: Placement | None) -> Plan:
+        machine = self._shared.machine
+        if machine is None or times is None:
+            return fit(request, keep)
+        return best(request, machine, times, self._shared.optimizer, keep)
 
     def _probe(self, micro_batch: Mapping[str, Any], *, train: bool) -> Probed:
         """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them
