@@ -5,11 +5,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, get_args
 
 from penstock.config import TIERS, Tier
 from penstock.errors import ConfigError, ScheduleError
 from penstock.report.sentence import bottleneck
+from penstock.report.series import Bar
 from penstock.schedule.op import LANES, Lane, Schedule, parse_schedule
 from penstock.sim.result import Simulation
 
@@ -92,6 +94,22 @@ class Prediction:
         return json.dumps(record, allow_nan=False) + "\n"
 
 
+def predicted_bars(prediction: Prediction) -> list[Bar]:
+    """A prediction's ops as bars."""
+    rows = zip(
+        prediction.schedule.ops,
+        prediction.starts,
+        prediction.ends,
+        prediction.waits,
+        prediction.causes,
+        strict=True,
+    )
+    return [
+        Bar(id=op.id, lane=op.lane, start=start, end=end, nbytes=op.nbytes, waited=waited, cause=cause)
+        for op, start, end, waited, cause in rows
+    ]
+
+
 _KEYS = ("time", "lower_bound", "bottleneck", "bytes", "work", "busy", "peak", "budget", "ops", "memory", "schedule")
 
 
@@ -113,6 +131,21 @@ def parse_prediction(text: str, where: str = "prediction.json") -> Prediction:
         return _Reader(where).read(record)
     except ScheduleError as error:
         raise ConfigError(f"{where}: schedule: {error}. {_REMEDY}") from None
+
+
+def read_prediction(path: Path) -> Prediction | None:
+    """The prediction in a file; None if there is no such file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no prediction.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read the prediction: {error}") from error
+    return parse_prediction(text, str(path))
 
 
 _REMEDY = "Remove it to see the measurement alone, or train again to have it written anew"

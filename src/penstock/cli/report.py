@@ -1,0 +1,157 @@
+"""``penstock report``: from a run's folder to a page, a Chrome trace and a picture."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.cli.settings import load
+from penstock.config import Tier, TrainConfig
+from penstock.errors import ConfigError
+from penstock.report.chrome import chrome_trace
+from penstock.report.metrics_file import read_metrics
+from penstock.report.picture import draw
+from penstock.report.prediction import read_prediction
+from penstock.report.run_page import Report, run_page
+from penstock.report.trace_file import choose_step, read_traces
+
+REPORT_HELP = """\
+penstock report: what a run did, beside what it was predicted to do
+
+  penstock report RUN [options]   RUN is the folder that penstock train wrote
+      --out FILE     the page, one HTML file that loads nothing (RUN/report.html)
+      --step N       the step that is shown op by op (of those in the trace, the one whose time is the median)
+      --svg FILE     also the timeline as a picture; needs matplotlib: pip install 'penstock[report]'
+      --png FILE
+      --trace FILE   also a Chrome trace of prediction and measurement: open it in https://ui.perfetto.dev
+"""
+
+_FILES = ("--out", "--svg", "--png", "--trace")
+_HINT = "Try: penstock report --help"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments:
+    """``penstock report``. ``out``: None is RUN/report.html. ``step``: None is the one of median time."""
+
+    run: Path
+    step: int | None = None
+    out: Path | None = None
+    svg: Path | None = None
+    png: Path | None = None
+    trace: Path | None = None
+
+
+def parse_report(words: Sequence[str]) -> ReportArguments:
+    """Take apart the words after ``penstock report``. A flag's value is the next word, or follows ``=``.
+
+    Raises:
+        ConfigError: no folder or several, an unknown flag, or a flag without a usable value.
+    """
+    folders: list[str] = []
+    flags: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            folders.append(word)
+            continue
+        key, equals, value = word.partition("=")
+        if key not in (*_FILES, "--step"):
+            raise ConfigError(f"penstock report has no {key}. {_HINT}")
+        if key in flags:
+            raise ConfigError(f"{key} is given twice: give it once")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else ""
+        if not value:
+            raise ConfigError(f"{key} needs a value: {key} {'NUMBER' if key == '--step' else 'FILE'}")
+        flags[key] = value
+    if len(folders) != 1:
+        found = "none" if not folders else " and ".join(folders)
+        raise ConfigError(f"penstock report takes one run's folder, and was given {found}. {_HINT}")
+    step = flags.get("--step")
+    if step is not None and not step.isdecimal():
+        raise ConfigError(f"--step {step!r} is not a step's number")
+    paths = {key: Path(flags[key]) if key in flags else None for key in _FILES}
+    for key, ending in (("--svg", ".svg"), ("--png", ".png")):
+        path = paths[key]
+        if path is not None and path.suffix != ending:
+            raise ConfigError(f"{key} {path}: the file's name must end in {ending}")
+    return ReportArguments(
+        run=Path(folders[0]),
+        step=None if step is None else int(step),
+        out=paths["--out"],
+        svg=paths["--svg"],
+        png=paths["--png"],
+        trace=paths["--trace"],
+    )
+
+
+def report(arguments: ReportArguments) -> int:
+    """Write what was asked for and say where it is; returns the exit code.
+
+    Raises:
+        ConfigError: the folder is not a run's, holds no trace, or a file cannot be read or written.
+    """
+    found = gather(arguments.run, arguments.step)
+    _write(arguments.out or arguments.run / "report.html", lambda path: _text(path, run_page(found)))
+    for picture in (arguments.svg, arguments.png):
+        if picture is not None:
+            _write(picture, lambda path: draw(path, found.prediction, found.step, found.budget))
+    if arguments.trace is not None:
+        _write(arguments.trace, lambda path: _text(path, chrome_trace(found.prediction, found.step)))
+    return 0
+
+
+def gather(folder: Path, step: int | None) -> Report:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: it is not a run's folder, holds no trace, or a file in it is damaged.
+    """
+    settings = folder / "config.yaml"
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {what}: give the folder of a run, which penstock train writes (its run setting)")
+    if not settings.is_file():
+        raise ConfigError(
+            f"{folder} is not the folder of a run: it has no config.yaml. Give the folder that penstock train wrote"
+        )
+    config = load(settings)
+    steps = read_traces(folder)
+    prediction = read_prediction(folder / "prediction.json")
+    return Report(
+        name=folder.resolve().name,
+        description=_description(config),
+        step=choose_step(steps, step),
+        traced=len(steps),
+        metrics=read_metrics(folder / "metrics.jsonl"),
+        prediction=prediction,
+        budget=_budget(config) if prediction is None else prediction.budget,
+    )
+
+
+def _budget(config: TrainConfig) -> dict[Tier, int]:
+    return {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
+
+
+def _description(config: TrainConfig) -> str:
+    count = config.micro_batches
+    parts = [
+        str(config.model.config["model_type"]),
+        f"{config.schedule} schedule",
+        f"{count} micro-batch{'es' * (count > 1)} of {config.micro_batch_size} x {config.data.sequence_length} tokens",
+        config.precision or "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    print(f"wrote {path} ({path.stat().st_size / 1e3:,.0f} kB)")

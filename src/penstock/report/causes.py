@@ -1,0 +1,93 @@
+"""What a measured op waited for: of all that the schedule made it wait for, what was done last.
+
+Candidates are the ops it comes ``after``, the op that had its place in its lane, and, for each buffer it takes, the op
+that had to give one back first: the k-th take of a pool needs as many gives as the pool has too few buffers for.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from penstock.report.series import Bar
+from penstock.report.trace_file import Ran
+from penstock.schedule.op import Lane, Op, Schedule
+
+_AT_ONCE = 5e-6
+"""Seconds below which a lane went on without a pause: what starting the next op takes."""
+
+
+def measured_bars(ops: Sequence[Ran], schedule: Schedule | None) -> list[Bar]:
+    """The ops as bars, with what each waited for if the schedule that they followed is known."""
+    by_id = {} if schedule is None else schedule.by_id
+    known = {op.id: op for op in ops}
+    givers = {} if schedule is None else _givers(schedule, known)
+    before = _predecessors(ops)
+    bars = []
+    for ran in ops:
+        previous = before[ran.id]
+        waited = ran.start - (previous.end if previous else 0.0)
+        cause = ""
+        if waited > _AT_ONCE and ran.id in by_id:
+            cause = _last(by_id[ran.id], ran, known, givers.get(ran.id, ()), previous)
+        bars.append(
+            Bar(
+                id=ran.id,
+                lane=ran.lane,
+                start=ran.start,
+                end=ran.end,
+                nbytes=ran.nbytes,
+                waited=max(waited, 0.0),
+                cause=cause,
+            )
+        )
+    return bars
+
+
+def _last(op: Op, ran: Ran, known: dict[str, Ran], givers: Iterable[tuple[str, str]], previous: Ran | None) -> str:
+    """The candidate that ended last before the op started, in words of ``sim.result.Timed.cause``."""
+    found = [(known[other].end, other) for other in op.after if other in known]
+    found += [(known[giver].end, f"pool {pool} (given by {giver})") for pool, giver in givers]
+    found = [(end, text) for end, text in found if end <= ran.start + _AT_ONCE]
+    if not found:
+        return ""
+    end, text = max(found)
+    return text if previous is None or end >= previous.end else ""
+
+
+def _predecessors(ops: Sequence[Ran]) -> dict[str, Ran | None]:
+    """For each op the one whose end made its lane idle: the last to end before it started."""
+    ended: dict[Lane, list[Ran]] = {}
+    for op in ops:
+        ended.setdefault(op.lane, []).append(op)
+    before: dict[str, Ran | None] = {}
+    for lane_ops in ended.values():
+        by_end, i, latest = sorted(lane_ops, key=lambda op: op.end), 0, None
+        for op in sorted(lane_ops, key=lambda op: op.start):
+            while i < len(by_end) and by_end[i].end <= op.start:
+                latest, i = by_end[i], i + 1
+            before[op.id] = latest
+    return before
+
+
+def _givers(schedule: Schedule, known: dict[str, Ran]) -> dict[str, list[tuple[str, str]]]:
+    """For each op that had to wait for a buffer: (pool, the op whose give made one free)."""
+    pool_of = {name: pool for name, _, pool in schedule.carried}
+    free = {pool.name: pool.count for pool in schedule.pools}
+    for _, _, pool in schedule.carried:
+        free[pool] -= 1
+    for op in schedule.ops:
+        pool_of |= dict(op.takes)
+    gives: dict[str, list[tuple[float, str]]] = {}
+    for op in schedule.ops:
+        if op.id in known:
+            for name in op.gives:
+                gives.setdefault(pool_of[name], []).append((known[op.id].end, op.id))
+    for given in gives.values():
+        given.sort()
+    taken = dict.fromkeys(free, 0)
+    found: dict[str, list[tuple[str, str]]] = {}
+    for op in schedule.ops:
+        for _, pool in op.takes:
+            k = taken[pool] - free[pool]
+            taken[pool] += 1
+            if 0 <= k < len(gives.get(pool, ())):
+                found.setdefault(op.id, []).append((pool, gives[pool][k][1]))
+    return found

@@ -1,0 +1,101 @@
+"""Puts a page together: the template, the script and the style of ``page/``, and everything else escaped into them."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from penstock.report.columns import Columns
+
+_SCRIPTS = (
+    "data.js",
+    "words.js",
+    "format.js",
+    "colors.js",
+    "bars.js",
+    "memory.js",
+    "timeline.js",
+    "control.js",
+    "tip.js",
+    "rows.js",
+    "curves.js",
+    "main.js",
+)
+_MARK = re.compile(r"\{\{(\w+)\}\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One number of the page's head: what it is, the number, and a word on it."""
+
+    name: str
+    value: str
+    remark: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """All that a page says. Texts are plain: escaping happens here; ``sections`` alone are HTML already.
+
+    ``facts``: what the script draws, in JSON; ``columns``: the numbers that ``facts`` refer to.
+    """
+
+    eyebrow: str
+    heading: str
+    sentence: str
+    notes: Sequence[str]
+    figures: Sequence[Figure]
+    timeline: str
+    hint: str
+    sections: str
+    facts: Mapping[str, Any]
+    columns: Columns
+
+    def html(self) -> str:
+        parts = {
+            "title": escape(f"{self.heading} - penstock"),
+            "style": _file("page.css"),
+            "eyebrow": escape(self.eyebrow),
+            "heading": escape(self.heading),
+            "sentence": escape(self.sentence),
+            "notes": "\n".join(f'<p class="note">{escape(note)}</p>' for note in self.notes),
+            "figures": "\n".join(_figure(figure) for figure in self.figures),
+            "timeline": escape(self.timeline),
+            "hint": escape(self.hint),
+            "sections": self.sections,
+            "facts": in_script(self.facts),
+            "columns": self.columns.text(),
+            "script": "\n".join(_file(name) for name in _SCRIPTS),
+        }
+        return _MARK.sub(lambda mark: parts[mark[1]], _file("page.html"))
+
+
+def in_script(value: Any) -> str:
+    """JSON that may stand inside a script element: no text in it can end the element or start a comment."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and its like are escaped already
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> str:
+    """An HTML table; the first cell of a row names it, the others are numbers. All texts are escaped."""
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
+    body = "\n".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="wide"><table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>'
+        f"<tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def _figure(figure: Figure) -> str:
+    remark = f"<small>{escape(figure.remark)}</small>" if figure.remark else ""
+    return f"<div><dt>{escape(figure.name)}</dt><dd>{escape(figure.value)}{remark}</dd></div>"
+
+
+def _file(name: str) -> str:
+    return files("penstock.report").joinpath("page", name).read_text(encoding="utf-8")

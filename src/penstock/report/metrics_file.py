@@ -1,0 +1,58 @@
+"""Reads ``metrics.jsonl``: one line per step, the last of which a kill may have cut."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """What the pictures need of a step. None: not finite, or not evaluated after this step."""
+
+    step: int
+    loss: float | None
+    validation: float | None
+    seconds: float
+    tokens: int
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """The steps by number; of a step that was done again after a resumption, the later line. Empty without a file.
+
+    Raises:
+        ConfigError: a line that is not the last cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the metrics: {error.strerror}") from error
+    found: dict[int, StepMetrics] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            metrics = _metrics(json.loads(line))
+        except (KeyError, TypeError, ValueError) as error:
+            if number == len(lines):
+                break  # here the run was killed
+            raise ConfigError(f"{path}, line {number}: not a step's metrics ({error!r})") from None
+        found[metrics.step] = metrics
+    return [found[step] for step in sorted(found)]
+
+
+def _metrics(record: Any) -> StepMetrics:
+    return StepMetrics(
+        step=int(record["step"]),
+        loss=_finite(record["loss"]),
+        validation=_finite(record.get("validation_loss")),
+        seconds=float(record["seconds"]),
+        tokens=int(record["tokens"]),
+    )
+
+
+def _finite(value: Any) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)

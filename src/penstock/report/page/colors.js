@@ -1,0 +1,99 @@
+// Colours, told apart without red and green (after Okabe and Ito); layers by a ramp that grows lighter.
+
+const GROUPS = [
+  { name: "forward", kinds: ["F"], light: "#56a5dc", dark: "#56b4e9" },
+  { name: "recompute and backward", kinds: ["B", "I", "W"], light: "#14679f", dark: "#2b86c6" },
+  { name: "last stage and loss", kinds: ["E"], light: "#0a3a5e", dark: "#a9d7f5" },
+  { name: "weights", kinds: ["RW", "UW", "WW", "UN"], light: "#e69f00", dark: "#f0b429" },
+  { name: "gradients", kinds: ["DG", "AG", "WG", "RG"], light: "#cf4f13", dark: "#ee7440" },
+  { name: "optimizer state and step", kinds: ["RS", "WS", "OP", "OD"], light: "#0c8f68", dark: "#22b58a" },
+  { name: "checkpoints", kinds: ["DC", "WC", "RC", "UC"], light: "#b8649a", dark: "#d98cbb" },
+  { name: "gradient norm", kinds: ["NG", "ND", "NORM"], light: "#6b7280", dark: "#9aa3b2" },
+  { name: "collectives", kinds: ["GW", "GN", "AR", "SG", "GC"], light: "#4b5563", dark: "#c3cad6" },
+  { name: "send and receive", kinds: ["SA", "SD", "RA", "RD"], light: "#8a93a3", dark: "#8a93a3" },
+  { name: "other", kinds: [""], light: "#9ca3af", dark: "#6b7280" },
+];
+const RAMP = [
+  [43, 58, 140],
+  [38, 104, 176],
+  [24, 143, 167],
+  [66, 172, 122],
+  [176, 195, 70],
+  [243, 180, 66],
+];
+const TONES = [0, 0.5, 0.74]; // how far towards white: forward, backward, gradient of the weights
+const TONE_OF = { F: 0, E: 0, B: 1, I: 1, W: 2 };
+
+function ramp(share) {
+  const place = Math.min(Math.max(share, 0), 1) * (RAMP.length - 1);
+  const i = Math.min(Math.floor(place), RAMP.length - 2);
+  return RAMP[i].map((channel, c) => channel + (RAMP[i + 1][c] - channel) * (place - i));
+}
+
+function tinted(rgb, towardsWhite) {
+  return rgb.map((channel) => Math.round(channel + (255 - channel) * towardsWhite));
+}
+
+function luminance([r, g, b]) {
+  return (0.299 * r + 0.587 * g + 0.114 * b) / 255;
+}
+
+function parseHex(text) {
+  return [1, 3, 5].map((i) => parseInt(text.slice(i, i + 2), 16));
+}
+
+// Which colour each op has: one of GROUPS on a run's page; on a simulated one, compute is coloured by layer.
+class Paint {
+  // `sides`: whose ops there are; the other names are those of pools.
+  constructor(names, sides) {
+    this.layers = 0;
+    const words = names.map(wordOf);
+    const byLayer = facts.kind === "simulated";
+    if (byLayer) {
+      for (const word of words) if (word.kind in TONE_OF) this.layers = Math.max(this.layers, word.stage + 1);
+    }
+    const groupOf = new Map(GROUPS.flatMap((group, i) => group.kinds.map((kind) => [kind, i])));
+    this.colorOf = Uint16Array.from(words, (word) =>
+      byLayer && word.kind in TONE_OF
+        ? GROUPS.length + word.stage * TONES.length + TONE_OF[word.kind]
+        : (groupOf.get(word.kind) ?? GROUPS.length - 1),
+    );
+    this.used = new Set();
+    for (const side of sides) for (const id of side.id) this.used.add(this.colorOf[id]);
+    this.labels = names.map((name, i) => (byLayer && words[i].microBatch >= 0 ? String(words[i].microBatch) : name));
+  }
+
+  // Read the theme's colours off the style sheet; call again when it changes.
+  apply(dark) {
+    const style = getComputedStyle(document.documentElement);
+    for (const name of ["ink", "muted", "faint", "track", "line", "paper", "accent", "predicted", "limit"]) {
+      this[name] = style.getPropertyValue(`--${name}`).trim();
+    }
+    this.font = style.getPropertyValue("--font").trim();
+    const solid = GROUPS.map((group) => parseHex(dark ? group.dark : group.light));
+    for (let layer = 0; layer < this.layers; layer++) {
+      const base = ramp(this.layers > 1 ? layer / (this.layers - 1) : 0.3);
+      for (const tone of TONES) solid.push(tinted(base, tone));
+    }
+    this.fills = solid.map((rgb) => `rgb(${rgb.map(Math.round).join(",")})`);
+    this.inks = solid.map((rgb) => (luminance(rgb) > 0.56 ? "#10151c" : "#ffffff"));
+  }
+
+  // Entries of the legend: {name, fills}.
+  legend() {
+    const entries = GROUPS.map((group, i) => ({ name: group.name, index: i }))
+      .filter(({ index }) => this.used.has(index))
+      .map(({ name, index }) => ({ name, fills: [this.fills[index]] }));
+    if (!this.layers) return entries;
+    const shown = Math.min(this.layers, 8);
+    const of = (i) => GROUPS.length + Math.round((i * (this.layers - 1)) / Math.max(shown - 1, 1)) * TONES.length;
+    const fills = Array.from({ length: shown }, (_, i) => this.fills[of(i)]);
+    const tone = (t) => fills.map((_, i) => this.fills[of(i) + t]);
+    const has = (t) => [...this.used].some((c) => c >= GROUPS.length && (c - GROUPS.length) % TONES.length === t);
+    const layers = this.layers === 1 ? "layer 0" : `layers 0 to ${this.layers - 1}`;
+    const first = [{ name: `forward, ${layers}`, fills }];
+    if (has(1)) first.push({ name: "backward", fills: tone(1) });
+    if (has(2)) first.push({ name: "gradient of weights", fills: tone(2) });
+    return [...first, ...entries];
+  }
+}

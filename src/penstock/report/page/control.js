@@ -1,0 +1,134 @@
+// Zoom and pan by wheel, drag, touch, keys and buttons.
+
+class Control {
+  constructor(timeline, tip) {
+    this.timeline = timeline;
+    this.tip = tip;
+    this.pointers = new Map();
+    const host = timeline.host;
+    host.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+    host.addEventListener("pointerdown", (event) => this.down(event));
+    host.addEventListener("pointermove", (event) => this.move(event));
+    for (const kind of ["pointerup", "pointercancel"]) host.addEventListener(kind, (event) => this.up(event));
+    host.addEventListener("pointerleave", () => this.leave());
+    host.addEventListener("dblclick", () => timeline.reset());
+    host.addEventListener("keydown", (event) => this.key(event));
+    const press = (id, act) => document.getElementById(id).addEventListener("click", act);
+    press("zoom-in", () => timeline.zoom(1.6));
+    press("zoom-out", () => timeline.zoom(1 / 1.6));
+    press("zoom-reset", () => timeline.reset());
+  }
+
+  place(event) {
+    const box = this.timeline.host.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  }
+
+  // The wheel zooms; sideways or with Shift it pans. Over the names it scrolls, and so it does the page where there is
+  // nothing left to zoom out of.
+  wheel(event) {
+    const { timeline } = this;
+    const [x] = this.place(event);
+    const sideways = event.shiftKey ? event.deltaY || event.deltaX : Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : 0;
+    const pixels = event.deltaMode === 1 ? 16 : 1;
+    if (sideways) {
+      event.preventDefault();
+      timeline.pan((sideways * pixels) / timeline.scale);
+    } else if (x < timeline.gutter) {
+      const before = timeline.offset;
+      timeline.scroller.scrollTop += event.deltaY * pixels;
+      if (timeline.offset !== before) event.preventDefault();
+    } else if (event.deltaY < 0 || !timeline.isWhole()) {
+      event.preventDefault();
+      timeline.zoom(Math.exp(-event.deltaY * pixels * 0.0022), timeline.timeAt(x));
+    }
+    this.hover(event);
+  }
+
+  down(event) {
+    if (event.button > 0) return;
+    this.pointers.set(event.pointerId, this.place(event));
+    this.moved = 0;
+  }
+
+  move(event) {
+    const before = this.pointers.get(event.pointerId);
+    if (!before) return this.hover(event);
+    const { timeline } = this;
+    const now = this.place(event);
+    if (this.pointers.size === 2) this.pinch(event.pointerId, before, now);
+    else {
+      this.moved += Math.abs(now[0] - before[0]) + Math.abs(now[1] - before[1]);
+      if (this.moved > 3) {
+        timeline.host.setPointerCapture(event.pointerId);
+        timeline.host.classList.add("dragging");
+        this.leave();
+        timeline.pan((before[0] - now[0]) / timeline.scale);
+        if (event.pointerType !== "touch") timeline.scroller.scrollTop += before[1] - now[1];
+      }
+    }
+    this.pointers.set(event.pointerId, now);
+  }
+
+  pinch(id, before, now) {
+    const other = [...this.pointers].find(([key]) => key !== id)[1];
+    const was = Math.abs(before[0] - other[0]);
+    const is = Math.abs(now[0] - other[0]);
+    if (was > 4 && is > 4) this.timeline.zoom(is / was, this.timeline.timeAt((now[0] + other[0]) / 2));
+  }
+
+  up(event) {
+    const clicked = this.pointers.has(event.pointerId) && this.moved <= 3 && event.type === "pointerup";
+    this.pointers.delete(event.pointerId);
+    this.timeline.host.classList.remove("dragging");
+    if (clicked) this.click(event);
+  }
+
+  // A rank's name unfolds it.
+  click(event) {
+    const { timeline } = this;
+    const [x, y] = this.place(event);
+    const found = timeline.at(x, y);
+    if (found && x < timeline.gutter && found.band.rank !== undefined && timeline.toggle) timeline.toggle(found.band.rank);
+    else if (event.pointerType === "touch") this.hover(event);
+  }
+
+  hover(event) {
+    const { timeline } = this;
+    const [x, y] = this.place(event);
+    const found = timeline.at(x, y);
+    timeline.hover = { x, ...found };
+    const named = found && x < timeline.gutter && found.band.rank !== undefined && timeline.toggle;
+    timeline.host.classList.toggle("pointing", Boolean(named));
+    if (found && found.op >= 0) this.tip.op(timeline, found, event);
+    else if (found?.part?.kind === "memory" && x >= timeline.gutter) this.tip.memory(timeline, found, x, event);
+    else this.tip.hide();
+    timeline.drawTop();
+  }
+
+  leave() {
+    this.tip.hide();
+    this.timeline.hover = null;
+    this.timeline.drawTop();
+  }
+
+  key(event) {
+    const { timeline } = this;
+    const span = timeline.view[1] - timeline.view[0];
+    const acts = {
+      "+": () => timeline.zoom(1.6),
+      "=": () => timeline.zoom(1.6),
+      "-": () => timeline.zoom(1 / 1.6),
+      ArrowLeft: () => timeline.pan(-span * 0.15),
+      ArrowRight: () => timeline.pan(span * 0.15),
+      ArrowUp: () => (timeline.scroller.scrollTop -= 60),
+      ArrowDown: () => (timeline.scroller.scrollTop += 60),
+      0: () => timeline.reset(),
+      Home: () => timeline.reset(),
+      Escape: () => timeline.reset(),
+    };
+    if (event.ctrlKey || event.metaKey || event.altKey || !acts[event.key]) return;
+    event.preventDefault();
+    acts[event.key]();
+  }
+}

@@ -1,0 +1,106 @@
+// Curves over the run's steps, as SVG: they print well, and there are few points.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function svg(kind, attributes, parent, text) {
+  const made = document.createElementNS(SVG, kind);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text !== undefined) made.textContent = text;
+  return parent ? parent.appendChild(made) : made;
+}
+
+// `lines`: {name, points: [[step, value]], class, dots}; `levels`: {name, value, class} across the whole width.
+class Curve {
+  constructor(host, tip, { lines, levels, format, unit, fromZero, label }) {
+    Object.assign(this, { host, tip, format, unit, fromZero, label });
+    this.lines = lines.filter((line) => line.points.length);
+    this.levels = levels;
+    new ResizeObserver(() => this.draw()).observe(host);
+  }
+
+  ranges() {
+    const points = this.lines.flatMap((line) => line.points);
+    const steps = points.map(([step]) => step);
+    const values = [...points.map(([, value]) => value), ...this.levels.map((level) => level.value)];
+    const [low, high] = [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
+    const room = (high - low || Math.abs(high) || 1) * 0.08;
+    const first = steps.reduce((a, b) => Math.min(a, b));
+    const last = steps.reduce((a, b) => Math.max(a, b));
+    return { first, last: Math.max(last, first + 1), low: this.fromZero ? 0 : low - room, high: high + room };
+  }
+
+  draw() {
+    const width = this.host.clientWidth;
+    if (!width || !this.lines.length) return;
+    const height = 210;
+    const [left, right, top, bottom] = [58, 12, 12, 34];
+    const { first, last, low, high } = this.ranges();
+    const x = (step) => left + ((step - first) / (last - first)) * (width - left - right);
+    const y = (value) => top + (1 - (value - low) / (high - low)) * (height - top - bottom);
+    const root = svg("svg", { width, height, role: "img", "aria-label": this.label });
+    const unit = this.unit(high);
+    for (const { value, text } of ticks(low, high, 4, unit.factor)) {
+      svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }, root);
+      svg("text", { class: "tick", x: left - 8, y: y(value) + 4, "text-anchor": "end" }, root, `${text} ${unit.name}`.trim());
+    }
+    for (const { value, text } of ticks(first, last, Math.min(Math.floor(width / 90), last - first))) {
+      svg("text", { class: "tick", x: x(value), y: height - 16, "text-anchor": "middle" }, root, text);
+    }
+    svg("text", { class: "tick", x: (left + width - right) / 2, y: height - 2, "text-anchor": "middle" }, root, "step");
+    for (const level of this.levels) {
+      svg("line", { class: `level ${level.class}`, x1: left, x2: width - right, y1: y(level.value), y2: y(level.value) }, root);
+    }
+    for (const line of this.lines) this.drawLine(root, line, x, y);
+    this.cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" }, root);
+    root.addEventListener("pointermove", (event) => this.point(event, x));
+    root.addEventListener("pointerleave", () => (this.tip.hide(), this.cursor.setAttribute("visibility", "hidden")));
+    this.host.replaceChildren(root, this.legend());
+  }
+
+  drawLine(root, line, x, y) {
+    const path = line.points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`);
+    if (!line.only) svg("polyline", { class: `curve ${line.class}`, points: path.join(" ") }, root);
+    if (!line.only && line.points.length > 60) return;
+    for (const [step, value] of line.points) svg("circle", { class: line.class, cx: x(step), cy: y(value), r: line.only ? 4 : 2.5 }, root);
+  }
+
+  point(event, x) {
+    const at = event.clientX - this.host.getBoundingClientRect().left;
+    const nearest = (points) => points.reduce((best, p) => (Math.abs(x(p[0]) - at) < Math.abs(x(best[0]) - at) ? p : best));
+    const [step] = nearest(this.lines[0].points);
+    const rows = this.lines.flatMap((line) => line.points.filter((p) => p[0] === step).map((p) => [line.name, this.format(p[1])]));
+    rows.push(...this.levels.map((level) => [level.name, this.format(level.value)]));
+    this.cursor.setAttribute("visibility", "visible");
+    this.cursor.setAttribute("x1", x(step));
+    this.cursor.setAttribute("x2", x(step));
+    this.tip.point(event, `step ${step}`, rows);
+  }
+
+  legend() {
+    const list = element("ul", "legend small");
+    for (const entry of [...this.lines, ...this.levels]) {
+      const item = list.appendChild(element("li"));
+      item.append(element("i", `key ${entry.class}`), document.createTextNode(entry.name));
+    }
+    return list;
+  }
+}
+
+function drawCurves(tip) {
+  const { curves } = facts;
+  const plain = () => ({ factor: 1, name: "" });
+  const number = (value) => significant(value, 5);
+  const loss = document.getElementById("loss");
+  if (loss) {
+    const lines = [
+      { name: "loss", points: curves.loss, class: "measured" },
+      { name: "held-out loss", points: curves.validation, class: "held", only: true },
+    ];
+    new Curve(loss, tip, { lines, levels: [], format: number, unit: plain, fromZero: false, label: "loss of each step" });
+  }
+  const seconds = document.getElementById("seconds");
+  if (!seconds) return;
+  const levels = curves.predicted === null ? [] : [{ name: "predicted", value: curves.predicted, class: "predicted" }];
+  const lines = [{ name: "measured", points: curves.seconds, class: "measured" }];
+  new Curve(seconds, tip, { lines, levels, format: (s) => formatTime(s), unit: timeUnit, fromZero: true, label: "time of each step" });
+}

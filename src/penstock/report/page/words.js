@@ -1,0 +1,82 @@
+// An op's id taken apart, and in plain words: the same words as penstock.schedule.op has.
+
+const WORD =
+  /^(?:([FBEIW]|[DWRUG]C|[SR][AD])(\d+)m(\d+)|([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?|(NORM))$/;
+const parsedWords = new Map();
+
+function wordOf(id) {
+  let word = parsedWords.get(id);
+  if (word === undefined) {
+    const match = WORD.exec(id);
+    word = match
+      ? {
+          kind: match[1] ?? match[4] ?? match[8],
+          stage: match[2] === undefined ? -1 : Number(match[2]),
+          microBatch: match[3] === undefined ? -1 : Number(match[3]),
+          group: match[5] === undefined ? -1 : Number(match[5]),
+          chunk: match[6] === undefined ? -1 : Number(match[6]),
+          visit: match[7] ?? "",
+        }
+      : { kind: "", stage: -1, microBatch: -1, group: -1, chunk: -1, visit: "" };
+    parsedWords.set(id, word);
+  }
+  return word;
+}
+
+const SENTENCES = {
+  F: "forward of {stage}",
+  B: facts.kind === "run" ? "recompute and backward of {stage}" : "backward of {stage}",
+  E: facts.kind === "run" ? "forward, loss and backward of the last stage{mb}" : "loss{mb}",
+  I: "backward of {stage}: gradient of its input",
+  W: "backward of {stage}: gradient of its weights",
+  RW: "weights of {group} from disk to host{for}",
+  UW: "weights of {group} up to the device{for}",
+  DG: "gradient of {group} down to host memory",
+  AG: "gradient of {group} added to what is there",
+  NG: "sum of squares of {group}'s gradient",
+  ND: "sum of squares of {group}'s gradient, on the device",
+  NORM: "global gradient norm",
+  WG: "gradient of {group} to disk, until the norm is known",
+  RG: "gradient of {group} back from disk",
+  RS: "optimizer state of {group} from disk",
+  OP: "optimizer step of {group}",
+  WS: "optimizer state of {group} to disk",
+  WW: "new weights of {group} to disk",
+  UN: "new weights of {group} up to the device",
+  OD: "optimizer step of {group}, on the device",
+  DC: "checkpoint of {stage} down to host memory",
+  WC: "checkpoint of {stage} to disk",
+  RC: "checkpoint of {stage} back from disk",
+  UC: "checkpoint of {stage} up to the device",
+  GW: "all-gather of {group}'s weights{for}",
+  GN: "all-gather of {group}'s new weights",
+  AR: "all-reduce of {group}'s gradient",
+  SG: "reduce-scatter of {group}'s gradient",
+  GC: "all-gather of the checkpoint of {stage}",
+  SA: "send the activation of {stage}",
+  RA: "receive the activation of {stage}",
+  SD: "send the gradient of {stage}'s activation",
+  RD: "receive the gradient of {stage}'s activation",
+};
+const VISIT = /^([A-Z])(\d+)(?:m(\d+))?$/;
+const PASSES = { F: "forward", B: "backward", E: "last stage", I: "backward", W: "backward" };
+
+function describe(id) {
+  const word = wordOf(id);
+  const sentence = SENTENCES[word.kind];
+  if (!sentence) return "";
+  const mb = word.microBatch < 0 ? "" : `, micro-batch ${word.microBatch}`;
+  const chunk = word.chunk < 0 ? "" : `, chunk ${word.chunk}`;
+  const visit = VISIT.exec(word.visit);
+  const purpose = visit
+    ? `, for the ${PASSES[visit[1]] ?? visit[1]} of stage ${visit[2]}${visit[3] ? `, micro-batch ${visit[3]}` : ""}`
+    : "";
+  const owned = sentence.includes("{stage}'s");
+  const text = sentence
+    .replace("{stage}", `stage ${word.stage}`)
+    .replace("{group}", `group ${word.group}`)
+    .replace("{mb}", mb)
+    .replace("{for}", purpose);
+  const rest = (sentence.includes("{mb}") ? "" : mb) + chunk;
+  return owned || rest === "" || !purpose ? text + rest : text.replace(purpose, rest + purpose);
+}

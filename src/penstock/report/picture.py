@@ -1,0 +1,139 @@
+"""The timeline as a picture for documents: SVG or PNG, drawn by matplotlib."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.config import TIERS, Tier
+from penstock.errors import ConfigError
+from penstock.report.causes import measured_bars
+from penstock.report.prediction import Prediction, predicted_bars
+from penstock.report.series import Bar, rows_of
+from penstock.report.trace_file import MeasuredStep
+from penstock.schedule.op import LANES, parse_word
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS: Mapping[str, tuple[str, str]] = {
+    # the same as in page/colors.js: told apart without red and green
+    "forward": ("#56a5dc", "F"),
+    "recompute and backward": ("#14679f", "B I W"),
+    "last stage and loss": ("#0a3a5e", "E"),
+    "weights": ("#e69f00", "RW UW WW UN"),
+    "gradients": ("#cf4f13", "DG AG WG RG"),
+    "optimizer state and step": ("#0c8f68", "RS WS OP OD"),
+    "checkpoints": ("#b8649a", "DC WC RC UC"),
+    "gradient norm": ("#6b7280", "NG ND NORM"),
+    "collectives": ("#4b5563", "GW GN AR SG GC"),
+    "send and receive": ("#8a93a3", "SA SD RA RD"),
+}
+_GROUP_OF = {kind: group for group, (_, kinds) in _COLORS.items() for kind in kinds.split()}
+_INK, _MUTED, _TRACK, _BUDGET, _PREDICTED = "#161b22", "#5a6472", "#f3f5f7", "#a3195b", "#b3541e"
+_ROW, _GAP = 1.0, 0.45
+
+Curves = Mapping[Tier, Sequence[tuple[float, int]]]
+
+
+def draw(path: Path, prediction: Prediction | None, step: MeasuredStep, budget: Mapping[Tier, int]) -> None:
+    """Write the timeline to ``path``, whose ending says what it is (``.svg``, ``.png``): lanes above, memory below.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        raise ConfigError(
+            f"{path.name}: a picture needs matplotlib, which is not installed: pip install 'penstock[report]'"
+        ) from error
+    schedule = None if prediction is None else prediction.schedule
+    sides: list[tuple[str, Sequence[Bar], Curves]] = [("measured", measured_bars(step.ops, schedule), step.memory)]
+    if prediction is not None:
+        sides.insert(0, ("predicted", predicted_bars(prediction), prediction.memory))
+    end = max(bar.end for _, bars, _ in sides for bar in bars)
+    tiers = [tier for tier in TIERS if any(amount for _, amount in step.memory.get(tier, ()))]
+    lanes = [lane for lane in LANES if any(bar.lane == lane for _, bars, _ in sides for bar in bars)]
+    with rc_context({"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "penstock"}):
+        heights = [0.32 * len(sides) * len(lanes) + 0.2, *([0.9] * len(tiers))]
+        figure = Figure(figsize=(10, sum(heights) + 1.0), layout="constrained")
+        axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        _draw_lanes(axes[0], sides, lanes)
+        for ax, tier in zip(axes[1:], tiers, strict=True):
+            _draw_memory(ax, sides, tier, budget.get(tier), end)
+        factor, unit = (1.0, "s") if end >= 1 else (1e3, "ms")
+        axes[-1].set_xlim(0, end)
+        axes[-1].xaxis.set_major_formatter(lambda x, _: f"{x * factor:g} {unit}")
+        for ax in axes:
+            ax.tick_params(length=0, colors=_MUTED)
+            for spine in ax.spines.values():
+                spine.set_visible(False)
+        _legend(figure, {_GROUP_OF[parse_word(bar.id).kind] for _, bars, _ in sides for bar in bars}, len(sides) > 1)
+        metadata = {"Date": None} if path.suffix == ".svg" else {}
+        figure.savefig(path, format=path.suffix[1:], dpi=200, facecolor="white", metadata=metadata)
+
+
+def _draw_lanes(ax: "Axes", sides: Sequence[tuple[str, Sequence[Bar], Curves]], lanes: Sequence[str]) -> None:
+    """A row per lane and side, the prediction above; a bar per op, its id as the title where the format has one."""
+    y, marks = 0.0, []
+    end = max(bar.end for _, bars, _ in sides for bar in bars)
+    for lane in lanes:
+        for name, bars, _ in sides:
+            rows = rows_of([bar for bar in bars if bar.lane == lane])
+            ax.broken_barh([(0, end)], (y - _ROW, _ROW), facecolors=_TRACK, linewidth=0)
+            for i, row in enumerate(rows):
+                low = y - _ROW + i * _ROW / len(rows)
+                spans = [(bar.start, max(bar.end - bar.start, end / 4000)) for bar in row]
+                colors = [_COLORS[_GROUP_OF[parse_word(bar.id).kind]][0] for bar in row]
+                ax.broken_barh(spans, (low, _ROW / len(rows)), facecolors=colors, linewidth=0)
+            marks.append((y - _ROW / 2, f"{lane}  {name}" if len(sides) > 1 else lane))
+            y -= _ROW + 0.08
+        y -= _GAP
+    ax.set_ylim(y + _GAP, 0.1)
+    ax.set_yticks([at for at, _ in marks], [text for _, text in marks], color=_INK)
+    ax.tick_params(labelbottom=False)
+
+
+def _draw_memory(
+    ax: "Axes", sides: Sequence[tuple[str, Sequence[Bar], Curves]], tier: Tier, budget: int | None, end: float
+) -> None:
+    mib = 1024.0**2
+    ax.set_facecolor(_TRACK)
+    top = 0.0
+    for name, _, memory in sides:
+        curve = memory.get(tier, ())
+        if not curve:
+            continue
+        times = [time for time, _ in curve] + [end]
+        amounts = [amount / mib for _, amount in curve]
+        amounts.append(amounts[-1])
+        top = max(top, *amounts)
+        if name == "predicted":
+            ax.step(times, amounts, where="post", color=_PREDICTED, linestyle="--", linewidth=0.9, zorder=3)
+        else:
+            ax.fill_between(times, amounts, step="post", color="#14679f", alpha=0.18, linewidth=0)
+            ax.step(times, amounts, where="post", color="#14679f", linewidth=0.9)
+    if budget and budget / mib < 3 * top:
+        ax.axhline(budget / mib, color=_BUDGET, linestyle=":", linewidth=1.2)
+        ax.text(
+            end, budget / mib, f"budget {budget / mib:.4g} MiB ", color=_BUDGET, ha="right", va="bottom", fontsize=8
+        )
+        top = max(top, budget / mib * 1.1)
+    ax.set_ylim(0, top * 1.15)
+    ax.set_yticks([0, top / 1.1])
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:.3g} MiB" if y else "0")
+    ax.set_title(f"{tier} memory", loc="left", fontsize=9, color=_INK, pad=3)
+
+
+def _legend(figure: Any, used: set[str], both: bool) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(color=color, label=name) for name, (color, _) in _COLORS.items() if name in used]
+    if both:
+        handles.append(Line2D([], [], color=_PREDICTED, linestyle="--", label="memory predicted"))
+        handles.append(Line2D([], [], color="#14679f", label="memory measured"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=8.5, handlelength=1.1)

@@ -1,0 +1,227 @@
+"""The page of a run: one step as predicted above the same step as measured, and the run around it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from penstock.config import TIERS, Tier, format_size
+from penstock.report.causes import measured_bars
+from penstock.report.columns import Columns, Names
+from penstock.report.html import Figure, Page, table
+from penstock.report.metrics_file import StepMetrics
+from penstock.report.prediction import Prediction, predicted_bars
+from penstock.report.sentence import format_time, measured_bottleneck, verdict
+from penstock.report.series import series
+from penstock.report.trace_file import MeasuredStep
+from penstock.schedule.op import LANES, Lane
+
+_POINTS = 2000
+"""Steps that a curve is drawn through at most; of more, the lowest and the highest of each stretch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is known of a run. ``budget``: bytes that tiers were given. ``steps``: how many of its steps are traced."""
+
+    name: str
+    description: str
+    step: MeasuredStep
+    traced: int
+    metrics: Sequence[StepMetrics]
+    prediction: Prediction | None
+    budget: Mapping[Tier, int]
+
+    @property
+    def median_seconds(self) -> float | None:
+        return median(m.seconds for m in self.metrics) if self.metrics else None
+
+
+def run_page(report: Report) -> str:
+    """The whole page as text."""
+    step, prediction = report.step, report.prediction
+    put, names = Columns(), Names()
+    schedule = None if prediction is None else prediction.schedule
+    sides = []
+    if prediction is not None:
+        curves = {tier: list(prediction.memory.get(tier, ())) for tier in TIERS}
+        sides.append({"name": "predicted", **series(predicted_bars(prediction), curves, put, names)})
+    curves = {tier: list(step.memory.get(tier, ())) for tier in TIERS}
+    sides.append({"name": "measured", **series(measured_bars(step.ops, schedule), curves, put, names)})
+    facts = {
+        "kind": "run",
+        "unit": "s",
+        "amounts": "bytes",
+        "lanes": LANES,
+        "end": max(step.time, 0.0 if prediction is None else prediction.time),
+        "sides": sides,
+        "names": names.texts,
+        "budget": dict(report.budget),
+        "curves": _curves(report),
+    }
+    page = Page(
+        eyebrow=f"Run report · {report.description}" if report.description else "Run report",
+        heading=report.name,
+        sentence=_sentence(report),
+        notes=_notes(report),
+        figures=_figures(report),
+        timeline=f"Step {step.step}, op by op",
+        hint="Wheel: zoom. Drag, Shift + wheel or arrow keys: pan. Double click or 0: the whole step. "
+        "Point at an op to see what it did and what it waited for.",
+        sections=_sections(report),
+        facts=facts,
+        columns=put,
+    )
+    return page.html()
+
+
+def _sentence(report: Report) -> str:
+    bound = None if report.prediction is None else report.prediction.lower_bound
+    said = measured_bottleneck(report.step.time, report.step.busy, bound)
+    return said if report.prediction is None else f"{said} {verdict(report.step.time, report.prediction.time)}"
+
+
+def _notes(report: Report) -> list[str]:
+    notes = []
+    if report.prediction is None:
+        notes.append("There is no prediction.json in this run's folder: the page shows the measurement alone.")
+    if not report.step.whole:
+        notes.append(
+            f"{report.step.file} was cut off in step {report.step.step}: what is shown ends at the cut, so its times "
+            "and sums are those of a part of the step."
+        )
+    elif report.prediction is not None and (strange := _strangers(report.step, report.prediction)):
+        notes.append(f"The prediction is of another schedule than the step ran: {strange}.")
+    return notes
+
+
+def _strangers(step: MeasuredStep, prediction: Prediction) -> str:
+    """How the ops that ran differ from those that were predicted; empty if they are the same."""
+    ran, planned = {op.id for op in step.ops}, set(prediction.schedule.by_id)
+    parts = [
+        f"{len(missing)} ops {what}, such as {min(missing)}"
+        for missing, what in ((ran - planned, "ran that it does not have"), (planned - ran, "of it did not run"))
+        if missing
+    ]
+    return " and ".join(parts)
+
+
+def _figures(report: Report) -> list[Figure]:
+    step, prediction = report.step, report.prediction
+    remark = f"predicted {format_time(prediction.time)}" if prediction else f"the median of {report.traced} traced"
+    figures = [Figure(name=f"step {step.step}", value=format_time(step.time), remark=remark)]
+    if prediction is not None:
+        figures.append(
+            Figure(name="lower bound", value=format_time(prediction.lower_bound), remark="busiest lane alone")
+        )
+    if report.metrics:
+        rate = median(m.tokens / m.seconds for m in report.metrics if m.seconds > 0)
+        figures.append(Figure(name="tokens per second", value=f"{rate:,.0f}", remark="median of all steps"))
+    for tier in TIERS:
+        peak = step.peak.get(tier, 0)
+        if peak:
+            given = report.budget.get(tier)
+            remark = f"of {format_size(given)}" if given else ""
+            if prediction is not None and tier in prediction.peak:
+                remark = f"{remark}, predicted {format_size(prediction.peak[tier])}".removeprefix(", ")
+            figures.append(Figure(name=f"{tier} memory, peak", value=format_size(peak), remark=remark))
+    return figures
+
+
+def _sections(report: Report) -> str:
+    parts = [f"<section><h2>Lanes in step {report.step.step}</h2>{_lane_table(report)}</section>"]
+    if report.metrics:
+        parts.insert(
+            0,
+            '<section class="pair"><figure><h2>Loss</h2><div id="loss" class="curve"></div></figure>'
+            '<figure><h2>Time of each step</h2><div id="seconds" class="curve"></div></figure></section>',
+        )
+    return "\n".join(parts)
+
+
+def _lane_table(report: Report) -> str:
+    step, prediction = report.step, report.prediction
+    if prediction is None:
+        rows = [
+            [
+                lane,
+                _size(step.bytes_per_lane[lane]),
+                _rate(step, lane),
+                format_time(step.busy[lane]),
+                _share(step, lane),
+            ]
+            for lane in step.lanes
+        ]
+        alone = ("lane", "bytes", "rate while busy", "busy", "share of the step")
+        return table(alone, rows, caption="Bytes moved and time busy per lane, as measured")
+    lanes = [lane for lane in LANES if lane in step.busy or prediction.busy.get(lane, 0.0)]
+    rows = [_compared(step, prediction, lane) for lane in lanes]
+    heads = (
+        "lane",
+        "bytes predicted",
+        "bytes measured",
+        "error",
+        "busy predicted",
+        "busy measured",
+        "error",
+        "rate while busy",
+        "share of the step",
+    )
+    return table(heads, rows, caption="Bytes moved and time busy per lane; errors are relative to the measurement")
+
+
+def _compared(step: MeasuredStep, prediction: Prediction, lane: Lane) -> list[str]:
+    said, did = prediction.bytes_per_lane.get(lane, 0), step.bytes_per_lane.get(lane, 0)
+    said_busy, did_busy = prediction.busy.get(lane, 0.0), step.busy.get(lane, 0.0)
+    return [
+        lane,
+        _size(said),
+        _size(did),
+        "–" if not said and not did else "exact" if said == did else _error(said, did),
+        format_time(said_busy),
+        format_time(did_busy),
+        _error(said_busy, did_busy),
+        _rate(step, lane),
+        _share(step, lane),
+    ]
+
+
+def _error(said: float, did: float) -> str:
+    return "–" if not did else f"{said / did - 1:+.1%}"
+
+
+def _size(nbytes: int) -> str:
+    return format_size(nbytes) if nbytes else "–"
+
+
+def _rate(step: MeasuredStep, lane: Lane) -> str:
+    moved, busy = step.bytes_per_lane.get(lane, 0), step.busy.get(lane, 0.0)
+    return f"{moved / busy / 1e9:.3g} GB/s" if moved and busy else "–"
+
+
+def _share(step: MeasuredStep, lane: Lane) -> str:
+    return f"{step.busy.get(lane, 0.0) / step.time:.0%}"
+
+
+def _curves(report: Report) -> dict[str, object]:
+    metrics = report.metrics
+    return {
+        "loss": thinned([(m.step, m.loss) for m in metrics]),
+        "validation": [(m.step, m.validation) for m in metrics if m.validation is not None],
+        "seconds": thinned([(m.step, m.seconds) for m in metrics]),
+        "median": report.median_seconds,
+        "predicted": None if report.prediction is None else report.prediction.time,
+        "shown": report.step.step,
+    }
+
+
+def thinned(points: Sequence[tuple[int, float | None]], limit: int = _POINTS) -> list[tuple[int, float]]:
+    """The points that have a value; of more than ``limit``, the lowest and the highest of each stretch of steps."""
+    known = [(step, value) for step, value in points if value is not None]
+    if len(known) <= limit:
+        return known
+    stretch = -(-2 * len(known) // limit)
+    kept: set[tuple[int, float]] = set()
+    for i in range(0, len(known), stretch):
+        part = known[i : i + stretch]
+        kept |= {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
+    return sorted(kept)

@@ -1,0 +1,126 @@
+"""Ops in time as the page has them: columns, sorted so that each stretch of a lane never overlaps itself."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.config import Tier
+from penstock.report.columns import Columns, Names
+from penstock.schedule.op import LANES, Lane
+from penstock.sim.result import Simulation
+
+_POOL = re.compile(r"pool (\S+)(?: \(given by (\S+)\))?")
+_OTHER_RANK = re.compile(r"(\d+):(\S+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """One op to draw. ``waited``: time that its lane stood idle before it; ``cause``: as ``sim.result.Timed.cause``."""
+
+    id: str
+    lane: Lane
+    start: float
+    end: float
+    nbytes: int
+    waited: float = 0.0
+    cause: str = ""
+
+
+def simulated_bars(simulation: Simulation, rank: int) -> list[Bar]:
+    """A rank's ops as bars."""
+    return [
+        Bar(
+            id=timed.op.id,
+            lane=timed.op.lane,
+            start=timed.start,
+            end=timed.end,
+            nbytes=timed.op.nbytes,
+            waited=timed.waited,
+            cause=timed.cause,
+        )
+        for timed in simulation.timed(rank)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Because:
+    """A cause taken apart: the op, the rank it is on (-1: the same), the pool whose buffer it gave (empty: none)."""
+
+    op: str = ""
+    rank: int = -1
+    pool: str = ""
+
+
+def parse_cause(text: str) -> Because:
+    """Take a cause apart; text in no known form stands for an op."""
+    if match := _POOL.fullmatch(text):
+        inner = parse_cause(match[2] or "")
+        return Because(op=inner.op, rank=inner.rank, pool=match[1])
+    if match := _OTHER_RANK.fullmatch(text):
+        return Because(op=match[2], rank=int(match[1]))
+    return Because(op=text)
+
+
+def series(bars: Sequence[Bar], memory: Mapping[Tier, Sequence[tuple[float, int]]], put: Columns, names: Names) -> Any:
+    """Put one row's ops and memory curves into columns; returns what the page's script reads them by.
+
+    A lane with several ops in flight becomes several stretches of the columns, ``[lane, from, to]``, in each of which
+    ops follow each other.
+    """
+    stretches: list[tuple[Lane, list[Bar]]] = []
+    for lane in LANES:
+        stretches += [(lane, row) for row in rows_of([bar for bar in bars if bar.lane == lane])]
+    ordered = [bar for _, row in stretches for bar in row]
+    edges = np.cumsum([0, *(len(row) for _, row in stretches)]).tolist()
+    causes = [parse_cause(bar.cause) for bar in ordered]
+    return {
+        "stretches": [[LANES.index(lane), edges[i], edges[i + 1]] for i, (lane, _) in enumerate(stretches)],
+        "id": put.add("u4", [names[bar.id] for bar in ordered]),
+        "start": put.add("f8", [bar.start for bar in ordered]),
+        "end": put.add("f8", [bar.end for bar in ordered]),
+        "bytes": put.add("f8", [bar.nbytes for bar in ordered]),
+        "waited": put.add("f8", [bar.waited for bar in ordered]),
+        "cause": put.add("i4", [names[because.op] if because.op else -1 for because in causes]),
+        "rank": put.add("i4", [because.rank for because in causes]),
+        "pool": put.add("i4", [names[because.pool] if because.pool else -1 for because in causes]),
+        "memory": {
+            tier: [put.add("f8", [t for t, _ in points]), put.add("f8", [amount for _, amount in points])]
+            for tier, points in ((tier, last_of_each_moment(curve)) for tier, curve in memory.items())
+        },
+    }
+
+
+def rows_of(bars: Sequence[Bar]) -> list[list[Bar]]:
+    """Ops by start, each in the first row that is free by then; a lane that does one thing at a time has one row."""
+    rows: list[list[Bar]] = []
+    for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
+        slack = 1e-9 * abs(bar.start)  # ends and starts that are one number may differ in its last digits
+        free = next((row for row in rows if row[-1].end <= bar.start + slack), None)
+        if free is None:
+            rows.append([bar])
+        else:
+            free.append(bar)
+    return rows
+
+
+def last_of_each_moment(curve: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """A curve without the values that last no time, but for its highest one: what is drawn, and its peak.
+
+    Of several values at one moment the last is kept, and before it the highest if that is higher.
+    """
+    points: list[tuple[float, int]] = []
+    i = 0
+    while i < len(curve):
+        j = i
+        while j + 1 < len(curve) and curve[j + 1][0] == curve[i][0]:
+            j += 1
+        highest = max(amount for _, amount in curve[i : j + 1])
+        if highest > curve[j][1]:
+            points.append((curve[i][0], highest))
+        if not points or points[-1] != curve[j]:
+            points.append(curve[j])
+        i = j + 1
+    return points
