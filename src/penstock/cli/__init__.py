@@ -48,6 +48,10 @@ def _command(words: Sequence[str]) -> int:
             return _train(rest)
         case ["simulate", *rest]:
             return _simulate(rest)
+        case ["doctor", *rest]:
+            return _doctor(rest)
+        case ["report", *rest]:
+            return _report(rest)
         case [word, *_]:
             raise ConfigError(f"there is no command {word!r}. Commands: train. Try: penstock --help")
     return 0
@@ -63,6 +67,17 @@ def _show_warning(
 ) -> None:
     """A warning is for the user of a command, who has no use for the line of code that gives it."""
     fail(f"warning: {message}")
+
+
+def _doctor(words: Sequence[str]) -> int:
+    if {"--help", "-h"} & set(words):
+        print(USAGE, end="")
+        return 0
+    # What is measured is what a run of `penstock train` will see: see `_train`.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from penstock.cli.doctor import doctor, parse_doctor
+
+    return doctor(parse_doctor(words))
 
 
 def _train(words: Sequence[str]) -> int:
@@ -92,3 +107,12 @@ def _simulate(words: Sequence[str]) -> int:
         print(simulate_help(), end="")
         return 0
     return run_simulate(words)
+
+
+def _report(words: Sequence[str]) -> int:
+    from penstock.cli.report import REPORT_HELP, parse_report, report  # another command does not need it
+
+    if {"--help", "-h"} & set(words):
+        print(REPORT_HELP, end="")
+        return 0
+    return report(parse_report(words))

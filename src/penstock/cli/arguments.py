@@ -17,6 +17,12 @@ penstock: trains language models that do not fit in memory
       --resume         go on with the run that is in the folder
       --print-config   print the resolved settings and stop
   penstock train --help                              every setting
+  penstock report RUN [--step N] [--out FILE]        one HTML page of what a run did, beside what was predicted
+  penstock doctor [--path DIR ...]                   measure this machine for plans, and say what is wrong with it;
+                                                     one DIR per drive, the current directory if none is given
+      --quick          in a quarter of the time, and less exactly
+      --sustained      fill the cache of each drive first: writes up to 64 GiB, for up to three minutes
+      --json           print the profile, and nothing else, on standard output
   penstock --version
 """
 

@@ -1,0 +1,183 @@
+"""``penstock doctor``: measures this machine, stores the profile where plans find it, and says what is wrong."""
+
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.cli.display import choose_display
+from penstock.config import format_size
+from penstock.errors import ConfigError
+from penstock.plan.machine import Device, Drive, Host, Machine
+from penstock.plan.profiles import save_profile
+
+_SWITCHES = ("--quick", "--sustained", "--json")
+_WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorArguments:
+    """``penstock doctor``. ``paths``: directories to measure, the current one if none was named."""
+
+    paths: tuple[Path, ...]
+    quick: bool = False
+    sustained: bool = False
+    json: bool = False
+
+
+def parse_doctor(words: Sequence[str]) -> DoctorArguments:
+    """Take apart the words after ``penstock doctor``.
+
+    Raises:
+        ConfigError: a word is none of them, a path is missing, or switches contradict each other.
+    """
+    paths: list[Path] = []
+    switches: set[str] = set()
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word in _SWITCHES:
+            switches.add(word)
+        elif word.startswith("--path="):
+            paths.append(_path(word.removeprefix("--path=")))
+        elif word == "--path":
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError("--path needs a directory: --path DIR")
+            paths.append(_path(rest.pop(0)))
+        else:
+            raise ConfigError(
+                f"penstock doctor does not know {word!r}: it takes --path DIR (more than once for several drives), "
+                f"{', '.join(_SWITCHES)}"
+            )
+    if switches >= {"--quick", "--sustained"}:
+        raise ConfigError("--quick measures for a short time and --sustained for a long one: give one of them")
+    return DoctorArguments(
+        paths=tuple(paths) or (Path(),),
+        quick="--quick" in switches,
+        sustained="--sustained" in switches,
+        json="--json" in switches,
+    )
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise ConfigError("--path needs a directory: --path DIR")
+    return Path(text).expanduser()
+
+
+def doctor(arguments: DoctorArguments) -> int:
+    """Measure, store, print; returns the exit code.
+
+    Raises:
+        ConfigError: a directory cannot be measured, or the profile cannot be stored.
+        StoreError: a disk failed.
+    """
+    from penstock.doctor import examine  # torch takes seconds to import
+    from penstock.run.device import resolve_device
+
+    begun = time.perf_counter()
+    examine.check_paths(arguments.paths)
+    display = choose_display(sys.stderr if arguments.json else sys.stdout)
+    effort = examine.QUICK if arguments.quick else examine.SUSTAINED if arguments.sustained else examine.THOROUGH
+    machine = examine.examine(arguments.paths, effort, resolve_device(None), display.working)
+    if arguments.json:
+        print(machine.to_json(), end="")
+    else:
+        print(describe(machine))
+    stored = save_profile(machine)
+    if not arguments.json:
+        print(f"\nStored as {stored}, where plans find it. Took {time.perf_counter() - begun:.0f} s.")
+    return 0
+
+
+def describe(machine: Machine) -> str:
+    """A profile for people: what was measured, and what is wrong."""
+    lines = ["", machine.name, *_host(machine.host), *_device(machine.device), *_lanes(machine)]
+    lines += ["", *_optimizer(machine)]
+    if machine.drives:
+        lines += ["", *_drives(machine.drives)]
+    if machine.contention:
+        lines += ["", *_contention(machine)]
+    lines += ["", "What is wrong" if machine.warnings else "Nothing that would slow training down was found."]
+    for text in machine.warnings:
+        lines += textwrap.wrap(
+            text,
+            _WIDTH,
+            initial_indent="  - ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+def _row(label: str, text: str) -> str:
+    return f"  {label:<22}{text}"
+
+
+def _host(host: Host) -> Iterator[str]:
+    locked = "all of it" if host.lockable >= host.memory else format_size(host.lockable)
+    nodes = f", on {host.nodes} NUMA nodes" if host.nodes > 1 else ""
+    yield _row("cores", f"{host.cores}{nodes}")
+    yield _row("memory", f"{format_size(host.memory)}; may be page-locked: {locked}")
+
+
+def _device(device: Device) -> Iterator[str]:
+    memory = "no GPU: the processor computes, in host memory"
+    if device.kind == "cuda":
+        memory = format_size(device.memory) + ("" if device.node is None else f", on NUMA node {device.node}")
+    yield _row("device", f"{device.name}; {memory}")
+    products = "   ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in device.flops.items())
+    yield _row("matrix products", f"{products}   TFLOP/s")
+
+
+def _lanes(machine: Machine) -> Iterator[str]:
+    device = machine.device
+    yield _row(
+        "host and device",
+        f"to {_gb(device.h2d)}, from {_gb(device.d2h)}, at once {_gb(device.h2d_both)} + {_gb(device.d2h_both)} GB/s",
+    )
+    yield _row("copies in memory", f"{_gb(machine.host.copy)} GB/s")
+    yield _row("an op costs besides", f"{machine.overhead * 1e6:.0f} µs")
+
+
+def _optimizer(machine: Machine) -> Iterator[str]:
+    precisions = list(dict.fromkeys(name.partition(".")[2] for name in machine.host.optimizer))
+    kinds = list(dict.fromkeys(name.partition(".")[0] for name in machine.host.optimizer))
+    places = {"host": machine.host.optimizer}
+    if machine.device.kind == "cuda":
+        places["device"] = machine.device.optimizer
+    heads = [precision if place == "host" else f"{precision} on GPU" for place in places for precision in precisions]
+    yield f"  {'million parameters/s':<22}" + "".join(f"{head:>13}" for head in heads)
+    for kind in kinds:
+        numbers = [rates.get(f"{kind}.{precision}", 0.0) for rates in places.values() for precision in precisions]
+        yield _row(f"  {kind}", "".join(f"{number / 1e6:>13,.0f}" for number in numbers))
+
+
+def _drives(drives: Sequence[Drive]) -> Iterator[str]:
+    width = max(22, *(len(drive.path) + 4 for drive in drives))
+    yield f"  {'GB/s':<{width}}{'read':>8}{'write':>8}{'both at once':>16}{'free':>12}  kind"
+    for drive in drives:
+        both = f"{_gb(drive.read_both)} + {_gb(drive.write_both)}"
+        node = "" if drive.node is None else f", NUMA node {drive.node}"
+        yield (
+            f"    {drive.path:<{width - 2}}{_gb(drive.read):>8}{_gb(drive.write):>8}{both:>16}"
+            f"{format_size(drive.free):>12}  {drive.kind}{node}"
+        )
+
+
+def _contention(machine: Machine) -> Iterator[str]:
+    """How many times longer work of a lane takes while another lane is busy all the time."""
+    slower = {tuple(pair.split("+")): 1 + value for pair, value in machine.contention.items()}
+    lanes = [lane for lane in ("compute", "cpu", "h2d", "d2h", "read", "write") if any(lane in p for p in slower)]
+    yield f"  {'takes longer beside':<22}" + "".join(f"{lane:>9}" for lane in lanes)
+    for lane in lanes:
+        cells = [f"{slower[lane, other]:.2f}x" if (lane, other) in slower else "" for other in lanes]
+        yield _row(f"  {lane}", "".join(f"{cell:>9}" for cell in cells)).rstrip()
+
+
+def _gb(rate: float) -> str:
+    """Bytes per second in GB/s, to two or three digits."""
+    return f"{rate / 1e9:.0f}" if rate >= 99.5e9 else f"{rate / 1e9:.3g}"

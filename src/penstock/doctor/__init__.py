@@ -1,0 +1,17 @@
+"""Measures what this machine can do: what ``penstock doctor`` runs. Its result is a ``penstock.plan.machine.Machine``.
+
+pace.py        runs kinds of work side by side for a while, and says at which rate each went
+system.py      cores, memory and limits, as the system and its cgroups give them to this process
+mounts.py      what a directory is on: kind of file system, disk, NUMA node
+work.py        the kinds of work that the engine's lanes do, as small pieces to be run over and over
+disk.py        a directory's read, write and simultaneous rates, with the store's own code
+device.py      matrix products and copies to and from what computes
+optimizer.py   parameters per second of every optimizer
+contention.py  how lanes slow each other
+overhead.py    what an op costs besides its work
+findings.py    what is wrong, in words
+examine.py     all of it, in order: the entry
+
+May import everything but ``engine`` and ``cli``. Everything is measured with the code that the engine runs, on buffers
+of its sizes, so that a profile predicts the engine and not the hardware's data sheet.
+"""

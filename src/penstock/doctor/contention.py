@@ -1,0 +1,37 @@
+"""How lanes slow each other. See ``penstock.sim.costs.Costs.contention`` for what the numbers mean.
+
+Each pair of lanes is measured side by side, and each of the two alone just before or just after, so that a slow spell
+of the machine meets both. The pairs (h2d, d2h) and (read, write) are left out, because the rates say them. With a GPU
+those with ``compute`` are left out as well: its arithmetic and its memory are the GPU's own.
+"""
+
+import itertools
+from collections.abc import Mapping
+
+from penstock.doctor.pace import Load, Span, rate, rates
+from penstock.schedule.op import Lane
+
+LEAST = 0.03
+"""slow-down that is left out: it is within what repeated measurements differ by"""
+_TOLD = ({"h2d", "d2h"}, {"read", "write"})
+
+
+def pairs(lanes: Mapping[Lane, Load], *, gpu: bool) -> list[tuple[Lane, Lane]]:
+    """The pairs to measure, each once."""
+    return [
+        (a, b) for a, b in itertools.combinations(lanes, 2) if {a, b} not in _TOLD and not (gpu and "compute" in (a, b))
+    ]
+
+
+def measure(lanes: Mapping[Lane, Load], span: Span, *, gpu: bool) -> dict[str, float]:
+    """``{"a+b": slow-down of a beside b, less 1}`` for both orders of every pair that affects each other."""
+    found = {}
+    for a, b in pairs(lanes, gpu=gpu):
+        before = rate(lanes[a], span)
+        both = rates([lanes[a], lanes[b]], span)
+        after = rate(lanes[b], span)
+        for lane, other, alone in ((a, b, before), (b, a, after)):
+            slower = alone / both[lane] - 1
+            if slower >= LEAST:
+                found[f"{lane}+{other}"] = round(slower, 3)
+    return found

@@ -1,0 +1,61 @@
+"""What computes: how fast it multiplies matrices, and how fast bytes get to it and back."""
+
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from penstock.doctor import work
+from penstock.doctor.pace import Span, rate, rates
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
+_LONGEST = 0.25
+"""seconds that one product may take: a dtype that a processor only emulates is not tried at larger sizes"""
+
+
+def throughput(device: torch.device, seconds: float) -> dict[str, float]:
+    """FLOP/s of a matrix product per dtype: the best of several large sizes, each for about ``seconds``."""
+    return {name: _best(device, dtype, seconds) for name, dtype in _DTYPES.items()}
+
+
+def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    best = 0.0
+    for size in _SIZES[device.type]:
+        if best and 2 * size**3 / best > _LONGEST:
+            break
+        load = work.product(device, dtype, size)
+        for worker in load.workers:
+            worker()  # what the first call sets up does not count
+        best = max(best, rate(load, Span(warm=0.0, seconds=seconds, calls=2, at_most=4 * seconds)))
+    return best
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRates:
+    """Bytes per second; ``*_both``: while the other direction is busy too."""
+
+    h2d: float
+    d2h: float
+    h2d_both: float
+    d2h_both: float
+
+
+def links(device: torch.device, seconds: float, rounds: int) -> LinkRates:
+    """Copies between host and device, alone and both at once; medians over the rounds. On the CPU: in host memory."""
+    span = Span(warm=0.05, seconds=seconds)
+    found: list[tuple[float, ...]] = []
+    with ExitStack() as closing:
+        up, down = (work.copies(name, device, closing) for name in ("h2d", "d2h"))
+        for _ in range(rounds):
+            both = rates([up, down], span)
+            found.append((rate(up, span), rate(down, span), both["h2d"], both["d2h"]))
+    h2d, d2h, h2d_both, d2h_both = (_median(values) for values in zip(*found, strict=True))
+    # What runs beside something else is not faster for it: where it seems so, that is noise.
+    return LinkRates(h2d=h2d, d2h=d2h, h2d_both=min(h2d_both, h2d), d2h_both=min(d2h_both, d2h))
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values)

@@ -1,0 +1,201 @@
+"""``examine``: measures everything, in order, and gives the profile."""
+
+import socket
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from penstock.doctor import contention, device, disk, mounts, optimizer, overhead, system, work
+from penstock.doctor.disk import DiskRates, Scratch
+from penstock.doctor.findings import Seen, findings
+from penstock.doctor.mounts import Mount
+from penstock.doctor.pace import Load, Span, rate
+from penstock.doctor.system import System
+from penstock.errors import BudgetError, ConfigError, StoreError
+from penstock.optim import kernels
+from penstock.plan.machine import Device, Drive, Host, Machine
+from penstock.run import numa
+from penstock.run.memory import HostSlab
+from penstock.schedule.op import Lane
+from penstock.store.directory import check_directory
+
+Working = Callable[[str], AbstractContextManager[None]]
+"""Tells the user what is being measured for as long as it is."""
+
+IO_THREADS = 4
+"""of the engine unless it is told otherwise: half of them read, half of them write"""
+_TRIED = 4 << 30
+"""bytes: a smaller limit on page-locked memory is tested with a GPU's driver"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Seconds of each single measurement, and how often it is made; the disk's own."""
+
+    seconds: float
+    rounds: int
+    disk: disk.Effort
+
+
+THOROUGH = Effort(seconds=0.25, rounds=3, disk=disk.THOROUGH)
+QUICK = Effort(seconds=0.1, rounds=1, disk=disk.QUICK)
+SUSTAINED = replace(THOROUGH, disk=disk.SUSTAINED)
+
+
+def check_paths(paths: Sequence[Path]) -> tuple[Path, ...]:
+    """The real paths of directories that can be measured.
+
+    Raises:
+        ConfigError: one is missing, no directory, not writable, given twice, or on a full file system.
+    """
+    real: dict[Path, Path] = {}
+    for path in paths:
+        try:
+            check_directory(path)
+        except StoreError as error:
+            raise ConfigError(str(error)) from error
+        if path.resolve() in real:
+            raise ConfigError(f"--path {path} and --path {real[path.resolve()]} are the same directory: give it once")
+        real[path.resolve()] = path
+    return tuple(real)
+
+
+def examine(paths: Sequence[Path], effort: Effort, where: torch.device, working: Working) -> Machine:
+    """Measure this machine, with ``paths`` as its disks and ``where`` as what computes.
+
+    Raises:
+        ConfigError: a directory cannot be measured.
+        StoreError: a disk failed.
+    """
+    real = check_paths(paths)
+    seen = system.look()
+    with ExitStack() as closing:
+        closing.enter_context(numa.near(where))  # threads that are started from here on are where the engine's will be
+        disks = [_disk(path, len(real), effort, working, closing) for path in real]
+        host = _host(seen, effort, where, working)
+        machine = Machine(
+            name=socket.gethostname(),
+            host=host,
+            device=_device(host, effort, where, working),
+            drives=tuple(disk.drive for disk in disks),
+        )
+        lanes = _lanes(where, disks[0].scratch if disks else None, closing)
+        with working("How lanes slow each other"):
+            span = Span(warm=effort.seconds / 5, seconds=effort.seconds, calls=2)
+            slower = contention.measure(lanes, span, gpu=where.type == "cuda")
+        with working("What an op costs besides its work"):
+            machine = replace(machine, contention=slower, overhead=overhead.hand_over())
+    facts = Seen(
+        system=seen,
+        disks=[(disk.path, disk.mount, disk.rates) for disk in disks],
+        native=kernels.backend() == "native",
+        device_free=torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else None,
+    )
+    return replace(machine, warnings=findings(machine, facts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Disk:
+    """A directory, what it is on, how fast it is, and the file that was measured with, which is still open."""
+
+    path: Path
+    mount: Mount
+    rates: DiskRates
+    scratch: Scratch
+
+    @property
+    def drive(self) -> Drive:
+        rates = self.rates
+        return Drive(
+            path=str(self.path),
+            read=rates.read,
+            write=rates.write,
+            # What runs beside something else is not faster for it: where it seems so, that is noise.
+            read_both=min(rates.read_both, rates.read),
+            write_both=min(rates.write_both, rates.write),
+            free=self.mount.free,
+            kind=self.mount.kind(rates.read),
+            node=self.mount.node if len(numa.nodes()) > 1 else None,
+        )
+
+
+def _disk(path: Path, count: int, effort: Effort, working: Working, closing: ExitStack) -> _Disk:
+    """Measure one of ``count`` directories. With many, each is measured fewer times."""
+    mount = mounts.look(path)
+    try:
+        nbytes = disk.file_size(mount, effort.disk)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    less = replace(effort.disk, rounds=max(1, min(effort.disk.rounds, 6 // count)))
+    with working(f"Disk {path}: reading, writing, and both at once"):
+        scratch = closing.enter_context(Scratch(path, nbytes, depth=IO_THREADS // 2, io_threads=IO_THREADS))
+        return _Disk(path=path, mount=mount, rates=disk.measure(scratch, less), scratch=scratch)
+
+
+def _host(seen: System, effort: Effort, where: torch.device, working: Working) -> Host:
+    with working("Copies in host memory"):
+        copies = work.host_copies()
+        span = Span(warm=0.05, seconds=effort.seconds)
+        copy = statistics.median(rate(copies, span) for _ in range(effort.rounds))
+    with working("Optimizer steps on the processor"):
+        cpu = torch.device("cpu")
+        rates = optimizer.steps(cpu, effort.seconds / 5, effort.rounds, threads=numa.thread_count(where))
+    return Host(
+        cores=seen.cores,
+        memory=seen.memory,
+        lockable=_lockable(seen, where),
+        copy=copy,
+        optimizer=rates,
+        nodes=len(numa.nodes()),
+    )
+
+
+def _lockable(seen: System, where: torch.device) -> int:
+    """Bytes that may be page-locked. Some drivers of GPUs lock more than ``ulimit -l`` allows, so it is tried."""
+    if where.type == "cuda" and seen.lockable < _TRIED:
+        try:
+            with torch.cuda.device(where):
+                HostSlab(seen.lockable + (64 << 20), pin=True).close()
+        except BudgetError:
+            return seen.lockable
+        return seen.memory
+    return seen.lockable
+
+
+def _device(host: Host, effort: Effort, where: torch.device, working: Working) -> Device:
+    """What computes. On the CPU it shares the host's memory, and its optimizer is the host's."""
+    with working("Matrix products on the device"):
+        flops = device.throughput(where, effort.seconds)
+    with working("Copies to the device, from it, and both at once"):
+        links = device.links(where, effort.seconds, effort.rounds)
+    if where.type == "cpu":
+        return Device(
+            name=system.cpu_name(), kind="cpu", memory=host.memory, flops=flops, optimizer=host.optimizer, **vars(links)
+        )
+    with working("Optimizer steps on the device"):
+        steps = optimizer.steps(where, effort.seconds / 5, effort.rounds, threads=1)
+    pci = numa.pci_address(where)
+    return Device(
+        name=torch.cuda.get_device_name(where),
+        kind="cuda",
+        memory=torch.cuda.mem_get_info(where)[1],
+        flops=flops,
+        optimizer=steps,
+        node=numa.gpu_node(pci) if pci is not None and host.nodes > 1 else None,
+        **vars(links),
+    )
+
+
+def _lanes(where: torch.device, scratch: Scratch | None, closing: ExitStack) -> dict[Lane, Load]:
+    """What each lane does, for contention."""
+    lanes: dict[Lane, Load] = {
+        "compute": work.layer(where),
+        "cpu": work.Steps(torch.device("cpu"), threads=numa.thread_count(where)).load("adamw"),
+        "h2d": work.copies("h2d", where, closing),
+        "d2h": work.copies("d2h", where, closing),
+    }
+    return lanes if scratch is None else lanes | {"read": scratch.reading(), "write": scratch.writing()}

@@ -1,0 +1,100 @@
+"""What a directory is on: the kind of its file system, its disk, and the disk's NUMA node.
+
+``root`` is ``/`` but for tests.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.run.numa import node_of
+
+_ROOT = Path("/")
+_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+_NETWORK = re.compile(
+    r"nfs\d*|cifs|smb\d*|9p|afs|ceph|lustre|beegfs\w*|gpfs|glusterfs|orangefs|ocfs2|gfs2"
+    r"|fuse\.(?:sshfs|s3fs|gcsfuse|glusterfs|ceph\S*|rclone|juicefs|goofys|mount-s3|blobfuse2?)"
+)
+
+Kind = Literal["ssd", "hdd", "tmpfs", "network", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """Where a directory's bytes go."""
+
+    file_system: str
+    """its type, as the kernel writes it"""
+    device: int
+    """number of the file system: equal for directories on the same one"""
+    disk: str
+    """the kernel's name of the whole disk (``nvme0n1``); empty if none is to be seen (memory, network, overlay)"""
+    spins: bool
+    """whether the kernel takes the disk for a spinning one, as it also does many a virtual disk"""
+    size: int
+    free: int
+    """bytes that may be used"""
+    node: int | None
+
+    def kind(self, read: float) -> Kind:
+        """What to call it, given the rate at which it reads: no spinning disk reads 400 MB/s and more."""
+        if self.file_system in _IN_MEMORY:
+            return "tmpfs"
+        if _NETWORK.fullmatch(self.file_system):
+            return "network"
+        if not self.disk:
+            return "unknown"
+        return "hdd" if self.spins and read < 400e6 else "ssd"
+
+    @property
+    def far(self) -> bool:
+        """Whether the files are on another machine."""
+        return _NETWORK.fullmatch(self.file_system) is not None
+
+
+def look(path: Path, root: Path = _ROOT) -> Mount:
+    """What an existing directory is on."""
+    device = path.stat().st_dev
+    space = os.statvfs(path)
+    kind, source = _mounted(device, root)
+    block = _block_device(device, source, root)
+    whole = None if block is None else block.parent if (block / "partition").exists() else block
+    rotational = None if whole is None else whole / "queue" / "rotational"
+    return Mount(
+        file_system=kind,
+        device=device,
+        disk="" if whole is None else whole.name,
+        spins=rotational is not None and rotational.is_file() and rotational.read_text().strip() == "1",
+        size=space.f_blocks * space.f_frsize,
+        free=space.f_bavail * space.f_frsize,
+        node=None if whole is None else node_of(whole),
+    )
+
+
+def _mounted(device: int, root: Path) -> tuple[str, str]:
+    """(type, source) of the file system with a number; both empty if this process does not see its mount."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        mount, _, file_system = line.partition(" - ")
+        if mount.split()[2] == wanted:
+            kind, source = file_system.split()[:2]
+            return kind, source
+    return "", ""
+
+
+def _block_device(device: int, source: str, root: Path) -> Path | None:
+    """The sysfs folder of the disk or partition below a file system; btrfs and others have numbers of their own."""
+    numbers = [f"{os.major(device)}:{os.minor(device)}"]
+    if source.startswith("/dev/"):
+        try:
+            special = (root / source.lstrip("/")).stat().st_rdev
+            numbers.append(f"{os.major(special)}:{os.minor(special)}")
+        except OSError:
+            pass  # a name from outside a container
+    for number in numbers:
+        folder = root / "sys/dev/block" / number
+        if folder.exists():
+            return folder.resolve()
+    return None

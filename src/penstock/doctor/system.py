@@ -1,0 +1,119 @@
+"""Cores, memory and limits, as the system gives them to this process. ``root`` is ``/`` but for tests."""
+
+import math
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path("/")
+_CAP_IPC_LOCK = 1 << 14  # include/uapi/linux/capability.h: may lock memory without limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """Bytes, and numbers of cores."""
+
+    cores: int
+    """that this process may use: the least of its affinity and every cgroup's quota"""
+    quota: float | None
+    """of processor time, in cores, if a cgroup sets one"""
+    memory: int
+    """that this process may use: the least of what is installed and every cgroup's limit"""
+    installed: int
+    available: int
+    """that could be had now without swapping"""
+    lockable: int
+    """that may be page-locked"""
+
+
+def look(root: Path = _ROOT) -> System:
+    """The system as this process sees it."""
+    info = _meminfo(root)
+    memory = min([info["MemTotal"], *_memory_limits(root)])
+    quota = min(_cpu_quotas(root), default=None)
+    cores = len(os.sched_getaffinity(0))
+    return System(
+        cores=cores if quota is None else max(1, min(cores, math.floor(quota))),
+        quota=quota,
+        memory=memory,
+        installed=info["MemTotal"],
+        available=min(info["MemAvailable"], memory),
+        lockable=min(memory, _lock_limit(root)),
+    )
+
+
+def cpu_name(root: Path = _ROOT) -> str:
+    """The processor's name as its maker gives it, or else its architecture."""
+    for line in (root / "proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
+
+
+def _lock_limit(root: Path) -> int:
+    """``ulimit -l``, which does not hold for a process with the right to lock memory, as root usually is."""
+    for line in (root / "proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:") and int(line.split()[1], 16) & _CAP_IPC_LOCK:
+            return 2**63
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return 2**63 if soft == resource.RLIM_INFINITY else soft
+
+
+def _memory_limits(root: Path) -> Iterator[int]:
+    """Every limit on the memory of this process's cgroups, and of those above them."""
+    for folder in _cgroups(root, "memory"):
+        for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
+            text = _read(folder / name)
+            if text is not None and text != "max":
+                yield int(text)  # without a limit, version 1 has a number larger than any memory
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Every quota on processor time, in cores."""
+    for folder in _cgroups(root, "cpu"):
+        text = _read(folder / "cpu.max")
+        if text is None:
+            parts = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+            text = " ".join(part for part in parts if part is not None)
+        match text.split():
+            case [quota, period] if quota not in ("max", "-1"):
+                yield int(quota) / int(period)
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's cgroup and of all above it, in the hierarchies that may have a controller.
+
+    ``/proc/self/cgroup`` says where the process is in each hierarchy (version 2: number 0, no controllers), and
+    ``/proc/self/mountinfo`` where a hierarchy is mounted, and from which of its folders down (in a container).
+    """
+    places = {}
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        number, controllers, place = line.split(":", 2)
+        if number == "0" or controller in controllers.split(","):
+            places["cgroup2" if number == "0" else "cgroup"] = place
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        mount, _, file_system = line.partition(" - ")
+        kind, _, options = file_system.split(" ", 2)
+        if kind not in places or (kind == "cgroup" and controller not in options.split(" ")[-1].split(",")):
+            continue
+        _, _, _, top, point = mount.split()[:5]
+        inside = Path(os.path.relpath(places[kind], top)) if places[kind].startswith(top) else Path()
+        base = root / point.lstrip("/")
+        for part in (inside, *inside.parents):
+            yield base / part

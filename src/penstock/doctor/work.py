@@ -1,0 +1,150 @@
+"""The kinds of work that the engine's lanes do, as loads to be run over and over.
+
+Pieces have the size of the engine's largest chunk, and walk through more memory than a cache holds, as a step does.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+import torch.nn.functional as F
+
+from penstock.doctor.pace import Load
+from penstock.optim import kernels
+from penstock.optim.formula import Hyper, Kind
+from penstock.run.memory import DeviceSlab, HostSlab
+from penstock.run.moves import copy
+from penstock.run.numa import near
+from penstock.schedule.place import FP32
+
+CHUNK = 2 << 20
+"""elements of the largest chunk that plans have; 8 MiB of fp32"""
+_ROUND = 16
+"""chunks that a copy walks through: 128 MiB on either side"""
+_QUEUED = 8
+"""copies to or from a GPU that are queued before they are waited for, as lanes do"""
+_STATES = 4
+"""chunks of optimizer state that are walked through; 128 MiB for AdamW in fp32"""
+
+
+def _round(length: int) -> Iterator[int]:
+    return itertools.cycle(range(length))
+
+
+def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
+    return [flat[i * CHUNK * FP32 :][: CHUNK * FP32] for i in range(_ROUND)]
+
+
+def copies(name: str, device: torch.device, closing: ExitStack) -> Load:
+    """Copies between host and device, in the direction that ``name`` says (``h2d``, ``d2h``); bytes.
+
+    ``closing`` gives page-locked memory back when it ends.
+    """
+    with near(device):
+        host_slab = HostSlab(_ROUND * CHUNK * FP32, pin=device.type == "cuda")
+        device_slab = DeviceSlab(_ROUND * CHUNK * FP32, device)
+        host_slab.bytes.fill_(1)
+        device_slab.bytes.fill_(1)
+    closing.callback(host_slab.close)
+    host, there = _pieces(host_slab.bytes), _pieces(device_slab.bytes)
+    targets, sources = (there, host) if name == "h2d" else (host, there)
+    place = _round(_ROUND)
+    if device.type == "cpu":
+
+        def one() -> None:
+            i = next(place)
+            copy(targets[i], sources[i])
+
+        return Load(name=name, workers=[one], amount=CHUNK * FP32)
+
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def queued() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for _ in range(_QUEUED):
+                i = next(place)
+                copy(targets[i], sources[i])
+        stream.synchronize()
+
+    return Load(name=name, workers=[queued], amount=_QUEUED * CHUNK * FP32)
+
+
+def host_copies() -> Load:
+    """Copies in host memory with torch's threads, which is how what lives there gets in and out of buffers; bytes."""
+    sources, targets = (HostSlab(_ROUND * CHUNK * FP32) for _ in range(2))
+    sources.bytes.fill_(1)
+    targets.bytes.fill_(1)
+    place = _round(_ROUND)
+
+    def one() -> None:
+        part = slice((i := next(place)) * CHUNK * FP32, (i + 1) * CHUNK * FP32)
+        targets.bytes[part].copy_(sources.bytes[part])
+
+    return Load(name="copy", workers=[one], amount=CHUNK * FP32)
+
+
+def product(device: torch.device, dtype: torch.dtype, size: int) -> Load:
+    """A product of two square matrices, of which the second is transposed as a layer's weight is; FLOP."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty(size, size, dtype=dtype, device=device)
+
+    def one() -> None:
+        torch.mm(a, b.t(), out=out)
+        wait_for(device)
+
+    return Load(name="compute", workers=[one], amount=2 * size**3)
+
+
+def layer(device: torch.device) -> Load:
+    """Forward and backward of a small block: products, and what is bound by memory between them; blocks."""
+    width, tokens = (512, 256) if device.type == "cpu" else (4096, 4096)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    up, down = torch.randn(4 * width, width, device=device), torch.randn(width, 4 * width, device=device)
+    weights = [w.mul_(0.01).to(dtype).requires_grad_() for w in (up, down)]
+    x = torch.randn(tokens, width, device=device).to(dtype)
+
+    def one() -> None:
+        hidden = F.gelu(F.linear(F.layer_norm(x, (width,)), weights[0]))
+        torch.autograd.grad((x + F.linear(hidden, weights[1])).square().mean(), weights)
+        wait_for(device)
+
+    return Load(name="compute", workers=[one], amount=1)
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when what was queued on a GPU is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Steps:
+    """Optimizer steps on one chunk after the other, with gradient and state in memory like the engine's."""
+
+    def __init__(self, device: torch.device, *, threads: int) -> None:
+        self._device = device
+        self._threads = threads
+        self._states = [[self._array(value) for value in (1e-3, 1.0, 0.0, 1e-6, 0.0)] for _ in range(_STATES)]
+
+    def _array(self, value: float) -> torch.Tensor:
+        return DeviceSlab(CHUNK * FP32, self._device).bytes[: CHUNK * FP32].view(torch.float32).fill_(value)
+
+    def load(self, kind: Kind, out: torch.dtype | None = None) -> Load:
+        """Steps of one optimizer; parameters. ``out``: dtype of the copy beside the master, if there is one."""
+        hyper = Hyper(kind=kind, lr=1e-6, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+        place, count = _round(_STATES), itertools.count(1)
+
+        def one() -> None:
+            gradient, master, first, second, copied = self._states[next(place)]
+            kernels.step(
+                hyper,
+                next(count),
+                grad=gradient,
+                master=master,
+                moments=(first, second)[: hyper.moments],
+                out=None if out is None else copied.view(out)[:CHUNK],
+                threads=self._threads,
+            )
+            wait_for(self._device)
+
+        return Load(name="cpu", workers=[one], amount=CHUNK)
