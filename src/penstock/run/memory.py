@@ -6,11 +6,9 @@ import mmap
 import torch
 
 from penstock.errors import BudgetError
+from penstock.schedule.place import BOUNCE as BOUNCE
 from penstock.schedule.place import PAGE, page_up
 from penstock.store.transfer import aligned_bytes
-
-BOUNCE = 8 << 20
-"""Bytes that are moved at a time between tiers, outside of steps."""
 
 
 class HostSlab:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.config import TIERS, Tier
+from penstock.config import Tier
+from penstock.plan.outside import move_order
 from penstock.run.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.run.numa import near
 from penstock.schedule.place import FP32, Format, Placement
@@ -134,21 +135,10 @@ class Residence:
             first, *state = parts_of(group, self.form, self.dtype)
             wanted[first.name] = place.weights[group.index]
             wanted |= {part.name: place.state[group.index] for part in state}
-        sizes = {name: self.parts[name].nbytes for name in wanted}
-        held: dict[Tier, int] = dict.fromkeys(TIERS, 0)
-        final = dict(held)
-        for name, tier in wanted.items():
-            held[self.tier_of(name)] += sizes[name]
-            final[tier] += sizes[name]
-        most = {tier: max(held[tier], final[tier]) for tier in TIERS} | {"disk": sum(sizes.values())}
-        pending = [name for name, tier in wanted.items() if self.tier_of(name) != tier]
-        while pending:
-            fits = (name for name in pending if held[wanted[name]] + sizes[name] <= most[wanted[name]])
-            name = next(fits, pending[0])
-            held[self.tier_of(name)] -= sizes[name]
-            held[wanted[name]] += sizes[name]
-            self._move(name, wanted[name])
-            pending.remove(name)
+        names = list(wanted)
+        sizes = [self.parts[name].nbytes for name in names]
+        for i in move_order(sizes, [self.tier_of(name) for name in names], list(wanted.values())):
+            self._move(names[i], wanted[names[i]])
 
     def to_disk(self) -> None:
         """Write what is in memory to its extents, and keep it in memory. Needs a store."""

@@ -10,6 +10,8 @@ from penstock.schedule.program import ALIGN, GroupSpec, Program
 FP32 = 4
 PAGE = 4096
 """Bytes to which everything that goes to disk is padded."""
+BOUNCE = 8 << 20
+"""Bytes that are moved at a time between tiers, outside of steps."""
 
 
 def page_up(nbytes: int) -> int:
