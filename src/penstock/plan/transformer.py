@@ -1,8 +1,9 @@
 """Decoder-only transformers whose program follows from a few numbers by formula: in microseconds, without torch.
 
-Known are the Hugging Face types gpt2, llama, mistral and qwen3, with fused (flash) attention and without dropout. The
-param groups, the stages, what they read, checkpoints, their gradients and the FLOP equal those of a dry run of the
-model (``meta``) exactly. The temporaries of a stage (its peaks) are a formula too, above a dry run's by little.
+Known are the Hugging Face types gpt2, llama, mistral and qwen3, with fused (flash) attention and without dropout. What
+they give equals a dry run of the model (``meta``) on a GPU in 16 bits, and on a CPU in fp32. Only a stage's peaks count
+on the moments at which models of common proportions hold most (an MLP wider than the hidden states, a vocabulary of
+many times the MLP's width); with others they may be too low.
 
 T tokens in a micro-batch of sequences of length s, width h, q = heads x head_dim, k = kv_heads x head_dim, f the MLP's
 width, V the vocabulary, all matrices of a block W elements: a block's forward is 2·T·W + 4·T·s·q FLOP (for GPT,
@@ -37,8 +38,9 @@ class End:
 class Transformer:
     """The numbers that a decoder's program follows from. A ``ModelShape``.
 
-    ``positions``: of learned position embeddings, 0 where they are rotary. ``longest``: the longest sequence whose
-    attention mask is plain causal. ``gated``: an MLP of three matrices (SwiGLU), else of two.
+    ``longest``: the longest sequence whose
+    attention mask is plain causal. ``gated``: Llama's block (RMS norms, rotary positions, SwiGLU), else GPT-2's.
+    ``qk_norm``: queries and keys are normed too.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Transformer:
     intermediate: int
     vocabulary: int
     gated: bool
+    qk_norm: bool
     longest: int
 
     def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
@@ -108,7 +111,10 @@ def _large(end: End) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Bytes and FLOP of one micro-batch."""
+    """Bytes and FLOP of one micro-batch: what the Hugging Face code holds at the moments when it holds most.
+
+    ``u``: bytes of the hidden states of all tokens; ``w``: of an MLP's inner states.
+    """
 
     shape: Transformer
     rows: int
@@ -120,16 +126,29 @@ class _Sizes:
         return self.rows * self.length
 
     @property
-    def states(self) -> int:
-        """Bytes of the hidden states of all tokens."""
+    def u(self) -> int:
         return self.tokens * self.shape.hidden * self.weight_bytes
+
+    @property
+    def w(self) -> int:
+        return self.tokens * self.shape.intermediate * self.weight_bytes
 
     def block_flops(self) -> int:
         shape = self.shape
         return 2 * self.tokens * shape.matrices + 4 * self.tokens * self.length * shape.heads * shape.head_dim
 
     def prologue(self) -> Stage:
-        reads = self.shape.readers(first=True)
+        shape, e, positions = self.shape, self.weight_bytes, 8 * self.length
+        reads = shape.readers(first=True)
+        packed = 17 * self.tokens + 8 * self.rows  # a search for packed sequences in the positions
+        embedding = shape.vocabulary * shape.hidden * e
+        if shape.gated:
+            rotary = 2 * self.length * shape.head_dim * e
+            kept, forward = positions + rotary, max(packed, 18 * self.length * shape.head_dim) - rotary
+            backward = embedding + e
+        else:
+            kept, forward = positions + self.u + self.length * shape.hidden * e, packed
+            backward = embedding - positions + 2 * e
         return Stage(
             index=0,
             kind="segment",
@@ -137,21 +156,17 @@ class _Sizes:
             forward_reads=reads,
             backward_reads=(),
             gradients=reads,
-            checkpoint=self.states,
-            gradient=self.states,
-            kept=self.tokens * 8,
-            forward_peak=self.states,
-            backward_peak=max((g.numel for g in self.shape.groups[: reads[-1] + 1]), default=0) * self.weight_bytes,
+            checkpoint=self.u,
+            gradient=self.u,
+            kept=kept,
+            forward_peak=forward,
+            backward_peak=max(backward, 0),
         )
 
     def call(self, layer: int) -> Stage:
         shape = self.shape
         group = len(shape.groups) - shape.layers + layer
-        e, h, f = self.weight_bytes, shape.hidden, shape.intermediate
-        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        wide = (3 if shape.gated else 2) * f
-        forward = self.tokens * e * (h + max(wide, 2 * qkv))
-        saved = self.tokens * (e * (4 * h + 2 * qkv + (4 if shape.gated else 2) * f) + (e == 2) * FP32 * 4 * h)
+        forward, backward = self._gated_peaks() if shape.gated else self._gpt_peaks()
         return Stage(
             index=1 + layer,
             kind="call",
@@ -159,17 +174,22 @@ class _Sizes:
             forward_reads=(group,),
             backward_reads=(group,),
             gradients=(group,),
-            checkpoint=self.states,
-            gradient=self.states,
+            checkpoint=self.u,
+            gradient=self.u,
             kept=0,
             forward_peak=forward,
-            backward_peak=saved + self.tokens * e * (h + 2 * f),
+            backward_peak=backward,
         )
 
     def epilogue(self) -> Stage:
-        shape = self.shape
+        shape, e = self.shape, self.weight_bytes
         reads = shape.readers(first=False)
-        logits = self.tokens * shape.vocabulary * FP32
+        logits = self.tokens * shape.vocabulary
+        norm = self._rms_norm(self.tokens, shape.hidden, output=True) if shape.gated else self.u + 8 * self.tokens
+        loss = 3 * FP32 * logits  # softmax, its gradient and the one of what went in
+        head = e * logits + shape.vocabulary * shape.hidden * e + self.u
+        # Not its own: the gradient that it leaves, and what it frees of the prologue's (GPT-2's two embeddings).
+        others = self.u if shape.gated else 2 * self.u + self.length * shape.hidden * e
         return Stage(
             index=1 + shape.layers,
             kind="segment",
@@ -180,9 +200,43 @@ class _Sizes:
             checkpoint=0,
             gradient=0,
             kept=0,
-            forward_peak=3 * logits + 4 * self.states + shape.hidden * shape.vocabulary * self.weight_bytes,
+            forward_peak=norm + 8 - others + max(loss, head),
             backward_peak=0,
         )
+
+    def _rms_norm(self, rows: int, width: int, *, output: bool) -> int:
+        """Bytes that an RMS norm keeps for its backward, besides its input, which stays anyway where it is fp32.
+
+        In 16 bits it computes in fp32. ``output``: whether what it returns is kept too, as the input of a product.
+        """
+        e, elements = self.weight_bytes, rows * width
+        copy = FP32 * elements if e != FP32 else 0
+        return copy + FP32 * rows + elements * e + (elements * e if output else 0)
+
+    def _attention(self) -> int:
+        """Bytes of what attention returns, and of each row's sum, which its backward starts from."""
+        shape = self.shape
+        sums = FP32 * self.tokens * shape.heads + (24 if self.weight_bytes != FP32 else 0)
+        return self.tokens * shape.heads * shape.head_dim * self.weight_bytes + sums
+
+    def _gpt_peaks(self) -> tuple[int, int]:
+        """Forward: in the tanh form of GELU. Backward: there, or when the gradient of the second MLP matrix is made."""
+        shape, e, u, w = self.shape, self.weight_bytes, self.u, self.w
+        saved = 6 * u + 16 * self.tokens + self._attention()
+        matrix = (shape.intermediate + 1) * shape.hidden * e
+        return 2 * u + 4 * w, saved - u + max(6 * w + matrix, 7 * w)
+
+    def _gated_peaks(self) -> tuple[int, int]:
+        """Forward: in the MLP, or while rotating queries. Backward: at the MLP's product, or at its last matrix."""
+        shape, e, u, w = self.shape, self.weight_bytes, self.u, self.w
+        q, k = (self.tokens * n * shape.head_dim * e for n in (shape.heads, shape.kv_heads))
+        saved = 2 * self._rms_norm(self.tokens, shape.hidden, output=True) + q + 2 * k + self._attention()
+        if shape.qk_norm:
+            saved += self._rms_norm(self.tokens * (shape.heads + shape.kv_heads), shape.head_dim, output=False)
+        if e == FP32:  # norms keep their inputs; the first one's is the checkpoint
+            saved += u + (q + k if shape.qk_norm else 0)
+        matrix = shape.intermediate * shape.hidden * e
+        return max(u + 3 * w, 4 * q + 2 * k), saved - u + max(5 * w + matrix, 6 * w)
 
 
 # ---- from a Hugging Face configuration
@@ -282,6 +336,7 @@ def _gpt2(given: _Given, name: str) -> Transformer | None:
         intermediate=f,
         vocabulary=vocabulary,
         gated=False,
+        qk_norm=False,
         longest=positions,
     )
 
@@ -362,6 +417,7 @@ def _decoder(
         intermediate=f,
         vocabulary=vocabulary,
         gated=True,
+        qk_norm=qk_norm,
         longest=window,
     )
 
