@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.test_engine_prediction import machine
 
 from penstock.cli import main, settings
 from penstock.cli.train import lr_factor, optimizer_spec
 from penstock.config import LrScheduleConfig, OptimizerConfig, OverrideConfig
 from penstock.optim.spec import SGD, Override
+from penstock.plan.profiles import save_profile
+from penstock.report.prediction import parse_prediction
 
 CONFIG = """\
 run: {run}
@@ -31,6 +34,7 @@ micro_batch_size: 2
 clip_grad_norm: 1.0
 device: cpu
 steps: 4
+plan: null
 """
 
 
@@ -185,3 +189,40 @@ def test_the_optimizer_is_the_one_that_was_written() -> None:
     )
     spec = optimizer_spec(config)
     assert spec == SGD(lr=0.5, momentum=0.9, overrides=(Override(match="bias", weight_decay=0.0),))
+
+
+def test_a_stored_profile_brings_a_prediction_and_its_schedule_runs_from_a_file(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_profile(machine(tmp_path))
+    assert main(["train", str(config), "--plan", "auto"]) == 0
+    assert "predicted" in capsys.readouterr().out
+    prediction = parse_prediction((tmp_path / "run" / "prediction.json").read_text())
+    assert prediction.time >= prediction.lower_bound > 0
+    traced = {e["name"] for e in json.loads((tmp_path / "run" / "trace.json").read_text()) if e["ph"] == "X"}
+    assert traced == {op.id for op in prediction.schedule.ops}
+    own = tmp_path / "own.schedule"
+    own.write_text(f"# mine\n{prediction.schedule}")
+    planned = _numbers(tmp_path / "run")
+    assert main(["train", str(config), "--plan", "auto", "--schedule", str(own), "--overwrite"]) == 0
+    assert _numbers(tmp_path / "run") == planned
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "there is no such file"),
+        ("schedule s micro-batches 2 chunk 4096\nF0m0 after F1m0\n", "line 2"),
+        ("world w ranks 2\nrank 0-1\nschedule s micro-batches 1 chunk 0\nF0m0\n", "for 2 ranks: training runs one"),
+    ],
+)
+def test_a_schedule_file_that_cannot_be_run_is_refused(
+    text: str | None, words: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.schedule"
+    if text is not None:
+        own.write_text(text)
+    assert main(["train", str(config), "--schedule", str(own)]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -267,7 +267,7 @@ class TrainConfig:
     | ``micro_batches`` | micro-batches that a step accumulates gradients over |
     | ``micro_batch_size`` | sequences in a micro-batch |
     | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; None: bf16 on a GPU, fp32 on the CPU |
-    | ``schedule`` | ``vertical`` (block by block) or ``horizontal`` (micro-batch by micro-batch) |
+    | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; None: by a fixed order of preference |
     | ``clip_grad_norm`` | gradients are scaled down to this norm; None: off |
     | ``device`` | a torch device; None: the accelerator if there is one, else ``cpu`` |
@@ -288,7 +288,7 @@ class TrainConfig:
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     evaluate: EvaluateConfig | None = None
     precision: Precision | None = None
-    schedule: Literal["vertical", "horizontal"] = "vertical"
+    schedule: Literal["vertical", "horizontal"] | Path = "vertical"
     plan: Literal["auto"] | None = "auto"
     clip_grad_norm: float | None = None
     device: str | None = None

@@ -43,9 +43,9 @@ class LaneUse:
 class Meter:
     """Collects steps. Rates are over the last ten, peaks and totals over the whole run.
 
-    ``state_bytes`` and ``disk_bytes`` are the plan's: all of the state, and what of it is kept on disk. ``predicted`` is
-    its step time and ``bottleneck`` what was predicted to bound it, if it was planned for a machine. All are known once
-    the first step has been planned.
+    ``state_bytes`` and ``disk_bytes`` are the plan's: all of the state, and what of it is kept on disk. ``predicted``
+    is its step time and ``bottleneck`` what was predicted to bound it, if it was planned for a machine. All are known
+    once the first step has been planned.
     """
 
     outline: Outline

@@ -5,7 +5,9 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -15,6 +17,7 @@ from penstock.cli.interrupt import Interrupt
 from penstock.cli.meter import Meter, Outline, metrics_of
 from penstock.cli.model import build_model, parameter_count
 from penstock.cli.run_folder import MetricsFile, Start, claim, discard, has_steps, trace_path, write_prediction
+from penstock.cli.schedule_file import read_world
 from penstock.cli.summary import closing, opening, reset_peak_resident, resident_bytes
 from penstock.config import LrScheduleConfig, OptimizerConfig, OptimizerName, Tier, TrainConfig
 from penstock.data.batches import Batches
@@ -24,6 +27,7 @@ from penstock.errors import ConfigError
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec, Override
 from penstock.report.prediction import Prediction
 from penstock.run.trace import TraceWriter
+from penstock.schedule.op import Schedule
 from penstock.sim.result import Simulation
 from penstock.wrapping import wrap
 
@@ -55,29 +59,33 @@ def train(config: TrainConfig, start: Start) -> int:
         ConfigError, BudgetError, ModelError, StoreError, NonFiniteError: as they come.
     """
     display = choose_display(sys.stdout)
+    schedule = _schedule(config.schedule)
     optimizer = optimizer_spec(config.optimizer)
     model = build_model(config.model, config.data)
     folder = claim(config, start)
     try:
-        return _train(config, display, folder, model, optimizer)
+        return _train(
+            config, display, folder, partial(_engine, model, optimizer, config, schedule), parameter_count(model)
+        )
     except BaseException:
         if start != "resume" and not has_steps(folder):  # so that the next try does not need --overwrite
             discard(config)
         raise
 
 
-def _train(config: TrainConfig, display: Display, folder: Path, model: nn.Module, optimizer: OptimizerSpec) -> int:
+def _train(
+    config: TrainConfig, display: Display, folder: Path, make_engine: Callable[[], Engine], parameters: int
+) -> int:
     """The run in a folder that is its own."""
     share = None if config.evaluate is None else config.evaluate.share
     with display.working(f"Training a tokenizer of {config.data.vocabulary:,} tokens and encoding the text"):
         text = tokenize(config.data, folder, held_out=share)
     batches, validation = _batches(config, text)
-    parameters = parameter_count(model)
     display.say(opening(config, text, parameters))
     own = resident_bytes()
     with ExitStack() as stack:
         with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):
-            engine = stack.enter_context(_engine(model, optimizer, config))
+            engine = stack.enter_context(make_engine())
         given: dict[Tier, int] = {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
         stretch = Stretch(
             config=config,
@@ -96,13 +104,34 @@ def _train(config: TrainConfig, display: Display, folder: Path, model: nn.Module
     return code
 
 
-def _engine(model: nn.Module, optimizer: OptimizerSpec, config: TrainConfig) -> Engine:
+def _schedule(asked: Literal["vertical", "horizontal"] | Path) -> Literal["vertical", "horizontal"] | Schedule:
+    """A family by its name, or the schedule that a file holds, checked.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no schedule of one rank that keeps the rules.
+    """
+    if not isinstance(asked, Path):
+        return asked
+    if not asked.exists():
+        raise ConfigError(f"schedule={str(asked)!r}: must be vertical, horizontal or a file, and there is no such file")
+    world = read_world(asked)
+    if len(world.ranks) > 1:
+        raise ConfigError(f"schedule={str(asked)!r} is for {len(world.ranks)} ranks: training runs one")
+    return world.ranks[0]
+
+
+def _engine(
+    model: nn.Module,
+    optimizer: OptimizerSpec,
+    config: TrainConfig,
+    schedule: Literal["vertical", "horizontal"] | Schedule,
+) -> Engine:
     return wrap(
         model,
         optimizer=optimizer,
         budget=config.budget,
         precision=config.precision,
-        schedule=config.schedule,
+        schedule=schedule,
         plan=config.plan,
         clip_grad_norm=config.clip_grad_norm,
         device=config.device,
