@@ -91,6 +91,7 @@ class Moves:
                 f"delay={settings.delay}: this schedule hands gradients on to the next step, which the engine cannot "
                 "run yet. Run it with delay=0; penstock simulate takes any"
             )
+        assert settings.ranks == 1
         self.context = StepContext(step=0, count=1, hypers=(), clip=None, loss_scale=1.0)
         self._program = program
         self._settings = settings

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 from penstock.config import Tier
 from penstock.schedule.op import Carried, Op, Schedule, parse_word
-from penstock.schedule.place import Chunk, Settings, chunks
+from penstock.schedule.place import Chunk, Settings, chunks, part_of
 from penstock.schedule.provision import Provision
 from penstock.schedule.route import Route, Visit
+
+EVERYONE = "all"
+"""The process group of all ranks."""
 
 
 class Builder:
@@ -26,7 +29,10 @@ class Builder:
         self.visits = route.visits
         self.provision = Provision(route, settings)
         self.ops: list[Op] = []
-        self.cuts: list[tuple[Chunk, ...]] = [chunks(g, settings.chunk) for g in route.program.groups]
+        assert settings.ranks == 1 or "device" not in (*settings.place.weights, *settings.place.state)
+        self.parts = [part_of(g, settings.ranks) for g in route.program.groups]
+        """what this rank has of each group"""
+        self.cuts: list[tuple[Chunk, ...]] = [chunks(part, settings.chunk) for part in self.parts]
         self.ready: dict[str, list[str]] = defaultdict(list)
         """visit -> ops that its first compute op waits for"""
         self.carried: list[Carried] = []
@@ -59,6 +65,7 @@ class Builder:
         writes: Iterable[str] = (),
         gives: Iterable[str] = (),
         nbytes: int = 0,
+        group: str = "",
     ) -> str:
         taken = tuple(takes)
         self._taken_from.update(pool for _, pool in taken)
@@ -72,9 +79,24 @@ class Builder:
                 writes=tuple(writes),
                 gives=tuple(gives),
                 nbytes=nbytes,
+                group=group,
             )
         )
         return ident
+
+    def collective(self, ident: str, after: str, source: str, into: tuple[str, str], nbytes: int) -> str:
+        """Emit a gather or a scatter over all ranks: ``nbytes`` are those of one rank's part, of which a rank sends one
+        to each other rank."""
+        return self.emit(
+            ident,
+            after=[after],
+            takes=[into],
+            reads=[source],
+            writes=[into[0]],
+            gives=[source],
+            nbytes=(self.s.ranks - 1) * nbytes,
+            group=EVERYONE,
+        )
 
     # ---- weights
 

@@ -56,20 +56,24 @@ class Loads:
                 b.ready[visit.name].append(last)
 
     def _group(self, g: int, visit: Visit, late: frozenset[int], *, first: bool) -> str:
-        """Emit the loads of one group; the last of them."""
-        buffer = self.b.weight_buffer(g, visit)
+        """Emit the loads of one group; what a visit that reads it waits for."""
+        whole = self.b.weight_buffer(g, visit), self.b.provision.weights_pool[g]
+        into = whole if self.b.s.ranks == 1 else (f"P{g}@{visit.name}", "weight_parts")
         for c in self.b.cuts[g]:
-            takes = [(buffer, self.b.provision.weights_pool[g])] if c is self.b.cuts[g][0] else []
+            takes = [into] if c is self.b.cuts[g][0] else []
             if first and c.index in late:
                 done, new = self.updates.step_delayed(g, c)
-                last = self._up(g, c, visit, after=[done], takes=takes, reads=new, gives=[])
+                last = self._up(g, c, visit, after=[done], takes=takes, into=into[0], reads=new, gives=[])
                 self.updates.home(g, c, [done, last] if new else [done])
             elif self.b.s.place.weights[g] == "disk":
                 staged = f"i{g}.{c.index}@{visit.name}"
                 read = self._read(g, c, visit, staged)
-                last = self._up(g, c, visit, after=[read], takes=takes, reads=[staged], gives=[staged])
+                last = self._up(g, c, visit, after=[read], takes=takes, into=into[0], reads=[staged], gives=[staged])
             else:
-                last = self._up(g, c, visit, after=[], takes=takes, reads=[], gives=[])
+                last = self._up(g, c, visit, after=[], takes=takes, into=into[0], reads=[], gives=[])
+        if into != whole:
+            nbytes = self.b.parts[g].numel * self.b.s.form.weight_bytes
+            last = self.b.collective(f"GW{g}@{visit.name}", last, into[0], whole, nbytes)
         return last
 
     def _read(self, g: int, c: Chunk, visit: Visit, staged: str) -> str:
@@ -90,6 +94,7 @@ class Loads:
         *,
         after: list[str],
         takes: list[tuple[str, str]],
+        into: str,
         reads: list[str],
         gives: list[str],
     ) -> str:
@@ -98,7 +103,7 @@ class Loads:
             after=after,
             takes=takes,
             reads=reads,
-            writes=[self.b.weight_buffer(g, visit)],
+            writes=[into],
             gives=gives,
             nbytes=c.numel * self.b.s.form.weight_bytes,
         )

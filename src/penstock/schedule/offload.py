@@ -24,8 +24,9 @@ from typing import Literal
 
 from penstock.config import Tier
 from penstock.errors import ConfigError
+from penstock.schedule.build import EVERYONE
 from penstock.schedule.horizontal import horizontal
-from penstock.schedule.place import FP32, Depths, Format, Placement, Settings
+from penstock.schedule.place import FP32, Depths, Format, Placement, Settings, part_of
 from penstock.schedule.program import ALIGN, Program, round_up
 from penstock.schedule.provision import fixed_bytes
 from penstock.schedule.vertical import vertical
@@ -60,7 +61,7 @@ FAMILIES: Mapping[str, Family] = {
         state="disk",
         checkpoints="host",
         wait=False,
-        options=("chunks", "depths", "wait", *_PLACES),
+        options=("chunks", "depths", "wait", "ranks", *_PLACES),
     ),
     "vertical": Family(
         description="all micro-batches through a block before the next; a share of the steps (delay) in the next "
@@ -70,7 +71,7 @@ FAMILIES: Mapping[str, Family] = {
         state="disk",
         checkpoints="host",
         wait=False,
-        options=("chunks", "depths", "wait", "delay", *_PLACES),
+        options=("chunks", "depths", "wait", "delay", "ranks", *_PLACES),
     ),
     "zero-offload": Family(
         description="weights on the device, state in host memory; gradients go down as they are made, the CPU steps "
@@ -89,6 +90,7 @@ FAMILIES: Mapping[str, Family] = {
         state="disk",
         checkpoints="host",
         wait=True,
+        options=("chunks", "depths", "ranks"),
     ),
     "superoffload": Family(
         description="zero-offload that does not wait for the norm (a step that should not have been is taken back), "
@@ -110,7 +112,7 @@ FAMILIES: Mapping[str, Family] = {
         checkpoints="host",
         wait=False,
         delay=0.5,
-        options=("chunks", "depths", "delay"),
+        options=("chunks", "depths", "delay", "ranks"),
     ),
 }
 
@@ -122,6 +124,7 @@ class Request:
     ``chunks``: pieces that a block is cut into. ``delay``: the delay ratio, 0 to 1. ``wait``: whether the optimizer
     waits for the global norm of the gradients. ``weights``, ``state``, ``checkpoints``, ``gradients`` (that wait): the
     tier of all of them. ``device_blocks``: blocks whose state lives on the device, those whose gradients come last.
+    ``ranks``: data-parallel ranks, each with its own ``micro_batches``, and with its part of weights and state.
     """
 
     family: str
@@ -137,6 +140,7 @@ class Request:
     checkpoints: Tier | None = None
     gradients: Literal["host", "disk"] | None = None
     device_blocks: int | None = None
+    ranks: int | None = None
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -146,7 +150,7 @@ class Request:
 
 
 def build(request: Request) -> World:
-    """The schedule of one step in the steady state, on one rank.
+    """The schedules of one step in the steady state. All ranks do the same.
 
     Raises:
         ConfigError: no such family, or an option that it does not have or that is out of range.
@@ -155,8 +159,10 @@ def build(request: Request) -> World:
     family = FAMILIES[request.family]
     builder = vertical if family.order == "vertical" else horizontal
     at_once = request.micro_batches if family.order == "vertical" else 1
-    schedule = builder(request.program, s, fixed_bytes(request.program, s.form, s.place, at_once), request.family)
-    return World.of(schedule)
+    fixed = fixed_bytes(request.program, s.form, s.place, at_once, ranks=s.ranks)
+    schedule = builder(request.program, s, fixed, request.family)
+    groups = {EVERYONE: tuple(range(s.ranks))} if s.ranks > 1 else {}
+    return World(name=request.family, ranks=(schedule,) * s.ranks, groups=groups)
 
 
 def settings(request: Request) -> Settings:
@@ -175,6 +181,7 @@ def settings(request: Request) -> Settings:
         depths=request.depths or Depths(),
         wait=wait,
         delay=delay,
+        ranks=request.ranks or 1,
     )
 
 
@@ -183,12 +190,14 @@ def _family(request: Request) -> Family:
     if name not in FAMILIES:
         raise ConfigError(f"no offload schedule is called {name!r}. Known: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    options = ("chunks", "depths", "delay", "wait", "device_blocks", *_PLACES)
+    options = ("chunks", "depths", "delay", "wait", "device_blocks", "ranks", *_PLACES)
     for option in options:
         if getattr(request, option) is not None and option not in family.options:
             raise ConfigError(f"{name} has no option {option}: it has {', '.join(family.options)}")
     if request.micro_batches < 1:
         raise ConfigError(f"micro_batches={request.micro_batches} must be at least 1")
+    if request.ranks is not None and request.ranks < 1:
+        raise ConfigError(f"ranks={request.ranks} must be at least 1")
     if request.delay is not None and not 0 <= request.delay <= 1:
         raise ConfigError(f"delay={request.delay} must be from 0 (every step in its own backward) to 1")
     return family
@@ -199,12 +208,12 @@ def _chunk(request: Request, *, match: bool) -> int:
     the one is as large as one of the other, so a chunk's fp32 gradient is made as large as a checkpoint if nothing else
     is asked for and that makes a sensible number of chunks.
     """
-    groups = request.program.groups
-    block = max([groups[g].numel for g in request.blocks], default=max(g.numel for g in groups))
+    parts = [part_of(group, request.ranks or 1) for group in request.program.groups]
+    block = max([parts[g].numel for g in request.blocks], default=max(part.numel for part in parts))
     if request.chunks is not None and not 1 <= request.chunks <= block // ALIGN:
         raise ConfigError(
             f"chunks={request.chunks} must be from 1 to {block // ALIGN}: a chunk has at least {ALIGN} parameters, and "
-            f"the largest block {block}"
+            f"the largest block{' of a rank' if request.ranks else ''} {block}"
         )
     wanted = round_up(-(-block // (request.chunks or _CHUNKS)), ALIGN)
     if match and request.chunks is None:
@@ -223,6 +232,10 @@ def _placement(request: Request, family: Family, checkpoints: Tier) -> Placement
     if not request.form.split and weights == "device" and state != "device":
         raise ConfigError(
             f"{request.family}: {pair} cannot work in fp32, where the master copy is the weights: use bf16"
+        )
+    if (request.ranks or 1) > 1 and "device" in (weights, state):
+        raise ConfigError(
+            f"ranks={request.ranks} with {pair} cannot work: with several ranks, no weights stay on a device"
         )
     states = [state] * len(groups)
     for g in _on_device(request, family):

@@ -17,7 +17,8 @@ An op's *id* is a short word that says everything about it; no two ops of a sche
 | ``DC3m0`` ``WC3m0`` ``RC3m0`` ``UC3m0`` | d2h, write, read, h2d | checkpoint of stage 3 down, to disk, back, up |
 | ``I3m0`` ``W3m0`` | compute | backward of stage 3 split: gradient of its input, gradient of its weights |
 | ``GW5@F3`` ``GN5`` | net | all-gather of group 5's weights for a visit; of its new weights after a sharded step |
-| ``AR5`` ``SG5`` | net | all-reduce, reduce-scatter of group 5's gradient |
+| ``AR5`` ``SG5@B3`` | net | all-reduce, reduce-scatter of group 5's gradient |
+| ``AN`` | net | all-reduce of the norm |
 | ``GC3m0`` | net | all-gather of a checkpoint of stage 3 that is kept in parts (ZeRO-R) |
 | ``SA3m0`` ``RA3m0`` | send, recv | the activation that stage 3 puts out, to the peer, from the peer |
 | ``SD3m0`` ``RD3m0`` | send, recv | the gradient with respect to it |
@@ -56,7 +57,7 @@ _KIND_LANE: dict[str, Lane] = {
     **dict.fromkeys(("UW", "UN", "UC"), "h2d"),
     **dict.fromkeys(("DG", "DC"), "d2h"),
     **dict.fromkeys(("AG", "NG", "OP", "NORM"), "cpu"),
-    **dict.fromkeys(("GW", "GN", "AR", "SG", "GC"), "net"),
+    **dict.fromkeys(("GW", "GN", "AR", "SG", "GC", "AN"), "net"),
     **dict.fromkeys(("SA", "SD"), "send"),
     **dict.fromkeys(("RA", "RD"), "recv"),
 }
@@ -81,8 +82,8 @@ def parse_word(text: str) -> Word:
     Raises:
         ScheduleError: the text names no op.
     """
-    if text == "NORM":
-        return Word(kind=text, lane="cpu")
+    if text in ("NORM", "AN"):
+        return Word(kind=text, lane=_KIND_LANE[text])
     if match := _COMPUTE.fullmatch(text) or _CHECKPOINT.fullmatch(text):
         kind = match[1]
         return Word(kind=kind, lane=_KIND_LANE[kind], stage=int(match[2]), micro_batch=int(match[3]))

@@ -1,11 +1,11 @@
 """Where each group's bytes live and how they are cut: the decisions a schedule is built from. Plain data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
 from penstock.config import Tier
-from penstock.schedule.program import ALIGN, GroupSpec, Program
+from penstock.schedule.program import ALIGN, GroupSpec, Program, round_up
 
 FP32 = 4
 PAGE = 4096
@@ -46,6 +46,14 @@ def chunks(group: GroupSpec, largest: int) -> tuple[Chunk, ...]:
             start, stop = blocks * i // count * ALIGN, blocks * (i + 1) // count * ALIGN
             cut.append(Chunk(index=len(cut), start=begin + start, numel=stop - start, trainable=trainable))
     return tuple(cut)
+
+
+def part_of(group: GroupSpec, ranks: int) -> GroupSpec:
+    """What each of several ranks has of a group: an even part, padded to multiples of ``ALIGN``."""
+    if ranks == 1:
+        return group
+    trainable, frozen = (round_up(-(-n // ranks), ALIGN) for n in (group.trainable, group.frozen))
+    return replace(group, trainable=trainable, frozen=frozen)
 
 
 def delayed_share(first: int, count: int, share: float) -> frozenset[int]:
@@ -138,3 +146,6 @@ class Settings:
     delay: float = 0.0
     """The delay ratio, 0 to 1: which share of the chunks that step in host memory takes its step in the next step's
     forward, before the chunk's weights are loaded for the first time. Only for the vertical schedule."""
+    ranks: int = 1
+    """Data-parallel ranks. Each has an even part of every group's weights and state (ZeRO-3): it brings its part to the
+    device, all gather the whole for each visit, and scatter the sum of their gradients. Nothing lives on the device."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.config import Tier
 from penstock.schedule.op import Pool
-from penstock.schedule.place import FP32, Format, Placement, Settings, chunk_count, delayed_share, page_up
+from penstock.schedule.place import FP32, Format, Placement, Settings, chunk_count, delayed_share, page_up, part_of
 from penstock.schedule.program import Program
 from penstock.schedule.route import Route
 
@@ -31,16 +31,25 @@ def size_classes(sizes: Iterable[int]) -> list[int]:
 
 
 def fixed_bytes(
-    program: Program, form: Format, place: Placement, at_once: int, *, inputs: int = 0, step_temporaries: int = 0
+    program: Program,
+    form: Format,
+    place: Placement,
+    at_once: int,
+    *,
+    inputs: int = 0,
+    step_temporaries: int = 0,
+    ranks: int = 1,
 ) -> tuple[tuple[Tier, str, int], ...]:
     """(tier, what, bytes) that a step holds all the time besides its pools.
 
     ``at_once``: micro-batches that are under way at the same time. ``inputs``: bytes of all micro-batches on the
     device. ``step_temporaries``: bytes that the optimizer needs there besides the state, if any state is there.
+    ``ranks``: each has a part of weights and state.
     """
     tiers: tuple[Tier, ...] = ("device", "host")
-    weights = {t: sum(g.numel for g in program.groups if place.weights[g.index] == t) for t in tiers}
-    trained = {t: sum(g.trainable for g in program.groups if place.state[g.index] == t) for t in tiers}
+    parts = [part_of(g, ranks) for g in program.groups]
+    weights = {t: sum(g.numel for g in parts if place.weights[g.index] == t) for t in tiers}
+    trained = {t: sum(g.trainable for g in parts if place.state[g.index] == t) for t in tiers}
     per_element = FP32 * (form.moments + form.split)
     return (
         ("device", "inputs", inputs),
@@ -70,6 +79,7 @@ class Provision:
     def __init__(self, route: Route, settings: Settings) -> None:
         self.route = route
         self.s = settings
+        self._parts = [part_of(g, settings.ranks) for g in route.program.groups]
         self.weights_pool: dict[int, str] = {}
         self.gradients_pool: dict[int, str] = {}
         self.delayed = self._delayed()
@@ -99,7 +109,7 @@ class Provision:
 
     def trained_count(self, g: int) -> int:
         """Number of chunks of a group that are stepped; they come first."""
-        return chunk_count(self.route.program.groups[g].trainable, self.s.chunk)
+        return chunk_count(self._parts[g].trainable, self.s.chunk)
 
     def held_count(self, g: int, use: int) -> int:
         """How many chunks of a group's gradient of its ``use``-th stage are held."""
@@ -183,24 +193,32 @@ class Provision:
 
     def _weights(self) -> Iterator[Pool]:
         needs = {visit: self.moving(*visit) for visit in self.route.times}
-        groups = self.route.program.groups
-        sizes = {g: groups[g].numel * self.s.form.weight_bytes for gs in needs.values() for g in gs}
+        part = {g: self._parts[g].numel * self.s.form.weight_bytes for gs in needs.values() for g in gs}
+        sizes = {g: n * self.s.ranks for g, n in part.items()}
         for pool, members in self._by_class("weights", sizes, needs, self.s.depths.weights):
             self.weights_pool |= dict.fromkeys(members, pool.name)
             yield pool
+        yield from self._of_parts("weight_parts", part)
 
     def _gradients(self) -> Iterator[Pool]:
         """Shared by size class; a group that steps on the device has a buffer of its own."""
         groups = self.route.program.groups
         needs = {visit: self.route.gradients(*visit) for visit in self.route.times}
-        sizes = {g: groups[g].trainable * FP32 for g in self.streamed()}
+        part = {g: self._parts[g].trainable * FP32 for g in self.streamed()}
+        sizes = {g: n * self.s.ranks for g, n in part.items()}
         for pool, members in self._by_class("gradients", sizes, needs, self.s.depths.gradients):
             self.gradients_pool |= dict.fromkeys(members, pool.name)
             yield pool
+        yield from self._of_parts("gradient_parts", part)
         for g in sorted(self.route.gradient_visits.keys() - sizes.keys()):
             assert len(self.route.uses[g]) == 1, "a tied group cannot keep its state on the device"
             name = self.gradients_pool[g] = f"gradients.of{g}"
             yield Pool(name=name, tier="device", size=groups[g].trainable * FP32, count=1)
+
+    def _of_parts(self, name: str, sizes: Mapping[int, int]) -> Iterator[Pool]:
+        """Device buffers for parts of groups on their way to or from the whole: one moves while one is filled."""
+        if self.s.ranks > 1 and sizes:
+            yield Pool(name=name, tier="device", size=max(sizes.values()), count=2)
 
     def _activations(self) -> Iterator[Pool]:
         """Checkpoints and their gradients on the device (torch's allocator owns the memory), and away from it."""
@@ -238,7 +256,7 @@ class Provision:
 
     def _from_disk(self, g: int) -> bool:
         """Whether any chunk of a group's weights is read from disk: a delayed one's first load comes from its step."""
-        count = self.trained_count(g) + chunk_count(self.route.program.groups[g].frozen, self.s.chunk)
+        count = self.trained_count(g) + chunk_count(self._parts[g].frozen, self.s.chunk)
         all_late = len(self.delayed.get(g, ())) == count
         return self.s.place.weights[g] == "disk" and len(self.route.readers[g]) > all_late
 

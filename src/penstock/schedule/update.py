@@ -5,6 +5,7 @@ Buffers, per group ``g`` and chunk ``c``:
     H{g}.{c}u{k}   host gradient of the k-th stage that uses the group, in backward order; u0 receives the total
     t{tag}         a further micro-batch's gradient on its way into H (horizontal only)
     R{g}.{c}       gradient read back from disk
+    g{g}@{visit}   on the device, with several ranks: this rank's part of the sum of all ranks' gradients
     S{g}.{c}       optimizer state in flight
     O{g}.{c}       new weights in flight
     h{g}.{c}       delayed chunks: the H{g}.{c}u0 that the step before has left in host memory
@@ -17,8 +18,10 @@ A delayed chunk is stepped when its group is needed for the first time in the ne
 ops are those of any step: each chunk has one in every step, with this step's gradient or the one before's.
 """
 
-from penstock.schedule.build import Builder
+from penstock.schedule.build import EVERYONE, Builder
 from penstock.schedule.place import FP32, Chunk
+
+NORM_BYTES = 8
 
 
 class Updates:
@@ -28,6 +31,7 @@ class Updates:
         self.b = builder
         self.s = builder.s
         self._normed: list[str] = []
+        self._norm = ""  # op after which the global norm is known
         self._final: dict[str, str] = {}  # H buffer u0 -> op that completes it
         self._down: dict[str, str] = {}  # H buffer -> op that last wrote it
         self.written: dict[tuple[int, int], str] = {}
@@ -68,6 +72,11 @@ class Updates:
         use = self.b.route.uses[g].index(visit.stage)
         source = self.b.gradient_buffer(g, visit)
         trained = self.b.trained_chunks(g)
+        if self.s.ranks > 1:
+            part = f"g{g}@{visit.name}", "gradient_parts"
+            nbytes = self.b.parts[g].trainable * FP32
+            after = self.b.collective(f"SG{g}@{visit.name}", after, source, part, nbytes)
+            source = part[0]
         for c in trained:
             name, pool = self.host_gradient(g, c, use)
             tag = f"{g}.{c.index}@{visit.name}"
@@ -109,7 +118,9 @@ class Updates:
 
     def steps_after_norm(self) -> None:
         """Emit the global norm and every group's step after it (only when the optimizer waits)."""
-        self.b.emit("NORM", after=self._normed)
+        self._norm = self.b.emit("NORM", after=self._normed)
+        if self.s.ranks > 1:
+            self._norm = self.b.emit("AN", after=[self._norm], nbytes=(self.s.ranks - 1) * NORM_BYTES, group=EVERYONE)
         for g in sorted(self.b.route.gradient_visits):
             if self.s.place.state[g] == "device":
                 self._step_on_device(g)
@@ -122,7 +133,7 @@ class Updates:
     def _before_step(self, g: int) -> list[str]:
         """What a group's step waits for besides its gradient: the norm if it waits, and who reads its weights last."""
         route = self.b.route
-        first = ["NORM"] if self.s.wait else []
+        first = [self._norm] if self.s.wait else []
         if route.last_visit[g] > route.gradient_visits[g][-1]:  # else its own gradient comes after that op
             first.append(route.visits[route.last_visit[g]].ops()[-1])
         return first
