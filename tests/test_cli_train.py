@@ -226,3 +226,15 @@ def test_a_schedule_file_that_cannot_be_run_is_refused(
     assert main(["train", str(config), "--schedule", str(own)]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_machine_without_a_profile_is_measured_once(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["train", str(config), "--plan", "auto", "--steps", "1"]) == 0
+    assert "measuring it, once" in capsys.readouterr().out
+    assert main(["train", str(config), "--plan", "auto", "--overwrite"]) == 0
+    said = capsys.readouterr().out
+    assert "measuring it" not in said
+    assert " predicted (" in said

@@ -15,8 +15,8 @@ from torch import nn
 
 from penstock.config import Budget, Precision
 from penstock.errors import ConfigError, NonFiniteError, StoreError
-from penstock.optim.facade import StreamedOptimizer
-from penstock.optim.spec import OptimizerSpec, rate_name
+from penstock.optim.facade import StreamedOptimizer, rate_name
+from penstock.optim.spec import OptimizerSpec
 from penstock.plan.fit import Plan
 from penstock.plan.machine import Machine
 from penstock.run import batch, numa, snapshots, start

@@ -25,7 +25,10 @@ from penstock.data.tokens import TokenArray, TokenizedText, tokenize
 from penstock.engine import Engine
 from penstock.errors import ConfigError
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec, Override
+from penstock.plan.machine import Machine
+from penstock.plan.profiles import find_profile, save_profile
 from penstock.report.prediction import Prediction
+from penstock.run.device import resolve_device
 from penstock.run.trace import TraceWriter
 from penstock.schedule.op import Schedule
 from penstock.sim.result import Simulation
@@ -64,9 +67,8 @@ def train(config: TrainConfig, start: Start) -> int:
     model = build_model(config.model, config.data)
     folder = claim(config, start)
     try:
-        return _train(
-            config, display, folder, partial(_engine, model, optimizer, config, schedule), parameter_count(model)
-        )
+        make_engine = partial(_engine, model, optimizer, config, schedule, _machine(config, display))
+        return _train(config, display, folder, make_engine, parameter_count(model))
     except BaseException:
         if start != "resume" and not has_steps(folder):  # so that the next try does not need --overwrite
             discard(config)
@@ -120,11 +122,28 @@ def _schedule(asked: Literal["vertical", "horizontal"] | Path) -> Literal["verti
     return world.ranks[0]
 
 
+def _machine(config: TrainConfig, display: Display) -> Machine | None:
+    """The profile to plan for: the one that is stored, else a quick one that is made and stored now."""
+    if config.plan is None:
+        return None
+    paths = config.budget.disk_paths
+    found = find_profile(paths)
+    if found is None:
+        from penstock.doctor import examine
+
+        display.say("This machine has no profile yet: measuring it, once (penstock doctor does it more thoroughly)")
+        existing = dict.fromkeys(next(p for p in (path, *path.parents) if p.is_dir()) for path in paths)
+        save_profile(examine.examine(list(existing), examine.QUICK, resolve_device(config.device), display.working))
+        found = find_profile(paths)
+    return found
+
+
 def _engine(
     model: nn.Module,
     optimizer: OptimizerSpec,
     config: TrainConfig,
     schedule: Literal["vertical", "horizontal"] | Schedule,
+    profile: Machine | None,
 ) -> Engine:
     return wrap(
         model,
@@ -132,7 +151,7 @@ def _engine(
         budget=config.budget,
         precision=config.precision,
         schedule=schedule,
-        plan=config.plan,
+        plan=profile,
         clip_grad_norm=config.clip_grad_norm,
         device=config.device,
         seed=config.seed,

@@ -97,6 +97,11 @@ def _override_index(spec: OptimizerSpec, name: str) -> int:
     return next((i for i, o in enumerate(spec.overrides, start=1) if re.search(o.match, name)), 0)
 
 
+def rate_name(spec: OptimizerSpec, precision: str) -> str:
+    """How a machine profile names the rate of an optimizer's step: ``"adamw.bf16"``."""
+    return f"{_kind(spec)}.{precision}"
+
+
 def _kind(spec: OptimizerSpec) -> Kind:
     match spec:
         case Adam():

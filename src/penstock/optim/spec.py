@@ -158,8 +158,3 @@ def _at_least_zero(name: str, value: float) -> None:
 def _check_betas(betas: tuple[float, ...]) -> None:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"betas={betas!r}: must be two numbers of at least 0 and below 1")
-
-
-def rate_name(optimizer: OptimizerSpec, precision: str) -> str:
-    """How a machine profile names the rate of an optimizer: ``"adamw.bf16"``; fp16 moves the same bytes as bf16."""
-    return f"{type(optimizer).__name__.lower()}.{'fp32' if precision == 'fp32' else 'bf16'}"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from penstock.errors import ConfigError
 from penstock.plan.machine import Drive, Machine
 from penstock.plan.model import StageTimes
 from penstock.schedule.op import LANES, Lane, Op
@@ -50,8 +51,17 @@ def machine_costs(
 
     A transfer takes its bytes over the lane's rate, compute what ``times`` say, an optimizer step its parameters over
     the measured rate; sums and norms on the host are bound by memory like the step, and take its bytes per second.
+
+    Raises:
+        ConfigError: the machine has no rate for this optimizer.
     """
     touched = step_bytes(form)
+    if optimizer not in machine.host.optimizer:
+        known = ", ".join(sorted(machine.host.optimizer)) or "none"
+        raise ConfigError(
+            f"the profile of {machine.name} has no optimizer rate {optimizer}, only {known}: measure it "
+            "with penstock doctor"
+        )
     host = machine.host.optimizer[optimizer] * touched
     device = machine.device.optimizer.get(optimizer, 0.0) or host / touched
     disk = Disk.of(machine.drives)
