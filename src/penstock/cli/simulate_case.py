@@ -15,7 +15,6 @@ from penstock.plan.machine import Machine
 from penstock.plan.model import ModelProfile, stage_times
 from penstock.plan.profiles import machine_named
 from penstock.plan.shipped import named
-from penstock.plan.transformer import Transformer
 from penstock.schedule import offload
 from penstock.schedule.distributed import families
 from penstock.schedule.distributed.request import Request
@@ -293,8 +292,7 @@ def _real(
 def _profile(arguments: SimulateArguments) -> ModelProfile:
     shape = named(arguments.model or _MODEL)
     if arguments.layers is not None:
-        assert isinstance(shape, Transformer)
-        shape = replace(shape, layers=arguments.layers)
+        shape = shape.with_layers(arguments.layers)
     size, length = arguments.micro_batch_size or 1, arguments.sequence_length or _SEQUENCE
     return shape.profile(size, length, _FORMAT)
 

@@ -4,8 +4,7 @@
     profile  the program (groups, stages, bytes) and the FLOP of every stage, for one micro-batch
 
 Three sources give a shape: a name that ships with the package (``shipped.named``), a Hugging Face configuration
-(``transformer.from_config`` where a formula is exact, else ``meta.from_config``), and a callable that builds a module
-(``meta.from_callable``).
+(``huggingface.model_shape``), and a callable that builds a module (``meta.from_callable``).
 """
 
 from dataclasses import dataclass

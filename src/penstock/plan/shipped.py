@@ -1,7 +1,8 @@
 """Models that ship by name, as the Hugging Face configurations that they have.
 
 ``gpt-*``: GPT-3's architecture (learned positions, tied head, 4 h wide MLP; Brown et al. 2020, table 2.1) in GPT-2's
-code, in the sizes that work on offloading reports. The others are the makers' published configurations.
+code, in the sizes that work on offloading reports. The others are the makers' published configurations; gpt-oss, a
+mixture of experts, has no formula and needs transformers to be installed.
 """
 
 import difflib
@@ -9,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.plan.model import ModelShape
-from penstock.plan.transformer import from_config
+from penstock.plan.huggingface import HuggingFaceModel
+from penstock.plan.meta import Kind
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
@@ -27,9 +28,9 @@ def _gpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _decoder(kind: str, layers: int, hidden: int, intermediate: int, heads: int, **more: Any) -> dict[str, Any]:
+def _decoder(model_type: str, layers: int, hidden: int, intermediate: int, heads: int, **more: Any) -> dict[str, Any]:
     return {
-        "model_type": kind,
+        "model_type": model_type,
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -49,23 +50,33 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama-70b": _decoder("llama", 80, 8192, 28672, 64, vocab_size=128256, max_position_embeddings=131072),
     "qwen3-8b": _decoder("qwen3", 36, 4096, 12288, 32, vocab_size=151936, max_position_embeddings=40960),
     "qwen3-14b": _decoder("qwen3", 40, 5120, 17408, 40, vocab_size=151936, max_position_embeddings=40960),
+    "gpt-oss-20b": _decoder(
+        "gpt_oss",
+        24,
+        2880,
+        2880,
+        64,
+        vocab_size=201088,
+        max_position_embeddings=131072,
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        sliding_window=128,
+    ),
 }
 
 
-def named(name: str) -> ModelShape:
-    """The shape of a model that ships by name.
+def named(name: str, *, kind: Kind = "cuda") -> HuggingFaceModel:
+    """The shape of a model that ships by name, for a ``kind`` of device.
 
     Raises:
         ConfigError: there is none of this name; says which there are.
     """
     if name not in CONFIGS:
         near = difflib.get_close_matches(name, CONFIGS, n=1)
-        known = ", ".join(CONFIGS)
         raise ConfigError(
             f"no model {name!r} ships with penstock"
-            + (f": did you mean {near[0]}?" if near else "")
-            + f" Known: {known}. Any other model: give its Hugging Face configuration"
+            + (f": did you mean {near[0]}?" if near else ".")
+            + f" Known: {', '.join(CONFIGS)}. Any other model: give its Hugging Face configuration"
         )
-    shape = from_config(CONFIGS[name], name=name)
-    assert shape is not None
-    return shape
+    return HuggingFaceModel(name=name, config=CONFIGS[name], kind=kind)

@@ -2,8 +2,7 @@
 
 Known are the Hugging Face types gpt2, llama, mistral and qwen3, with fused (flash) attention and without dropout. What
 they give equals a dry run of the model (``meta``) on a GPU in 16 bits, and on a CPU in fp32. Only a stage's peaks count
-on the moments at which models of common proportions hold most (an MLP wider than the hidden states, a vocabulary of
-many times the MLP's width); with others they may be too low.
+on the moments at which models of usual proportions hold most (``Transformer.is_usual``); with others they may be low.
 
 T tokens in a micro-batch of sequences of length s, width h, q = heads x head_dim, k = kv_heads x head_dim, f the MLP's
 width, V the vocabulary, all matrices of a block W elements: a block's forward is 2·T·W + 4·T·s·q FLOP (for GPT,
@@ -85,6 +84,13 @@ class Transformer:
             tokens=sizes.tokens,
             parameters=sum(n for end in self.ends for n in end.sizes) + self.layers * sum(self.block),
         )
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the proportions are those for which peaks are exact: what is wide, and what is much wider."""
+        q = self.heads * self.head_dim
+        wide = self.intermediate >= 2 * self.hidden and 2 * self.intermediate >= 3 * q
+        return wide and self.vocabulary >= 2 * max(self.hidden, q)
 
     @cached_property
     def groups(self) -> tuple[GroupSpec, ...]:

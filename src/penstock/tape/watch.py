@@ -12,8 +12,16 @@ from penstock.tape import trees
 
 _ATEN = torch.ops.aten
 
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """A product in groups of ``a``'s rows, of ``b``'s columns, or of what is summed over, which they cover."""
+    groups = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
+    return 2 * a.numel() // groups * b.shape[-1]
+
+
 FLOP: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
+    _ATEN._grouped_mm: _grouped,
     # torch counts attention on every other device; the arguments are the same
     _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[

@@ -1,0 +1,92 @@
+"""A model by its Hugging Face configuration: by formula where one is exact, else by a dry run on the meta device."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.plan import meta, transformer
+from penstock.plan.meta import Kind
+from penstock.plan.model import ModelProfile
+from penstock.schedule.place import FP32, Format
+
+_LAYERS = ("num_hidden_layers", "n_layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceModel:
+    """A causal language model. A ``ModelShape``.
+
+    ``kind``: of the device that it is planned for, as kernels differ in what they keep. ``exact``: always a dry run,
+    which imports torch and transformers.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    kind: Kind = "cuda"
+    exact: bool = False
+
+    def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
+        """See ``ModelShape.profile``. Weights of 2 bytes are bf16.
+
+        Raises:
+            ConfigError: the configuration is none that Hugging Face knows, or its positions are fewer than asked for.
+            ModelError: the model cannot be run without values.
+        """
+        formula = None if self.exact else transformer.from_config(self.config, name=self.name)
+        if formula is None or not self._holds(formula, sequence_length, form):
+            shape = meta.from_config(self.config, name=self.name, kind=self.kind)
+            return shape.profile(micro_batch_size, sequence_length, form)
+        return formula.profile(micro_batch_size, sequence_length, form)
+
+    def with_layers(self, layers: int) -> "HuggingFaceModel":
+        """The same model with another number of layers.
+
+        Raises:
+            ConfigError: its configuration does not say how many it has.
+        """
+        key = next((key for key in _LAYERS if key in self.config), None)
+        if key is None:
+            raise ConfigError(
+                f"{self.name}: its configuration has no {_LAYERS[0]}, so that the number of layers cannot be changed"
+            )
+        return replace(self, config={**self.config, key: layers})
+
+    def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format) -> bool:
+        """Whether the formulas are right to the byte for this model and device."""
+        # On GPUs torch has no fused kernel for grouped queries in fp32.
+        fused = self.kind == "cpu" or form.weight_bytes != FP32 or formula.kv_heads == formula.heads
+        return fused and formula.is_usual and (not formula.gated or sequence_length <= formula.longest)
+
+
+def model_shape(
+    source: str | Path | Mapping[str, Any], *, kind: Kind = "cuda", exact: bool = False
+) -> HuggingFaceModel:
+    """A model from a configuration, from a ``config.json`` or the folder that it is in, or by a name that ships.
+
+    Raises:
+        ConfigError: there is none; says what was looked for.
+    """
+    from penstock.plan.shipped import CONFIGS, named
+
+    if isinstance(source, Mapping):
+        return HuggingFaceModel(name=str(source.get("model_type")), config=source, kind=kind, exact=exact)
+    path = Path(source)
+    if str(source) in CONFIGS or not path.exists():
+        return replace(named(str(source), kind=kind), exact=exact)
+    file = path / "config.json" if path.is_dir() else path
+    return HuggingFaceModel(name=path.resolve().name, config=_read(file), kind=kind, exact=exact)
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot read this model configuration: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: this model configuration is not JSON ({error})") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ConfigError(f"{file}: this is no model configuration of Hugging Face: it has no model_type")
+    return config
