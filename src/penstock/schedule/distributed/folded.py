@@ -11,31 +11,50 @@ from penstock.schedule.distributed.stages import Stages
 
 
 class _Rank:
-    """Counts, so that an order is written as what is done next of which stage; micro-batches go in order."""
+    """Counts, so that an order is written as what is done next of which stage; micro-batches go in order. Those beyond
+    the step's ``micro_batches`` are counted, and not written down.
+    """
 
-    def __init__(self, stages: Stages, rank: int) -> None:
+    def __init__(self, stages: Stages, rank: int, micro_batches: int) -> None:
         self.down = stages.stage(rank, 0)
         self.up = stages.stage(rank, 1)
         self.steps: list[Step] = []
-        self.waiting: deque[tuple[int, int]] = deque()
-        """(stage, micro-batch) whose gradient of the weights is still to do"""
-        self._next = {(kind, stage): count() for kind in "FB" for stage in (self.down, self.up)}
+        self._micro_batches = micro_batches
+        self._clock = count()
+        self._waiting: dict[int, deque[tuple[int, int]]] = {self.down: deque(), self.up: deque()}
+        """stage -> (since when, micro-batch) whose gradient of the weights is still to do"""
+        self._next = {(kind, stage): 0 for kind in "FB" for stage in (self.down, self.up)}
+
+    def _count(self, kind: str, stage: int) -> int:
+        m = self._next[kind, stage]
+        self._next[kind, stage] = m + 1
+        return m
 
     def forward(self, stage: int) -> None:
-        self.steps.append(("F", stage, next(self._next["F", stage])))
+        m = self._count("F", stage)
+        if m < self._micro_batches:
+            self.steps.append(("F", stage, m))
 
     def backward(self, stage: int, *, split: bool = False) -> None:
         """Split: only the gradient of the input, the rest waits for ``weights``."""
-        m = next(self._next["B", stage])
-        self.steps.append(("I" if split else "B", stage, m))
+        m = self._count("B", stage)
+        if m < self._micro_batches:
+            self.steps.append(("I" if split else "B", stage, m))
         if split:
-            self.waiting.append((stage, m))
+            self._waiting[stage].append((next(self._clock), m))
 
     def weights(self, stage: int | None = None) -> None:
         """The gradient of the weights that has waited longest, or the longest of a stage."""
-        at = next(i for i, (waiting, _) in enumerate(self.waiting) if stage in (None, waiting))
-        self.steps.append(("W", *self.waiting[at]))
-        del self.waiting[at]
+        if stage is None:
+            stage = min((s for s, waiting in self._waiting.items() if waiting), key=lambda s: self._waiting[s][0])
+        _, m = self._waiting[stage].popleft()
+        if m < self._micro_batches:
+            self.steps.append(("W", stage, m))
+
+    def remaining_weights(self, stage: int) -> None:
+        """All of a stage's gradients of the weights that still wait."""
+        while self._waiting[stage]:
+            self.weights(stage)
 
 
 def zero_bubble_v(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
@@ -44,7 +63,7 @@ def zero_bubble_v(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
     """
     p = stages.ranks
     full = max(micro_batches, 2 * p - 1)  # a shorter step is a longer one without its last micro-batches
-    r = _Rank(stages, rank)
+    r = _Rank(stages, rank, micro_batches)
     for _ in range(2 * (p - rank) - 1):
         r.forward(r.down)
     for _ in range(rank):
@@ -69,9 +88,8 @@ def zero_bubble_v(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
         r.backward(r.down, split=True)
         r.weights(r.down)
     for stage in (r.up, r.down):
-        while stage in [waiting for waiting, _ in r.waiting]:
-            r.weights(stage)
-    return [step for step in r.steps if step[2] < micro_batches]
+        r.remaining_weights(stage)
+    return r.steps
 
 
 def dualpipe_v(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
@@ -80,7 +98,7 @@ def dualpipe_v(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
     overlap as one, are here one after the other.
     """
     behind = stages.ranks - 1 - rank
-    r = _Rank(stages, rank)
+    r = _Rank(stages, rank, micro_batches)
     for _ in range(2 * behind):  # 1: fill the way down
         r.forward(r.down)
     for _ in range(rank + 1):  # 2: and the way up
