@@ -31,6 +31,8 @@ _COLORS: Mapping[str, tuple[str, str]] = {
 _GROUP_OF = {kind: group for group, (_, kinds) in _COLORS.items() for kind in kinds.split()}
 _INK, _MUTED, _TRACK, _BUDGET, _PREDICTED = "#161b22", "#5a6472", "#f3f5f7", "#a3195b", "#b3541e"
 _ROW, _GAP = 1.0, 0.45
+_GRAIN = 1600
+"""Lengths that can be told apart in the picture's width."""
 
 Curves = Mapping[Tier, Sequence[tuple[float, int]]]
 
@@ -86,15 +88,32 @@ def _draw_lanes(ax: "Axes", sides: Sequence[tuple[str, Sequence[Bar], Curves]], 
             ax.broken_barh([(0, end)], (y - _ROW, _ROW), facecolors=_TRACK, linewidth=0)
             for i, row in enumerate(rows):
                 low = y - _ROW + i * _ROW / len(rows)
-                spans = [(bar.start, max(bar.end - bar.start, end / 4000)) for bar in row]
-                colors = [_COLORS[_GROUP_OF[parse_word(bar.id).kind]][0] for bar in row]
-                ax.broken_barh(spans, (low, _ROW / len(rows)), facecolors=colors, linewidth=0)
-            marks.append((y - _ROW / 2, f"{lane}  {name}" if len(sides) > 1 else lane))
+                spans, colors = _merged(row, end / _GRAIN)
+                ax.broken_barh(spans, (low, _ROW / len(rows)), facecolors=colors, linewidth=0, snap=False)
+            marks.append((y - _ROW / 2, name if len(sides) > 1 else ""))
             y -= _ROW + 0.08
+        middle = y + (_ROW + 0.08) * len(sides) - _ROW / 2
+        ax.text(
+            -0.085, middle, lane, transform=ax.get_yaxis_transform(), weight="bold", ha="right", va="center", color=_INK
+        )
         y -= _GAP
     ax.set_ylim(y + _GAP, 0.1)
-    ax.set_yticks([at for at, _ in marks], [text for _, text in marks], color=_INK)
+    ax.set_yticks([at for at, _ in marks], [text for _, text in marks])
     ax.tick_params(labelbottom=False)
+
+
+def _merged(row: Sequence[Bar], grain: float) -> tuple[list[tuple[float, float]], list[str]]:
+    """(start, length) and colour of each bar to draw: neighbours of one colour closer than ``grain`` are one bar."""
+    spans: list[tuple[float, float]] = []
+    colors: list[str] = []
+    for bar in row:
+        color = _COLORS[_GROUP_OF[parse_word(bar.id).kind]][0]
+        if colors and colors[-1] == color and bar.start - sum(spans[-1]) < grain:
+            spans[-1] = (spans[-1][0], bar.end - spans[-1][0])
+        else:
+            spans.append((bar.start, max(bar.end - bar.start, grain)))
+            colors.append(color)
+    return spans, colors
 
 
 def _draw_memory(
@@ -103,11 +122,11 @@ def _draw_memory(
     mib = 1024.0**2
     ax.set_facecolor(_TRACK)
     top = 0.0
-    for name, _, memory in sides:
+    for name, bars, memory in sides:
         curve = memory.get(tier, ())
         if not curve:
             continue
-        times = [time for time, _ in curve] + [end]
+        times = [time for time, _ in curve] + [max(bar.end for bar in bars)]
         amounts = [amount / mib for _, amount in curve]
         amounts.append(amounts[-1])
         top = max(top, *amounts)

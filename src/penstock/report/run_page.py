@@ -53,6 +53,7 @@ def run_page(report: Report) -> str:
         "amounts": "bytes",
         "lanes": LANES,
         "end": max(step.time, 0.0 if prediction is None else prediction.time),
+        "explained": schedule is not None,
         "sides": sides,
         "names": names.texts,
         "budget": dict(report.budget),

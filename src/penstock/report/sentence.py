@@ -17,6 +17,10 @@ LANE_WORDS: dict[Lane, str] = {
 }
 
 
+_BUSY = 0.6
+"""Share of a step from which a lane that is busy for it counts as its bottleneck."""
+
+
 def format_time(seconds: float, unit: str = "s") -> str:
     """A time for people: ``0.0123`` s is ``"12.3 ms"``; in other units than seconds the number and the unit."""
     if unit != "s":
@@ -39,12 +43,18 @@ def bottleneck(time: float, work: Mapping[Lane, float], busy: Mapping[Lane, floa
     bound = work[lane]
     if bound <= 0:
         return "The step has no work in it."
-    share = busy.get(lane, 0.0) / time
-    words = LANE_WORDS[lane]
     return (
-        f"{words[0].upper()}{words[1:]} is the bottleneck: {share:.0%} busy. No order of the same work is faster than "
+        f"{_busiest(lane, busy.get(lane, 0.0) / time)} No order of the same work is faster than "
         f"{format_time(bound, unit)}, and the step takes {time / bound:.3g} times that."
     )
+
+
+def _busiest(lane: Lane, share: float) -> str:
+    """What the busiest lane is; one that is idle for much of the step is no bottleneck, the waiting is."""
+    words = LANE_WORDS[lane]
+    if share < _BUSY:
+        return f"Waiting is the bottleneck: even {words} is busy for only {share:.0%} of the step."
+    return f"{words[0].upper()}{words[1:]} is the bottleneck: {share:.0%} busy."
 
 
 def measured_bottleneck(time: float, busy: Mapping[Lane, float], lower_bound: float | None) -> str:
@@ -53,11 +63,13 @@ def measured_bottleneck(time: float, busy: Mapping[Lane, float], lower_bound: fl
     ``lower_bound``: the predicted one, if there is a prediction.
     """
     lane = max(busy, key=lambda lane: busy[lane])
-    words = LANE_WORDS[lane]
-    first = f"{words[0].upper()}{words[1:]} is the bottleneck: {busy[lane] / time:.0%} busy."
+    first = _busiest(lane, busy[lane] / time)
     if not lower_bound:
         return first
-    return f"{first} The step takes {time / lower_bound:.3g} times its lower bound of {format_time(lower_bound)}."
+    bound = format_time(lower_bound)
+    if time < lower_bound:
+        return f"{first} The step is faster than its predicted lower bound of {bound}: so is the machine, than its profile."
+    return f"{first} The step takes {time / lower_bound:.3g} times its lower bound of {bound}."
 
 
 def verdict(measured: float, predicted: float) -> str:

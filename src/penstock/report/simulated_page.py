@@ -1,6 +1,7 @@
 """The page of a simulated schedule: one row per rank, time above and memory below."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -9,11 +10,27 @@ from penstock.report.columns import Columns, Names
 from penstock.report.html import Figure, Page, table
 from penstock.report.sentence import bottleneck, format_time
 from penstock.report.series import series, simulated_bars
-from penstock.schedule.op import LANES
+from penstock.schedule.op import LANES, Lane
 from penstock.sim.result import Simulation
 
 _ROWS = 64
 """Ranks that the table lists at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """What a page says of a rank, found once: ranks may be many."""
+
+    rank: int
+    end: float
+    work: dict[Lane, float]
+    busy: dict[Lane, float]
+    memory: dict[Tier, list[tuple[float, int]]]
+    peak: dict[Tier, int]
+
+    @property
+    def compute(self) -> float:
+        return self.busy.get("compute", 0.0)
 
 
 def simulated_page(simulation: Simulation, *, title: str, unit: str) -> str:
@@ -23,34 +40,46 @@ def simulated_page(simulation: Simulation, *, title: str, unit: str) -> str:
     """
     put, names = Columns(), Names()
     shared, of_rank = _shared(simulation)
-    entries = [_series(simulation, rank, put, names) for rank in shared]
-    count = len(of_rank)
+    kinds = [_rank(simulation, rank) for rank in shared]
     facts: dict[str, Any] = {
         "kind": "simulated",
         "unit": unit,
         "amounts": "bytes" if unit == "s" else "",
         "lanes": LANES,
         "end": simulation.time,
-        "sides": entries,
+        "sides": [_side(simulation, kind, put, names) for kind in kinds],
         "ranks": of_rank,
         "names": names.texts,
         "budget": {},
     }
-    slowest = max(range(count), key=lambda rank: max(simulation.work(rank).values(), default=0.0)) if count else 0
+    slowest = max(kinds, key=lambda kind: max(kind.work.values(), default=0.0))
+    count = len(of_rank)
     page = Page(
         eyebrow=f"Simulated schedule · {count:,} rank{'s' * (count != 1)}",
         heading=title,
-        sentence=bottleneck(simulation.time, simulation.work(slowest), simulation.busy(slowest), unit),
+        sentence=bottleneck(simulation.time, slowest.work, slowest.busy, unit),
         notes=(),
-        figures=_figures(simulation, shared, unit),
+        figures=_figures(simulation.time, kinds, unit),
         timeline="Ranks over time",
         hint="Wheel: zoom. Drag or arrow keys: pan; Shift + wheel: pan in time. Double click or 0: the whole step. "
         "Click a rank's name for a row per lane. Point at an op to see what it waited for.",
-        sections=f"<section><h2>Ranks</h2>{_rank_table(simulation, shared, of_rank, unit)}</section>",
+        sections=f"<section><h2>Ranks</h2>{_rank_table(simulation.time, kinds, of_rank, unit)}</section>",
         facts=facts,
         columns=put,
     )
     return page.html()
+
+
+def _rank(simulation: Simulation, rank: int) -> _Rank:
+    memory = simulation.memory(rank)
+    return _Rank(
+        rank=rank,
+        end=simulation.end(rank),
+        work=simulation.work(rank),
+        busy=simulation.busy(rank),
+        memory=memory,
+        peak={tier: max(amount for _, amount in curve) for tier, curve in memory.items()},
+    )
 
 
 def _shared(simulation: Simulation) -> tuple[list[int], list[int]]:
@@ -68,61 +97,50 @@ def _shared(simulation: Simulation) -> tuple[list[int], list[int]]:
     return shared, of_rank
 
 
-def _series(simulation: Simulation, rank: int, put: Columns, names: Names) -> Any:
-    return {"name": f"rank {rank}", **series(simulated_bars(simulation, rank), _used(simulation, rank), put, names)}
-
-
-def _used(simulation: Simulation, rank: int) -> dict[Tier, list[tuple[float, int]]]:
-    """The memory curves of the tiers that hold anything."""
-    curves = simulation.memory(rank)
-    return {tier: curves[tier] for tier in TIERS if any(amount for _, amount in curves[tier])}
+def _side(simulation: Simulation, kind: _Rank, put: Columns, names: Names) -> Any:
+    used = {tier: curve for tier, curve in kind.memory.items() if kind.peak[tier]}
+    return {"name": f"rank {kind.rank}", **series(simulated_bars(simulation, kind.rank), used, put, names)}
 
 
 def _amount(number: float, unit: str) -> str:
-    return format_size(number) if unit == "s" else f"{number:,.6g}"
+    return format_size(number) if unit == "s" else f"{number:,.6g}" if number < 1e6 else f"{number:,.0f}"
 
 
-def _figures(simulation: Simulation, shared: Sequence[int], unit: str) -> list[Figure]:
-    time = simulation.time
+def _figures(time: float, kinds: Sequence[_Rank], unit: str) -> list[Figure]:
+    bound = max(max(kind.work.values(), default=0.0) for kind in kinds)
     figures = [
         Figure(name="time", value=format_time(time, unit)),
-        Figure(name="lower bound", value=format_time(simulation.lower_bound, unit), remark="busiest lane alone"),
+        Figure(name="lower bound", value=format_time(bound, unit), remark="busiest lane alone"),
     ]
-    idle = [1 - simulation.busy(rank).get("compute", 0.0) / time for rank in shared] if time > 0 else []
-    if idle:
+    if time > 0:
+        idle = [1 - kind.compute / time for kind in kinds]
         remark = f"{min(idle):.0%} to {max(idle):.0%}" if max(idle) - min(idle) > 0.005 else "on every rank"
-        figures.append(Figure(name="compute idle", value=f"{max(idle):.0%}", remark=remark))
-    peaks = [simulation.peak(rank) for rank in shared]
+        figures.append(Figure(name="compute idle, most", value=f"{max(idle):.0%}", remark=remark))
     for tier in TIERS:
-        most = max((peak[tier] for peak in peaks), default=0)
-        if most:
+        if most := max(kind.peak[tier] for kind in kinds):
             figures.append(Figure(name=f"{tier} memory, peak", value=_amount(most, unit), remark="highest of any rank"))
     return figures
 
 
-def _rank_table(simulation: Simulation, shared: Sequence[int], of_rank: Sequence[int], unit: str) -> str:
-    facts = {rank: (simulation.end(rank), simulation.busy(rank), simulation.peak(rank)) for rank in shared}
-    tiers = [tier for tier in TIERS if any(peak[tier] for _, _, peak in facts.values())]
+def _rank_table(time: float, kinds: Sequence[_Rank], of_rank: Sequence[int], unit: str) -> str:
+    tiers = [tier for tier in TIERS if any(kind.peak[tier] for kind in kinds)]
 
-    def row(name: str, end: float, busy: float, peak: dict[Tier, float]) -> list[str]:
-        idle = f"{1 - busy / simulation.time:.0%}" if simulation.time > 0 else "–"
-        amounts = [_amount(peak[tier], unit) for tier in tiers]
-        return [name, format_time(end, unit), format_time(busy, unit), idle, *amounts]
+    def row(name: str, end: float, compute: float, peaks: Sequence[float]) -> list[str]:
+        idle = f"{1 - compute / time:.0%}" if time > 0 else "–"
+        return [name, format_time(end, unit), format_time(compute, unit), idle, *(_amount(p, unit) for p in peaks)]
 
-    every = [facts[shared[kind]] for kind in of_rank]
-    rows = []
+    every = [kinds[kind] for kind in of_rank]
     if len(every) <= _ROWS:
-        for rank, (end, busy, peak) in enumerate(every):
-            rows.append(row(f"rank {rank}", end, busy.get("compute", 0.0), dict(peak)))
+        rows = [row(f"rank {i}", r.end, r.compute, [r.peak[tier] for tier in tiers]) for i, r in enumerate(every)]
     else:
-        for name, of in (("lowest", min), ("median", median), ("highest", max)):
-            rows.append(
-                row(
-                    f"{name} of {len(every):,}",
-                    float(of([end for end, _, _ in every])),
-                    float(of([busy.get("compute", 0.0) for _, busy, _ in every])),
-                    {tier: float(of([peak[tier] for _, _, peak in every])) for tier in tiers},
-                )
+        rows = [
+            row(
+                f"{name} of {len(every):,}",
+                float(of([r.end for r in every])),
+                float(of([r.compute for r in every])),
+                [float(of([r.peak[tier] for r in every])) for tier in tiers],
             )
+            for name, of in (("lowest", min), ("median", median), ("highest", max))
+        ]
     heads = ["rank", "last op ends", "compute busy", "compute idle", *(f"{tier} peak" for tier in tiers)]
     return table(heads, rows, caption="When each rank ends, how long it computes, and the most memory that it holds")

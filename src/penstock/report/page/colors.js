@@ -50,12 +50,12 @@ class Paint {
     const words = names.map(wordOf);
     const byLayer = facts.kind === "simulated";
     if (byLayer) {
-      for (const word of words) if (word.kind in TONE_OF) this.layers = Math.max(this.layers, word.stage + 1);
+      for (const { kind, stage } of words) if (kind in TONE_OF && kind !== "E") this.layers = Math.max(this.layers, stage + 1);
     }
     const groupOf = new Map(GROUPS.flatMap((group, i) => group.kinds.map((kind) => [kind, i])));
     this.colorOf = Uint16Array.from(words, (word) =>
-      byLayer && word.kind in TONE_OF
-        ? GROUPS.length + word.stage * TONES.length + TONE_OF[word.kind]
+      byLayer && this.layers && word.kind in TONE_OF
+        ? GROUPS.length + Math.min(word.stage, this.layers - 1) * TONES.length + TONE_OF[word.kind]
         : (groupOf.get(word.kind) ?? GROUPS.length - 1),
     );
     this.used = new Set();
@@ -72,7 +72,7 @@ class Paint {
     this.font = style.getPropertyValue("--font").trim();
     const solid = GROUPS.map((group) => parseHex(dark ? group.dark : group.light));
     for (let layer = 0; layer < this.layers; layer++) {
-      const base = ramp(this.layers > 1 ? layer / (this.layers - 1) : 0.3);
+      const base = tinted(ramp(this.layers > 1 ? layer / (this.layers - 1) : 0.3), dark ? 0.14 : 0);
       for (const tone of TONES) solid.push(tinted(base, tone));
     }
     this.fills = solid.map((rgb) => `rgb(${rgb.map(Math.round).join(",")})`);

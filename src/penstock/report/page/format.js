@@ -24,7 +24,7 @@ function formatTime(time, digits = 3) {
 
 // A moment, precise to about a thousandth of what is visible.
 function formatMoment(time, span) {
-  const unit = timeUnit(Math.max(span, Math.abs(time) / 1e4));
+  const unit = timeUnit(Math.max(span, Math.abs(time)));
   const decimals = Math.min(9, Math.max(0, Math.ceil(3 - Math.log10(Math.max(span, 1e-12) * unit.factor))));
   const text = (time * unit.factor).toLocaleString("en-US", { maximumFractionDigits: decimals });
   return `${text} ${unit.name}`.trim();

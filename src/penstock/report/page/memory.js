@@ -2,7 +2,7 @@
 
 function amountTicks(part) {
   const unit = amountUnit(part.most);
-  return ticks(0, part.most * 0.97, part.height > 60 ? 3 : 2, unit.factor);
+  return ticks(0, part.most * 0.97, part.height > 48 ? 3 : 2, unit.factor);
 }
 
 // The stairs of a curve between the edges of what is visible; of many values in one pixel, the lowest and the highest.

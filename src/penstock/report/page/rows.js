@@ -48,6 +48,8 @@ class RankRows {
     this.open = new Set(ranks.length === 1 ? [0] : []);
     this.dense = ranks.length > 48;
     this.tiers = ["device", "host", "disk"].filter((tier) => sides.some((side) => side.memory[tier]));
+    const few = [4, 12, 32].findIndex((most) => ranks.length <= most);
+    [this.bar, this.strip, this.curve] = [[30, 4, 40], [26, 4, 28], [22, 3, 20]][few] ?? [18, 3, 14];
     this.most = {};
     for (const tier of this.tiers) {
       this.most[tier] = sides.reduce((most, side) => Math.max(most, side.memory[tier]?.peak ?? 0), 0) * 1.05;
@@ -75,7 +77,7 @@ class RankRows {
     const every = [1, 2, 4, 8, 16, 32, 64].find((n) => n * height >= 15) ?? 128;
     const parts = [{ kind: "ops", y: 0, height: height - (height > 4 ? 1 : 0.5), side, stretches: side.lane("compute") }];
     if (!parts[0].stretches.length) parts[0].stretches = side.stretches.slice(0, 1);
-    return { height, gap: 0, parts, ...(rank % every ? { label: "" } : {}) };
+    return { height, gap: 0, parts, labelY: Math.max(height / 2, rank ? 0 : 7), ...(rank % every ? { label: "" } : {}) };
   }
 
   folded(side) {
@@ -84,13 +86,14 @@ class RankRows {
     for (const lane of facts.lanes) {
       const stretches = side.lane(lane);
       if (!stretches.length) continue;
-      const height = lane === "compute" ? 22 : 3;
+      const height = lane === "compute" ? this.bar : this.strip;
       parts.push({ kind: "ops", y, height, side, stretches });
       y += height + 1;
     }
     for (const tier of this.tiers.filter((one) => side.memory[one])) {
-      parts.push(this.memory(side, tier, y + 1, 17, true));
-      y += 19;
+      const note = `peak ${formatAmount(side.memory[tier].peak)}`;
+      parts.push({ ...this.memory(side, tier, y + 1, this.curve, true), note });
+      y += this.curve + 2;
     }
     return { height: y + 7, gap: 7, parts };
   }
@@ -101,12 +104,12 @@ class RankRows {
     for (const lane of facts.lanes) {
       const stretches = side.lane(lane);
       if (!stretches.length) continue;
-      const height = Math.max(lane === "compute" ? 22 : 13, 6 * stretches.length);
+      const height = Math.max(lane === "compute" ? 26 : 14, 6 * stretches.length);
       parts.push({ kind: "ops", y, height, side, stretches, note: lane });
       y += height + 2;
     }
     for (const tier of this.tiers.filter((one) => side.memory[one])) {
-      parts.push(this.memory(side, tier, y + 6, 56, false));
+      parts.push({ ...this.memory(side, tier, y + 6, 56, false), title: `${tier} memory` });
       y += 66;
     }
     return { height: y + 12, gap: 10, parts };

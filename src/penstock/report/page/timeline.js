@@ -33,7 +33,7 @@ class Timeline {
   layout(makeBands) {
     this.makeBands = makeBands ?? this.makeBands;
     this.narrow = this.host.clientWidth < 620;
-    this.gutter = this.narrow ? 84 : 148;
+    this.gutter = this.narrow ? 102 : 148;
     this.bands = this.makeBands(this);
     let y = 0;
     for (const band of this.bands) {
@@ -197,6 +197,7 @@ class Timeline {
     for (const part of band.parts) {
       if (part.note) ctx.fillText(part.note, this.gutter - 8, top + part.y + part.height / 2);
       if (part.kind === "memory" && !part.small) this.drawAmounts(ctx, part, top + part.y);
+      if (part.title) this.drawTitle(ctx, part, top + part.y);
     }
   }
 
@@ -208,10 +209,18 @@ class Timeline {
     }
   }
 
+  // The name of a curve that is not a band of its own.
+  drawTitle(ctx, part, y) {
+    ctx.textAlign = "left";
+    ctx.fillText(part.title, this.gutter + 6, y + 9);
+    ctx.textAlign = "right";
+  }
+
   timeTicks() {
     const span = this.view[1] - this.view[0];
-    const count = Math.max(2, Math.floor((this.right - this.gutter) / 110));
-    this.tickUnit = timeUnit(span / count);
+    const count = Math.max(2, Math.floor((this.right - this.gutter) / (this.narrow ? 75 : 110)));
+    const plain = ticks(this.view[0], this.view[1], count);
+    this.tickUnit = timeUnit(plain.length > 1 ? (plain[1].value - plain[0].value) * 100 : span);
     return ticks(this.view[0], this.view[1], count, this.tickUnit.factor);
   }
 
@@ -273,6 +282,7 @@ class Timeline {
     if (hover.x >= this.gutter && hover.x <= this.right) {
       ctx.fillStyle = paint.faint;
       ctx.fillRect(Math.round(hover.x), AXIS - 5, 1, this.shown);
+      this.drawMoment(ctx, hover.x);
     }
     if (hover.op === undefined || hover.op < 0) return;
     for (const { side, op } of hover.twins ?? []) this.outline(ctx, this.placeOf(side, op), [3, 2]);
@@ -288,6 +298,20 @@ class Timeline {
     ctx.moveTo(x0, y0);
     ctx.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1, y1);
     ctx.stroke();
+  }
+
+  // The pointer's time, over the axis.
+  drawMoment(ctx, x) {
+    const text = formatMoment(this.timeAt(x), this.view[1] - this.view[0]);
+    ctx.font = `600 11px ${this.paint.font}`;
+    ctx.textBaseline = "middle";
+    ctx.textAlign = "center";
+    const half = ctx.measureText(text).width / 2 + 5;
+    const at = Math.min(Math.max(x, this.gutter + half), this.right - half);
+    ctx.fillStyle = this.paint.paper;
+    ctx.fillRect(at - half, 0, 2 * half, 17);
+    ctx.fillStyle = this.paint.ink;
+    ctx.fillText(text, at, 8);
   }
 
   // Where the op under the pointer is: in its own band, which ranks of one kind share their ops with others.

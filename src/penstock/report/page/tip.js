@@ -76,7 +76,7 @@ function waitedFor(side, op) {
   const id = side.cause[op];
   if (side.waited[op] <= 0) return "";
   const pool = side.pool[op] < 0 ? "" : `a free buffer of pool ${facts.names[side.pool[op]]}`;
-  if (id < 0) return pool;
+  if (id < 0) return pool || (facts.explained ? "nothing in the schedule: it started late" : "");
   const name = facts.names[id];
   const rank = side.rank[op] < 0 ? "" : ` on rank ${side.rank[op]}`;
   const words = describe(name);
@@ -85,11 +85,11 @@ function waitedFor(side, op) {
 
 function figuresTable(columns) {
   const table = element("table");
-  const line = (name, of, kind = "td") => {
+  const line = (name, of) => {
     const cells = columns.map(of);
     if (cells.every((text) => text === "")) return;
     const row = table.appendChild(element("tr"));
-    row.append(element("th", "", name), ...cells.map((text, i) => element(kind, columns[i].own ? "own" : "", text)));
+    row.append(element("th", "", name), ...cells.map((text, i) => element("td", columns[i].own ? "own" : "", text)));
   };
   if (columns.length > 1 || facts.kind === "run") line("", ({ side }) => side.name);
   line("start", ({ side, op }) => formatMoment(side.start[op], side.end[op] - side.start[op] || 1e-3));
@@ -100,8 +100,8 @@ function figuresTable(columns) {
     return facts.unit === "s" && side.bytes[op] > 0 && seconds > 0 ? `${significant(side.bytes[op] / seconds / 1e9, 3)} GB/s` : "";
   });
   line("waited", ({ side, op }) => (side.waited[op] > 0 ? formatTime(side.waited[op]) : "not"));
-  line("for", ({ side, op }) => waitedFor(side, op), "td");
-  table.lastElementChild?.classList.add("last");
+  line("for", ({ side, op }) => waitedFor(side, op));
+  table.lastElementChild.classList.toggle("words", columns.some(({ side, op }) => waitedFor(side, op)));
   return table;
 }
 
