@@ -68,7 +68,8 @@ class Builder:
         group: str = "",
     ) -> str:
         taken = tuple(takes)
-        self._taken_from.update(pool for _, pool in taken)
+        for _, pool in taken:
+            self._taken_from.add(pool)
         self.ops.append(
             Op(
                 id=ident,

@@ -49,7 +49,8 @@ LOCAL_LANES: tuple[Lane, ...] = LANES[:6]
 
 _COMPUTE = re.compile(r"([FBEIW])(\d+)m(\d+)")
 _GROUP = re.compile(r"([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?")
-_CHECKPOINT = re.compile(r"([DWRUG]C|[SR][AD])(\d+)m(\d+)")
+_CHECKPOINT = re.compile(r"(\w\w)(\d+)m(\d+)")
+_OF_STAGES = {"DC", "WC", "RC", "UC", "GC", "SA", "RA", "SD", "RD"}
 _KIND_LANE: dict[str, Lane] = {
     **dict.fromkeys(("F", "B", "E", "I", "W", "ND", "OD"), "compute"),
     **dict.fromkeys(("RW", "RG", "RS", "RC"), "read"),
@@ -84,10 +85,11 @@ def parse_word(text: str) -> Word:
     """
     if text in ("NORM", "AN"):
         return Word(kind=text, lane=_KIND_LANE[text])
-    if match := _COMPUTE.fullmatch(text) or _CHECKPOINT.fullmatch(text):
+    pattern = _COMPUTE if text[1:2].isdigit() else _CHECKPOINT if text[:2] in _OF_STAGES else _GROUP
+    match = pattern.fullmatch(text)
+    if match is not None and pattern is not _GROUP:
         kind = match[1]
         return Word(kind=kind, lane=_KIND_LANE[kind], stage=int(match[2]), micro_batch=int(match[3]))
-    match = _GROUP.fullmatch(text)
     if match is None or match[1] not in _KIND_LANE:
         raise ScheduleError(f"{text!r} is not an op: see penstock.schedule.op for the words")
     kind, chunk = match[1], -1 if match[3] is None else int(match[3])
