@@ -14,7 +14,7 @@ delay and but for the rounding of chunks with one (a test holds them to it).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from penstock.config import Tier
 from penstock.plan.fit import Request, tied_groups
-from penstock.schedule.op import LOCAL_LANES, Op, parse_word
-from penstock.schedule.place import FP32, Placement, Settings, chunk_count, page_up
+from penstock.schedule.op import LOCAL_LANES, Lane, Op, parse_word
+from penstock.schedule.place import FP32, Depths, Placement, Settings, chunk_count, page_up
 from penstock.schedule.route import Visit
 from penstock.sim.costs import Costs
 
@@ -271,29 +271,35 @@ def home_state_on_disk(home: Home, moments: int, *, split: bool) -> int:
     return FP32 * ((state if split else weights) == "disk") + FP32 * moments * (state == "disk")
 
 
-def lane_weights(costs: Costs) -> NDArray[np.float64]:
-    """Shape (lanes, lanes): a phase takes at least ``sum_b weights[a, b] * load[b]`` for every lane a.
+def limits_of(costs: Costs, depths: Depths) -> NDArray[np.float64]:
+    """Shape (limits, lanes): a phase takes at least ``sum_b limits[i, b] * load[b]`` for every limit i.
 
-    While lane b is busy beside a, a runs at u = 1 / (1 + c_ab) and b at v = 1 / (1 + c_ba) of its speed, so each second
-    of b's work costs a (1 - u) / v; never more than the second that doing one after the other costs.
+    First each lane. While lane b is busy beside a, a runs at u = 1 / (1 + c_ab) and b at v = 1 / (1 + c_ba) of its
+    speed, so each second of b's work costs a (1 - u) / v; never more than the second that it takes by itself.
+
+    Then each pool of n buffers: all the time that buffers are held in a phase is at most n times the phase. A buffer of
+    weights is held from its upload to the end of the visit, one of gradients from the backward until it is down, one of
+    state from its read to its write. What else these lanes do counts along, so that with few buffers this is too much.
     """
-    weights = np.eye(len(LOCAL_LANES))
+    rows = np.eye(len(LOCAL_LANES))
     for i, a in enumerate(LOCAL_LANES):
         for j, b in enumerate(LOCAL_LANES):
             if a != b:
                 u, v = (1 / (1 + costs.contention.get(pair, 0.0)) for pair in ((a, b), (b, a)))
-                weights[i, j] = min((1 - u) / v, 1.0)
-    return weights
+                rows[i, j] = min((1 - u) / v, 1.0)
+    held: tuple[tuple[int, tuple[Lane, ...]], ...] = (
+        (depths.weights, ("h2d", "compute")),
+        (depths.gradients, ("compute", "d2h")),
+        (depths.state, ("read", "cpu", "write")),
+        (depths.stage_in, ("read", "h2d")),
+    )
+    pools = [[(lane in lanes) / count for lane in LOCAL_LANES] for count, lanes in held]
+    return np.concatenate((rows, np.array(pools)))
 
 
-def bound(load: Load, weights: NDArray[np.float64]) -> float:
-    """Seconds that a step takes at least if its phases do not overlap: the sum of each phase's busiest lane."""
-    return float((load @ weights.T).max(axis=1).sum())
-
-
-def busiest(loads: Iterable[tuple[str, float]]) -> str:
-    """The name with the largest load."""
-    return max(loads, key=lambda item: item[1])[0]
+def bound(load: Load, limits: NDArray[np.float64]) -> float:
+    """Seconds that a step takes at least if its phases do not overlap: the sum of each phase's tightest limit."""
+    return float((load @ limits.T).max(axis=1).sum())
 
 
 def by_lane(load: Load) -> Mapping[str, float]:

@@ -14,8 +14,8 @@ Variables, all >= 0:
 Minimise sum_p T[p] + epsilon * (all seconds of all lanes), the second so that of equal times the one that moves less
 wins, subject to
 
-    T[p] >= sum_b W[a, b] * load[p, b]    for every phase p and lane a; the load is linear in y and c, and W says what a
-                                          busy lane b costs lane a (``lane_loads.lane_weights``)
+    T[p] >= sum_b W[i, b] * load[p, b]    for every phase p and limit i: each lane with what other busy lanes cost it,
+                                          and each pool (``lane_loads.limits_of``); the load is linear in y and c
     sum_(w,s) y[k, w, s, q] = n[k] * z[q] for every class k and tier q; n[k]: groups of the class
     sum c = 1, sum z = 1
     base[m](c, z) + sum y * bytes[m] <= budget[m]   for every tier m, in units of its budget
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from penstock.config import TIERS, Tier
 from penstock.plan.fit import Request, base_placement
-from penstock.plan.lane_loads import GroupClass, Home, Load, Loads, bound, lane_weights
+from penstock.plan.lane_loads import GroupClass, Home, Load, Loads, bound, limits_of
 from penstock.schedule.place import FP32, Settings, chunk_count
 from penstock.schedule.provision import Provision
 from penstock.sim.costs import Costs
@@ -82,7 +82,7 @@ class PlacementLP:
         self.request = request
         self.s = settings
         self.loads = Loads(request, settings, costs)
-        self.weights = lane_weights(costs)
+        self.limits = limits_of(costs, settings.depths)
         self.base = base_placement(request)
         self._bases: dict[tuple[Tier, Waits], Sizes] = {}
         self.budget: Sizes = np.array(
@@ -159,6 +159,18 @@ class PlacementLP:
         found: Sizes = np.array([*self.request.peaks(option), disk]) - groups
         return found
 
+    @cached_property
+    def full(self) -> set[Tier]:
+        """Tiers that are too small even with everything as low as it goes; empty if some choice of tiers for
+        checkpoints and gradients has room on all."""
+        place, least = self.base, set(TIERS)
+        for c, q in product(self.checkpoint_tiers, self.gradient_tiers):
+            homes = enumerate(zip(place.weights, place.state, strict=True))
+            groups = sum((self.group_sizes(g, home, q) for g, home in homes), start=np.zeros(len(TIERS)))
+            over = self.base_sizes(c, q) + groups > self.budget
+            least = min(least, {tier for tier, full in zip(TIERS, over, strict=True) if full}, key=len)
+        return least
+
     # ---- solving
 
     def solve(self, checkpoints: Tier | None = None, gradients: Waits | None = None) -> Shares | None:
@@ -210,7 +222,7 @@ class _Model:
         self.first_z = self.first_c + len(on)
         self.first_y = self.first_z + len(waits)
         self.width = self.first_y + len(self.columns)
-        self.unit = max(bound(lp.loads.of_compute, lp.weights), 1e-9)
+        self.unit = max(bound(lp.loads.of_compute, lp.limits), 1e-9)
         self.rows: list[NDArray[np.float64]] = []
         self.low: list[float] = []
         self.high: list[float] = []
@@ -255,14 +267,14 @@ class _Model:
         return np.array(parts) / self.unit
 
     def _times(self) -> None:
-        shared = self._loads() @ self.lp.weights.T
-        fixed = self.lp.loads.of_compute @ self.lp.weights.T / self.unit
+        shared = self._loads() @ self.lp.limits.T
+        fixed = self.lp.loads.of_compute @ self.lp.limits.T / self.unit
         for p in range(self.first_c):
-            for lane in range(fixed.shape[1]):
+            for limit in range(fixed.shape[1]):
                 row = np.zeros(self.width)
                 row[p] = 1.0
-                row[self.first_c :] = -shared[:, p, lane]
-                self._row(row, float(fixed[p, lane]), highspy.kHighsInf)
+                row[self.first_c :] = -shared[:, p, limit]
+                self._row(row, float(fixed[p, limit]), highspy.kHighsInf)
 
     def _cost(self) -> NDArray[np.float64]:
         cost = np.zeros(self.width)

@@ -18,7 +18,7 @@ from penstock.config import Tier, format_size
 from penstock.errors import BudgetError
 from penstock.plan.costs import machine_costs
 from penstock.plan.fit import Family, Plan, Request, base_placement, fit, fitted, settings_of
-from penstock.plan.lane_loads import Loads, bound, lane_weights
+from penstock.plan.lane_loads import Loads, bound
 from penstock.plan.machine import Machine
 from penstock.plan.model import StageTimes
 from penstock.plan.placement_lp import PlacementLP, Waits
@@ -37,13 +37,9 @@ LARGEST_SCHEDULE = 400_000
 """Ops of the largest schedule that is proposed."""
 
 _CHUNKS = tuple(2**power for power in range(16, 29))
-_DEPTHS = (
-    Depths(),
-    Depths(stage_in=2, stage_out=2, state=2, checkpoints=2),
-    Depths(weights=2, gradients=1, stage_in=2, stage_out=2, state=2, checkpoints=2),
-    Depths(weights=1, gradients=1, stage_in=2, stage_out=2, state=2, checkpoints=2),
-    Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, checkpoints=1),
-)
+_DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
+"""of weights and gradients, from the best to the smallest"""
+_HOST_DEPTHS = (4, 3, 2, 1)
 _FIRST = 4
 """proposals of the linear programs that are simulated before the neighbours of the best"""
 _DEEPEST = 8
@@ -144,7 +140,6 @@ def estimate(question: Question, family: Family) -> float | None:
 class _Search:
     def __init__(self, question: Question) -> None:
         self.q = question
-        self.weights = lane_weights(question.costs)
         self.limits = Limits.of(question.request, question.disk_free)
         self.considered = 0
         self.ops = 0
@@ -189,15 +184,23 @@ class _Search:
         sizes = self._chunk_sizes(request)
         for delay in self.q.delays if request.family == "vertical" else (0.0,):
             for chunk in sizes[len(sizes) // 2 :][:1] if few else sizes:
-                made: list[Proposal] = []
-                for depths in _DEPTHS:
-                    made = list(
-                        self._solved(replace(settings_of(request, base, chunk, depths), delay=delay), request, few=few)
-                    )
-                    if made:
-                        break
-                found += made
+                settings = self._deepest(replace(settings_of(request, base, chunk, Depths()), delay=delay), request)
+                if settings is not None:
+                    found += self._solved(settings, request, few=few)
         return found
+
+    def _deepest(self, settings: Settings, request: Request) -> Settings | None:
+        """The settings with the most buffers, up to the usual ones, with which anything fits."""
+        for weights, gradients in _DEVICE_DEPTHS:
+            for n in _HOST_DEPTHS:
+                depths = Depths(weights=weights, gradients=gradients, stage_in=n, stage_out=n, state=n, checkpoints=n)
+                option = replace(settings, depths=depths)
+                full = self._program(option, request).full
+                if not full:
+                    return option
+                if "device" in full:
+                    break
+        return None
 
     def _solved(self, settings: Settings, request: Request, *, few: bool = False) -> Iterator[Proposal]:
         lp = self._program(settings, request)
@@ -216,8 +219,9 @@ class _Search:
 
     def _proposal(self, settings: Settings, request: Request, pattern: Pattern) -> Proposal:
         self.considered += 1
-        load = self._program(settings, request).loads.of(settings.place)
-        return Proposal(request=request, settings=settings, pattern=pattern, estimate=bound(load, self.weights))
+        lp = self._program(settings, request)
+        load = lp.loads.of(settings.place)
+        return Proposal(request=request, settings=settings, pattern=pattern, estimate=bound(load, lp.limits))
 
     def _greedy(self, requests: Sequence[Request]) -> tuple[list[Proposal], BudgetError | None]:
         """What ``fit`` takes, so that no choice is worse; and why it takes nothing, where that is so."""

@@ -1,0 +1,188 @@
+"""What a plan will do, in numbers: time, bottleneck, bytes on every link, memory of every tier, life of the drives."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.config import TIERS, Tier
+from penstock.plan.lane_loads import Loads, limits_of
+from penstock.plan.search import Choice
+from penstock.plan.task import Task
+from penstock.schedule.op import LOCAL_LANES, Lane
+from penstock.schedule.place import FP32, Depths
+
+BOUNCE = 8 << 20
+"""Bytes of host memory that loading, saving and resuming move state through (``run.memory`` has the same)."""
+
+MODEL_FLOP = 6
+"""FLOP per parameter and token that model FLOPs utilisation counts: forward 2, backward 4, no recomputation."""
+
+_DAY = 86400.0
+_TB = 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneForecast:
+    """One lane of a step. ``work``: seconds of its ops alone; ``busy``: seconds in which it does something."""
+
+    nbytes: int
+    work: float
+    busy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wear:
+    """What a step writes, and how long the drives last. ``days``: of training without a break; ``steps``: in them."""
+
+    written_bytes: int
+    per_parameter: float
+    tbw: float | None
+    """terabytes that each drive is rated for; None: not known"""
+    days: float | None
+    steps: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A chosen plan and what follows from it. Seconds, bytes, tokens per second.
+
+    ``micro_batch_size``: sequences in a micro-batch; ``tokens``: of a step.
+    """
+
+    task: Task
+    choice: Choice
+    micro_batch_size: int
+    tokens: int
+    parameters: int
+
+    @property
+    def micro_batches(self) -> int:
+        return self.choice.request.micro_batches
+
+    @property
+    def step_seconds(self) -> float:
+        return self.choice.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of a large matrix product in the plan's precision."""
+        return self.task.machine.device.flops[self.task.precision]
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: 6 FLOP per parameter and token over what the device could do."""
+        return MODEL_FLOP * self.parameters * self.tokens_per_second / self.peak_flops
+
+    @cached_property
+    def lanes(self) -> Mapping[Lane, LaneForecast]:
+        """Lanes with anything to do."""
+        simulation = self.choice.simulation
+        nbytes, work, busy = simulation.bytes_per_lane(), simulation.work(0), simulation.busy(0)
+        return {
+            lane: LaneForecast(nbytes=nbytes.get(lane, 0), work=work[lane], busy=busy[lane])
+            for lane in LOCAL_LANES
+            if work.get(lane)
+        }
+
+    @property
+    def bottleneck(self) -> Lane:
+        """The lane with the most work."""
+        return max(self.lanes, key=lambda lane: self.lanes[lane].work)
+
+    @property
+    def limit_seconds(self) -> float:
+        """The bottleneck's work: no order of the same ops is faster."""
+        return self.choice.simulation.lower_bound
+
+    @cached_property
+    def phases(self) -> Mapping[str, tuple[Lane, float]]:
+        """Phase -> the lane that bounds it, and its seconds with what other lanes take from it."""
+        question, plan = self.choice.question, self.choice.plan
+        loads = Loads(self.choice.request, plan.settings, question.costs)
+        shared = loads.of(plan.settings.place) @ limits_of(question.costs, Depths())[: len(LOCAL_LANES)].T
+        return {
+            phase: (LOCAL_LANES[int(np.argmax(row))], float(row.max()))
+            for phase, row in zip(loads.phases, shared, strict=True)
+        }
+
+    # ---- memory
+
+    @cached_property
+    def memory(self) -> Mapping[str, Mapping[Tier, int]]:
+        """The most bytes of each tier while loading, training, saving and resuming.
+
+        Training: what the plan's pools and fixed memory take, which is reserved. Loading fills the state's homes one
+        param group at a time, in fp32, before there are pools. Saving goes through 8 MiB beside the plan's memory;
+        resuming through 8 MiB beside what is resident.
+        """
+        plan, groups = self.choice.plan, self.choice.request.program.groups
+        resident: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        for tier, what, nbytes in plan.schedule.fixed:
+            if what in ("weights", "state"):
+                resident[tier] += nbytes
+        train: dict[Tier, int] = {"device": plan.device_bytes, "host": plan.host_bytes, "disk": self.disk_bytes}
+        one = max(group.numel for group in groups) * FP32
+        stored = {"device": 0, "host": one + BOUNCE, "disk": plan.disk_bytes}
+        if self.choice.request.bottom != "disk":  # with no store, state starts in host memory as far as it fits
+            state = plan.state_bytes - sum(group.trainable for group in groups) * FP32
+            host = min(state, self.task.budget.host_bytes)
+            stored = {"device": state - host, "host": host + one + BOUNCE, "disk": 0}
+        load: dict[Tier, int] = {tier: stored[tier] for tier in TIERS}
+        save: dict[Tier, int] = {**train, "host": train["host"] + BOUNCE}
+        resume: dict[Tier, int] = {**resident, "host": resident["host"] + BOUNCE, "disk": plan.disk_bytes}
+        return {"load": load, "train": train, "save": save, "resume": resume}
+
+    @cached_property
+    def simulated_peak(self) -> Mapping[Tier, int]:
+        """What is really in use at the worst moment of a step, reserved buffers that are free not counted."""
+        return self.choice.simulation.peak(0)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes on disk for checkpoints and gradients that wait there."""
+        return self.choice.request.scratch_bytes(self.choice.plan.settings)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on disk in all: state and scratch space."""
+        return self.choice.plan.disk_bytes + self.scratch_bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one saved snapshot: all weights and state."""
+        groups = self.choice.request.program.groups
+        return self.choice.plan.state_bytes - sum(group.trainable for group in groups) * FP32
+
+    @property
+    def wear(self) -> Wear:
+        """What the drives go through, snapshots not counted."""
+        written = self.lanes["write"].nbytes if "write" in self.lanes else 0
+        ratings = [drive.tbw for drive in self.task.machine.drives]
+        known = [rating for rating in ratings if rating is not None]
+        tbw = min(known) if known and len(known) == len(ratings) else None
+        steps = None if tbw is None or not written else len(ratings) * tbw * _TB / written
+        return Wear(
+            written_bytes=written,
+            per_parameter=written / self.parameters,
+            tbw=tbw,
+            steps=steps,
+            days=None if steps is None else steps * self.step_seconds / _DAY,
+        )
+
+
+def forecast(task: Task, choice: Choice, micro_batch_size: int) -> Forecast:
+    """What a choice means for a task."""
+    profile = task.profile(micro_batch_size)
+    return Forecast(
+        task=task,
+        choice=choice,
+        micro_batch_size=micro_batch_size,
+        tokens=profile.tokens * choice.request.micro_batches,
+        parameters=profile.parameters,
+    )
