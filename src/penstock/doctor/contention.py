@@ -6,6 +6,7 @@ those with ``compute`` are left out as well: its arithmetic and its memory are t
 """
 
 import itertools
+import statistics
 from collections.abc import Mapping
 
 from penstock.doctor.pace import Load, Span, rate, rates
@@ -23,15 +24,18 @@ def pairs(lanes: Mapping[Lane, Load], *, gpu: bool) -> list[tuple[Lane, Lane]]:
     ]
 
 
-def measure(lanes: Mapping[Lane, Load], span: Span, *, gpu: bool) -> dict[str, float]:
-    """``{"a+b": slow-down of a beside b, less 1}`` for both orders of every pair that affects each other."""
-    found = {}
-    for a, b in pairs(lanes, gpu=gpu):
-        before = rate(lanes[a], span)
-        both = rates([lanes[a], lanes[b]], span)
-        after = rate(lanes[b], span)
-        for lane, other, alone in ((a, b, before), (b, a, after)):
-            slower = alone / both[lane] - 1
-            if slower >= LEAST:
-                found[f"{lane}+{other}"] = round(slower, 3)
-    return found
+def measure(lanes: Mapping[Lane, Load], span: Span, rounds: int, *, gpu: bool) -> dict[str, float]:
+    """``{"a+b": slow-down of a beside b, less 1}`` for both orders of every pair that affects each other.
+
+    Medians over the rounds, each of which goes through all pairs.
+    """
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for a, b in pairs(lanes, gpu=gpu):
+            before = rate(lanes[a], span)
+            both = rates([lanes[a], lanes[b]], span)
+            after = rate(lanes[b], span)
+            found.setdefault(f"{a}+{b}", []).append(before / both[a] - 1)
+            found.setdefault(f"{b}+{a}", []).append(after / both[b] - 1)
+    medians = {pair: statistics.median(values) for pair, values in found.items()}
+    return {pair: round(value, 3) for pair, value in medians.items() if value >= LEAST}

@@ -28,6 +28,8 @@ Working = Callable[[str], AbstractContextManager[None]]
 
 IO_THREADS = 4
 """of the engine unless it is told otherwise: half of them read, half of them write"""
+_NOTICED = 0.5e9
+"""bytes/s; a slower disk takes too little of cores and memory to slow other lanes, and too long to measure"""
 _TRIED = 4 << 30
 """bytes: a smaller limit on page-locked memory is tested with a GPU's driver"""
 
@@ -83,10 +85,11 @@ def examine(paths: Sequence[Path], effort: Effort, where: torch.device, working:
             device=_device(host, effort, where, working),
             drives=tuple(disk.drive for disk in disks),
         )
-        lanes = _lanes(where, disks[0].scratch if disks else None, closing)
+        first = disks[0] if disks and disks[0].rates.read > _NOTICED else None
+        lanes = _lanes(where, None if first is None else first.scratch, closing)
         with working("How lanes slow each other"):
-            span = Span(warm=effort.seconds / 5, seconds=effort.seconds, calls=2)
-            slower = contention.measure(lanes, span, gpu=where.type == "cuda")
+            span = Span(warm=0.02, seconds=min(effort.seconds, 0.1), calls=2, at_most=1.0)
+            slower = contention.measure(lanes, span, effort.rounds, gpu=where.type == "cuda")
         with working("What an op costs besides its work"):
             machine = replace(machine, contention=slower, overhead=overhead.hand_over())
     facts = Seen(

@@ -52,9 +52,9 @@ def _of_host(machine: Machine, seen: Seen) -> Iterator[str]:
         )
     if machine.device.kind == "cuda" and host.lockable < host.memory / 2:
         yield (
-            f"only {format_size(host.lockable)} of {format_size(host.memory)} of memory may be page-locked (ulimit -l). A "
-            "GPU copies from page-locked memory, so buffers and what stays in host memory have to fit in that: raise "
-            "memlock in /etc/security/limits.conf, or start the container with --ulimit memlock=-1"
+            f"{format_size(host.lockable)} of {format_size(host.memory)} of memory may be page-locked (ulimit -l). GPUs "
+            "copy from page-locked memory, so buffers and what stays in host memory have to fit in that: raise memlock in "
+            "/etc/security/limits.conf, or start the container with --ulimit memlock=-1"
         )
     if system.memory < system.installed:
         yield (
@@ -79,7 +79,7 @@ def _of_disk(mount: Mount, rates: DiskRates, kind: str) -> Iterator[str]:
     if kind == "tmpfs":
         yield (
             f"this is {mount.file_system}: its files are in memory, so it holds nothing that host memory could not "
-            "hold, faster. Give a directory on a drive"
+            "hold. Give a directory on a drive"
         )
         return
     if kind == "network":
@@ -87,16 +87,18 @@ def _of_disk(mount: Mount, rates: DiskRates, kind: str) -> Iterator[str]:
             f"this is a network file system ({mount.file_system}): others share its rate, and it may stall or buffer. "
             "Training streams through it without a pause: give a directory on a local drive"
         )
+    elif kind == "unknown" and mount.disk:
+        yield (
+            f"{mount.disk} is a virtual disk and as slow as a spinning one; what is below it cannot be seen. Training "
+            "from it waits for it most of the time: use an SSD, or a faster class of volume"
+        )
     elif kind == "unknown":
         yield (
             f"what drive is below this {mount.file_system or 'file system'} cannot be seen (a container's overlay?): "
             "the rates are as measured, but give a directory that is mounted from a drive if there is one"
         )
     elif kind == "hdd":
-        yield (
-            f"{mount.disk} says that it is a spinning disk (a virtual disk may say so wrongly), and is as slow as one: "
-            "training from it waits for it most of the time. Use an SSD"
-        )
+        yield (f"{mount.disk} is a spinning disk: training from it waits for it most of the time. Use an SSD")
     if not rates.direct:
         yield (
             f"{mount.file_system} does not do direct I/O (O_DIRECT): everything goes through the page cache, which is "

@@ -18,6 +18,8 @@ _NETWORK = re.compile(
     r"|fuse\.(?:sshfs|s3fs|gcsfuse|glusterfs|ceph\S*|rclone|juicefs|goofys|mount-s3|blobfuse2?)"
 )
 
+_VIRTUAL = re.compile(r"(?:vd|xvd)[a-z]+")  # of virtio and Xen
+
 Kind = Literal["ssd", "hdd", "tmpfs", "network", "unknown"]
 
 
@@ -32,21 +34,26 @@ class Mount:
     disk: str
     """the kernel's name of the whole disk (``nvme0n1``); empty if none is to be seen (memory, network, overlay)"""
     spins: bool
-    """whether the kernel takes the disk for a spinning one, as it also does many a virtual disk"""
+    """whether the kernel takes the disk for a spinning one"""
     size: int
     free: int
     """bytes that may be used"""
     node: int | None
 
     def kind(self, read: float) -> Kind:
-        """What to call it, given the rate at which it reads: no spinning disk reads 400 MB/s and more."""
+        """What to call it, given the rate at which it reads: no spinning disk reads 400 MB/s and more.
+
+        A slow virtual disk is ``unknown``: the kernel takes it for a spinning one whatever it is on.
+        """
         if self.file_system in _IN_MEMORY:
             return "tmpfs"
         if _NETWORK.fullmatch(self.file_system):
             return "network"
         if not self.disk:
             return "unknown"
-        return "hdd" if self.spins and read < 400e6 else "ssd"
+        if not self.spins or read >= 400e6:
+            return "ssd"
+        return "unknown" if _VIRTUAL.fullmatch(self.disk) else "hdd"
 
     @property
     def far(self) -> bool:

@@ -98,7 +98,7 @@ def product(device: torch.device, dtype: torch.dtype, size: int) -> Load:
 
 def layer(device: torch.device) -> Load:
     """Forward and backward of a small block: products, and what is bound by memory between them; blocks."""
-    width, tokens = (512, 256) if device.type == "cpu" else (4096, 4096)
+    width, tokens = (512, 128) if device.type == "cpu" else (4096, 4096)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     up, down = torch.randn(4 * width, width, device=device), torch.randn(width, 4 * width, device=device)
     weights = [w.mul_(0.01).to(dtype).requires_grad_() for w in (up, down)]
