@@ -1,13 +1,14 @@
 """What ``penstock simulate`` was asked for, as a world and its costs: a schedule by name, or one from a file."""
 
 import difflib
-from collections.abc import Set
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from penstock.cli.schedule_file import read_world
 from penstock.cli.simulate_arguments import SimulateArguments
+from penstock.config import Tier
 from penstock.errors import ConfigError
 from penstock.plan.costs import machine_costs
 from penstock.plan.layer_costs import layer_costs, layer_sizes
@@ -55,7 +56,8 @@ _SHAPES = {  # layers and ranks as in the puzzles; 8 and 4 for the others
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A world to simulate. ``unit`` of times: ``"s"``, or empty where the costs have none. ``stage_ops``: an op is a
-    pipeline's stage, not one of its layers. ``checked``: the world has passed the checker.
+    pipeline's stage, not one of its layers. ``memory``: bytes of a machine's tiers. ``checked``: the world has
+    passed the checker.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Case:
     costs_in_words: str
     unit: Literal["s", ""]
     amounts: Amounts
+    memory: Mapping[Tier, int] = field(default_factory=dict)
     stage_ops: bool = False
     checked: bool = False
 
@@ -125,7 +128,7 @@ def _request(arguments: SimulateArguments, layers: int, ranks: int, model: CostM
         family=arguments.name,
         layers=arguments.layers or layers,
         ranks=ranks,
-        micro_batches=arguments.micro_batches or _micro_batches(arguments.name, ranks),
+        micro_batches=arguments.micro_batches or _micro_batches(arguments.name, ranks, filled=not model.costs.serial),
         sizes=model.sizes,
         stage_ops=model.stage_ops,
         virtual_stages=arguments.virtual_stages,
@@ -135,18 +138,30 @@ def _request(arguments: SimulateArguments, layers: int, ranks: int, model: CostM
         buffer_size=arguments.buffer_size,
         lookahead=arguments.lookahead or 0,
     )
-    stages = request.ranks * (request.virtual_stages or 2)
-    _check_size((request.layers + 6 * stages) * request.micro_batches + 6 * request.layers * request.ranks)
+    _check_size(_about(request))
     return request
 
 
-def _micro_batches(name: str, ranks: int) -> int:
-    """Where none are asked for: as in the puzzles, and enough to fill a pipeline."""
-    if name in _UNIT_BY_DEFAULT:
-        return 2 * ranks
+def _about(request: Request) -> int:
+    """Roughly how many ops that is, and more for what takes as long to build."""
+    layers, ranks, micro_batches = request.layers, request.ranks, request.micro_batches
+    if request.family not in _UNIT_BY_DEFAULT:
+        pieces = -(-request.sizes.gradient // request.buffer_size) if request.buffer_size else 1
+        steps = micro_batches if request.family == "grad-accumulation" else 1
+        return (6 * steps + 2 * pieces) * layers * ranks
+    steps = 1 if request.family == "pipeline" else micro_batches
+    stages = ranks * (request.virtual_stages or 2)
+    folded = ranks * ranks // 4 if request.family in ("zero-bubble", "dualpipe-v") else 0
+    return (6 * stages + (0 if request.stage_ops else 3 * layers)) * steps + folded
+
+
+def _micro_batches(name: str, ranks: int, *, filled: bool) -> int:
+    """Where none are asked for: as in the puzzles, or enough to fill a pipeline."""
     if name == "pipeline-fsdp":
         return max(1, ranks // 4)
-    return max(4, ranks)
+    if name == "dualpipe-v" or (filled and name in _UNIT_BY_DEFAULT):
+        return 2 * ranks
+    return ranks if ranks > 1 else 4
 
 
 def _shape_in_words(request: Request) -> str:
@@ -192,7 +207,7 @@ def _offload(arguments: SimulateArguments) -> Case:
             device_blocks=arguments.device_blocks,
         )
     )
-    words = f"{name}: {_model_in_words(arguments, profile)}, {_counted(micro_batches, 'micro-batch')}"
+    words = f"{name}: {_counted(stages - 2, 'layer')}, {_counted(micro_batches, 'micro-batch')}"
     if costs == "unit":
         return replace(_abstract(arguments, world, words, unit()), amounts="bytes", stage_ops=False)
     return _on_machine(arguments, world, words, machine_named(costs), profile)
@@ -223,15 +238,21 @@ def _file(arguments: SimulateArguments) -> Case:
     machine, profile = machine_named(costs), _profile(arguments)
     if not lanes & _OFFLOAD_LANES:
         return replace(_layers_on_machine(arguments, world, words, machine, profile), checked=True)
-    program = profile.program
+    _check_model(path, world, profile, arguments)
+    return replace(_on_machine(arguments, world, words, machine, profile), checked=True)
+
+
+def _check_model(path: Path, world: World, profile: ModelProfile, arguments: SimulateArguments) -> None:
+    """The schedule's stages and groups are those of the model whose times it gets."""
+    stages, groups = len(profile.program.stages), len(profile.program.groups)
     for schedule in world.ranks:
         for op in schedule.ops:
-            if op.word.stage >= len(program.stages) or op.word.group >= len(program.groups):
+            word = op.word
+            if word.stage >= stages or word.group >= groups or (word.kind == "E" and word.stage != stages - 1):
                 raise ConfigError(
-                    f"{path}: op {op.id} is of a model with more layers than {arguments.model or _MODEL} with "
-                    f"{len(program.stages) - 2}: name the model that the schedule is for, with --model and --layers"
+                    f"{path}: op {op.id} is not of {arguments.model or _MODEL} with {stages - 2} layers: name the model "
+                    "that the schedule is for, with --model and --layers"
                 )
-    return replace(_on_machine(arguments, world, words, machine, profile), checked=True)
 
 
 # ---- costs
@@ -242,8 +263,8 @@ def _abstract(arguments: SimulateArguments, world: World, words: str, model: Cos
     said = (
         "costs unit: forward 1, backward 2 (1 + 1 where it is split), nothing else; memory in micro-batches in flight"
         if unit_costs
-        else "costs puzzle: a layer 1 for each batch, optimizer 0.5, collective 0.3, send and receive 0.2, one thing at "
-        "a time; memory in elements"
+        else "costs puzzle: a layer 1 for each batch, optimizer 0.5, collective 0.3, send and receive 0.2, one thing "
+        "at a time; memory in elements"
     )
     return Case(
         name=world.name,
@@ -285,8 +306,17 @@ def _layers_on_machine(
 def _real(
     arguments: SimulateArguments, world: World, words: str, machine: Machine, profile: ModelProfile, costs: Costs
 ) -> Case:
-    said = f"costs of {machine.name} for {_model_in_words(arguments, profile)}; {_PRECISION}, AdamW"
-    return Case(name=world.name, title=words, world=world, costs=costs, costs_in_words=said, unit="s", amounts="bytes")
+    model = _model_in_words(arguments, profile)
+    return Case(
+        name=world.name,
+        title=words,
+        world=world,
+        costs=costs,
+        costs_in_words=f"costs of {machine.name}, for {model}; {_PRECISION}, AdamW",
+        unit="s",
+        amounts="bytes",
+        memory={"device": machine.device.memory, "host": machine.host.memory},
+    )
 
 
 def _profile(arguments: SimulateArguments) -> ModelProfile:
@@ -299,7 +329,7 @@ def _profile(arguments: SimulateArguments) -> ModelProfile:
 
 def _model_in_words(arguments: SimulateArguments, profile: ModelProfile) -> str:
     model = arguments.model or _MODEL
-    layers = f" with {_counted(arguments.layers, 'layer')}" if arguments.layers else ""
+    layers = f" cut to {_counted(arguments.layers, 'layer')}" if arguments.layers else ""
     return (
         f"{model}{layers} ({profile.parameters / 1e9:,.3g}B parameters), micro-batches of "
         f"{arguments.micro_batch_size or 1} x {arguments.sequence_length or _SEQUENCE} tokens"

@@ -12,6 +12,7 @@ from rich.table import Table
 from penstock.cli.simulate_case import Case
 from penstock.config import TIERS, format_size
 from penstock.report.sentence import format_time
+from penstock.schedule.op import LANES
 from penstock.sim.figures import RankFigures, longest_stalls, rank_figures
 from penstock.sim.result import Simulation
 
@@ -19,8 +20,6 @@ _ROWS = 8
 """Ranks that the table has at most; beyond, the first few and those that stand out."""
 _FIRST = 4
 _STALLS = 5
-_PLAIN_WIDTH = 120
-"""Columns without a terminal, whose width is not known."""
 
 
 def figures_of(case: Case, simulation: Simulation) -> list[RankFigures]:
@@ -44,7 +43,7 @@ def as_json(case: Case, simulation: Simulation, ranks: Sequence[RankFigures]) ->
             "lower_bound": _exact(simulation.lower_bound),
             "bubble": _exact(_bubble(simulation, ranks)),
             "stalls": [
-                {"rank": stall.rank, "op": stall.op.id, "waited": _exact(stall.waited), "for": stall.cause}
+                {"rank": stall.rank, "op": stall.op.id, "waited": _exact(stall.waited), "for": list(stall.causes)}
                 for stall in longest_stalls(simulation, _STALLS)
             ],
             "violations": [],
@@ -83,28 +82,35 @@ def _bubble(simulation: Simulation, ranks: Sequence[RankFigures]) -> float:
 def show(case: Case, simulation: Simulation, ranks: Sequence[RankFigures], out: TextIO) -> None:
     """A readable account, coloured on a terminal."""
     console = Console(file=out, highlight=False, soft_wrap=True)
-    console.print(f"[bold]{case.title}[/]", markup=True)
+    console.print(case.title, style="bold", markup=False)
     console.print(case.costs_in_words, markup=False)
-    console.print()
-    bound = simulation.lower_bound
-    over = f", {simulation.time / bound:.3g} times that" if bound else ""
-    console.print(f"time         [bold]{_time(case, simulation.time)}[/]")
-    console.print(
-        f"lower bound  {_time(case, bound)}: the busiest lane's work; the step takes{over[1:] if over else ' no time'}"
-    )
-    console.print(f"bubble       {_bubble(simulation, ranks):.1%} of all ranks' time is not compute")
-    console.print()
-    console.print(_table(case, ranks))
+    console.print(f"\ntime         [bold]{_time(case, simulation.time)}[/]")
+    console.print(f"lower bound  {_bound(case, simulation)}")
+    whose = "the time" if len(ranks) == 1 else "all ranks' time"
+    which = "idle" if case.costs.serial else "without compute"
+    console.print(f"bubble       {_bubble(simulation, ranks):.1%} of {whose} is {which}\n")
+    console.print(_rank_table(case, ranks))
+    _show_misfits(case, ranks, console)
     _show_stalls(case, simulation, console)
     _show_bytes(case, simulation, console)
 
 
-def _table(case: Case, ranks: Sequence[RankFigures]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    tiers = [tier for tier in TIERS if any(figures.peak[tier] for figures in ranks)]
-    table.add_column("rank")
-    for name in ("end", "busy", *(f"{tier} peak" for tier in tiers), "in flight"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _bound(case: Case, simulation: Simulation) -> str:
+    bound = simulation.lower_bound
+    if not bound:
+        return "0: there is no work in it"
+    works = [(seconds, -r, lane) for r in range(len(case.world.ranks)) for lane, seconds in simulation.work(r).items()]
+    _, rank, lane = max(works)
+    where = f" on rank {-rank}" if len(case.world.ranks) > 1 else ""
+    return (
+        f"{_time(case, bound)}, all ops of lane {lane}{where}; the step takes {simulation.time / bound:.3g} times that"
+    )
+
+
+def _rank_table(case: Case, ranks: Sequence[RankFigures]) -> Table:
+    in_flight = case.amounts == "micro-batches"  # then that is all that is held
+    tiers = [tier for tier in TIERS if not in_flight and any(figures.peak[tier] for figures in ranks)]
+    table = _plain_table("rank", "end", "busy", *(f"{tier} peak" for tier in tiers), "in flight")
     marks = _chosen(ranks)
     for rank, mark in marks.items():
         figures = ranks[rank]
@@ -138,23 +144,51 @@ def _chosen(ranks: Sequence[RankFigures]) -> dict[int, str]:
     return dict(sorted(chosen.items()))
 
 
+def _show_misfits(case: Case, ranks: Sequence[RankFigures], console: Console) -> None:
+    """The tiers of the machine that are too small for the schedule."""
+    machine = case.costs.name.partition(":")[0]
+    for tier, memory in case.memory.items():
+        peak = max(figures.peak[tier] for figures in ranks)
+        if peak > memory:
+            told = f"does not fit: {format_size(peak)} on the {tier}, and {machine} has {format_size(memory)}"
+            console.print(f"\n{told}", style="yellow", markup=False)
+
+
 def _show_stalls(case: Case, simulation: Simulation, console: Console) -> None:
     stalls = longest_stalls(simulation, _STALLS)
     if not stalls:
         return
-    console.print("\n[dim]longest stalls of the compute lane[/]")
+    console.print("\nlongest stalls of the compute lane", style="dim")
     several = len(case.world.ranks) > 1
     for stall in stalls:
         where = f"rank {stall.rank}: " if several else ""
-        why = f" for {stall.cause}" if stall.cause else ""
+        why = f", waiting for {', for '.join(stall.causes)}" if stall.causes else ""
         console.print(f"  {where}{_time(case, stall.waited)} before {stall.op.id}{why}", markup=False)
 
 
 def _show_bytes(case: Case, simulation: Simulation, console: Console) -> None:
+    """What moved: in all, or for one rank lane by lane with how busy each was."""
     moved = {lane: n for lane, n in simulation.bytes_per_lane().items() if n}
-    if moved:
+    if not moved:
+        return
+    if len(case.world.ranks) > 1:
         told = ", ".join(f"{lane} {_amount(case, n)}" for lane, n in moved.items())
         console.print(f"\nmoved        {told}", markup=False)
+        return
+    table = _plain_table("lane", "busy", "of the time", "moved")
+    for lane, busy in sorted(simulation.busy(0).items(), key=lambda item: LANES.index(item[0])):
+        share = busy / simulation.time if simulation.time else 0.0
+        table.add_row(lane, _time(case, busy), f"{share:.1%}", _amount(case, moved[lane]) if lane in moved else "")
+    console.print()
+    console.print(table)
+
+
+def _plain_table(first: str, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(first)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _time(case: Case, seconds: float) -> str:

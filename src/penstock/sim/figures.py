@@ -1,7 +1,8 @@
 """A rank in numbers: what a simulation says of it in one line of a table."""
 
 import heapq
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.config import Tier
@@ -101,28 +102,54 @@ def _size(names: tuple[str, ...], pool_of: Mapping[str, str], size: Mapping[str,
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """A lane of a rank that stood idle: for how long, before which op, and what that waited for."""
+    """A compute lane that stood idle: for how long, before which op. ``causes``: what that waited for, what this had
+    waited for just before, and so on to the op that computed, as ``Timed.cause``.
+    """
 
     rank: int
     op: Op
     waited: float
-    cause: str
+    causes: tuple[str, ...]
 
 
 def longest_stalls(simulation: Simulation, count: int) -> list[Stall]:
     """The ``count`` longest stalls of the lanes that compute, of all ranks; the longest first."""
-    found = (
-        (waited, -rank, -i)
-        for rank, schedule in enumerate(simulation.world.ranks)
-        for i, (op, waited) in enumerate(zip(schedule.ops, simulation.waits[rank], strict=True))
-        if waited > 0 and op.word.lane == "compute"
+    found = heapq.nlargest(
+        count,
+        (
+            (waited, -rank, -i)
+            for rank, schedule in enumerate(simulation.world.ranks)
+            for i, (op, waited) in enumerate(zip(schedule.ops, simulation.waits[rank], strict=True))
+            if waited > 0 and op.word.lane == "compute"
+        ),
     )
+    places: dict[int, dict[str, int]] = {}
     return [
         Stall(
             rank=-rank,
             op=simulation.world.ranks[-rank].ops[-i],
             waited=waited,
-            cause=simulation.causes[-rank][-i],
+            causes=tuple(_causes(simulation, places, -rank, -i)),
         )
-        for waited, rank, i in heapq.nlargest(count, found)
+        for waited, rank, i in found
     ]
+
+
+_CAUSE = re.compile(r"(?:pool \S+ \(given by )?(?:(\d+):)?([^\s()]+)\)?")
+_LONGEST_CHAIN = 4
+
+
+def _causes(simulation: Simulation, places: dict[int, dict[str, int]], rank: int, i: int) -> Iterator[str]:
+    """``places``: position of each op of a rank; filled as ranks are met."""
+    for _ in range(_LONGEST_CHAIN):
+        match = _CAUSE.fullmatch(simulation.causes[rank][i])
+        if match is None:
+            return
+        yield match[0]
+        rank = rank if match[1] is None else int(match[1])
+        ops = simulation.world.ranks[rank].ops
+        if rank not in places:
+            places[rank] = {op.id: place for place, op in enumerate(ops)}
+        i = places[rank][match[2]]
+        if ops[i].word.lane == "compute":
+            return
