@@ -55,7 +55,7 @@ class MetaModel:
             loss_fn=self.loss_fn,
         )
         whole = (found.groups, found.stages, found.flops) if names is None else _lengthen(found, names)
-        if whole is None:  # a block's call is not a stage of its own kind: run them all
+        if whole is None:
             return replace(self, repeats=False).profile(micro_batch_size, sequence_length, form)
         groups, stages, flops = whole
         return ModelProfile(
@@ -73,11 +73,14 @@ Flops = tuple[tuple[int, int], ...]
 def _lengthen(short: "DryRun", names: tuple[str, ...]) -> tuple[tuple[GroupSpec, ...], tuple[Stage, ...], Flops] | None:
     """The run of a model with all blocks ``names``, from the run with the first, the second and the last of them.
 
-    None where the run was not: prologue, three calls, epilogue, each call reading its own group of the last three.
+    None where the run was not: prologue, three calls, epilogue, each call reading its own group of the last three, and
+    leaving nothing to any but the next (logits of routers go to the loss, which depends on how many there are).
     """
     calls = short.stages[1:-1]
     own = len(short.groups) - 2  # the second block's group
-    if [s.kind for s in calls] != ["call"] * 3 or any(s.forward_reads != (own - 1 + i,) for i, s in enumerate(calls)):
+    if [s.kind for s in calls] != ["call"] * 3 or any(s.kept for s in calls):
+        return None
+    if any(s.forward_reads != (own - 1 + i,) for i, s in enumerate(calls)):
         return None
     more = len(names) - 3
 

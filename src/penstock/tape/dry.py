@@ -70,7 +70,7 @@ def dry_run(
     for group in groups:
         group.detach(dtype, _META)
     tape = Tape(model, found, groups, loss_fn or (lambda m, mb: m(**mb).loss), seed=0, device=_META)
-    values = Values()
+    values = Values(kind)
     inputs = values.give(
         {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in micro_batch.items()}
     )

@@ -1,7 +1,7 @@
 """What a device would run: on the meta device, torch takes the plain path of ops that are fused elsewhere.
 
-The ops themselves have meta kernels; only torch's choice between them looks at the device. So the choice is made here,
-as torch makes it for that kind of device, and memory and FLOP of a dry run are those of the kernels that will run.
+The ops themselves have meta kernels; mostly, only torch's choice between them looks at the device. So the choice is
+made here as torch makes it for that kind of device: memory and FLOP of a dry run are those of what will run.
 """
 
 from typing import Any, Literal
@@ -35,6 +35,21 @@ class Fused(TorchFunctionMode):
         if func is functional.dropout and self._kind == "cuda":
             return _dropout_cuda(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Any:
+    """An op (below autograd) on the meta device, with the results that ``kind`` of device gives."""
+    aten = torch.ops.aten
+    if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        # Its meta kernel knows bf16 alone; devices know more. The shapes are the same.
+        result = func(*(t.to(torch.bfloat16) for t in args[:2]), *args[2:], **kwargs)
+        return torch.empty_strided(result.shape, result.stride(), dtype=args[0].dtype, device="meta")
+    if func is aten.native_layer_norm.default and kind == "cpu":
+        # Mean and deviation are in the weights' type on the CPU, and in fp32 elsewhere.
+        out, mean, deviation = func(*args, **kwargs)
+        dtype = args[0].dtype if args[2] is None else args[2].dtype
+        return out, mean.to(dtype), deviation.to(dtype)
+    return func(*args, **kwargs)
 
 
 def _attention_cpu(

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import ModelError
 from penstock.tape import trees
+from penstock.tape.fused import Kind, run_on_meta
 
 _LARGEST = 1 << 26
 """Elements up to which values are kept: a mask of 8,192 x 8,192."""
@@ -28,8 +29,10 @@ _NO_VALUES = (
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the values of integer and boolean meta tensors for as long as the tensors live."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind) -> None:
+        """``kind``: of the device that the run stands for."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._kind = kind
         self._values: Any = WeakTensorKeyDictionary()
         self._lost: set[int] = set()  # storages of values that were overwritten by something unknown
 
@@ -59,7 +62,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _depends_on_values(func, args):
                 raise ModelError(_NO_VALUES.format(op=func))
             self._forget_written(func, args, kwargs, values)
-            return _run(func, args, kwargs)
+            return run_on_meta(func, args, kwargs, self._kind)
 
         def value_of(tensor: torch.Tensor) -> Any:
             return values[id(tensor)]
@@ -68,7 +71,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _depends_on_values(func, args):  # the meta device could not do it
             result = trees.replace(value, lambda t: torch.empty_like(t, device="meta"))
         else:
-            result = func(*args, **kwargs)
+            result = run_on_meta(func, args, kwargs, self._kind)
         self._note(result, value)
         return result
 
@@ -88,15 +91,6 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 value = values.get(id(tensor))
                 if value is not None and tensor.is_meta:
                     self._lost.add(value.untyped_storage()._cdata)
-
-
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op on the meta device, one way or another."""
-    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-        # Its meta kernel knows bf16 alone, devices know more. The shapes are the same.
-        result = func(*(t.to(torch.bfloat16) for t in args[:2]), *args[2:], **kwargs)
-        return torch.empty_strided(result.shape, result.stride(), dtype=args[0].dtype, device="meta")
-    return func(*args, **kwargs)
 
 
 def _is_kept(tensor: torch.Tensor) -> bool:
