@@ -52,9 +52,9 @@ def _of_host(machine: Machine, seen: Seen) -> Iterator[str]:
         )
     if machine.device.kind == "cuda" and host.lockable < host.memory / 2:
         yield (
-            f"{format_size(host.lockable)} of {format_size(host.memory)} of memory may be page-locked (ulimit -l). GPUs "
-            "copy from page-locked memory, so buffers and what stays in host memory have to fit in that: raise memlock in "
-            "/etc/security/limits.conf, or start the container with --ulimit memlock=-1"
+            f"{format_size(host.lockable)} of {format_size(host.memory)} of memory may be page-locked (ulimit -l). A"
+            " GPU copies from such memory, so buffers and what stays in host memory have to fit in it: raise memlock in"
+            " /etc/security/limits.conf, or start the container with --ulimit memlock=-1"
         )
     if system.memory < system.installed:
         yield (

@@ -131,7 +131,7 @@ class Steps:
 
     def load(self, kind: Kind, out: torch.dtype | None = None) -> Load:
         """Steps of one optimizer; parameters. ``out``: dtype of the copy beside the master, if there is one."""
-        hyper = Hyper(kind=kind, lr=1e-6, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+        hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
         place, count = _round(_STATES), itertools.count(1)
 
         def one() -> None:
