@@ -108,7 +108,7 @@ class Forecast:
         shared = loads.of(plan.settings.place) @ limits_of(question.costs, Depths())[: len(LOCAL_LANES)].T
         return {
             phase: (LOCAL_LANES[int(np.argmax(row))], float(row.max()))
-            for phase, row in zip(loads.phases, shared, strict=True)
+            for phase, row in zip(loads.walk.phases, shared, strict=True)
         }
 
     # ---- memory

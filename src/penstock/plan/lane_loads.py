@@ -45,80 +45,79 @@ class GroupClass:
     homes: tuple[Home, ...]
 
 
-class Loads:
-    """The loads of one request with the chunk size of ``settings``; its placement does not matter."""
+class Walk:
+    """What each group of a request meets on its way through the step's phases, whatever the sizes of chunks.
 
-    def __init__(self, request: Request, settings: Settings, costs: Costs) -> None:
+    | attribute | meaning |
+    |---|---|
+    | ``phases`` | names, in order |
+    | ``visits`` | group -> phase -> how often its weights are needed |
+    | ``classes`` | all groups, those that are alike together |
+    """
+
+    def __init__(self, request: Request, *, wait: bool) -> None:
         self.request = request
-        self.s = settings
         self.route = request.route
         self.groups = request.program.groups
-        self._costs = costs
-        self._split_last = request.one_by_one and not settings.wait and settings.micro_batches > 1
-        self.phases = ("forward", "backward", *(["last"] * self._split_last), *(["update"] * settings.wait))
-        self._cache: dict[tuple[object, ...], Load] = {}
-
-    # ---- groups that are alike
+        self.wait = wait
+        self.split_last = request.one_by_one and not wait and request.micro_batches > 1
+        self.phases = ("forward", "backward", *(["last"] * self.split_last), *(["update"] * wait))
+        self.tied = tied_groups(request.program)
+        self.visits: dict[int, Counter[int]] = {}
+        for visit in self.route.visits:
+            phase = 0 if visit.kind == "E" else self.phase_of(visit)
+            for g in self.route.reads(visit.kind, visit.stage):
+                self.visits.setdefault(g, Counter())[phase] += 1
+        self.first = {g: min(phases) for g, phases in self.visits.items()}
+        self.keys = [self._key(group.index) for group in self.groups]
 
     @cached_property
     def classes(self) -> tuple[GroupClass, ...]:
-        """All groups, those that are alike together."""
         found: dict[tuple[object, ...], list[int]] = {}
-        for g, key in enumerate(self._keys):
+        for g, key in enumerate(self.keys):
             found.setdefault(key, []).append(g)
         return tuple(GroupClass(members=tuple(m), homes=self._homes(m[0])) for m in found.values())
 
-    @cached_property
-    def _keys(self) -> list[tuple[object, ...]]:
-        return [self._key(group.index) for group in self.groups]
+    def phase_of(self, visit: Visit) -> int:
+        """Index of the phase that a visit's compute falls into."""
+        if visit.kind == "F":
+            return 0
+        last = self.split_last and visit.micro_batches[-1] == self.request.micro_batches - 1
+        return 2 if last else 1
+
+    def step_phase(self, g: int) -> int:
+        """Index of the phase that a group is stepped in, if it is not delayed."""
+        return len(self.phases) - 1 if self.wait else self.phase_of(self.route.visits[self.route.last_visit[g]])
+
+    def steps(self, g: int) -> bool:
+        """Whether a group is trained."""
+        return self.groups[g].trainable > 0 and g in self.route.gradient_visits
 
     def _key(self, g: int) -> tuple[object, ...]:
         """All that a group's loads depend on besides its home."""
         group, route = self.groups[g], self.route
-        if g not in self._visits:
-            return group.trainable, group.frozen
-        trained = g in route.gradient_visits
+        size: tuple[object, ...] = (group.trainable, group.frozen, tuple(sorted(self.visits.get(g, {}).items())))
+        if g not in route.gradient_visits:
+            return size
         return (
-            group.trainable,
-            group.frozen,
-            tuple(sorted(self._visits[g].items())),
-            g in self._tied,
-            tuple(self._phase_of(route.visits[i]) for i in route.gradient_visits[g]) if trained else (),
-            self._phase_of(route.visits[route.last_visit[g]]),
-            trained and route.last_visit[g] > route.gradient_visits[g][-1],
-            tuple((g, stage) in route.summed for stage in route.uses[g]) if trained else (),
+            *size,
+            g in self.tied,
+            tuple(self.phase_of(route.visits[i]) for i in route.gradient_visits[g]),
+            self.phase_of(route.visits[route.last_visit[g]]),
+            route.last_visit[g] > route.gradient_visits[g][-1],
+            tuple((g, stage) in route.summed for stage in route.uses[g]),
         )
-
-    @cached_property
-    def _tied(self) -> set[int]:
-        return tied_groups(self.request.program)
-
-    @cached_property
-    def _visits(self) -> dict[int, Counter[int]]:
-        """Group -> how often each phase loads it."""
-        found: dict[int, Counter[int]] = {}
-        for visit in self.route.visits:
-            phase = 0 if visit.kind == "E" else self._phase_of(visit)
-            for g in self.route.reads(visit.kind, visit.stage):
-                found.setdefault(g, Counter())[phase] += 1
-        return found
-
-    def _phase_of(self, visit: Visit) -> int:
-        if visit.kind == "F":
-            return 0
-        last = self._split_last and visit.micro_batches[-1] == self.s.micro_batches - 1
-        return 2 if last else 1
 
     def _homes(self, g: int) -> tuple[Home, ...]:
         """Where a group may live, highest first."""
-        budget, split, trainable = self.request.budget, self.s.form.split, self.groups[g].trainable
+        budget, split, trainable = self.request.budget, self.request.form.split, self.groups[g].trainable
         tiers: tuple[Tier, ...] = ("device", "host", "disk") if self.request.bottom == "disk" else ("device", "host")
         bottom = budget.state or self.request.bottom
         homes: list[Home] = []
         for weights in tiers:
             for state in tiers if trainable else ("host" if bottom == "device" else bottom,):
                 together = not trainable or split or (weights == "device") == (state == "device")
-                possible = state != "device" or (weights == "device" and g not in self._tied)
+                possible = state != "device" or (weights == "device" and g not in self.tied)
                 if together and possible and self._pinned(g, weights, state):
                     homes.append((weights, state))
         return tuple(homes)
@@ -126,19 +125,34 @@ class Loads:
     def _pinned(self, g: int, weights: Tier, state: Tier) -> bool:
         budget, trainable = self.request.budget, self.groups[g].trainable
         want_weights, want_state = budget.weights, budget.state
-        if g in self._tied and want_state == "device":  # its gradient comes in parts: it steps in host memory
-            want_state, want_weights = "host", want_weights if self.s.form.split else "host"
+        if g in self.tied and want_state == "device":  # its gradient comes in parts: it steps in host memory
+            want_state, want_weights = "host", want_weights if self.request.form.split else "host"
         elif want_state == "device" and trainable and want_weights is None:
             want_weights = "device"
-        fp32_device = not self.s.form.split and want_weights == "device" and trainable and want_state is None
-        want_state = "device" if fp32_device and g not in self._tied else want_state
+        fp32_device = not self.request.form.split and want_weights == "device" and trainable and want_state is None
+        want_state = "device" if fp32_device and g not in self.tied else want_state
         return want_weights in (None, weights) and (not trainable or want_state in (None, state))
+
+
+class Loads:
+    """The loads of one request with the chunk size and delay of ``settings``; its placement does not matter."""
+
+    def __init__(self, request: Request, settings: Settings, costs: Costs, walk: Walk | None = None) -> None:
+        """``walk``: the request's, if there is one already."""
+        self.walk = walk or Walk(request, wait=settings.wait)
+        assert self.walk.wait == settings.wait
+        self.request = request
+        self.s = settings
+        self.route = request.route
+        self.groups = request.program.groups
+        self._costs = costs
+        self._cache: dict[tuple[object, ...], Load] = {}
 
     # ---- loads
 
     def of_group(self, g: int, home: Home, gradients: Tier) -> Load:
         """What a group asks for; ``gradients``: where they wait for the norm, if they do."""
-        key = (self._keys[g], home, gradients)
+        key = (self.walk.keys[g], home, gradients)
         if key not in self._cache:
             self._cache[key] = self._group_load(g, home, gradients)
         return self._cache[key]
@@ -150,7 +164,7 @@ class Loads:
         stages = self.request.program.stages
         sizes = Counter(s.checkpoint for s in stages[:-2] if s.checkpoint > 0)
         times = self.s.micro_batches
-        back = {1: times - 1, 2: 1} if self._split_last else {1: times}
+        back = {1: times - 1, 2: 1} if self.walk.split_last else {1: times}
         for nbytes, count in sizes.items():
             pages = page_up(nbytes)
             self._add(load, 0, "DC0m0", count * nbytes, count, times)
@@ -166,7 +180,7 @@ class Loads:
     def of_compute(self) -> Load:
         """Forward, recompute and backward: the same wherever anything lives."""
         load = self._none()
-        counts = Counter((v.kind, v.stage, self._phase_of(v), len(v.micro_batches)) for v in self.route.visits)
+        counts = Counter((v.kind, v.stage, self.walk.phase_of(v), len(v.micro_batches)) for v in self.route.visits)
         for (kind, stage, phase, items), n in counts.items():
             self._add(load, phase, f"{kind}{stage}m0", 0, n, items)
         if self.s.wait:
@@ -183,9 +197,9 @@ class Loads:
 
     def _group_load(self, g: int, home: Home, gradients: Tier) -> Load:
         load, (weights, _) = self._none(), home
-        if weights != "device" and g in self._visits:
+        if weights != "device" and g in self.walk.visits:
             self._weight_load(load, g, home)
-        if self._steps(g):
+        if self.walk.steps(g):
             if home[1] == "device":
                 self._on_device(load, g)
             else:
@@ -193,24 +207,21 @@ class Loads:
                 self._step_load(load, g, home, gradients)
         return load
 
-    def _steps(self, g: int) -> bool:
-        return self.groups[g].trainable > 0 and g in self.route.gradient_visits
-
     def _weight_load(self, load: Load, g: int, home: Home) -> None:
         group, (weights, state) = self.groups[g], home
-        late = self.s.delay if self._steps(g) and state != "device" else 0.0
-        for phase, times in self._visits[g].items():
+        late = self.s.delay if self.walk.steps(g) and state != "device" else 0.0
+        for phase, times in self.walk.visits[g].items():
             for numel, share in ((group.trainable, late), (group.frozen, 0.0)):
                 n, nbytes = chunk_count(numel, self.s.chunk), self.s.form.weight_bytes * numel
                 self._add(load, phase, f"UW{g}.0@F0", nbytes, n, times)
                 if weights == "disk":  # what is stepped just before is still there, and not read
-                    self._add(load, phase, f"RW{g}.0@F0", nbytes, n, times - share * (phase == self._first[g]))
+                    self._add(load, phase, f"RW{g}.0@F0", nbytes, n, times - share * (phase == self.walk.first[g]))
 
     def _on_device(self, load: Load, g: int) -> None:
-        done = self._phase_of(self.route.visits[self.route.gradient_visits[g][-1]])
+        done = self.walk.phase_of(self.route.visits[self.route.gradient_visits[g][-1]])
         if self.s.wait:
             self._add(load, done, f"ND{g}", 0, 1)
-        self._add(load, self._step_phase(g), f"OD{g}", 0, 1)
+        self._add(load, self.walk.step_phase(g), f"OD{g}", 0, 1)
 
     def _gradient_load(self, load: Load, g: int, gradients: Tier) -> None:
         route, nbytes = self.route, self.groups[g].trainable * FP32
@@ -218,11 +229,11 @@ class Loads:
         seen: set[int] = set()
         for i in route.gradient_visits[g]:
             visit = route.visits[i]
-            self._add(load, self._phase_of(visit), f"DG{g}.0@B0", nbytes, n)
+            self._add(load, self.walk.phase_of(visit), f"DG{g}.0@B0", nbytes, n)
             if visit.stage in seen:
-                self._add(load, self._phase_of(visit), f"AG{g}.0@B0", 3 * nbytes, n)
+                self._add(load, self.walk.phase_of(visit), f"AG{g}.0@B0", 3 * nbytes, n)
             seen.add(visit.stage)
-        done = self._phase_of(route.visits[route.gradient_visits[g][-1]])
+        done = self.walk.phase_of(route.visits[route.gradient_visits[g][-1]])
         self._add(load, done, f"AG{g}.0@sum1", 3 * nbytes, n, len(route.uses[g]) - 1)
         if self.s.wait:
             self._add(load, done, f"NG{g}.0", nbytes, n)
@@ -239,24 +250,14 @@ class Loads:
         moves.append(("OP", FP32 + 2 * form.state_slot_bytes + (form.weight_bytes if form.split else 0)))
         if form.split and home[0] != "host":
             moves.append(("WW" if home[0] == "disk" else "UN", form.weight_bytes))
-        for phase, share in ((self._step_phase(g), 1.0 - late), (self._first[g], late)):
+        for phase, share in ((self.walk.step_phase(g), 1.0 - late), (self.walk.first[g], late)):
             for kind, width in moves:
                 self._add(load, phase, f"{kind}{g}.0", width * numel, n, share)
-            if gradients == "disk" and (self.s.wait or phase == self._first[g]):
+            if gradients == "disk" and (self.s.wait or phase == self.walk.first[g]):
                 self._add(load, phase, f"RG{g}.0", FP32 * numel, n, share)
 
-    def _step_phase(self, g: int) -> int:
-        if self.s.wait:
-            return len(self.phases) - 1
-        return self._phase_of(self.route.visits[self.route.last_visit[g]])
-
-    @cached_property
-    def _first(self) -> dict[int, int]:
-        """Group -> phase of the first load of its weights, which delayed steps come before."""
-        return {g: min(phases) for g, phases in self._visits.items()}
-
     def _none(self) -> Load:
-        return np.zeros((len(self.phases), len(LOCAL_LANES)))
+        return np.zeros((len(self.walk.phases), len(LOCAL_LANES)))
 
     def _add(self, load: Load, phase: int, word: str, nbytes: int, ops: int, times: float = 1.0) -> None:
         """Add ``ops`` ops that move ``nbytes`` together, ``times`` over."""

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from penstock.config import TIERS, Tier
 from penstock.plan.fit import Request, base_placement
-from penstock.plan.lane_loads import GroupClass, Home, Load, Loads, bound, limits_of
+from penstock.plan.lane_loads import GroupClass, Home, Load, Loads, Walk, bound, limits_of
 from penstock.schedule.place import FP32, Settings, chunk_count
 from penstock.schedule.provision import Provision
 from penstock.sim.costs import Costs
@@ -77,11 +77,19 @@ class _Column:
 class PlacementLP:
     """The linear program of one request with the family, chunk, depths and delay of ``settings``."""
 
-    def __init__(self, request: Request, settings: Settings, costs: Costs, *, disk_free: int | None = None) -> None:
-        """``disk_free``: bytes that may be used on disk; None: enough."""
+    def __init__(
+        self,
+        request: Request,
+        settings: Settings,
+        costs: Costs,
+        *,
+        disk_free: int | None = None,
+        walk: Walk | None = None,
+    ) -> None:
+        """``disk_free``: bytes that may be used on disk; None: enough. ``walk``: the request's, if there is one."""
         self.request = request
         self.s = settings
-        self.loads = Loads(request, settings, costs)
+        self.loads = Loads(request, settings, costs, walk)
         self.limits = limits_of(costs, settings.depths)
         self.base = base_placement(request)
         self._bases: dict[tuple[Tier, Waits], Sizes] = {}
@@ -92,7 +100,7 @@ class PlacementLP:
 
     @property
     def classes(self) -> tuple[GroupClass, ...]:
-        return self.loads.classes
+        return self.loads.walk.classes
 
     @cached_property
     def checkpoint_tiers(self) -> tuple[Tier, ...]:
@@ -151,23 +159,30 @@ class PlacementLP:
         return self._bases[key]
 
     def _base_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
-        place = self.base
         option = self._settings(checkpoints, gradients)
-        homes = enumerate(zip(place.weights, place.state, strict=True))
-        groups = sum((self.group_sizes(g, home, gradients) for g, home in homes), start=np.zeros(len(TIERS)))
-        disk = self.request.disk_bytes(place) + self.request.scratch_bytes(option)
-        found: Sizes = np.array([*self.request.peaks(option), disk]) - groups
+        disk = self.request.disk_bytes(self.base) + self.request.scratch_bytes(option)
+        total = np.array([*self.request.peaks(option), disk])
+        found: Sizes = total - self._at_the_bottom(gradients)
         return found
+
+    def _at_the_bottom(self, gradients: Waits) -> Sizes:
+        """Bytes of all groups as low as they go."""
+        homes = tuple(zip(self.base.weights, self.base.state, strict=True))
+        total = np.zeros(len(TIERS))
+        for kind in self.classes:
+            g = kind.members[0]
+            total += len(kind.members) * self.group_sizes(g, homes[g], gradients)
+        return total
 
     @cached_property
     def full(self) -> set[Tier]:
         """Tiers that are too small even with everything as low as it goes; empty if some choice of tiers for
         checkpoints and gradients has room on all."""
-        place, least = self.base, set(TIERS)
+        least: set[Tier] = set(TIERS)
         for c, q in product(self.checkpoint_tiers, self.gradient_tiers):
-            homes = enumerate(zip(place.weights, place.state, strict=True))
-            groups = sum((self.group_sizes(g, home, q) for g, home in homes), start=np.zeros(len(TIERS)))
-            over = self.base_sizes(c, q) + groups > self.budget
+            over = self.base_sizes(c, q) + self._at_the_bottom(q) > self.budget
+            if not over.any():
+                return set()
             least = min(least, {tier for tier, full in zip(TIERS, over, strict=True) if full}, key=len)
         return least
 
@@ -218,7 +233,7 @@ class _Model:
             for home in kind.homes
             for q in waits
         ]
-        self.first_c = len(lp.loads.phases)
+        self.first_c = len(lp.loads.walk.phases)
         self.first_z = self.first_c + len(on)
         self.first_y = self.first_z + len(waits)
         self.width = self.first_y + len(self.columns)

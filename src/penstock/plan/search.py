@@ -18,7 +18,7 @@ from penstock.config import Tier, format_size
 from penstock.errors import BudgetError
 from penstock.plan.costs import machine_costs
 from penstock.plan.fit import Family, Plan, Request, base_placement, fit, fitted, settings_of
-from penstock.plan.lane_loads import Loads, bound
+from penstock.plan.lane_loads import Loads, Walk, bound
 from penstock.plan.machine import Machine
 from penstock.plan.model import StageTimes
 from penstock.plan.placement_lp import PlacementLP, Waits
@@ -37,6 +37,8 @@ LARGEST_SCHEDULE = 400_000
 """Ops of the largest schedule that is proposed."""
 
 _CHUNKS = tuple(2**power for power in range(16, 29))
+_ONE_CHUNK = 2**24
+"""where one size has to do"""
 _DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 """of weights and gradients, from the best to the smallest"""
 _HOST_DEPTHS = (4, 3, 2, 1)
@@ -144,6 +146,7 @@ class _Search:
         self.considered = 0
         self.ops = 0
         self.programs: dict[tuple[object, ...], PlacementLP] = {}
+        self.walks: dict[Family, Walk] = {}
         self.counters: dict[tuple[object, ...], Loads] = {}
         self.seen: dict[tuple[Family, Settings], float] = {}
         self.best: tuple[float, Proposal, Plan, Simulation] | None = None
@@ -181,9 +184,9 @@ class _Search:
         """What the linear programs propose; ``few``: for one chunk size and the best tiers only."""
         found: list[Proposal] = []
         base = base_placement(request)
-        sizes = self._chunk_sizes(request)
+        sizes = (_ONE_CHUNK,) if few else self._chunk_sizes(request)
         for delay in self.q.delays if request.family == "vertical" else (0.0,):
-            for chunk in sizes[len(sizes) // 2 :][:1] if few else sizes:
+            for chunk in sizes:
                 settings = self._deepest(replace(settings_of(request, base, chunk, Depths()), delay=delay), request)
                 if settings is not None:
                     found += self._solved(settings, request, few=few)
@@ -214,8 +217,14 @@ class _Search:
     def _program(self, settings: Settings, request: Request) -> PlacementLP:
         key = (request.family, settings.chunk, settings.depths, settings.delay)
         if key not in self.programs:
-            self.programs[key] = PlacementLP(request, settings, self.q.costs, disk_free=self.q.disk_free)
+            walk = self._walk(request)
+            self.programs[key] = PlacementLP(request, settings, self.q.costs, disk_free=self.q.disk_free, walk=walk)
         return self.programs[key]
+
+    def _walk(self, request: Request) -> Walk:
+        if request.family not in self.walks:
+            self.walks[request.family] = Walk(request, wait=request.wait and request.train)
+        return self.walks[request.family]
 
     def _proposal(self, settings: Settings, request: Request, pattern: Pattern) -> Proposal:
         self.considered += 1
@@ -240,7 +249,7 @@ class _Search:
 
     # ---- sizes of schedules
 
-    def _chunk_sizes(self, request: Request) -> list[int]:
+    def _chunk_sizes(self, request: Request) -> Sequence[int]:
         """Chunk sizes whose schedules can be simulated a few times, from small to large; the largest in any case."""
         base = settings_of(request, base_placement(request), _CHUNKS[-1], Depths())
         sizes = sorted({min(chunk, base.chunk) for chunk in _CHUNKS})
@@ -251,7 +260,7 @@ class _Search:
         """Number of ops of a schedule."""
         key = (request.family, settings.chunk, settings.delay)
         if key not in self.counters:
-            self.counters[key] = Loads(request, settings, _ONE_EACH)
+            self.counters[key] = Loads(request, settings, _ONE_EACH, self._walk(request))
         return round(float(self.counters[key].of(settings.place).sum()))
 
     # ---- simulation
