@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.cli.simulate_arguments import SIMULATE_HELP, parse_simulate
-from penstock.cli.simulate_case import Case, case_of, described_families
+from penstock.cli.simulate_case import Case
+from penstock.cli.simulate_source import case_of, described_families
 from penstock.cli.simulate_view import as_json, figures_of, show
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.profiles import shipped_names

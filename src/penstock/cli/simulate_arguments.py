@@ -41,10 +41,15 @@ What it costs
   --costs puzzle        as in the LLM training puzzles: a layer's forward or backward 1, optimizer 0.5, collectives 0.3,
                         sends and receives 0.2; a rank does one thing at a time; memory in elements
   --costs unit          forward 1, backward 2 (1 + 1 where split), nothing else; memory in micro-batches in flight
-  --costs PROFILE.json  a machine that penstock doctor has measured, or one that ships by name: {machines}
-  --model NAME          the model that moves, with a machine: {models}
+  --costs PROFILE.json  a machine that penstock doctor has measured, or one that ships, by its name:
+                        {machines}
+  --model NAME          with a machine: the model, by name or as the folder of a Hugging Face configuration:
+                        {models}
   --micro-batch-size N, --sequence-length N
-                        sequences of a micro-batch, and tokens of each, with a machine
+                        with a machine: sequences of a micro-batch, and tokens of each
+
+Without --costs: unit for pipelines, puzzle for the others that do not offload, and for those that do a100-40g with
+gpt-65b.
 
 What comes out
   --json                numbers, for programs

@@ -1,0 +1,246 @@
+"""What ``penstock simulate`` was asked for, as a world and its costs: a schedule by name, or one from a file."""
+
+import difflib
+from collections.abc import Set
+from dataclasses import replace
+from pathlib import Path
+from textwrap import fill
+
+from penstock.cli.schedule_file import read_world
+from penstock.cli.simulate_arguments import SimulateArguments
+from penstock.cli.simulate_case import (
+    FORMAT,
+    MACHINE,
+    MODEL,
+    Case,
+    abstract_case,
+    counted,
+    layers_case,
+    machine_case,
+    profile_of,
+)
+from penstock.errors import ConfigError
+from penstock.plan.layer_costs import layer_sizes
+from penstock.plan.model import ModelProfile
+from penstock.plan.profiles import machine_named
+from penstock.schedule import offload
+from penstock.schedule.distributed import families
+from penstock.schedule.distributed.request import Request
+from penstock.schedule.op import Lane
+from penstock.schedule.world import World
+from penstock.sim.costs import Costs
+from penstock.sim.models import CostModel, puzzle, unit
+
+_OFFLOAD_MICRO_BATCHES = 8
+_OFFLOAD_LANES: Set[Lane] = {"h2d", "d2h", "read", "write", "cpu"}
+_MOST_OPS = 4_000_000
+"""About as many as fit in 4 GB with all that is known of them."""
+
+_REAL = ("model", "micro_batch_size", "sequence_length")
+_DISTRIBUTED = (*families.OPTIONS, "lookahead")
+_OFFLOAD = ("chunks", "delay", "wait", "weights", "state", "checkpoints", "gradients", "device_blocks")
+
+_UNIT_BY_DEFAULT = {
+    *("pipeline", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "looped-dfs", "zero-bubble", "dualpipe-v")
+}
+_SHAPES = {  # layers and ranks as in the puzzles; 8 and 4 for the others
+    "single": (2, 1),
+    "grad-accumulation": (2, 1),
+    "ddp": (2, 4),
+    **dict.fromkeys(("weight-sharded", "zero1", "zero2", "fsdp"), (6, 4)),
+    "pipeline-fsdp": (4, 16),
+}
+
+
+def case_of(arguments: SimulateArguments) -> Case:
+    """Build, or read and check, what was asked for.
+
+    Raises:
+        ConfigError: there is no such schedule or model, an option does not fit, or a file is wrong.
+    """
+    name = arguments.name
+    if name in offload.FAMILIES:
+        return _offload(arguments)
+    if name in families.FAMILIES:
+        return _distributed(arguments)
+    if Path(name).exists() or "/" in name or "." in name:
+        return _file(arguments)
+    known = [*families.FAMILIES, *offload.FAMILIES]
+    near = difflib.get_close_matches(name, known, n=1)
+    guess = f" Did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"there is no schedule {name!r}, and no such file.{guess} Known: {', '.join(known)}")
+
+
+def described_families() -> str:
+    """A line for each schedule that has a name."""
+    lines = [(name, family.summary) for name, family in families.FAMILIES.items()]
+    lines += [(name, family.description) for name, family in offload.FAMILIES.items()]
+    return "\n".join(
+        fill(f"{name:<18}  {summary}", 118, initial_indent="  ", subsequent_indent=" " * 22) for name, summary in lines
+    )
+
+
+# ---- schedules that do not offload
+
+
+def _distributed(arguments: SimulateArguments) -> Case:
+    name, family = arguments.name, families.FAMILIES[arguments.name]
+    unknown = (option for option in families.OPTIONS if option not in family.options)
+    arguments.refuse(name, *unknown, *_OFFLOAD)
+    costs = arguments.costs or ("unit" if name in _UNIT_BY_DEFAULT else "puzzle")
+    layers, ranks = _SHAPES.get(name, (8, 4))
+    if costs in ("puzzle", "unit"):
+        arguments.refuse(f"--costs {costs}", *_REAL)
+        model = puzzle() if costs == "puzzle" else unit()
+        request = _request(arguments, layers, ranks, model)
+        return abstract_case(families.build(request), _shape_in_words(request), model)
+    machine = machine_named(costs)
+    profile = profile_of(arguments, machine)
+    blocks = sum(stage.kind == "call" for stage in profile.program.stages)
+    sizes = layer_sizes(profile, FORMAT)
+    request = _request(arguments, blocks, ranks, CostModel(costs=_FREE, sizes=sizes, stage_ops=False))
+    return layers_case(arguments, families.build(request), _shape_in_words(request), machine, profile)
+
+
+_FREE = Costs(name="none", seconds=lambda op: 0.0)
+
+
+def _request(arguments: SimulateArguments, layers: int, ranks: int, model: CostModel) -> Request:
+    ranks = arguments.ranks or ranks
+    request = Request(
+        family=arguments.name,
+        layers=arguments.layers or layers,
+        ranks=ranks,
+        micro_batches=arguments.micro_batches or _micro_batches(arguments.name, ranks, filled=not model.costs.serial),
+        sizes=model.sizes,
+        stage_ops=model.stage_ops,
+        virtual_stages=arguments.virtual_stages,
+        gather_group=arguments.gather_group,
+        fused=arguments.fused,
+        partition_activations=arguments.partition_activations,
+        buffer_size=arguments.buffer_size,
+        lookahead=arguments.lookahead or 0,
+    )
+    _check_size(_about(request))
+    return request
+
+
+def _about(request: Request) -> int:
+    """Roughly how many ops that is, and more for what takes as long to build."""
+    layers, ranks, micro_batches = request.layers, request.ranks, request.micro_batches
+    if request.family not in _UNIT_BY_DEFAULT:
+        pieces = -(-request.sizes.gradient // request.buffer_size) if request.buffer_size else 1
+        steps = micro_batches if request.family == "grad-accumulation" else 1
+        return (6 * steps + 2 * pieces) * layers * ranks
+    steps = 1 if request.family == "pipeline" else micro_batches
+    stages = ranks * (request.virtual_stages or 2)
+    folded = ranks * ranks // 4 if request.family in ("zero-bubble", "dualpipe-v") else 0
+    return (6 * stages + (0 if request.stage_ops else 3 * layers)) * steps + folded
+
+
+def _micro_batches(name: str, ranks: int, *, filled: bool) -> int:
+    """Where none are asked for: as in the puzzles, or enough to fill a pipeline."""
+    if name == "pipeline-fsdp":
+        return max(1, ranks // 4)
+    if name == "dualpipe-v" or (filled and name in _UNIT_BY_DEFAULT):
+        return 2 * ranks
+    return ranks if ranks > 1 else 4
+
+
+def _shape_in_words(request: Request) -> str:
+    stages = f", {request.virtual_stages} virtual stages each" if request.virtual_stages else ""
+    layers = "" if request.stage_ops and request.family in _UNIT_BY_DEFAULT else f"{counted(request.layers, 'layer')}, "
+    micro_batches = counted(request.micro_batches, "micro-batch")
+    return f"{request.family}: {layers}{counted(request.ranks, 'rank')}{stages}, {micro_batches}"
+
+
+# ---- schedules that offload
+
+
+def _offload(arguments: SimulateArguments) -> Case:
+    name = arguments.name
+    if arguments.ranks not in (None, 1):
+        raise ConfigError(f"--ranks {arguments.ranks}: {name} is a schedule of one rank. Leave --ranks out")
+    family = offload.FAMILIES[name]
+    arguments.refuse(name, *_DISTRIBUTED, *(option for option in _OFFLOAD if option not in family.options))
+    costs = arguments.costs or MACHINE
+    if costs == "puzzle":
+        raise ConfigError(
+            f"--costs puzzle: the puzzles have neither host memory nor disk, which {name} needs: {_OTHERS}"
+        )
+    machine = None if costs == "unit" else machine_named(costs)
+    profile = profile_of(arguments, machine)
+    micro_batches = arguments.micro_batches or _OFFLOAD_MICRO_BATCHES
+    stages, chunks = len(profile.program.stages), len(profile.program.groups) * (arguments.chunks or 16)
+    _check_size(6 * stages * micro_batches + 8 * chunks * (micro_batches if family.order == "horizontal" else 1))
+    world = offload.build(
+        offload.Request(
+            family=name,
+            program=profile.program,
+            micro_batches=micro_batches,
+            form=FORMAT,
+            chunks=arguments.chunks,
+            delay=arguments.delay,
+            wait=arguments.wait or None,
+            weights=arguments.weights,
+            state=arguments.state,
+            checkpoints=arguments.checkpoints,
+            gradients=arguments.gradients,
+            device_blocks=arguments.device_blocks,
+        )
+    )
+    words = f"{name}: {counted(stages - 2, 'layer')}, {counted(micro_batches, 'micro-batch')}"
+    if machine is None:
+        return replace(abstract_case(world, words, unit()), amounts="bytes", stage_ops=False)
+    return machine_case(arguments, world, words, machine, profile)
+
+
+_OTHERS = "use --costs unit or a machine's profile"
+
+
+# ---- schedules from a file
+
+
+def _file(arguments: SimulateArguments) -> Case:
+    """A schedule that a user has written, or that --text has printed."""
+    path = Path(arguments.name)
+    arguments.refuse("a schedule from a file", "ranks", "micro_batches", *_DISTRIBUTED, *_OFFLOAD)
+    world = read_world(path)
+    lanes = {op.lane for schedule in world.ranks for op in schedule.ops}
+    costs = arguments.costs or (MACHINE if lanes & _OFFLOAD_LANES else "unit" if "send" in lanes else "puzzle")
+    ops = sum(len(schedule.ops) for schedule in world.ranks)
+    words = f"{world.name} from {path}: {counted(len(world.ranks), 'rank')}, {counted(ops, 'op')}"
+    if costs in ("puzzle", "unit"):
+        arguments.refuse(f"a schedule from a file with --costs {costs}", "layers", *_REAL)
+        if costs == "puzzle" and lanes & _OFFLOAD_LANES:
+            lane = next(iter(sorted(lanes & _OFFLOAD_LANES)))
+            raise ConfigError(f"--costs puzzle: the puzzles have no lane {lane}, which {path} uses: {_OTHERS}")
+        case = abstract_case(world, words, puzzle() if costs == "puzzle" else unit())
+        return replace(case, stage_ops=costs == "unit", checked=True)
+    machine = machine_named(costs)
+    profile = profile_of(arguments, machine)
+    if not lanes & _OFFLOAD_LANES:
+        return replace(layers_case(arguments, world, words, machine, profile), checked=True)
+    _check_model(path, world, profile, arguments)
+    return replace(machine_case(arguments, world, words, machine, profile), checked=True)
+
+
+def _check_model(path: Path, world: World, profile: ModelProfile, arguments: SimulateArguments) -> None:
+    """The schedule's stages and groups are those of the model whose times it gets."""
+    stages, groups = len(profile.program.stages), len(profile.program.groups)
+    for schedule in world.ranks:
+        for op in schedule.ops:
+            word = op.word
+            if word.stage >= stages or word.group >= groups or (word.kind == "E" and word.stage != stages - 1):
+                raise ConfigError(
+                    f"{path}: op {op.id} is not of {arguments.model or MODEL} with {stages - 2} layers: say with "
+                    "--model and --layers which model the schedule is for"
+                )
+
+
+def _check_size(ops: int) -> None:
+    if ops > _MOST_OPS:
+        raise ConfigError(
+            f"that is a schedule of about {ops:,} ops, and {_MOST_OPS:,} fit in memory: ask for fewer layers, ranks, "
+            "micro-batches or chunks"
+        )
