@@ -1,4 +1,4 @@
-"""The pools that a step needs, read off its route and settings before any op exists.
+"""The memory that a step needs, read off its route and settings before any op exists.
 
 This is the one place that sizes a pool: builders take buffers only from here, and a planner weighs its options with it
 without building a schedule for each.
@@ -9,7 +9,8 @@ on the host at the end of the backward anyway: a delay costs nothing more. When 
 them is what the peak of that pool is. Checkpoints on the host are the mirror image: the forward fills them block by
 block while it uses the delayed gradients up, and the backward the other way round. Where it takes less, both live in
 one pool, whose size is the most that ever is in use of the two together: that of the larger one and at most one
-visit's more, and what rounding up to whole buffers costs.
+visit's more, and what rounding up to whole buffers costs. Nothing else grows. Weights whose home is host memory stay
+where they are: their old values are of no use while a step is delayed, but that memory is not lent out.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,11 @@ def size_classes(sizes: Iterable[int]) -> list[int]:
         if size and (not classes or size < classes[-1] / 2):
             classes.append(size)
     return classes
+
+
+def class_of(size: int, classes: Sequence[int]) -> int:
+    """The size of the smallest class that holds ``size``."""
+    return min(c for c in classes if c >= size)
 
 
 def fixed_bytes(
@@ -61,11 +67,6 @@ def fixed_bytes(
         ("host", "weights", weights["host"] * form.weight_bytes),
         ("host", "state", trained["host"] * per_element),
     )
-
-
-def class_of(size: int, classes: Sequence[int]) -> int:
-    """The size of the smallest class that holds ``size``."""
-    return min(c for c in classes if c >= size)
 
 
 class Provision:
@@ -130,7 +131,7 @@ class Provision:
     def _most_held(self, parts: int) -> int:
         """The most buffers of delayed gradients, and of checkpoints of ``parts`` buffers each, that are in use at once.
 
-        Counted in the order in which a visit takes them. A buffer counts as free only from the visit on that can not
+        Counted in the order in which a visit takes them. A buffer counts as free only from the visit on that cannot
         start before it is: earlier, if the lanes run ahead, which the count then leaves room for.
         """
         route, place = self.route, self.s.place
