@@ -18,7 +18,7 @@ Start = Literal["new", "overwrite", "resume"]
 
 _SETTINGS = "config.yaml"
 _PREDICTION = "prediction.json"
-_FILES = (_SETTINGS, _PREDICTION, "metrics.jsonl", "tokenizer.json", "train.tokens", "validation.tokens")
+_FILES = (_SETTINGS, _PREDICTION, "report.html", "metrics.jsonl", "tokenizer.json", "train.tokens", "validation.tokens")
 _TRACES = "trace*.json"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import TIERS, Tier
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.report.causes import measured_bars
 from penstock.report.prediction import Prediction, predicted_bars
 from penstock.report.series import Bar, rows_of
@@ -29,6 +29,7 @@ _COLORS: Mapping[str, tuple[str, str]] = {
     "send and receive": ("#8a93a3", "SA SD RA RD"),
 }
 _GROUP_OF = {kind: group for group, (_, kinds) in _COLORS.items() for kind in kinds.split()}
+_OTHER = "#9ca3af"
 _INK, _MUTED, _TRACK, _BUDGET, _PREDICTED = "#161b22", "#5a6472", "#f3f5f7", "#a3195b", "#b3541e"
 _ROW, _GAP = 1.0, 0.45
 _GRAIN = 1600
@@ -73,7 +74,7 @@ def draw(path: Path, prediction: Prediction | None, step: MeasuredStep, budget: 
             ax.tick_params(length=0, colors=_MUTED)
             for spine in ax.spines.values():
                 spine.set_visible(False)
-        _legend(figure, {_GROUP_OF[parse_word(bar.id).kind] for _, bars, _ in sides for bar in bars}, len(sides) > 1)
+        _legend(figure, {_group(bar) for _, bars, _ in sides for bar in bars}, len(sides) > 1)
         metadata = {"Date": None} if path.suffix == ".svg" else {}
         figure.savefig(path, format=path.suffix[1:], dpi=200, facecolor="white", metadata=metadata)
 
@@ -102,12 +103,20 @@ def _draw_lanes(ax: "Axes", sides: Sequence[tuple[str, Sequence[Bar], Curves]], 
     ax.tick_params(labelbottom=False)
 
 
+def _group(bar: Bar) -> str:
+    """The group of ``_COLORS`` that an op is of; empty if its id is no op's, as in a trace of another version."""
+    try:
+        return _GROUP_OF[parse_word(bar.id).kind]
+    except ScheduleError:
+        return ""
+
+
 def _merged(row: Sequence[Bar], grain: float) -> tuple[list[tuple[float, float]], list[str]]:
     """(start, length) and colour of each bar to draw: neighbours of one colour closer than ``grain`` are one bar."""
     spans: list[tuple[float, float]] = []
     colors: list[str] = []
     for bar in row:
-        color = _COLORS[_GROUP_OF[parse_word(bar.id).kind]][0]
+        color = _COLORS[group][0] if (group := _group(bar)) else _OTHER
         if colors and colors[-1] == color and bar.start - sum(spans[-1]) < grain:
             spans[-1] = (spans[-1][0], bar.end - spans[-1][0])
         else:

@@ -68,7 +68,7 @@ def measured_bottleneck(time: float, busy: Mapping[Lane, float], lower_bound: fl
         return first
     bound = format_time(lower_bound)
     if time < lower_bound:
-        return f"{first} The step is faster than its predicted lower bound of {bound}: so is the machine, than its profile."
+        return f"{first} The step is faster than its predicted lower bound of {bound}: the machine beats its profile."
     return f"{first} The step takes {time / lower_bound:.3g} times its lower bound of {bound}."
 
 

@@ -116,10 +116,12 @@ def _figures(time: float, kinds: Sequence[_Rank], unit: str) -> list[Figure]:
         idle = [1 - kind.compute / time for kind in kinds]
         remark = f"{min(idle):.0%} to {max(idle):.0%}" if max(idle) - min(idle) > 0.005 else "on every rank"
         figures.append(Figure(name="compute idle, most", value=f"{max(idle):.0%}", remark=remark))
-    for tier in TIERS:
-        if most := max(kind.peak[tier] for kind in kinds):
-            figures.append(Figure(name=f"{tier} memory, peak", value=_amount(most, unit), remark="highest of any rank"))
-    return figures
+    peaks = {tier: max(kind.peak[tier] for kind in kinds) for tier in TIERS}
+    return figures + [
+        Figure(name=f"{tier} memory, peak", value=_amount(most, unit), remark="highest of any rank")
+        for tier, most in peaks.items()
+        if most
+    ]
 
 
 def _rank_table(time: float, kinds: Sequence[_Rank], of_rank: Sequence[int], unit: str) -> str:

@@ -1,0 +1,102 @@
+"""A run's folder as ``penstock train`` leaves it, made from two simulations of one schedule."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+
+from tests.programs import transformer
+
+from penstock.cli.settings import dump
+from penstock.config import Budget, DataConfig, ModelConfig, OptimizerConfig, Tier, TrainConfig
+from penstock.report.prediction import Prediction
+from penstock.run.trace import MemorySample, TraceEvent, TraceWriter
+from penstock.schedule.op import Op, Schedule
+from penstock.schedule.place import Depths, Format, Placement, Settings
+from penstock.schedule.program import ALIGN
+from penstock.schedule.vertical import vertical
+from penstock.schedule.world import World
+from penstock.sim.costs import Costs
+from penstock.sim.result import Simulation
+from penstock.sim.simulate import simulate
+
+BUDGET: Mapping[Tier, int] = {"device": 1 << 20, "host": 2 << 20}
+
+
+def offload_schedule(layers: int = 3, micro_batches: int = 2) -> Schedule:
+    """A vertical schedule with everything on disk."""
+    program = transformer(layers)
+    everywhere = ("disk",) * len(program.groups)
+    place = Placement(weights=everywhere, state=everywhere, gradients="host", checkpoints="host")
+    return vertical(
+        program,
+        Settings(
+            micro_batches=micro_batches,
+            chunk=5 * ALIGN,
+            form=Format(weight_bytes=4, moments=2),
+            place=place,
+            depths=Depths(),
+            wait=False,
+        ),
+        (("device", "working", 9000),),
+    )
+
+
+def costs(seed: int, *, scale: float = 1.0) -> Costs:
+    """Costs of a machine that takes ``scale`` times as long, with a noise of its own for each seed."""
+    rng = Random(seed)
+    noise: dict[str, float] = {}
+
+    def seconds(op: Op) -> float:
+        base = 0.004 if op.lane == "compute" else 2e-4 + op.nbytes / 1e9
+        return base * scale * noise.setdefault(op.id, rng.uniform(0.9, 1.1))
+
+    return Costs(name="noisy", seconds=seconds, widths={"read": 2, "write": 2})
+
+
+def simulated(schedule: Schedule, seed: int, *, scale: float = 1.0) -> Simulation:
+    return simulate(World.of(schedule), costs(seed, scale=scale))
+
+
+def write_step(writer: TraceWriter, simulation: Simulation, step: int, *, at: float) -> None:
+    """A simulated step as if it had been run ``at`` seconds into the run."""
+    events = [
+        TraceEvent(step=step, op=t.op.id, lane=t.op.lane, start=at + t.start, end=at + t.end, bytes=t.op.nbytes)
+        for t in simulation.timed(0)
+    ]
+    samples = [
+        MemorySample(time=at + time, tier=tier, bytes=amount)
+        for tier, curve in simulation.memory(0).items()
+        for time, amount in curve[1:]
+    ]
+    writer.step(events, samples)
+
+
+def write_run(folder: Path, *, steps: int = 3, predict: bool = True, schedule: Schedule | None = None) -> Prediction:
+    """Fill ``folder``: settings, metrics, a trace of ``steps`` steps, and the prediction unless it is not wanted."""
+    schedule = schedule or offload_schedule()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump(_config(folder)), encoding="utf-8")
+    prediction = Prediction.of(simulated(schedule, 0), budget=BUDGET)
+    if predict:
+        (folder / "prediction.json").write_text(prediction.to_json(), encoding="utf-8")
+    at = 2.0
+    with TraceWriter(folder / "trace.json") as trace, (folder / "metrics.jsonl").open("w") as metrics:
+        for step in range(1, steps + 1):
+            ran = simulated(schedule, step, scale=1.0 + 0.05 * step)
+            write_step(trace, ran, step, at=at)
+            at += ran.time + 0.01
+            line = {"step": step, "loss": 8.0 / step, "seconds": ran.time, "tokens": 512}
+            metrics.write(json.dumps(line | ({"validation_loss": 3.5} if step == steps else {})) + "\n")
+    return prediction
+
+
+def _config(folder: Path) -> TrainConfig:
+    return TrainConfig(
+        run=str(folder),
+        model=ModelConfig(config={"model_type": "llama"}),
+        data=DataConfig(source="stdlib", vocabulary=300, sequence_length=32),
+        optimizer=OptimizerConfig(lr=1e-3),
+        budget=Budget(device=BUDGET["device"], host=BUDGET["host"], disk=folder / "store"),
+        steps=3,
+    )

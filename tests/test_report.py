@@ -1,0 +1,489 @@
+"""The report without a browser: what it reads, what it says, and what it does with files that are not whole."""
+
+import base64
+import builtins
+import json
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.reports import BUDGET, offload_schedule, simulated, write_run, write_step
+
+from penstock.cli import main
+from penstock.cli.report import gather, parse_report
+from penstock.errors import ConfigError
+from penstock.report.causes import measured_bars
+from penstock.report.chrome import chrome_trace
+from penstock.report.columns import Columns
+from penstock.report.html import in_script
+from penstock.report.metrics_file import read_metrics
+from penstock.report.prediction import Prediction, parse_prediction
+from penstock.report.run_page import run_page, thinned
+from penstock.report.sentence import bottleneck, measured_bottleneck, verdict
+from penstock.report.series import Because, last_of_each_moment, parse_cause
+from penstock.report.simulated_page import simulated_page
+from penstock.report.trace_file import MeasuredStep, Ran, choose_step, read_trace, read_traces
+from penstock.run.trace import MemorySample, TraceEvent, TraceWriter
+from penstock.schedule.op import Lane, parse_schedule
+from penstock.schedule.world import World
+from penstock.sim.costs import Costs
+from penstock.sim.simulate import simulate
+
+# ---- the prediction's file
+
+
+def _prediction() -> Prediction:
+    return Prediction.of(simulated(offload_schedule(), 0), budget=BUDGET)
+
+
+def test_a_prediction_comes_back_from_its_text() -> None:
+    prediction = _prediction()
+    assert parse_prediction(prediction.to_json()) == prediction
+
+
+def test_a_prediction_agrees_with_its_simulation() -> None:
+    schedule = offload_schedule()
+    simulation = simulated(schedule, 0)
+    prediction = Prediction.of(simulation, budget=BUDGET)
+    assert prediction.time == simulation.time
+    assert prediction.lower_bound == simulation.lower_bound
+    assert prediction.bytes_per_lane == schedule.bytes_per_lane()
+    assert prediction.peak == {tier: max(n for _, n in curve) for tier, curve in prediction.memory.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda r: r.update(version=2), "version 1"),
+        (lambda r: r.pop("time"), "'time'"),
+        (lambda r: r.update(mood="good"), "'mood'"),
+        (lambda r: r.update(time="1"), "time must be"),
+        (lambda r: r.update(time=-1), "time must be"),
+        (lambda r: r["ops"]["start"].pop(), "one for each op"),
+        (lambda r: r["ops"]["end"].__setitem__(3, -1.0), "ops.end must be"),
+        (lambda r: r["ops"]["end"].__setitem__(-1, 0), "no earlier"),
+        (lambda r: r["ops"]["cause"].__setitem__(0, 7), "ops.cause"),
+        (lambda r: r["ops"].pop("waited"), "ops must be"),
+        (lambda r: r["busy"].update(warp=1.0), "busy must be"),
+        (lambda r: r["peak"].update(device=1.5), "peak.device"),
+        (lambda r: r["memory"].update(device=[[0, 1, 2]]), "memory.device"),
+        (lambda r: r.update(schedule="F0m0"), "schedule"),
+        (lambda r: r.update(schedule=None), "schedule"),
+    ],
+)
+def test_a_prediction_that_was_changed_is_refused_by_key(change: Any, says: str) -> None:
+    record = json.loads(_prediction().to_json())
+    change(record)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parse_prediction(json.dumps(record))
+
+
+def test_a_prediction_that_was_cut_off_is_refused() -> None:
+    text = _prediction().to_json()
+    with pytest.raises(ConfigError, match="cut off"):
+        parse_prediction(text[: len(text) // 2])
+
+
+# ---- the trace's file
+
+
+def _trace(path: Path, steps: int = 2, first: int = 1) -> None:
+    with TraceWriter(path) as writer:
+        for step in range(first, first + steps):
+            write_step(writer, simulated(offload_schedule(1), step), step, at=3.0 * step)
+
+
+def test_a_trace_comes_back_op_by_op(tmp_path: Path) -> None:
+    _trace(tmp_path / "trace.json")
+    simulation = simulated(offload_schedule(1), 2)
+    _, second = read_trace(tmp_path / "trace.json")
+    ran = {op.id: op for op in second.ops}
+    assert second.step == 2
+    assert second.whole
+    assert set(ran) == set(simulation.world.ranks[0].by_id)
+    origin = min(simulation.starts[0])
+    for timed in simulation.timed(0):
+        op = ran[timed.op.id]
+        assert (op.lane, op.nbytes) == (timed.op.lane, timed.op.nbytes)
+        assert op.start == pytest.approx(timed.start - origin, abs=2e-9 + 1e-6)
+        assert op.end == pytest.approx(timed.end - origin, abs=2e-9 + 1e-6)
+    assert second.peak["host"] == simulation.peak(0)["host"]
+    assert second.busy["compute"] == pytest.approx(simulation.busy(0)["compute"], abs=1e-4)
+
+
+def test_a_trace_cut_anywhere_is_read_up_to_the_cut(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "trace.json", tmp_path / "cut.json"
+    _trace(whole)
+    raw = whole.read_bytes()
+    first, second = read_trace(whole)
+    marks = [match.end() for match in re.finditer(rb'"name":"step \d+","ts":[\d.]+\}', raw)]
+    for at in [*range(0, len(raw), 997), *(mark + by for mark in marks for by in (-30, -2, -1, 0, 1))]:
+        cut.write_bytes(raw[:at])
+        steps = read_trace(cut)
+        done = sum(at >= mark for mark in marks)
+        assert [step.whole for step in steps][:done] == [True] * done
+        assert steps[:1] == ([first] if done else steps[:1]) or steps[0].file == "cut.json"
+        assert all(not step.whole for step in steps[done:])
+        for step, full in zip(steps, (first, second), strict=False):
+            assert {op.id for op in step.ops} <= {op.id for op in full.ops}
+
+
+def test_damage_in_the_middle_of_a_trace_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    _trace(path)
+    lines = path.read_text().splitlines()
+    for number, text, says in (
+        (9, '{"ph": "X"', "line 10: not JSON"),
+        (9, '{"ph":"X","name":"F0m0","cat":"warp","ts":1,"dur":1,"args":{"step":1,"bytes":0}},', "line 10.*no lane"),
+        (9, '{"ph":"X","name":"F0m0","cat":"compute","dur":1,"args":{"step":1,"bytes":0}},', "line 10.*'ts'"),
+        (0, '{"traceEvents":[', "first line"),
+    ):
+        path.write_text("\n".join([*lines[:number], text, *lines[number + 1 :]]))
+        with pytest.raises(ConfigError, match=says):
+            read_trace(path)
+
+
+def test_of_a_step_done_again_after_a_resumption_the_later_one_counts(tmp_path: Path) -> None:
+    _trace(tmp_path / "trace.json", steps=3)
+    _trace(tmp_path / "trace-from-3.json", steps=2, first=3)
+    steps = read_traces(tmp_path)
+    assert [(step.step, step.file) for step in steps] == [
+        (1, "trace.json"),
+        (2, "trace.json"),
+        (3, "trace-from-3.json"),
+        (4, "trace-from-3.json"),
+    ]
+
+
+def _step(number: int, time: float, *, whole: bool = True) -> MeasuredStep:
+    op = Ran(id="F0m0", lane="compute", start=0.0, end=time, nbytes=0)
+    return MeasuredStep(step=number, ops=(op,), memory={}, whole=whole, file="trace.json")
+
+
+def test_the_step_shown_is_the_median_of_the_whole_ones() -> None:
+    steps = [_step(1, 9.0), _step(2, 3.0), _step(3, 4.0), _step(4, 0.1, whole=False)]
+    assert choose_step(steps, None).step == 3
+    assert choose_step(steps, 4).step == 4
+    assert choose_step(steps[3:], None).step == 4
+    with pytest.raises(ConfigError, match="steps 1 to 4"):
+        choose_step(steps, 5)
+
+
+def test_metrics_are_read_up_to_a_cut_and_the_later_line_of_a_step_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = '{"step": %d, "loss": %s, "seconds": 1.5, "tokens": 8}\n'
+    path.write_text(line % (1, 3.0) + line % (2, "null") + line % (2, 2.0) + (line % (3, 1.0))[:20])
+    assert [(m.step, m.loss) for m in read_metrics(path)] == [(1, 3.0), (2, 2.0)]
+    path.write_text("{}\n" + line % (1, 3.0))
+    with pytest.raises(ConfigError, match="line 1"):
+        read_metrics(path)
+    assert read_metrics(tmp_path / "none") == []
+
+
+# ---- what a measured op waited for
+
+SCHEDULE = """\
+schedule s micro-batches 1 chunk 0
+pool one host 1 x 8
+RW0.0@F0 take a=one write a
+UW0.0@F0 after RW0.0@F0 read a give a
+RW1.0@F1 take b=one write b
+UW1.0@F1 after RW1.0@F1 read b give b
+F0m0 after UW0.0@F0
+F1m0 after UW1.0@F1
+"""
+
+
+def _ran(*rows: tuple[str, Lane, float, float]) -> list[Ran]:
+    return [Ran(id=name, lane=lane, start=start, end=end, nbytes=0) for name, lane, start, end in rows]
+
+
+def test_a_measured_op_waited_for_the_last_of_what_the_schedule_asks() -> None:
+    ops = _ran(
+        ("RW0.0@F0", "read", 0.0, 1.0),
+        ("UW0.0@F0", "h2d", 1.001, 3.0),
+        ("RW1.0@F1", "read", 3.001, 4.0),
+        ("UW1.0@F1", "h2d", 4.0, 5.0),
+        ("F0m0", "compute", 3.0, 9.0),
+        ("F1m0", "compute", 9.001, 10.0),
+    )
+    bars = {bar.id: bar for bar in measured_bars(ops, parse_schedule(SCHEDULE))}
+    assert bars["UW0.0@F0"].cause == "RW0.0@F0"
+    assert bars["RW1.0@F1"].cause == "pool one (given by UW0.0@F0)"
+    assert bars["RW1.0@F1"].waited == pytest.approx(2.001)
+    assert bars["F0m0"].cause == "UW0.0@F0"
+    assert bars["F1m0"].cause == ""  # all it needs was there: its lane was busy until it began
+    assert bars["F1m0"].waited == pytest.approx(0.001)
+    assert all(not bar.cause for bar in measured_bars(ops, None))
+
+
+def test_measured_causes_are_those_of_the_simulation_where_a_lane_does_one_op_at_a_time() -> None:
+    """A run that follows the simulation to the microsecond waited for what the simulation says, or for its equal."""
+    schedule = offload_schedule()
+    simulation = simulate(World.of(schedule), Costs(name="plain", seconds=lambda op: 0.001 + op.nbytes / 1e9))
+    timed = list(simulation.timed(0))
+    end_of = {t.op.id: t.end for t in timed}
+    ops = [Ran(id=t.op.id, lane=t.op.lane, start=t.start, end=t.end, nbytes=t.op.nbytes) for t in timed]
+    bars = {bar.id: bar for bar in measured_bars(ops, schedule)}
+    compared = 0
+    for t in timed:
+        if t.waited > 1e-5:
+            because, said = parse_cause(bars[t.op.id].cause), parse_cause(t.cause)
+            assert end_of[because.op] == pytest.approx(end_of[said.op], abs=1e-5), t.op.id
+            assert bars[t.op.id].waited == pytest.approx(t.waited)
+            compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("B3m0", Because(op="B3m0")),
+        ("12:RA5m0", Because(op="RA5m0", rank=12)),
+        ("pool stage_in (given by UW1.0@F1)", Because(op="UW1.0@F1", pool="stage_in")),
+        ("pool act", Because(pool="act")),
+        ("", Because()),
+    ],
+)
+def test_a_cause_is_taken_apart(text: str, cause: Because) -> None:
+    assert parse_cause(text) == cause
+
+
+# ---- what a page is made of
+
+
+def _unpacked(page: str) -> tuple[dict[str, Any], Any]:
+    """The facts of a page, and a function that reads a column."""
+    found = re.search(r'<script type="application/json" id="facts">(.*?)</script>', page, re.DOTALL)
+    packed = re.search(r'<script type="text/plain" id="columns">(.*?)</script>', page, re.DOTALL)
+    assert found
+    assert packed
+    raw = zlib.decompress(base64.b64decode(packed[1]))
+    return json.loads(found[1]), lambda at: np.frombuffer(raw, dtype=f"<{at[0]}", count=at[2], offset=at[1])
+
+
+def test_columns_come_back_aligned() -> None:
+    put = Columns()
+    places = [put.add("u4", [1, 2, 3]), put.add("f8", [0.5]), put.add("i4", [-1]), put.add("f8", [])]
+    raw = zlib.decompress(base64.b64decode(put.text()))
+    assert all(at % 8 == 0 for _, at, _ in places)
+    assert [np.frombuffer(raw, f"<{k}", n, at).tolist() for k, at, n in places] == [[1, 2, 3], [0.5], [-1], []]
+
+
+def test_a_page_holds_every_op_of_both_sides_in_stretches_that_never_overlap(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    report = gather(tmp_path, 2)
+    facts, column = _unpacked(run_page(report))
+    assert report.prediction is not None
+    assert [side["name"] for side in facts["sides"]] == ["predicted", "measured"]
+    for side in facts["sides"]:
+        ids = [facts["names"][i] for i in column(side["id"])]
+        assert sorted(ids) == sorted(op.id for op in report.prediction.schedule.ops)
+        start, end = column(side["start"]), column(side["end"])
+        for _, low, high in side["stretches"]:
+            assert (end[low : high - 1] <= start[low + 1 : high] + 1e-9).all()
+    predicted = facts["sides"][0]
+    by_name = dict(zip([facts["names"][i] for i in column(predicted["id"])], column(predicted["end"]), strict=True))
+    assert by_name == {
+        op.id: end for op, end in zip(report.prediction.schedule.ops, report.prediction.ends, strict=True)
+    }
+
+
+def test_a_page_says_bytes_exactly_and_errors_relative_to_the_measurement(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    page = run_page(gather(tmp_path, 2))
+    rows = {row[0]: row[1:] for row in (re.findall(r">([^<>]+)</t[hd]>", line) for line in page.splitlines()) if row}
+    assert rows["read"][2] == "exact"
+    assert rows["compute"][5].startswith("-9.")  # step 2 took 1.1 times what was predicted
+    assert "of 1 MiB, predicted" in page
+
+
+def test_a_page_without_a_prediction_says_so_and_one_of_another_schedule_too(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", predict=False)
+    alone = run_page(gather(tmp_path / "a", None))
+    assert "the measurement alone" in alone
+    assert [side["name"] for side in _unpacked(alone)[0]["sides"]] == ["measured"]
+    write_run(tmp_path / "b")
+    other = Prediction.of(simulated(offload_schedule(4), 0))
+    (tmp_path / "b" / "prediction.json").write_text(other.to_json())
+    assert "of another schedule" in run_page(gather(tmp_path / "b", None))
+
+
+def test_a_page_of_a_cut_trace_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=1)
+    path = tmp_path / "trace.json"
+    raw = path.read_bytes()
+    path.write_bytes(raw[: len(raw) // 2])
+    page = run_page(gather(tmp_path, None))
+    assert "trace.json was cut off in step 1" in page
+    assert "of another schedule" not in page
+
+
+EVIL = '</script><script>alert("x")</script><!--&amp;\u2028'
+
+
+def test_no_name_can_end_a_script_or_be_markup(tmp_path: Path) -> None:
+    folder = tmp_path / "<b>&run"
+    write_run(folder, predict=False)
+    with TraceWriter(folder / "trace.json") as writer:
+        event = TraceEvent(step=1, op=EVIL, lane="compute", start=0.0, end=1.0)
+        writer.step([event], [MemorySample(time=0.0, tier="host", bytes=1)])
+    page = run_page(gather(folder, None))
+    facts, column = _unpacked(page)
+    assert facts["names"][column(facts["sides"][0]["id"])[0]] == EVIL
+    assert "alert(" in page
+    assert "<script>alert(" not in page
+    assert "<b>" not in page
+    assert page.count("</script>") == 3
+    assert json.loads(in_script({EVIL: EVIL})) == {EVIL: EVIL}
+
+
+def test_a_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    page = run_page(gather(tmp_path, None))
+    links = set(re.findall(r"""(?:https?:)?//[\w.]+\.\w+[^\s"'`)]*""", page))
+    assert links == {"http://www.w3.org/2000/svg"}, "the namespace of SVG is a name, nothing else is an address"
+    assert not re.search(r"""\b(?:src|href)=["'](?!data:)""", page)
+
+
+def test_curves_of_many_steps_keep_their_extremes() -> None:
+    points: list[tuple[int, float | None]] = [(i, float(i % 100)) for i in range(50_000)]
+    points[777] = (777, 1e6)
+    points[778] = (778, None)
+    kept = thinned(points, 2000)
+    assert len(kept) <= 2000
+    assert (777, 1e6) in kept
+    assert kept == sorted(kept)
+    assert thinned(points[:10], 2000) == points[:10]
+
+
+def test_a_curve_keeps_its_peak_when_it_lasts_no_time() -> None:
+    assert last_of_each_moment([(0, 1), (1, 5), (1, 9), (1, 2), (2, 3)]) == [(0, 1), (1, 9), (1, 2), (2, 3)]
+    assert last_of_each_moment([(0, 1), (1, 5), (1, 6), (2, 3)]) == [(0, 1), (1, 6), (2, 3)]
+
+
+def test_ranks_that_do_the_same_share_their_data() -> None:
+    schedule = offload_schedule(1)
+    world = World(name="same", ranks=(schedule,) * 300, groups={})
+    page = simulated_page(simulate(world, Costs(name="one", seconds=lambda op: 1.0)), title="same", unit="")
+    facts, _ = _unpacked(page)
+    assert facts["ranks"] == [0] * 300
+    assert len(facts["sides"]) == 1
+    assert "median of 300" in page
+
+
+def test_sentences_name_the_bottleneck_and_the_distance_from_the_bound() -> None:
+    work: dict[Lane, float] = {"compute": 2.0, "read": 1.0}
+    assert bottleneck(2.5, work, {"compute": 2.0, "read": 1.0}) == (
+        "Compute is the bottleneck: 80% busy. No order of the same work is faster than 2 s, "
+        "and the step takes 1.25 times that."
+    )
+    assert bottleneck(8.0, work, work).startswith("Waiting is the bottleneck: even compute is busy for only 25%")
+    assert bottleneck(0.0, {}, {}) == "The step has no work in it."
+    assert "1.25 times its lower bound of 2 s" in measured_bottleneck(2.5, work, 2.0)
+    assert "the machine beats its profile" in measured_bottleneck(2.5, work, 3.0)
+    assert verdict(2.0, 2.1) == "Predicted 2.1 s, 5.0% too high."
+    assert verdict(2.0, 1.9) == "Predicted 1.9 s, 5.0% too low."
+
+
+# ---- the other forms
+
+
+def test_the_chrome_trace_has_both_sides_as_processes(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    report = gather(tmp_path, 1)
+    assert report.prediction is not None
+    records = json.loads(chrome_trace(report.prediction, report.step))
+    names = {r["pid"]: r["args"]["name"] for r in records if r["name"] == "process_name"}
+    assert names == {1: "predicted", 2: "measured, step 1"}
+    for pid in names:
+        slices = [r for r in records if r["ph"] == "X" and r["pid"] == pid]
+        assert len(slices) == len(report.prediction.schedule.ops)
+        assert all(r["cat"] for r in slices)
+    counters = {(r["pid"], r["name"]) for r in records if r["ph"] == "C"}
+    assert {(1, "device bytes"), (2, "host bytes")} <= counters
+
+
+def test_report_writes_all_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run")
+    svg, png, trace = tmp_path / "t.svg", tmp_path / "t.png", tmp_path / "t.json"
+    assert main(["report", str(tmp_path / "run"), "--svg", str(svg), f"--png={png}", "--trace", str(trace)]) == 0
+    said = capsys.readouterr().out
+    for path in (tmp_path / "run" / "report.html", svg, png, trace):
+        assert str(path) in said
+        assert path.stat().st_size > 1000
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in svg.read_text()
+    assert "budget 1 MiB" in svg.read_text()
+    once = svg.read_bytes()
+    main(["report", str(tmp_path / "run"), "--svg", str(svg)])
+    assert svg.read_bytes() == once, "the same run gives the same picture, so that it can be kept under version control"
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    real = builtins.__import__
+
+    def missing(name: str, *rest: Any, **named: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    assert main(["report", str(tmp_path), "--png", str(tmp_path / "t.png")]) == 2
+    assert "pip install 'penstock[report]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "was given none"),
+        (["a", "b"], "a and b"),
+        (["a", "--colour", "red"], "no --colour"),
+        (["a", "--step"], "--step needs a value"),
+        (["a", "--step", "x"], "not a step's number"),
+        (["a", "--png", "t.svg"], "must end in .png"),
+        (["a", "--svg", "a.svg", "--svg=b.svg"], "given twice"),
+        (["nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_what_cannot_be_asked_is_an_error(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_folders_without_what_a_report_needs_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error() -> str:
+        assert main(["report", str(tmp_path)]) == 2
+        return capsys.readouterr().err
+
+    assert "no config.yaml" in error()
+    write_run(tmp_path)
+    (tmp_path / "trace.json").unlink()
+    assert "trace_steps" in error()
+    (tmp_path / "trace.json").write_text("")
+    assert "no step in it" in error()
+    write_run(tmp_path)
+    (tmp_path / "prediction.json").write_text("{")
+    assert "prediction.json is not JSON" in error()
+    (tmp_path / "prediction.json").unlink()
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "no" / "x.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_words_become_arguments() -> None:
+    arguments = parse_report(["run", "--step", "3", "--out=x.html"])
+    assert (arguments.run, arguments.step, arguments.out) == (Path("run"), 3, Path("x.html"))
+
+
+@pytest.mark.parametrize("module", ["penstock.report.run_page", "penstock.report.simulated_page"])
+def test_the_report_needs_no_torch_and_no_matplotlib(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
