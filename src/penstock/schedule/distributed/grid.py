@@ -63,6 +63,9 @@ class _Writer:
         self._joined = range(stages.layers) if everybody else self._mine
         self._items = request.micro_batches // (request.ranks // stages.ranks)
         self._sent: tuple[str, ...] = ()
+        self._visits = [("F", layer) for layer in self._joined] + [("B", layer) for layer in reversed(self._joined)]
+        self._turns = {visit: turn for turn, visit in enumerate(self._visits)}
+        self._gathered = 0  # visits whose weights have been gathered
         self.out = Recorder(
             activation_pools(self._sizes, self._items)
             | {
@@ -96,18 +99,26 @@ class _Writer:
     def _gradient(self, layer: int) -> str:
         return f"D{layer}m{self._pipeline}" if layer >= 0 else f"DXm{self._pipeline}"
 
-    def _gather(self, layer: int, visit: str, *, unused: bool = False) -> str:
-        buffer = f"W{layer}@{visit}"
-        return self.out.whole(
-            "GW",
-            layer,
-            visit=visit,
-            takes=((buffer, "weights"),),
-            writes=(buffer,),
-            gives=(buffer,) if unused else (),
-            nbytes=ring_bytes(self._sizes.weights, self._shards),
-            group=self._group,
-        )
+    def _gather(self, kind: str, layer: int) -> str:
+        """All of a layer's weights, for its forward or backward, and those of the visits after it that the network may
+        be ahead of, in the same order on all ranks. Returns the layer's own gather.
+        """
+        turn = self._turns[kind, layer]
+        for ahead, other in self._visits[self._gathered : turn + self._request.lookahead + 1]:
+            buffer = f"W{other}@{ahead}{other}"
+            unused = ahead == "F" and other not in self._mine
+            self.out.whole(
+                "GW",
+                other,
+                visit=f"{ahead}{other}",
+                takes=((buffer, "weights"),),
+                writes=(buffer,),
+                gives=(buffer,) if unused else (),
+                nbytes=ring_bytes(self._sizes.weights, self._shards),
+                group=self._group,
+            )
+            self._gathered += 1
+        return f"GW{layer}@{kind}{layer}"
 
     def _receive(self, kind: str, layer: int, what: str, pool: str, peer: int) -> str:
         size = self._sizes.activation if kind == "RA" else self._sizes.activation_gradient
@@ -138,7 +149,7 @@ class _Writer:
 
     def _forward(self, layer: int) -> None:
         if layer not in self._mine:
-            self._gather(layer, f"F{layer}", unused=True)
+            self._gather("F", layer)
             return
         taken, put, kept = self._activation(layer - 1), self._activation(layer), f"K{layer}m{self._pipeline}"
         after: tuple[str, ...] = ()
@@ -150,7 +161,7 @@ class _Writer:
             "F",
             layer,
             self._pipeline,
-            after=(*after, self._gather(layer, f"F{layer}")),
+            after=(*after, self._gather("F", layer)),
             takes=takes if layer else ((taken, "activations"), *takes),
             reads=(weights, taken) if layer else (weights,),
             writes=(put, kept) if layer else (taken, put, kept),
@@ -178,14 +189,14 @@ class _Writer:
     def _backward(self, layer: int) -> None:
         if layer not in self._mine:
             # It has nothing to add to the gradient, but its part of the sum is from all.
-            gathered = self._gather(layer, f"B{layer}")
+            gathered = self._gather("B", layer)
             self._scatter(layer, gathered, gives=(f"W{layer}@B{layer}",))
             return
         received: tuple[str, ...] = ()
         if layer == self._mine[-1] and self._stage < self._count - 1:
             put = self._gradient(layer)
             received = (self._receive("RD", layer, put, "received_gradients", self._rank + 1),)
-        gathered = self._gather(layer, f"B{layer}")
+        gathered = self._gather("B", layer)
         used = (self._activation(layer - 1), f"K{layer}m{self._pipeline}", self._gradient(layer))
         before, gradient, weights = self._gradient(layer - 1), f"G{layer}", f"W{layer}@B{layer}"
         done = self.out.step(

@@ -146,7 +146,7 @@ class Recorder:
         self, name: str, micro_batches: int, *, fixed: Iterable[tuple[Tier, str, int]], lookahead: int
     ) -> Schedule:
         """The rank's schedule. ``lookahead`` more buffers go to each pool that a lane takes from and another gives
-        back to: they let the first lane run ahead of the second.
+        back to: they let the first lane run ahead of the second. Gathered weights are ahead in the order itself.
         """
         assert not self._held, f"never given back: {sorted(self._held)}"
         pools = [
@@ -154,7 +154,7 @@ class Recorder:
                 name=pool,
                 tier="device",
                 size=amount,
-                count=self._most[pool] + (lookahead if pool in self._given_elsewhere else 0),
+                count=self._most[pool] + (lookahead if pool in self._given_elsewhere and pool != "weights" else 0),
             )
             for pool, amount in self._amounts.items()
             if amount and self._most[pool]

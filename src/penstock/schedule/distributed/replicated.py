@@ -100,6 +100,7 @@ class _Writer:
         self._layers = request.layers
         self._steps = request.micro_batches if sharding.step_of_one else 1
         self._reduced: dict[int, str] = {}
+        self._gathered = 0  # visits whose weights have been gathered: all forwards, then all backwards
         self.out = Recorder(
             activation_pools(sizes, self._items)
             | {
@@ -138,25 +139,33 @@ class _Writer:
     def _input(self, layer: int, m: int) -> str:
         return f"A{layer - 1}m{m}" if layer else f"Xm{m}"
 
-    def _gather(self, layer: int, visit: str) -> str:
-        """All of a layer's weights, for one use; returns the op, whose id is ``G`` and the buffer's name."""
-        buffer = f"W{layer}@{visit}"
-        return self.out.whole(
-            "GW",
-            layer,
-            visit=visit,
-            takes=((buffer, "weights"),),
-            writes=(buffer,),
-            nbytes=ring_bytes(self._sizes.weights, self._replicas),
-            group=self._data,
-        )
+    def _gather(self, kind: str, layer: int) -> tuple[str, ...]:
+        """All of a layer's weights, for its forward or backward, and those of the visits after it that the network may
+        be ahead of. Returns the layer's own gather, or nothing if weights are not sharded.
+        """
+        if not self._sharding.weights:
+            return ()
+        turn = layer if kind == "F" else 2 * self._layers - 1 - layer
+        while self._gathered <= min(turn + self._request.lookahead, 2 * self._layers - 1):
+            forward = self._gathered < self._layers
+            ahead = self._gathered if forward else 2 * self._layers - 1 - self._gathered
+            visit = f"{'F' if forward else 'B'}{ahead}"
+            buffer = f"W{ahead}@{visit}"
+            self.out.whole(
+                "GW",
+                ahead,
+                visit=visit,
+                takes=((buffer, "weights"),),
+                writes=(buffer,),
+                nbytes=ring_bytes(self._sizes.weights, self._replicas),
+                group=self._data,
+            )
+            self._gathered += 1
+        return (f"GW{layer}@{kind}{layer}",)
 
     def _forward(self, layer: int, m: int) -> None:
-        after: tuple[str, ...] = ()
-        weights: tuple[str, ...] = ()
-        if self._sharding.weights:
-            after = (self._gather(layer, f"F{layer}"),)
-            weights = (f"W{layer}@F{layer}",)
+        after = self._gather("F", layer)
+        weights = (f"W{layer}@F{layer}",) if after else ()
         taken, put, kept = self._input(layer, m), f"A{layer}m{m}", f"K{layer}m{m}"
         takes: tuple[Take, ...] = ((put, "activations"), (kept, "saved"))
         writes: tuple[str, ...] = (put, kept)
@@ -187,13 +196,12 @@ class _Writer:
         )
 
     def _backward(self, layer: int, m: int) -> None:
-        after: tuple[str, ...] = ()
         reads: tuple[str, ...] = (self._recall(layer, m), f"K{layer}m{m}", f"D{layer}m{m}")
-        if self._model:
-            after = (f"GC{layer}m{m}",)
-        if self._sharding.weights:
-            after = (*after, self._gather(layer, f"B{layer}"))
+        after = self._gather("B", layer)
+        if after:
             reads = (*reads, f"W{layer}@B{layer}")
+        if self._model:
+            after = (*after, f"GC{layer}m{m}")
         gives, gradient = reads, f"G{layer}"
         takes: tuple[Take, ...] = ()
         writes: tuple[str, ...] = (gradient,)

@@ -39,7 +39,8 @@ class Request:
     | ``fused`` | the optimizer steps a layer as soon as its backward is done |
     | ``partition_activations`` | ZeRO-R: ranks of a model-parallel group, which keep one copy of each layer's input |
     | ``buffer_size`` | ZeRO-R: gradients cross the network in pieces of this amount, through one buffer |
-    | ``lookahead`` | buffers beyond those that the order needs, so that the network can run ahead of the compute |
+    | ``lookahead`` | how far the network may run ahead: gathers before their turn, and buffers that the order alone
+      does not need |
     """
 
     family: str
