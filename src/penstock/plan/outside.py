@@ -2,7 +2,8 @@
 
 Everything moves through one bounce buffer, so a phase takes what is resident then, and little more. Counted as the
 engine counts: arrays, pools and slabs. Not counted: a model's own parameters where it was not built on the meta device
-(they are given up group by group), its persistent buffers, and the libraries.
+(they are given up group by group), its persistent buffers, the records beside the packed files (under 1 MiB), and the
+libraries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -148,8 +149,9 @@ def _probing(program: Program, form: Format, first: Sequence[Tier], parts: Seque
         gradient = program.stages[stage.index - 1].gradient if stage.index == len(program.stages) - 1 else 0
         alive += stage.checkpoint + stage.kept + gradient
         most = max(most, alive + stage.forward_peak + weights(stage.forward_reads))
-    for stage in program.stages[-2::-1]:  # what it leaves: checkpoints below it, and the gradient that it hands down
+    for stage in program.stages[-2::-1]:
+        alive -= stage.checkpoint  # its reader is done
         below = program.stages[stage.index - 1].gradient if stage.index else 0
         most = max(most, alive + below + stage.backward_peak + weights(stage.backward_reads))
-        alive += below - stage.checkpoint - stage.kept - stage.gradient
+        alive += below - stage.kept - stage.gradient
     return most
