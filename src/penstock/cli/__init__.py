@@ -48,12 +48,14 @@ def _command(words: Sequence[str]) -> int:
             return _train(rest)
         case ["simulate", *rest]:
             return _simulate(rest)
+        case ["plan", *rest]:
+            return _plan(rest)
         case ["doctor", *rest]:
             return _doctor(rest)
         case ["report", *rest]:
             return _report(rest)
         case [word, *_]:
-            raise ConfigError(f"there is no command {word!r}. Commands: train. Try: penstock --help")
+            raise ConfigError(f"there is no command {word!r}. Commands: train, simulate, report, doctor. Try: penstock --help")
     return 0
 
 
@@ -67,6 +69,15 @@ def _show_warning(
 ) -> None:
     """A warning is for the user of a command, who has no use for the line of code that gives it."""
     fail(f"warning: {message}")
+
+
+def _plan(words: Sequence[str]) -> int:
+    from penstock.cli.plan import PLAN_HELP, parse_plan, run_plan  # another command does not need the planner
+
+    if {"--help", "-h"} & set(words):
+        print(PLAN_HELP, end="")
+        return 0
+    return run_plan(parse_plan(words))
 
 
 def _doctor(words: Sequence[str]) -> int:

@@ -17,6 +17,10 @@ penstock: trains language models that do not fit in memory
       --resume         go on with the run that is in the folder
       --print-config   print the resolved settings and stop
   penstock train --help                              every setting
+  penstock plan CONFIG.yaml | --model NAME           what a run will do on a machine, and what would help
+  penstock plan --help                               its options
+  penstock simulate NAME|FILE [--costs MACHINE] ...  how long a schedule takes, and what memory it holds when
+  penstock simulate --help                           every schedule, machine, model and option
   penstock report RUN [--step N] [--out FILE]        one HTML page of what a run did, beside what was predicted
   penstock doctor [--path DIR ...]                   measure this machine for plans, and say what is wrong with it;
                                                      one DIR per drive, the current directory if none is given
