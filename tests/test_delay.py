@@ -15,11 +15,12 @@ from penstock.errors import ScheduleError
 from penstock.plan.fit import Request, fit, with_schedule
 from penstock.run.moves import Moves
 from penstock.schedule.check import check
+from penstock.schedule.check_world import check_world
 from penstock.schedule.clocks import Clocks
 from penstock.schedule.horizontal import horizontal
 from penstock.schedule.op import Lane, Op, Schedule, parse_schedule
 from penstock.schedule.order import run_order
-from penstock.schedule.place import FP32, PAGE, Depths, Format, Placement, Settings, chunks, delayed_share
+from penstock.schedule.place import FP32, PAGE, Depths, Format, Placement, Settings, chunks, delayed_share, part_of
 from penstock.schedule.program import ALIGN, Program
 from penstock.schedule.vertical import vertical
 from penstock.schedule.world import World
@@ -126,7 +127,8 @@ class Run:
     def __init__(self, case: Case, schedule: Schedule) -> None:
         self.case, self.schedule = case, schedule
         self.place, self.split = case.settings.place, case.settings.form.split
-        self.cuts = [[c.index for c in chunks(g, case.settings.chunk) if c.trainable] for g in case.program.groups]
+        parts = [part_of(g, case.settings.ranks) for g in case.program.groups]
+        self.cuts = [[c.index for c in chunks(part, case.settings.chunk) if c.trainable] for part in parts]
         late = {(op.word.group, op.word.chunk) for op in late_steps(schedule)}
         self.now = 1
         self.state = {(g, c): 1 - ((g, c) in late) for g, cut in enumerate(self.cuts) for c in cut}
@@ -152,6 +154,9 @@ class Run:
                 self.held[op.writes[0]] = self.weights[at]
             case "UW" if at in self.weights:
                 self.uploaded[op.writes[0], at[1]] = self.held[op.reads[0]] if op.reads else self.weights[at]
+            case "GW":
+                for c in self.cuts[at[0]]:
+                    self.uploaded[op.writes[0], c] = self.uploaded[op.reads[0], c]
             case "F" | "B" | "E":
                 self._compute(op)
             case "DG":
@@ -208,6 +213,20 @@ def test_every_forward_and_backward_sees_all_steps_before_its_own(case: Case, sh
     """That is why a delay does not change the numbers."""
     case = delayed(case, share)
     run = Run(case, case.build())
+    for _ in range(3):
+        run.step()
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases, st.sampled_from((0.0, 0.5)), st.integers(2, 5), st.sampled_from(("vertical", "horizontal")))
+def test_the_same_holds_on_each_of_several_ranks(case: Case, share: float, ranks: int, family: str) -> None:
+    place = case.settings.place
+    host = [tuple("host" if tier == "device" else tier for tier in tiers) for tiers in (place.weights, place.state)]
+    s = replace(case.settings, place=replace(place, weights=host[0], state=host[1]), ranks=ranks)
+    case = replace(case, family=family, settings=replace(s, delay=share if family == "vertical" else 0.0))
+    schedule = case.build()
+    check_world(World(name="ranks", ranks=(schedule,) * ranks, groups={"all": tuple(range(ranks))}))
+    run = Run(case, schedule)
     for _ in range(3):
         run.step()
 
