@@ -57,18 +57,19 @@ def run_simulate(words: Sequence[str]) -> int:
 
 
 def _write_files(case: Case, simulation: Simulation, html: Path | None, trace: Path | None, *, say: bool) -> None:
-    try:
-        if html is not None:
-            page = simulated_page(simulation, title=case.title, unit=case.unit)
-            html.write_text(page, encoding="utf-8")
-        if trace is not None:
-            write_chrome_trace(simulation, trace)
-    except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
-    if say:
-        for path, what in ((html, "open it in a browser"), (trace, "open it in https://ui.perfetto.dev")):
-            if path is not None:
-                print(f"written      {path} ({what})")
+    for path, what in ((html, "open it in a browser"), (trace, "open it in https://ui.perfetto.dev")):
+        if path is None:
+            continue
+        try:
+            if path is html:
+                page = simulated_page(simulation, title=case.title, unit=case.unit)
+                path.write_text(page, encoding="utf-8")
+            else:
+                write_chrome_trace(simulation, path)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        if say:
+            print(f"written      {path} ({what})")
 
 
 def _check_writable(path: Path) -> None:
