@@ -9,6 +9,7 @@ from penstock.schedule.op import Schedule
 if TYPE_CHECKING:
     from penstock.engine import Engine
     from penstock.optim.spec import SGD, Adam, AdamW, Lion, Override
+    from penstock.plan.ask import plan
     from penstock.run.stats import StepStats
     from penstock.wrapping import wrap
 
@@ -18,6 +19,7 @@ _WITH_TORCH = {
     **dict.fromkeys(("SGD", "Adam", "AdamW", "Lion", "Override"), "penstock.optim.spec"),
     "StepStats": "penstock.run.stats",
 }
+"""Name -> module. ``plan`` is not among them: the package ``penstock.plan`` can be called."""
 
 __all__ = [
     "SGD",
@@ -35,14 +37,17 @@ __all__ = [
     "ScheduleError",
     "StepStats",
     "StoreError",
+    "plan",
     "wrap",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch only when it is asked for: schedules and plans do without."""
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "plan":
+        return import_module("penstock.plan")
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     return getattr(import_module(_WITH_TORCH[name]), name)

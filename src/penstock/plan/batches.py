@@ -1,9 +1,9 @@
 """How many sequences a step should have, and how to cut them into micro-batches; vertical against horizontal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from penstock.errors import BudgetError, ConfigError
+from penstock.errors import ConfigError
 from penstock.plan.fit import Family
 from penstock.plan.search import Choice, estimate, search
 from penstock.plan.task import Task
@@ -13,7 +13,10 @@ _MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _MICRO_BATCHES = 256
 """more than so many make schedules too large to be worth a simulation"""
 _EQUAL = 1.005
-_SATURATED = 0.97
+_A_FEW = 4
+_WORTH = 1.03
+_SAMPLES = (64, 8, 1)
+"""batches that the size of a micro-batch is tried with"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,81 +38,85 @@ class Point:
 
 
 def splits(task: Task, batch: int) -> list[Split]:
-    """Ways to cut a batch that fit, best first; of equal ones the largest micro-batches, which have the fewest ops."""
+    """Ways to cut a batch that fit, best first, for the task's first family.
+
+    Of equal ones the largest micro-batches, which have the fewest ops, that leave a few to overlap with each other.
+    """
     found = list(_splits(task, batch))
     least = min((split.seconds for split in found), default=0.0)
-    return sorted(found, key=lambda s: (s.seconds > least * _EQUAL, -s.micro_batch_size, s.seconds))
+    return sorted(found, key=lambda s: (s.seconds > least * _EQUAL, s.micro_batches < _A_FEW, -s.micro_batch_size))
 
 
 def _splits(task: Task, batch: int) -> Iterator[Split]:
     for size in _MICRO_BATCH_SIZES:
         if batch % size or not batch // size <= _MICRO_BATCHES:
             continue
-        question = task.question(size, batch // size)
-        seconds = [s for s in (estimate(question, family) for family in task.families) if s is not None]
-        if not seconds:
+        seconds = estimate(task.question(size, batch // size), task.families[0])
+        if seconds is None:
             break  # larger ones take more memory
-        yield Split(micro_batch_size=size, micro_batches=batch // size, seconds=min(seconds))
+        yield Split(micro_batch_size=size, micro_batches=batch // size, seconds=seconds)
 
 
 def choose(task: Task, batch: int) -> tuple[Choice, Split]:
-    """The best plan for a global batch: the two best ways to cut it are searched.
+    """The best plan for a global batch. The second best way to cut it is searched too, unless the best is as good as
+    the linear program says that it can be.
 
     Raises:
-        BudgetError: it does not fit.
+        BudgetError: it does not fit, with micro-batches of one sequence.
         ConfigError: it cannot be cut into few enough micro-batches.
     """
-    if batch < 1:
-        raise ConfigError(f"batch={batch}: must be at least 1")
     found = splits(task, batch)
-    if not found:
-        search(task.question(1, batch))  # says why
-        raise BudgetError(f"a batch of {batch} sequences does not fit")
+    if not found and batch > _MICRO_BATCHES:
+        raise ConfigError(
+            f"batch={batch}: no way to cut it into at most {_MICRO_BATCHES} micro-batches of "
+            f"{', '.join(map(str, _MICRO_BATCH_SIZES))} sequences fits: choose a batch with more factors of 2, or give "
+            "more device memory"
+        )
     best: tuple[Choice, Split] | None = None
-    for split in found[:2]:
-        if split.seconds > found[0].seconds * _EQUAL and best is not None:
+    for split in found[:2] or [Split(micro_batch_size=1, micro_batches=batch, seconds=0.0)]:
+        if best is not None and (split.seconds > found[0].seconds * _EQUAL or best[0].settled):
             break
-        question = task.question(split.micro_batch_size, split.micro_batches)
-        choice = search(replace(question, simulated_ops=question.simulated_ops // 2))
+        choice = search(task.question(split.micro_batch_size, split.micro_batches))
         if best is None or choice.seconds < best[0].seconds:
             best = choice, split
     assert best is not None
     return best
 
 
-def saturating(points: Sequence[Point], family: Family) -> int:
-    """The smallest batch of a curve whose tokens/s are within 3% of the best of it."""
-    rates = {point.batch: point.tokens_per_second[family] or 0.0 for point in points}
-    most = max(rates.values())
-    return min(batch for batch, rate in rates.items() if rate >= most * _SATURATED)
+def saturating(task: Task) -> int:
+    """The smallest batch, a power of two, with which twice as many sequences would gain less than 3% of tokens/s.
 
-
-def curve(task: Task, *, micro_batch_size: int | None = None, until: int = _LARGEST_BATCH) -> list[Point]:
-    """Tokens/s over the global batch, doubled until the gain is under 1%, at most ``until`` sequences.
-
-    ``micro_batch_size``: sequences of a micro-batch where the batch has so many; None: the best for each batch.
+    Raises:
+        BudgetError: not even one sequence fits; says why.
     """
-    points: list[Point] = []
-    batch, before = 1, 0.0
-    while batch <= until:
-        rates = {family: _rate(task, family, batch, micro_batch_size) for family in _FAMILIES}
-        points.append(Point(batch=batch, tokens=batch * task.sequence_length, tokens_per_second=rates))
-        now = max((rate for rate in rates.values() if rate is not None), default=0.0)
-        if now == 0.0 or now < before * 1.01:
+    at_once = next((found[0].micro_batch_size for n in _SAMPLES if (found := splits(task, n))), None)
+    if at_once is None:
+        search(task.question(1, 1))  # says why
+    assert at_once is not None
+    batch, best = 1, _rate(task, task.families[0], 1, 1)
+    while batch < _LARGEST_BATCH:
+        more = _rate(task, task.families[0], 2 * batch, min(at_once, 2 * batch))
+        if best is not None and (more is None or more < best * _WORTH):
             break
-        batch, before = batch * 2, now
+        batch, best = 2 * batch, more
+    return batch
+
+
+def curve(task: Task, micro_batch_size: int, *, until: int) -> list[Point]:
+    """Tokens/s over the global batch, doubled up to ``until`` sequences in micro-batches of ``micro_batch_size``."""
+    points: list[Point] = []
+    batch = 1
+    while batch <= until:
+        rates = {family: _rate(task, family, batch, min(micro_batch_size, batch)) for family in _FAMILIES}
+        points.append(Point(batch=batch, tokens=batch * task.sequence_length, tokens_per_second=rates))
+        batch *= 2
     return points
 
 
 _FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
 
 
-def _rate(task: Task, family: Family, batch: int, micro_batch_size: int | None) -> float | None:
-    one = replace(task, families=(family,))
-    if micro_batch_size is None:
-        found = splits(one, batch)
-        seconds = found[0].seconds if found else None
-    else:
-        size = min(micro_batch_size, batch)
-        seconds = estimate(one.question(size, batch // size), family)
+def _rate(task: Task, family: Family, batch: int, micro_batch_size: int) -> float | None:
+    question = replace(task, families=(family,)).question(micro_batch_size, batch // micro_batch_size)
+    seconds = estimate(question, family)
     return None if seconds is None else batch * task.sequence_length / seconds

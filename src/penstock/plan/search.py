@@ -10,6 +10,7 @@
 What is simulated is counted in ops, not seconds, so that the same question has the same answer on any machine.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,9 +31,9 @@ from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 
-SIMULATED_OPS = 60_000
+SIMULATED_OPS = 50_000
 """How many ops all simulations of one search may have together; the first is done whatever it takes."""
-SIMULATIONS = 24
+SIMULATIONS = 16
 LARGEST_SCHEDULE = 400_000
 """Ops of the largest schedule that is proposed."""
 
@@ -47,8 +48,7 @@ _FIRST = 4
 _DEEPEST = 8
 _BETTER = 0.998
 """A neighbour must take less than this share of the best time to be worth a change."""
-_EQUAL = 1.005
-_GOOD_ENOUGH = 1.01
+_EQUAL, _GOOD_ENOUGH, _PROMISING = 1.005, 1.01, 1.05
 _ONE_EACH = Costs(name="number of ops", seconds=lambda op: 1.0)
 
 
@@ -89,13 +89,18 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The best plan found, and its simulation. ``considered``: settings weighed; ``simulated``: schedules simulated."""
+    """The best plan found, and its simulation.
+
+    ``settled``: it takes as long as the least estimate, to 1%. ``considered``: settings weighed; ``simulated``: how
+    many of them were built and simulated.
+    """
 
     question: Question
     request: Request
     plan: Plan
     simulation: Simulation
     estimate: float
+    settled: bool
     considered: int
     simulated: int
 
@@ -152,21 +157,21 @@ class _Search:
         self.best: tuple[float, Proposal, Plan, Simulation] | None = None
 
     def run(self) -> Choice:
-        requests = [replace(self.q.request, family=family) for family in self.q.families]
+        requests = self._promising([replace(self.q.request, family=family) for family in self.q.families])
         proposals = [p for request in requests for p in self.proposals(request)]
-        least = min((p.estimate for p in proposals), default=0.0)
+        possible = min((p.estimate for p in proposals), default=math.inf)
         # Of estimates that are as good as equal first the fewest ops: large chunks let the lanes run further ahead, and
         # leave more simulations to come.
-        proposals.sort(key=lambda p: (p.estimate > least * _EQUAL, self._size(p.request, p.settings), p.estimate))
-        greedy, refusal = self._greedy(requests)
-        for proposal in [*_spread(proposals, _FIRST), *greedy]:
-            self._try(proposal)
-        if self.best is None:
-            assert refusal is not None
-            raise refusal
-        possible = min([p.estimate for p in proposals] + [self.best[1].estimate])
-        while self.best[0] > possible * _GOOD_ENOUGH and self._improve():
+        proposals.sort(key=lambda p: (p.estimate > possible * _EQUAL, self._size(p.request, p.settings), p.estimate))
+        for proposal in _different(proposals, _FIRST):
+            if not self._settled(possible):
+                self._try(proposal)
+        if not self._settled(possible):
+            for proposal in self._greedy(requests):
+                self._try(proposal)
+        while not self._settled(possible) and self._improve():
             pass
+        assert self.best is not None
         _, proposal, plan, simulation = self.best
         return Choice(
             question=self.q,
@@ -174,9 +179,21 @@ class _Search:
             plan=plan,
             simulation=simulation,
             estimate=proposal.estimate,
+            settled=self._settled(possible),
             considered=self.considered,
             simulated=len(self.seen),
         )
+
+    def _settled(self, possible: float) -> bool:
+        """Whether the best takes as long as the least estimate says that it must."""
+        return self.best is not None and self.best[0] <= possible * _GOOD_ENOUGH
+
+    def _promising(self, requests: list[Request]) -> list[Request]:
+        """Those that are no worse than the others by one linear program each."""
+        if len(requests) == 1:
+            return requests
+        seconds = [min((p.estimate for p in self.proposals(r, few=True)), default=math.inf) for r in requests]
+        return [r for r, s in zip(requests, seconds, strict=True) if s <= min(seconds) * _PROMISING]
 
     # ---- proposals
 
@@ -232,8 +249,12 @@ class _Search:
         load = lp.loads.of(settings.place)
         return Proposal(request=request, settings=settings, pattern=pattern, estimate=bound(load, lp.limits))
 
-    def _greedy(self, requests: Sequence[Request]) -> tuple[list[Proposal], BudgetError | None]:
-        """What ``fit`` takes, so that no choice is worse; and why it takes nothing, where that is so."""
+    def _greedy(self, requests: Sequence[Request]) -> list[Proposal]:
+        """What ``fit`` takes, so that no choice is worse.
+
+        Raises:
+            BudgetError: it takes nothing, and nothing else has been found.
+        """
         found, refusal = [], None
         for request in requests:
             try:
@@ -245,7 +266,9 @@ class _Search:
                 found.append(self._proposal(settings, request, "last"))
             else:
                 refusal = BudgetError(_too_little_disk(request, settings, self.limits))
-        return found, refusal
+        if refusal is not None and not found and self.best is None:
+            raise refusal
+        return found
 
     # ---- sizes of schedules
 
@@ -346,7 +369,7 @@ def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placemen
     )
 
 
-def _spread(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
+def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
     """The best proposals, each with another combination of family, tiers, pattern or chunk; best first."""
     chosen: list[Proposal] = []
     kinds: set[tuple[object, ...]] = set()

@@ -1,0 +1,254 @@
+"""``penstock plan``: what a run will do on a machine, before anything is bought, loaded or waited for."""
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from penstock.cli.settings import load
+from penstock.config import OptimizerName, Precision, TrainConfig, parse_size
+from penstock.errors import ConfigError
+from penstock.plan.ask import PlanReport, measured, plan, rated, report
+from penstock.plan.fit import Family
+from penstock.plan.machine import Machine
+from penstock.plan.model import ModelShape
+from penstock.plan.profiles import machine_named
+from penstock.plan.task import MOMENTS, Task, free_bytes, own_budget
+
+PLAN_HELP = """\
+penstock plan: the best way to run a model on a machine, and what to expect of it
+
+  penstock plan CONFIG.yaml [--SETTING VALUE ...]    plan the run that penstock train would do with this file
+  penstock plan --model NAME [--machine NAME]        plan a model that ships with penstock, or a config.json
+
+  --machine NAME|FILE    a machine that ships with penstock, or a profile; without it, this machine, as penstock doctor
+                         has measured it
+  --batch N              sequences in a step; cut into micro-batches as is best
+  --disk-free SIZE       disk space that may be used, if not what the profile says
+  --tbw N                terabytes that each drive is rated for, if not what the profile says
+  --json                 print everything as JSON
+
+With --model, also:
+  --micro-batches M --micro-batch-size B             how a step is cut, instead of --batch
+  --sequence N           tokens in a sequence (2048)
+  --precision P          fp32, bf16 or fp16 (bf16 on a GPU, fp32 on a CPU)
+  --optimizer NAME       adamw, adam, sgd or lion (adamw)
+  --clip-grad-norm X     clip gradients, so that the optimizer waits for their norm
+  --schedule FAMILY      vertical or horizontal (the better one)
+  --device SIZE, --host SIZE                         memory that may be used (most of what the machine has)
+"""
+
+_BOTH = ("machine", "batch", "disk-free", "tbw")
+_WITH_MODEL = (
+    *_BOTH,
+    "micro-batches",
+    "micro-batch-size",
+    "sequence",
+    "precision",
+    "optimizer",
+    "clip-grad-norm",
+    "schedule",
+    "device",
+    "host",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments:
+    """``penstock plan``. ``options``: flag -> text; ``settings``: dotted setting and value, with ``config`` only."""
+
+    config: Path | None = None
+    model: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    settings: tuple[tuple[str, str], ...] = ()
+    as_json: bool = False
+
+
+def parse_plan(words: Sequence[str]) -> PlanArguments:
+    """Take apart the words after ``penstock plan``.
+
+    Raises:
+        ConfigError: no model or two, a flag without a value, an unknown flag.
+    """
+    files: list[str] = []
+    given: list[tuple[str, str]] = []
+    as_json = False
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if word == "--json":
+            as_json = True
+        elif not word.startswith("--"):
+            files.append(word)
+        elif equals:
+            given.append((key, value))
+        elif not rest or rest[0].startswith("--"):
+            raise ConfigError(f"{word} needs a value: {word} VALUE. Try: penstock plan --help")
+        else:
+            given.append((key, rest.pop(0)))
+    models = [value for key, value in given if key == "model"]
+    if len(files) + len(models) != 1:
+        found = " and ".join([*files, *models]) or "neither"
+        raise ConfigError(
+            f"penstock plan takes a settings file, or --model NAME, and was given {found}. Try: penstock plan --help"
+        )
+    own = _BOTH if files else _WITH_MODEL
+    options = {key: value for key, value in given if key in own}
+    settings = tuple((key, value) for key, value in given if key not in own and key != "model")
+    if models and settings:
+        raise ConfigError(f"--{settings[0][0]} is not an option of penstock plan --model. Try: penstock plan --help")
+    return PlanArguments(
+        config=Path(files[0]) if files else None,
+        model=models[0] if models else None,
+        options=options,
+        settings=settings,
+        as_json=as_json,
+    )
+
+
+def run_plan(arguments: PlanArguments) -> int:
+    """Plan, and print. Returns the exit code.
+
+    Raises:
+        ConfigError, BudgetError, ModelError: see ``penstock.plan``.
+    """
+    found = _of_model(arguments) if arguments.config is None else _of_config(arguments.config, arguments)
+    if arguments.as_json:
+        print(json.dumps(found.json, indent=2))
+    else:
+        from penstock.cli.plan_text import describe
+
+        print(describe(found, wide=(sys.stdout.encoding or "").lower().startswith("utf")), end="")
+    return 0
+
+
+def _of_model(arguments: PlanArguments) -> PlanReport:
+    options = arguments.options
+    machine = machine_named(options["machine"]) if "machine" in options else measured(())
+    assert arguments.model is not None
+    more: dict[str, Any] = {
+        "micro_batches": _whole(options, "micro-batches"),
+        "micro_batch_size": _whole(options, "micro-batch-size"),
+        "sequence_length": _whole(options, "sequence") or 2048,
+        "precision": _one_of(options, "precision", get_args(Precision)),
+        "optimizer": _one_of(options, "optimizer", get_args(OptimizerName)) or "adamw",
+        "clip_grad_norm": _number(options, "clip-grad-norm"),
+        "schedule": _one_of(options, "schedule", get_args(Family)),
+    }
+    return plan(
+        arguments.model,
+        machine=machine,
+        budget=own_budget(machine, device=_size(options, "device"), host=_size(options, "host")),
+        batch=_whole(options, "batch"),
+        disk_free=_size(options, "disk-free"),
+        tbw=_number(options, "tbw"),
+        **more,
+    )
+
+
+def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
+    options, config = arguments.options, load(path, arguments.settings)
+    if isinstance(config.schedule, Path):
+        raise ConfigError(
+            f"schedule={str(config.schedule)!r} is a schedule of your own, which penstock simulate shows in time; "
+            "penstock plan chooses one: give --schedule vertical or horizontal"
+        )
+    paths = config.budget.disk_paths
+    machine = machine_named(options["machine"]) if "machine" in options else measured(paths)
+    free = _size(options, "disk-free")
+    if free is None:
+        free = free_bytes(machine) if "machine" in options else _free_here(paths)
+    tbw = _number(options, "tbw")
+    if tbw is not None:
+        machine = rated(machine, tbw)
+    precision = config.precision or ("bf16" if machine.device.kind == "cuda" else "fp32")
+    task = Task(
+        shape=_shape(config, machine),
+        machine=machine,
+        budget=config.budget,
+        sequence_length=config.data.sequence_length,
+        precision=precision,
+        optimizer=config.optimizer.name,
+        moments=MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum),
+        waits=config.clip_grad_norm is not None or precision == "fp16",
+        families=(config.schedule,),
+        disk_free=free,
+    )
+    batch = _whole(options, "batch")
+    split = (config.micro_batch_size, config.micro_batches) if batch is None else None
+    found = report(task, batch=batch, split=split)
+    if config.plan is None:
+        note = (
+            "the file says plan: null, so that the run places state by a fixed order; this is the plan for plan: auto"
+        )
+        found = replace(found, notes=(*found.notes, note))
+    return found
+
+
+def _shape(config: TrainConfig, machine: Machine) -> ModelShape:
+    """The model by formula where one is exact, else built on the meta device as ``penstock train`` builds it."""
+    from penstock.plan import meta, transformer
+
+    given = {**config.model.config, "vocab_size": config.data.vocabulary}
+    name = str(config.model.config["model_type"])
+    agrees = config.model.config.get("vocab_size", config.data.vocabulary) == config.data.vocabulary
+    shape = transformer.from_config(given, name=name) if agrees else None
+    if shape is not None:
+        return shape
+    from penstock.cli.model import build_model
+
+    build_model(config.model, config.data)  # refuses settings that the type does not know
+    return meta.from_config(given, name=name, kind=machine.device.kind)
+
+
+def _free_here(paths: Sequence[Path]) -> int:
+    """Bytes that a striped store may use: what is free now, and what a store that is there already takes."""
+    free = []
+    for path in paths:
+        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        own = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        free.append(shutil.disk_usage(there).free + own)
+    return len(free) * min(free, default=0)
+
+
+# ---- options
+
+
+def _whole(options: Mapping[str, str], name: str) -> int | None:
+    if name not in options:
+        return None
+    text = options[name]
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--{name} {text}: must be a whole number of at least 1")
+    return int(text)
+
+
+def _number(options: Mapping[str, str], name: str) -> float | None:
+    if name not in options:
+        return None
+    try:
+        value = float(options[name])
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"--{name} {options[name]}: must be a number of more than 0")
+    return value
+
+
+def _size(options: Mapping[str, str], name: str) -> int | None:
+    if name not in options:
+        return None
+    try:
+        return parse_size(options[name])
+    except ConfigError as error:
+        raise ConfigError(f"--{name} {error}") from None
+
+
+def _one_of(options: Mapping[str, str], name: str, known: Sequence[str]) -> str | None:
+    if name in options and options[name] not in known:
+        raise ConfigError(f"--{name} {options[name]}: must be one of {', '.join(known)}")
+    return options.get(name)

@@ -1,0 +1,181 @@
+"""A plan's report for people."""
+
+from collections.abc import Iterator, Mapping
+
+from penstock.config import Tier, format_size
+from penstock.plan.as_json import shares
+from penstock.plan.ask import PlanReport
+from penstock.plan.batches import Point
+from penstock.plan.forecast import Forecast
+from penstock.plan.model import EFFICIENCY
+from penstock.schedule.place import FP32
+
+_BAR = 24
+_LANES: Mapping[str, str] = {
+    "compute": "compute",
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "read": "disk read",
+    "write": "disk write",
+    "cpu": "host optimizer",
+}
+
+
+def describe(report: PlanReport, *, wide: bool) -> str:
+    """Several paragraphs of text. ``wide``: whether the terminal knows more than ASCII."""
+    f = report.forecast
+    parts = [
+        list(_head(f)),
+        list(_step(f)),
+        list(_table(f)),
+        list(_memory(f)),
+        list(_disk(f)),
+        list(_batches(report, wide=wide)),
+        list(_advice(report)),
+        [f"note: {note}" for note in report.notes],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _head(f: Forecast) -> Iterator[str]:
+    task = f.task
+    yield f"{task.shape.name}, {_count(f.parameters)} parameters, {task.precision}, {task.optimizer}"
+    yield f"on {task.machine.name}"
+    yield (
+        f"It fits. {f.choice.request.family} schedule, {f.micro_batches} micro-batch{'es' * (f.micro_batches > 1)} of "
+        f"{f.micro_batch_size} x {task.sequence_length:,} tokens"
+        + (", optimizer waits for the gradient norm" if task.waits else "")
+        + (f", delay {f.choice.plan.settings.delay:g}" if f.choice.plan.settings.delay else "")
+    )
+
+
+def _step(f: Forecast) -> Iterator[str]:
+    yield (
+        f"step        {_seconds(f.step_seconds)} for {f.tokens:,} tokens: {_rate(f.tokens_per_second)} tokens/s, "
+        f"MFU {f.mfu:.0%} of {f.peak_flops / 1e12:,.3g} TFLOP/s"
+    )
+    over = f.step_seconds / f.limit_seconds - 1
+    yield (
+        f"bottleneck  {_LANES[f.bottleneck]}: its work alone takes {_seconds(f.limit_seconds)}; the step takes "
+        + (f"{over:.0%} longer" if over >= 0.005 else "no longer")
+    )
+    phases = (f"{phase} by {_LANES[lane]} ({_seconds(seconds)})" for phase, (lane, seconds) in f.phases.items())
+    yield f"bound       {', '.join(phases)}"
+    device = f.task.machine.device
+    yield (
+        f"assumed     kernels reach {EFFICIENCY[device.kind]:.0%} of a large matrix product's speed; "
+        f"{f.choice.simulated} schedules simulated of {f.choice.considered} considered"
+    )
+
+
+def _table(f: Forecast) -> Iterator[str]:
+    yield f"{'lane':<16}{'per step':>12}{'seconds':>12}{'busy':>8}"
+    for lane, x in f.lanes.items():
+        moved = format_size(x.nbytes) if x.nbytes and lane != "cpu" else ""
+        yield f"{_LANES[lane]:<16}{moved:>12}{_plain(x.work):>12}{x.busy / f.step_seconds:>8.0%}"
+
+
+def _memory(f: Forecast) -> Iterator[str]:
+    place, settings = f.choice.plan.settings.place, f.choice.plan.settings
+    yield f"weights     {_shares(shares(f, place.weights, frozen=True))}"
+    yield f"optimizer   {_shares(shares(f, place.state, frozen=False))}"
+    waits = f"; gradients wait on {place.gradients}" if f.task.waits else ""
+    yield f"checkpoints on {place.checkpoints}{waits}"
+    yield f"chunks      of {format_size(settings.chunk * FP32)} in fp32, {len(f.choice.plan.schedule.ops):,} ops a step"
+    yield ""
+    yield f"{'memory':<12}{'given':>10}{'train':>10}{'load':>10}{'save':>10}{'resume':>10}"
+    given: Mapping[Tier, int] = {
+        "device": f.task.budget.device_bytes,
+        "host": f.task.budget.host_bytes,
+        "disk": f.task.disk_free,
+    }
+    for tier, size in given.items():
+        if tier == "disk" and not f.task.budget.disk_paths:
+            continue
+        cells = [size, *(f.memory[phase][tier] for phase in ("train", "load", "save", "resume"))]
+        yield f"{tier:<12}" + "".join(f"{format_size(cell):>10}" for cell in cells)
+
+
+def _disk(f: Forecast) -> Iterator[str]:
+    yield f"a snapshot  takes {format_size(f.snapshot_bytes)} wherever it is saved"
+    wear = f.wear
+    if not wear.written_bytes:
+        return
+    text = f"disk wear   {format_size(wear.written_bytes)} written per step, {wear.per_parameter:.1f} B per parameter"
+    if wear.days is None or wear.steps is None or wear.tbw is None:
+        yield f"{text}; --tbw N, the rating of a drive in terabytes, tells how long it lasts"
+    else:
+        yield (
+            f"{text}: at {wear.tbw:,.4g} TBW a drive, {_days(wear.days)} of training without a break, "
+            f"{wear.steps:,.0f} steps"
+        )
+
+
+def _batches(report: PlanReport, *, wide: bool) -> Iterator[str]:
+    f, roof = report.forecast, report.roofline
+    if not report.curve:
+        return
+    most = max(roof.compute_tokens_per_second, 1e-9)
+    mark = "█" if wide else "#"
+    yield f"tokens/s by sequences in a step, micro-batches of {f.micro_batch_size} (estimated by the linear program)"
+    yield f"{'sequences':>10}{'tokens':>11}  {'vertical':<{_BAR + 10}}{'horizontal':<{_BAR + 10}}all on disk"
+    now = f.micro_batches * f.micro_batch_size
+    for point in report.curve:
+        yield _point(point, report, most, mark) + ("  <- this plan" if point.batch == now else "")
+    yield f"compute allows {_rate(most)} tokens/s at most"
+    if roof.balance_tokens is not None and roof.disk_seconds is not None:
+        yield (
+            f"with all state on disk its reads and writes take {_seconds(roof.disk_seconds)} a step: compute takes as "
+            f"long from {roof.balance_tokens:,.0f} tokens a step on"
+        )
+
+
+def _point(point: Point, report: PlanReport, most: float, mark: str) -> str:
+    bars = [_bar(rate, most, mark) for rate in point.tokens_per_second.values()]
+    bound = f"<= {_rate(report.roofline.tokens_per_second(point.tokens))} ({report.roofline.bound_by(point.tokens)})"
+    return f"{point.batch:>10,}{point.tokens:>11,}  " + "".join(bars) + bound
+
+
+def _bar(rate: float | None, most: float, mark: str) -> str:
+    if rate is None:
+        return f"{'does not fit':<{_BAR + 10}}"
+    return f"{_rate(rate):>8} {mark * max(round(rate / most * _BAR), 1):<{_BAR + 1}}"
+
+
+def _advice(report: PlanReport) -> Iterator[str]:
+    if not report.advice:
+        yield "Nothing that was tried would make it 2% faster: memory, drives, link, compute, batch."
+        return
+    yield "What would help (tokens/s, estimated):"
+    for advice in report.advice:
+        yield f"  {advice.gain:>5.2f}x  {advice.change}"
+
+
+# ---- numbers for people
+
+
+def _shares(found: Mapping[Tier, float]) -> str:
+    return ", ".join(f"{share:.0%} on {tier}" if share >= 0.005 else f"<1% on {tier}" for tier, share in found.items())
+
+
+def _count(n: float) -> str:
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if n >= unit:
+            return f"{n / unit:.3g}{letter}"
+    return f"{n:,.0f}"
+
+
+def _plain(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{_plain(seconds)} s" if seconds < 600 else f"{seconds / 60:.3g} min"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _days(days: float) -> str:
+    return f"{days:,.0f} days" if days >= 2 else f"{days * 24:.1f} hours"

@@ -1,0 +1,190 @@
+"""What would help, in numbers: the plan is made again with one thing changed, and compared.
+
+Gains are ratios of the linear program's tokens/s, for one program with the same sizes of chunks on both sides; what is
+chosen is simulated, what is advised is estimated. Where nothing fits, the smallest change that makes it fit is found by
+bisection.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from penstock.config import Tier, format_size
+from penstock.errors import BudgetError
+from penstock.plan.fit import Family, fitted
+from penstock.plan.machine import Machine
+from penstock.plan.rounding import Limits
+from penstock.plan.search import Question, estimate
+from penstock.plan.task import Task
+
+WORTH_SAYING = 1.02
+_MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
+_MOST = 1 << 52
+"""bytes beyond which a tier is no answer"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A change, and the factor on tokens/s that it gives."""
+
+    change: str
+    gain: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variant:
+    change: str
+    task: Task
+    micro_batch_size: int
+    micro_batches: int
+    family: Family | None = None
+
+
+def advice(task: Task, micro_batch_size: int, micro_batches: int, chosen: Family) -> tuple[Advice, ...]:
+    """What would raise tokens/s by 2% or more, best first. ``chosen``: the family of the plan to compare with."""
+    now = _rate(_Variant(change="", task=task, micro_batch_size=micro_batch_size, micro_batches=micro_batches), chosen)
+    if now is None:
+        return ()
+    found = []
+    for variant in _variants(task, micro_batch_size, micro_batches, chosen):
+        rate = _rate(variant, variant.family or chosen)
+        if rate is not None and rate >= now * WORTH_SAYING:
+            found.append(Advice(change=variant.change, gain=rate / now))
+    return tuple(sorted(found, key=lambda a: -a.gain))
+
+
+def _rate(variant: _Variant, family: Family) -> float | None:
+    """Sequences per second."""
+    seconds = estimate(variant.task.question(variant.micro_batch_size, variant.micro_batches), family)
+    return None if seconds is None else variant.micro_batch_size * variant.micro_batches / seconds
+
+
+def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Variant]:
+    def variant(change: str, changed: Task, size: int = size, count: int = count) -> _Variant:
+        return _Variant(change=change, task=changed, micro_batch_size=size, micro_batches=count)
+
+    budget, machine = task.budget, task.machine
+    more = _more(budget.host_bytes, _MORE_HOST)
+    yield variant(
+        f"{format_size(more)} more host memory", replace(task, budget=replace(budget, host=budget.host_bytes + more))
+    )
+    more = _more(budget.device_bytes, _MORE_DEVICE)
+    bigger = replace(budget, device=budget.device_bytes + more)
+    yield variant(f"{format_size(more)} more device memory", replace(task, budget=bigger))
+    if machine.drives:
+        n = len(machine.drives)
+        drives = replace(machine, drives=machine.drives * 2)
+        words = "a second drive like the first" if n == 1 else f"{2 * n} such drives instead of {n}"
+        yield variant(words, replace(task, machine=drives, disk_free=2 * task.disk_free))
+    if machine.device.kind == "cuda":
+        yield variant("a link between host and device twice as fast", replace(task, machine=_faster_link(machine)))
+    yield variant("a device that computes twice as fast", replace(task, machine=_faster_device(machine)))
+    rates = {name: 2 * rate for name, rate in machine.host.optimizer.items()}
+    faster = replace(machine, host=replace(machine.host, optimizer=rates))
+    yield variant("an optimizer on the host twice as fast (more cores, faster memory)", replace(task, machine=faster))
+    more_m = max(count + 1, count * 3 // 2)
+    yield variant(f"M = {more_m} micro-batches instead of {count}", task, count=more_m)
+    if count % 2 == 0:
+        words = f"{count // 2} micro-batches of {2 * size} sequences instead of {count} of {size}"
+        yield variant(words, task, size=2 * size, count=count // 2)
+    if size % 2 == 0:
+        words = f"{2 * count} micro-batches of {size // 2} sequences instead of {count} of {size}"
+        yield variant(words, task, size=size // 2, count=2 * count)
+    if task.waits and task.precision != "fp16":
+        yield variant("no gradient clipping, so that the optimizer need not wait", replace(task, waits=False))
+    pins = [kind for kind in ("weights", "state", "gradients", "checkpoints") if getattr(budget, kind) is not None]
+    if pins:
+        free = replace(budget, weights=None, state=None, gradients=None, checkpoints=None)
+        words = ", ".join(f"budget.{kind}" for kind in pins)
+        yield variant(f"tiers chosen by the planner instead of {words}", replace(task, budget=free))
+    if chosen == "horizontal":
+        yield replace(variant("schedule: vertical instead of horizontal", task), family="vertical")
+
+
+def _more(now: int, step: int) -> int:
+    """A step that is worth a thought: the usual one, or as much again of a small budget."""
+    return step if now >= step else now
+
+
+def _faster_link(machine: Machine) -> Machine:
+    device = machine.device
+    faster = replace(
+        device, h2d=2 * device.h2d, d2h=2 * device.d2h, h2d_both=2 * device.h2d_both, d2h_both=2 * device.d2h_both
+    )
+    return replace(machine, device=faster)
+
+
+def _faster_device(machine: Machine) -> Machine:
+    flops = {precision: 2 * rate for precision, rate in machine.device.flops.items()}
+    return replace(machine, device=replace(machine.device, flops=flops))
+
+
+# ---- what does not fit
+
+
+def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetError) -> BudgetError:
+    """The error for what does not fit: each tier's smallest growth that makes it fit, the smallest one first."""
+    growth: list[tuple[int, str]] = []
+    tiers: tuple[Tier, ...] = ("device", "host", "disk") if task.machine.drives else ("device", "host")
+    for tier in tiers:
+        needed = _smallest(task, micro_batch_size, micro_batches, tier)
+        if needed is not None:
+            more = needed - _given(task, tier)
+            growth.append((more, f"{format_size(more)} more {tier} ({format_size(needed)} in all)"))
+    if not growth:
+        smaller = f" More of one tier alone does not help. {why}"
+        return BudgetError(_does_not_fit(task, micro_batch_size, micro_batches) + smaller)
+    first, *others = [words for _, words in sorted(growth)]
+    text = f"{_does_not_fit(task, micro_batch_size, micro_batches)} The smallest change that makes it fit: {first}"
+    return BudgetError(text + (f"; or {', or '.join(others)}" if others else ""))
+
+
+def _does_not_fit(task: Task, size: int, count: int) -> str:
+    given = ", ".join(f"{format_size(_given(task, tier))} of {tier}" for tier in ("device", "host", "disk"))
+    cut = f"{count} micro-batches" if count > 1 else "one micro-batch"
+    return f"{task.shape.name} with {cut} of {size} x {task.sequence_length} tokens does not fit in {given}."
+
+
+def _given(task: Task, tier: Tier) -> int:
+    return {"device": task.budget.device_bytes, "host": task.budget.host_bytes, "disk": task.disk_free}[tier]
+
+
+def _with(task: Task, tier: Tier, size: int) -> Task:
+    if tier == "disk":
+        return replace(task, disk_free=size)
+    if tier == "host":
+        return replace(task, budget=replace(task.budget, host=size))
+    return replace(task, budget=replace(task.budget, device=size))
+
+
+def _smallest(task: Task, size: int, count: int, tier: Tier) -> int | None:
+    """The smallest size of a tier with which it fits, to one part in 256 upwards; None if none does."""
+
+    def fits(nbytes: int) -> bool:
+        return feasible(_with(task, tier, nbytes).question(size, count))
+
+    return _bisect(fits, max(_given(task, tier), 1 << 20))
+
+
+def _bisect(fits: Callable[[int], bool], low: int) -> int | None:
+    if not fits(_MOST):
+        return None
+    high = low
+    while not fits(high):
+        low, high = high, 2 * high
+    while high - low > high // 256:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def feasible(question: Question) -> bool:
+    """Whether anything fits, by the order of preference of ``fit``."""
+    for family in question.families:
+        request = replace(question.request, family=family)
+        try:
+            settings = fitted(request)
+        except BudgetError:
+            continue
+        if Limits.of(request, question.disk_free).exceeded(request, settings) is None:
+            return True
+    return False

@@ -1,0 +1,102 @@
+"""A plan's report as plain data."""
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.config import TIERS, Tier
+from penstock.plan.forecast import Forecast
+
+if TYPE_CHECKING:
+    from penstock.plan.ask import PlanReport
+
+
+def as_json(report: "PlanReport") -> dict[str, Any]:
+    """Seconds, bytes, tokens; keys are documented by their names and in docs/plan.md."""
+    f, task = report.forecast, report.forecast.task
+    return {
+        "model": {"name": task.shape.name, "parameters": f.parameters},
+        "machine": task.machine.name,
+        "fits": True,
+        "step": {
+            "seconds": f.step_seconds,
+            "tokens": f.tokens,
+            "tokens_per_second": f.tokens_per_second,
+            "mfu": f.mfu,
+            "peak_flops": f.peak_flops,
+            "limit_seconds": f.limit_seconds,
+            "bottleneck": f.bottleneck,
+            "phases": {phase: {"lane": lane, "seconds": s} for phase, (lane, s) in f.phases.items()},
+        },
+        "plan": _plan(f),
+        "lanes": {
+            lane: {"bytes": x.nbytes, "work_seconds": x.work, "busy_seconds": x.busy} for lane, x in f.lanes.items()
+        },
+        "memory": {
+            "budget": {
+                "device": task.budget.device_bytes,
+                "host": task.budget.host_bytes,
+                "disk": task.disk_free,
+            },
+            **{phase: dict(sizes) for phase, sizes in f.memory.items()},
+            "simulated_peak": dict(f.simulated_peak),
+        },
+        "disk": {
+            "state": f.choice.plan.disk_bytes,
+            "scratch": f.scratch_bytes,
+            "snapshot": f.snapshot_bytes,
+            "written_per_step": f.wear.written_bytes,
+            "written_per_parameter": f.wear.per_parameter,
+            "tbw": f.wear.tbw,
+            "days": f.wear.days,
+            "steps": f.wear.steps,
+        },
+        "batches": [
+            {"sequences": p.batch, "tokens": p.tokens, "tokens_per_second": dict(p.tokens_per_second)}
+            for p in report.curve
+        ],
+        "roofline": {
+            "compute_tokens_per_second": report.roofline.compute_tokens_per_second,
+            "disk_seconds": report.roofline.disk_seconds,
+            "host_seconds": report.roofline.host_seconds,
+            "link_seconds": report.roofline.link_seconds,
+            "balance_tokens": report.roofline.balance_tokens,
+        },
+        "advice": [{"change": a.change, "gain": a.gain} for a in report.advice],
+        "notes": list(report.notes),
+        "search": {
+            "estimate_seconds": f.choice.estimate,
+            "considered": f.choice.considered,
+            "simulated": f.choice.simulated,
+        },
+    }
+
+
+def _plan(f: Forecast) -> dict[str, Any]:
+    settings, task = f.choice.plan.settings, f.task
+    place = settings.place
+    return {
+        "schedule": f.choice.request.family,
+        "micro_batches": f.micro_batches,
+        "micro_batch_size": f.micro_batch_size,
+        "sequence_length": task.sequence_length,
+        "delay": settings.delay,
+        "precision": task.precision,
+        "optimizer": task.optimizer,
+        "waits_for_norm": task.waits,
+        "chunk": settings.chunk,
+        "depths": {name: getattr(settings.depths, name) for name in settings.depths.__dataclass_fields__},
+        "weights": shares(f, place.weights, frozen=True),
+        "state": shares(f, place.state, frozen=False),
+        "checkpoints": place.checkpoints,
+        "gradients": place.gradients if task.waits else None,
+        "ops": len(f.choice.plan.schedule.ops),
+    }
+
+
+def shares(f: Forecast, tiers: tuple[Tier, ...], *, frozen: bool) -> dict[Tier, float]:
+    """Share of the elements on each tier that has any; ``frozen``: count those that are not trained, too."""
+    groups = f.choice.request.program.groups
+    sizes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+    for group, tier in zip(groups, tiers, strict=True):
+        sizes[tier] += group.numel if frozen else group.trainable
+    total = max(sum(sizes.values()), 1)
+    return {tier: n / total for tier, n in sizes.items() if n}

@@ -1,0 +1,264 @@
+"""``penstock.plan(...)``: the best way to run a model on a machine, and what to expect of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Budget, OptimizerName, Precision, format_size
+from penstock.errors import BudgetError, ConfigError
+from penstock.plan import meta, shipped, transformer
+from penstock.plan.advice import Advice, advice, refusal
+from penstock.plan.batches import Point, Split, choose, curve, saturating
+from penstock.plan.fit import Family, Plan
+from penstock.plan.forecast import Forecast, forecast
+from penstock.plan.machine import Machine
+from penstock.plan.model import ModelShape
+from penstock.plan.profiles import find_profile, machine_named
+from penstock.plan.roofline import Roofline, roofline
+from penstock.plan.search import Choice, search
+from penstock.plan.task import MOMENTS, Task, free_bytes, own_budget
+
+_FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """The best plan found, and what to expect of it.
+
+    | attribute | meaning |
+    |---|---|
+    | ``forecast`` | the plan's step: time, tokens/s, MFU, bottleneck, bytes, memory, wear |
+    | ``curve`` | vertical and horizontal over the global batch, by the linear program |
+    | ``roofline`` | what compute, disk, host and link allow with all state on disk |
+    | ``advice`` | what would make it faster, best first |
+    | ``notes`` | what to know about the machine's profile and the budget |
+    """
+
+    forecast: Forecast
+    curve: tuple[Point, ...]
+    roofline: Roofline
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """Schedule, placement, chunk size and depths."""
+        return self.forecast.choice.plan
+
+    @cached_property
+    def json(self) -> dict[str, Any]:
+        """Everything as plain data, in seconds, bytes and tokens."""
+        from penstock.plan.as_json import as_json
+
+        return as_json(self)
+
+
+def plan(
+    model: str | Path | Mapping[str, Any] | ModelShape,
+    *,
+    machine: str | Path | Machine | None = None,
+    budget: Budget | None = None,
+    batch: int | None = None,
+    micro_batches: int | None = None,
+    micro_batch_size: int | None = None,
+    sequence_length: int = 2048,
+    precision: Precision | None = None,
+    optimizer: OptimizerName = "adamw",
+    momentum: bool = False,
+    clip_grad_norm: float | None = None,
+    schedule: Family | None = None,
+    disk_free: int | None = None,
+    tbw: float | None = None,
+) -> PlanReport:
+    """Plan the training of a model on a machine. Loads no weights; needs neither the machine nor a GPU.
+
+    Args:
+        model: the name of a model that ships (``"gpt-65b"``), the path of a Hugging Face ``config.json``, such a
+            configuration as a mapping, or a ``ModelShape`` (``penstock.plan.meta.from_callable`` makes one of any
+            module).
+        machine: a profile, its file, or the name of one that ships (``"a100-40g"``); None: what ``penstock doctor`` has
+            stored for this host and the budget's directories.
+        budget: memory and directories; None: most of the machine's memory, and its drives.
+        batch: sequences in a step; it is cut into micro-batches as is best. None with no ``micro_batches``: the
+            smallest batch with which more would gain less than 3%.
+        micro_batches, micro_batch_size: how a step is cut, instead of ``batch``; both or neither.
+        sequence_length: tokens in a sequence.
+        precision: None: bf16 on a GPU, fp32 on a CPU.
+        optimizer: its name; ``momentum``: whether ``"sgd"`` has it.
+        clip_grad_norm: None: no clipping, and the optimizer overlaps with the backward.
+        schedule: a family; None: the better one.
+        disk_free: bytes on disk that may be used; None: what the profile says is free.
+        tbw: terabytes that each drive is rated for; None: as in the profile.
+
+    Raises:
+        ConfigError: an argument, the model, or the machine's profile is not usable; says which and why.
+        BudgetError: it does not fit; says the smallest change that makes it fit.
+        ModelError: the model cannot be run block by block.
+    """
+    if (micro_batches is None) != (micro_batch_size is None):
+        raise ConfigError("micro_batches and micro_batch_size belong together: give both, or batch")
+    if micro_batches is not None and batch is not None:
+        raise ConfigError("batch is cut into micro-batches by the planner: give it without micro_batches")
+    for name, value in (
+        ("batch", batch),
+        ("micro_batches", micro_batches),
+        ("micro_batch_size", micro_batch_size),
+        ("sequence_length", sequence_length),
+    ):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
+    if momentum and optimizer != "sgd":
+        raise ConfigError(f"momentum has no effect with optimizer={optimizer!r}: leave it out")
+    found = _machine(machine, budget)
+    if tbw is not None:
+        found = rated(found, tbw)
+    if budget is None:
+        budget = own_budget(found, device=None, host=None)
+    if precision is None:
+        precision = "bf16" if found.device.kind == "cuda" else "fp32"
+    waits = clip_grad_norm is not None or precision == "fp16"
+    if budget.gradients is not None and not waits:
+        raise ConfigError(
+            f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a norm"
+        )
+    task = Task(
+        shape=shape_of(model, found),
+        machine=found,
+        budget=budget,
+        sequence_length=sequence_length,
+        precision=precision,
+        optimizer=optimizer,
+        moments=MOMENTS[optimizer] + momentum,
+        waits=waits,
+        families=_FAMILIES if schedule is None else (schedule,),
+        disk_free=free_bytes(found) if disk_free is None else disk_free,
+    )
+    return report(task, batch=batch, split=None if micro_batches is None else (micro_batch_size or 1, micro_batches))
+
+
+def rated(machine: Machine, tbw: float) -> Machine:
+    """The machine with another rating of its drives, in terabytes; raises ConfigError."""
+    if not tbw > 0:
+        raise ConfigError(f"tbw={tbw:g}: must be more than 0, the terabytes that a drive's maker rates it for")
+    if not machine.drives:
+        raise ConfigError(f"tbw has no effect: {machine.name} has no drives")
+    return replace(machine, drives=tuple(replace(drive, tbw=tbw) for drive in machine.drives))
+
+
+def _machine(machine: str | Path | Machine | None, budget: Budget | None) -> Machine:
+    if isinstance(machine, Machine):
+        return machine
+    if machine is not None:
+        return machine_named(str(machine))
+    paths = () if budget is None else budget.disk_paths
+    return measured(paths)
+
+
+def measured(paths: tuple[Path, ...]) -> Machine:
+    """The stored profile of this host and the directories.
+
+    Raises:
+        ConfigError: there is none; says how to make one.
+    """
+    found = find_profile(paths)
+    if found is None:
+        where = " ".join(f"--path {path}" for path in paths)
+        raise ConfigError(
+            "this machine has not been measured"
+            + (f" with {', '.join(map(str, paths))}" if paths else "")
+            + f": run penstock doctor{' ' + where if where else ''}, or plan for another machine with --machine"
+        )
+    return found
+
+
+def shape_of(model: str | Path | Mapping[str, Any] | ModelShape, machine: Machine) -> ModelShape:
+    """The model that an argument means.
+
+    Raises:
+        ConfigError: no such model, or no such file.
+    """
+    if isinstance(model, Mapping):
+        return from_mapping(model, machine, name=str(model.get("model_type", "model")))
+    if isinstance(model, Path) or (isinstance(model, str) and (model.endswith(".json") or "/" in model)):
+        return from_mapping(_hugging_face(Path(model)), machine, name=Path(model).stem)
+    if isinstance(model, str):
+        return shipped.named(model)
+    return model
+
+
+def from_mapping(config: Mapping[str, Any], machine: Machine, *, name: str) -> ModelShape:
+    """A Hugging Face configuration's model: by formula where one is exact, else from a dry run."""
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError("the model's configuration has no model_type: it must be one of Hugging Face's")
+    shape = transformer.from_config(config, name=name)
+    return shape or meta.from_config(config, name=name, kind=machine.device.kind)
+
+
+def _hugging_face(path: Path) -> Mapping[str, Any]:
+    import json
+
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read this model's configuration: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: this is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a model's configuration is a JSON object")
+    return {k: v for k, v in data.items() if k not in ("architectures", "transformers_version", "_name_or_path")}
+
+
+def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | None = None) -> PlanReport:
+    """Plan a task. ``batch``: sequences; ``split``: (sequences in a micro-batch, micro-batches), instead of ``batch``.
+
+    Raises:
+        BudgetError: it does not fit; says the smallest change that makes it fit.
+    """
+    if split is not None:
+        question = task.question(*split)
+        try:
+            choice = search(question)
+        except BudgetError as error:
+            raise refusal(task, *split, error) from None
+        size = split[0]
+    else:
+        choice, chosen = _chosen(task, batch)
+        size = chosen.micro_batch_size
+    found = forecast(task, choice, size)
+    until = 4 * size * choice.request.micro_batches
+    points = curve(task, size, until=until)
+    return PlanReport(
+        forecast=found,
+        curve=tuple(points),
+        roofline=roofline(choice.question, task.profile(size).tokens),
+        advice=advice(task, size, choice.request.micro_batches, choice.request.family),
+        notes=_notes(task),
+    )
+
+
+def _chosen(task: Task, batch: int | None) -> tuple[Choice, Split]:
+    try:
+        if batch is None:
+            batch = saturating(task)
+        return choose(task, batch)
+    except BudgetError as error:
+        raise refusal(task, 1, batch or 1, error) from None
+
+
+def _notes(task: Task) -> tuple[str, ...]:
+    """What a user should know before trusting the numbers."""
+    machine, budget = task.machine, task.budget
+    notes = list(machine.warnings)
+    for tier, given, there in (
+        ("device", budget.device_bytes, machine.device.memory),
+        ("host", budget.host_bytes, machine.host.memory),
+    ):
+        if given > there:
+            notes.append(f"budget.{tier} is {format_size(given)}, but the machine has {format_size(there)}")
+    if machine.device.kind == "cuda" and budget.host_bytes > machine.host.lockable:
+        notes.append(
+            f"host memory has to be page-locked, and only {format_size(machine.host.lockable)} may be: raise ulimit -l"
+        )
+    return tuple(notes)
