@@ -328,6 +328,29 @@ def test_the_file_takes_no_more_than_half_of_what_is_free() -> None:
     assert disk.file_size(mount(file_system="nfs4"), disk.THOROUGH) == GIB // 4
 
 
+def test_a_drive_whose_cache_fills_is_measured_past_it(tmp_path: Path) -> None:
+    effort = replace(SMALL, fill=5.0)
+    with Scratch(tmp_path, effort.nbytes, depth=1, io_threads=1) as made:
+        fast, written = made._files.write, 0
+
+        def write(address: int, view: memoryview) -> None:
+            nonlocal written
+            written += len(view)
+            if written > effort.nbytes // 2:
+                time.sleep(0.1)
+            fast(address, view)
+
+        made._files.write = write  # type: ignore[method-assign]
+        found = disk.measure(made, effort)
+    assert found.last < REQUEST / 0.1 < found.first
+    assert found.write < REQUEST / 0.1
+
+
+def test_a_file_system_without_files_is_not_measured() -> None:
+    with pytest.raises(ConfigError, match="proc has no room for files: give a directory on a drive"):
+        disk.file_size(mounts.look(Path("/proc")), disk.QUICK)
+
+
 def test_a_full_file_system_is_not_measured() -> None:
     with pytest.raises(ConfigError, match="the file system is full: 100 MiB are free, and measuring takes 128 MiB"):
         disk.file_size(mount(free=100 << 20), disk.QUICK)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -226,6 +228,11 @@ def test_a_relative_cache_folder_does_not_count(monkeypatch: pytest.MonkeyPatch,
     for value in ("relative", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert profiles.profile_folder().parents[2] == tmp_path / ".cache"
+
+
+def test_finding_a_profile_needs_no_torch() -> None:
+    code = "import sys, penstock.plan.profiles; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_damaged_profile_is_named(cache: Path) -> None:

@@ -24,7 +24,8 @@ def throughput(device: torch.device, seconds: float) -> dict[str, float]:
 def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     best = 0.0
     for size in _SIZES[device.type]:
-        if best and 2 * size**3 / best > _LONGEST:
+        too_long = best > 0 and 2 * size**3 / best > _LONGEST
+        if too_long or (device.type == "cuda" and 4 * 4 * size**2 > torch.cuda.mem_get_info(device)[0]):
             break
         load = work.product(device, dtype, size)
         for worker in load.workers:

@@ -189,6 +189,8 @@ def file_size(mount: Mount, effort: Effort) -> int:
     Raises:
         ConfigError: there is no room.
     """
+    if not mount.size:
+        raise ConfigError(f"{mount.file_system} has no room for files: give a directory on a drive")
     wanted = effort.nbytes
     if mount.far:  # these often cannot preallocate, so that all of the file is written with zeros first
         wanted = min(wanted, 256 * _MIB)
@@ -204,7 +206,9 @@ def file_size(mount: Mount, effort: Effort) -> int:
 def measure(scratch: Scratch, effort: Effort) -> DiskRates:
     """Fill the file, then measure each direction alone and both together, in turn; medians over the rounds."""
     ends = scratch.fill(effort.fill)
-    span = Span(warm=min(0.2, effort.seconds / 3), seconds=effort.seconds, calls=3)
+    span = Span(
+        warm=min(0.2, effort.seconds / 3), seconds=effort.seconds, calls=3, at_most=3 * max(effort.seconds, 1.0)
+    )
     found: dict[str, list[float]] = {"read": [], "write": [], "read_both": [], "write_both": []}
     for _ in range(effort.rounds):
         found["write"].append(rate(scratch.writing(), span))

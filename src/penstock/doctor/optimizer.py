@@ -25,6 +25,6 @@ def steps(device: torch.device, seconds: float, rounds: int, *, threads: int) ->
         for kind in KINDS
         for precision, dtype in DTYPES.items()
     }
-    span = Span(warm=seconds / 5, seconds=seconds, at_most=1.0)
+    span = Span(warm=seconds / 5, seconds=seconds, calls=2, at_most=1.0)
     found = [{name: rate(load, span) for name, load in loads.items()} for _ in range(rounds)]
     return {name: statistics.median(one[name] for one in found) for name in loads}

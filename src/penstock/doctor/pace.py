@@ -1,5 +1,6 @@
 """Runs kinds of work side by side for a while, and says at which rate each went."""
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ class _Worker:
     """A thread that repeats a call, and the times at which its calls ended."""
 
     call: Call
+    begun: float = 0.0
     ends: list[float] = field(default_factory=list)
     error: BaseException | None = None
 
@@ -46,19 +48,6 @@ class _Worker:
 
     def ended_since(self, start: float) -> int:
         return sum(end >= start for end in self.ends)
-
-    def rate(self, start: float, stop: float) -> float:
-        """Calls per second, from the end of the first call within the span to the end of the last.
-
-        A call that had started before the span, or goes on after it, counts on neither side: so the rate is right even
-        where a call takes a good part of the span.
-        """
-        ends = [end for end in self.ends if start <= end <= stop]
-        if len(ends) > 1:
-            return (len(ends) - 1) / (ends[-1] - ends[0])
-        return 1 / (self.ends[0] - self.begun) if self.ends else 0.0
-
-    begun: float = 0.0
 
 
 def rates(loads: Sequence[Load], span: Span) -> dict[str, float]:
@@ -88,7 +77,20 @@ def rates(loads: Sequence[Load], span: Span) -> dict[str, float]:
         if worker.error is not None:
             raise worker.error
     start = begun + span.warm
-    return {load.name: load.amount * sum(w.rate(start, last) for w in workers[load.name]) for load in loads}
+    return {load.name: load.amount * _calls_per_second(workers[load.name], start, last) for load in loads}
+
+
+def _calls_per_second(workers: Sequence[_Worker], start: float, stop: float) -> float:
+    """The slope of the number of ended calls over time, by least squares over the ends within the span.
+
+    It is right whether the workers' calls end together or in turn, and where a call takes a good part of the span:
+    calls over seconds would count one that began before the span, or leave out one that goes on after it.
+    """
+    ends = sorted(end for worker in workers for end in worker.ends if start <= end <= stop)
+    if len(ends) <= len(workers) or ends[0] == ends[-1]:  # hardly any: every worker's first call, set-up included
+        return sum(1 / (worker.ends[0] - worker.begun) for worker in workers)
+    slope, _ = statistics.linear_regression(ends, range(len(ends)))
+    return slope
 
 
 def _wait(workers: Sequence[_Worker], begun: float, span: Span) -> float:
