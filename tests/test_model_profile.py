@@ -175,11 +175,12 @@ GPT2 = {
 }
 FORMULAS: Mapping[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "llama grouped tied": LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 96},
+    "llama grouped tied": LLAMA
+    | {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 80, "intermediate_size": 1280},
     "mistral": LLAMA | {"model_type": "mistral", "num_key_value_heads": 3},
-    "qwen3": LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 96},
+    "qwen3": LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 80, "intermediate_size": 1280},
     "gpt2": GPT2,
-    "gpt2 small": GPT2 | {"vocab_size": 900, "n_inner": 512},
+    "gpt2 small": GPT2 | {"vocab_size": 900, "n_inner": 768},
 }
 
 
@@ -275,11 +276,12 @@ def test_what_no_formula_is_for_has_none(changes: dict[str, Any]) -> None:
 
 
 def test_where_a_formula_does_not_hold_the_model_is_run() -> None:
-    """Grouped queries in fp32 on a GPU; a small vocabulary; a sliding window shorter than the sequence."""
+    """Grouped queries in fp32 on a GPU; a small vocabulary; a narrow MLP; a window shorter than the sequence."""
     window = {"model_type": "mistral", "sliding_window": 16, "num_key_value_heads": 2}
     for changes, form in (
         ({"num_key_value_heads": 2}, FP32),
         ({"vocab_size": 300}, BF16),
+        ({"intermediate_size": 512}, BF16),
         (window, BF16),
     ):
         shape = HuggingFaceModel(name="odd", config=LLAMA | changes)

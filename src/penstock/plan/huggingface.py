@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ class HuggingFaceModel:
         """
         formula = None if self.exact else transformer.from_config(self.config, name=self.name)
         if formula is None or not self._holds(formula, sequence_length, form):
-            shape = meta.from_config(self.config, name=self.name, kind=self.kind)
-            return shape.profile(micro_batch_size, sequence_length, form)
+            return self._run.profile(micro_batch_size, sequence_length, form)
         return formula.profile(micro_batch_size, sequence_length, form)
 
     def with_layers(self, layers: int) -> "HuggingFaceModel":
@@ -53,6 +53,10 @@ class HuggingFaceModel:
                 f"{self.name}: its configuration has no {_LAYERS[0]}, so that the number of layers cannot be changed"
             )
         return replace(self, config={**self.config, key: layers})
+
+    @cached_property
+    def _run(self) -> meta.MetaModel:
+        return meta.from_config(self.config, name=self.name, kind=self.kind)
 
     def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format) -> bool:
         """Whether the formulas are right to the byte for this model and device."""

@@ -5,6 +5,7 @@ torch and transformers are imported when a profile is asked for, and not before.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from penstock.errors import ConfigError
@@ -44,9 +45,7 @@ class MetaModel:
 
         from penstock.tape import dry
 
-        model = dry.build_on_meta(self.build)
-        parameters = sum(p.numel() for p in model.parameters())
-        names = dry.shorten(model) if self.repeats else None
+        model, names, parameters = self._built
         found = dry.dry_run(
             model,
             self.micro_batch(micro_batch_size, sequence_length),
@@ -56,7 +55,7 @@ class MetaModel:
         )
         whole = (found.groups, found.stages, found.flops) if names is None else _lengthen(found, names)
         if whole is None:
-            return replace(self, repeats=False).profile(micro_batch_size, sequence_length, form)
+            return self._unshortened.profile(micro_batch_size, sequence_length, form)
         groups, stages, flops = whole
         return ModelProfile(
             program=Program(groups=groups, stages=stages),
@@ -65,6 +64,19 @@ class MetaModel:
             tokens=micro_batch_size * sequence_length,
             parameters=parameters,
         )
+
+    @cached_property
+    def _built(self) -> tuple["nn.Module", tuple[str, ...] | None, int]:
+        """The model, the names of all its blocks where some are left out, and the parameters of all."""
+        from penstock.tape import dry
+
+        model = dry.build_on_meta(self.build)
+        parameters = sum(p.numel() for p in model.parameters())
+        return model, dry.shorten(model) if self.repeats else None, parameters
+
+    @cached_property
+    def _unshortened(self) -> "MetaModel":
+        return replace(self, repeats=False)
 
 
 Flops = tuple[tuple[int, int], ...]

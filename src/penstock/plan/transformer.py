@@ -88,9 +88,9 @@ class Transformer:
     @property
     def is_usual(self) -> bool:
         """Whether the proportions are those for which peaks are exact: what is wide, and what is much wider."""
-        q = self.heads * self.head_dim
-        wide = self.intermediate >= 2 * self.hidden and 2 * self.intermediate >= 3 * q
-        return wide and self.vocabulary >= 2 * max(self.hidden, q)
+        width = max(self.hidden, self.heads * self.head_dim)
+        words = self.vocabulary >= 2 * width and (self.gated or self.vocabulary >= self.longest)
+        return words and 2 * self.intermediate >= 5 * width
 
     @cached_property
     def groups(self) -> tuple[GroupSpec, ...]:
