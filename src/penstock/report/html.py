@@ -24,6 +24,7 @@ _SCRIPTS = (
     "curves.js",
     "main.js",
 )
+_UNIT = re.compile(r"(\d) (s|ms|µs|[KMGT]?i?B)\b")
 _MARK = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -60,7 +61,7 @@ class Page:
             "style": _file("page.css"),
             "eyebrow": escape(self.eyebrow),
             "heading": escape(self.heading),
-            "sentence": escape(self.sentence),
+            "sentence": escape(_kept_together(self.sentence)),
             "notes": "\n".join(f'<p class="note">{escape(note)}</p>' for note in self.notes),
             "figures": "\n".join(_figure(figure) for figure in self.figures),
             "timeline": escape(self.timeline),
@@ -71,6 +72,11 @@ class Page:
             "script": "\n".join(_file(name) for name in _SCRIPTS),
         }
         return _MARK.sub(lambda mark: parts[mark[1]], _file("page.html"))
+
+
+def _kept_together(text: str) -> str:
+    """No line breaks between a number and its unit."""
+    return _UNIT.sub("\\1\u00a0\\2", text)
 
 
 def in_script(value: Any) -> str:

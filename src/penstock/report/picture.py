@@ -1,6 +1,9 @@
 """The timeline as a picture for documents: SVG or PNG, drawn by matplotlib."""
 
+import re
 from collections.abc import Mapping, Sequence
+from io import StringIO
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +37,9 @@ _INK, _MUTED, _TRACK, _BUDGET, _PREDICTED = "#161b22", "#5a6472", "#f3f5f7", "#a
 _ROW, _GAP = 1.0, 0.45
 _GRAIN = 1600
 """Lengths that can be told apart in the picture's width."""
+
+_LONG_NUMBER = re.compile(r"(\d\.\d\d)\d+")
+"""A hundredth of a point is finer than any screen."""
 
 Curves = Mapping[Tier, Sequence[tuple[float, int]]]
 
@@ -75,8 +81,12 @@ def draw(path: Path, prediction: Prediction | None, step: MeasuredStep, budget: 
             for spine in ax.spines.values():
                 spine.set_visible(False)
         _legend(figure, {_group(bar) for _, bars, _ in sides for bar in bars}, len(sides) > 1)
-        metadata = {"Date": None} if path.suffix == ".svg" else {}
-        figure.savefig(path, format=path.suffix[1:], dpi=200, facecolor="white", metadata=metadata)
+        if path.suffix == ".svg":
+            text = StringIO()
+            figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
+            path.write_text(_LONG_NUMBER.sub(r"\1", text.getvalue()), encoding="utf-8")
+        else:
+            figure.savefig(path, format="png", dpi=200, facecolor="white")
 
 
 def _draw_lanes(ax: "Axes", sides: Sequence[tuple[str, Sequence[Bar], Curves]], lanes: Sequence[str]) -> None:
@@ -90,7 +100,7 @@ def _draw_lanes(ax: "Axes", sides: Sequence[tuple[str, Sequence[Bar], Curves]], 
             for i, row in enumerate(rows):
                 low = y - _ROW + i * _ROW / len(rows)
                 spans, colors = _merged(row, end / _GRAIN)
-                ax.broken_barh(spans, (low, _ROW / len(rows)), facecolors=colors, linewidth=0, snap=False)
+                _draw_bars(ax, spans, colors, low, low + _ROW / len(rows))
             marks.append((y - _ROW / 2, name if len(sides) > 1 else ""))
             y -= _ROW + 0.08
         middle = y + (_ROW + 0.08) * len(sides) - _ROW / 2
@@ -101,6 +111,21 @@ def _draw_lanes(ax: "Axes", sides: Sequence[tuple[str, Sequence[Bar], Curves]], 
     ax.set_ylim(y + _GAP, 0.1)
     ax.set_yticks([at for at, _ in marks], [text for _, text in marks])
     ax.tick_params(labelbottom=False)
+
+
+def _draw_bars(
+    ax: "Axes", spans: Sequence[tuple[float, float]], colors: Sequence[str], low: float, high: float
+) -> None:
+    """All bars of one colour as one path: a third of the size in an SVG."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
+    for color in dict.fromkeys(colors):
+        boxes = [(start, start + length) for (start, length), own in zip(spans, colors, strict=True) if own == color]
+        corners = [((a, low), (b, low), (b, high), (a, high), (a, low)) for a, b in boxes]
+        codes = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY] * len(boxes)
+        outline = Outline([corner for box in corners for corner in box], codes)
+        ax.add_patch(PathPatch(outline, facecolor=color, linewidth=0, snap=False))
 
 
 def _group(bar: Bar) -> str:
@@ -135,6 +160,7 @@ def _draw_memory(
         curve = memory.get(tier, ())
         if not curve:
             continue
+        curve = _coarse(curve, end / _GRAIN)
         times = [time for time, _ in curve] + [max(bar.end for bar in bars)]
         amounts = [amount / mib for _, amount in curve]
         amounts.append(amounts[-1])
@@ -154,6 +180,18 @@ def _draw_memory(
     ax.set_yticks([0, top / 1.1])
     ax.yaxis.set_major_formatter(lambda y, _: f"{y:.3g} MiB" if y else "0")
     ax.set_title(f"{tier} memory", loc="left", fontsize=9, color=_INK, pad=3)
+
+
+def _coarse(curve: Sequence[tuple[float, int]], grain: float) -> list[tuple[float, int]]:
+    """The curve with at most three points in each ``grain``: its lowest, its highest and its last amount there."""
+    points: list[tuple[float, int]] = []
+    for _, group in groupby(curve, key=lambda point: point[0] // grain):
+        part = list(group)
+        if len(part) > 3:
+            extremes = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])} - {part[-1]}
+            part = [*sorted(extremes), part[-1]]
+        points += part
+    return points
 
 
 def _legend(figure: Any, used: set[str], both: bool) -> None:

@@ -9,6 +9,10 @@ function drawLegend(paint) {
     for (const fill of fills) key.appendChild(element("i")).style.background = fill;
     item.append(document.createTextNode(name));
   }
+  if (facts.kind !== "run" || facts.sides.length < 2) return;
+  for (const name of ["predicted", "measured"]) {
+    list.appendChild(element("li")).append(element("i", `key ${name}`), document.createTextNode(`memory ${name}`));
+  }
 }
 
 function showRange(timeline) {

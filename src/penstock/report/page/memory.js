@@ -87,7 +87,7 @@ function drawLimit(ctx, part, y, x, paint) {
   const text = `budget ${formatAmount(part.limit)}${inside ? "" : " (above)"}`;
   ctx.font = `600 11px ${paint.font}`;
   ctx.textAlign = "right";
-  const below = inside && at - y < 14;
+  const below = inside && at - y < 15;
   const middle = at + (below || !inside ? 9 : -8);
   ctx.fillStyle = paint.track;
   ctx.globalAlpha = 0.8;

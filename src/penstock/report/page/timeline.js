@@ -308,9 +308,11 @@ class Timeline {
     ctx.textAlign = "center";
     const half = ctx.measureText(text).width / 2 + 5;
     const at = Math.min(Math.max(x, this.gutter + half), this.right - half);
-    ctx.fillStyle = this.paint.paper;
-    ctx.fillRect(at - half, 0, 2 * half, 17);
     ctx.fillStyle = this.paint.ink;
+    ctx.beginPath();
+    ctx.roundRect(at - half, 0, 2 * half, 17, 4);
+    ctx.fill();
+    ctx.fillStyle = this.paint.paper;
     ctx.fillText(text, at, 8);
   }
 
