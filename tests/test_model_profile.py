@@ -37,9 +37,31 @@ def experts(build: str, implementation: str) -> Case:
     )
 
 
+class Encoder(nn.Module):
+    """torch's own transformer layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 32)
+        layers = (nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 CASES: Mapping[str, Case] = {
     **{name: case for name, case in MODELS.items() if name not in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")},
     **{f"{n} grouped": experts(n, "grouped_mm") for n in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")},
+    "torch's own": Case(
+        build=Encoder,
+        micro_batch=lambda g, rows, length: {"tokens": torch.randint(0, 96, (rows, length), generator=g)},
+        blocks=2,
+        loss_fn=lambda m, mb: m(**mb),
+    ),
     "mixtral batched": experts("mixtral", "batched_mm"),
     "gpt2 dropout": Case(build=lambda: models.gpt2(attn_implementation="sdpa"), micro_batch=causal_lm, blocks=3),
     "bert sdpa": Case(

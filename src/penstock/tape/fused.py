@@ -17,6 +17,9 @@ _FLASH = 1
 """``torch._C._SDPBackend.FLASH_ATTENTION``, as ``torch._fused_sdp_choice`` returns it."""
 
 
+_PLAIN = functional.scaled_dot_product_attention
+
+
 class Fused(TorchFunctionMode):
     """Runs attention (and on GPUs dropout) of meta tensors by the op that ``kind`` of device would choose."""
 
@@ -28,13 +31,22 @@ class Fused(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            fused = (_attention_cpu if self._kind == "cpu" else _attention_cuda)(*args, **kwargs)
-            if fused is not None:
-                return fused
+        if func is _PLAIN:
+            return self._attend(*args, **kwargs)
+        if func is functional.multi_head_attention_forward:  # calls attention inside, where this mode is off
+            functional.scaled_dot_product_attention = self._attend
+            try:
+                return func(*args, **kwargs)
+            finally:
+                functional.scaled_dot_product_attention = _PLAIN
         if func is functional.dropout and self._kind == "cuda":
             return _dropout_cuda(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attend = _attention_cpu if self._kind == "cpu" else _attention_cuda
+        fused = attend(*args, **kwargs)
+        return _PLAIN(*args, **kwargs) if fused is None else fused
 
 
 def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Any:
