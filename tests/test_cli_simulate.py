@@ -74,10 +74,29 @@ def test_every_number_of_1f1b_is_there_and_right(simulate: Simulate) -> None:
     assert said["stalls"][0] == {"rank": 0, "op": "B0m0", "waited": 6, "for": ["RD0m0", "1:SD0m0", "B1m0"]}
 
 
-def test_the_puzzles_come_out_in_decimals_without_what_binary_leaves_behind(simulate: Simulate) -> None:
-    said = simulate("weight-sharded", "--layers", 6, "--ranks", 4, "--micro-batches", 4, "--costs", "puzzle")
-    assert (said["time"], said["ranks"][0]["puzzle_time"], said["ranks"][0]["puzzle_peak"]) == (20.4, 19.9, 21 * 131072)
-    assert simulate("ddp", "--layers", 2, "--ranks", 4, "--micro-batches", 4)["time"] == 5.6
+@pytest.mark.parametrize(
+    ("words", "end", "peak"),
+    [
+        (("single", "--layers", 2, "--micro-batches", 4), 17.0, 20),
+        (("grad-accumulation", "--layers", 2, "--micro-batches", 4), 17.0, 15),
+        (("ddp", "--layers", 2, "--ranks", 4, "--micro-batches", 4), 5.6, 14),
+        (("weight-sharded", "--layers", 6, "--ranks", 4, "--micro-batches", 4), 20.4, 21),
+        (("fsdp", "--layers", 6, "--ranks", 4, "--micro-batches", 4), 20.4, 18),
+    ],
+)
+def test_the_puzzles_come_out_in_decimals_without_what_binary_leaves_behind(
+    simulate: Simulate, words: tuple[object, ...], end: float, peak: int
+) -> None:
+    said = simulate(*words, "--costs", "puzzle")
+    assert said["time"] == end
+    assert {rank["puzzle_peak"] for rank in said["ranks"]} == {peak * 131072}
+    assert max(rank["puzzle_time"] for rank in said["ranks"]) == round(end - 0.5, 9)  # the optimizer's last step
+
+
+def test_layers_of_one_rank_in_a_row_are_one_stage_whose_micro_batches_are_in_flight(simulate: Simulate) -> None:
+    """Two layers to a rank: as many micro-batches in flight as if a stage were one op."""
+    said = simulate("1f1b", "--layers", 8, "--ranks", 4, "--micro-batches", 8, "--costs", "puzzle")
+    assert [rank["in_flight_peak"] for rank in said["ranks"]] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("costs", ["unit", "puzzle"])
@@ -167,7 +186,8 @@ def test_of_many_ranks_the_table_has_the_first_and_those_that_stand_out(capsys: 
     assert main(["simulate", "1f1b", "--ranks", "40", "--micro-batches", "2"]) == 0
     said = capsys.readouterr().out
     assert "of 40 ranks; --json has all" in said
-    assert "39 (last)" in said
+    assert "0 (most memory, latest end)" in said
+    assert "39 " in said
 
 
 # ---- files

@@ -134,13 +134,15 @@ def _chosen(ranks: Sequence[RankFigures]) -> dict[int, str]:
     if len(ranks) <= _ROWS:
         return dict.fromkeys(every, "")
     chosen = dict.fromkeys(range(_FIRST), "")
-    for rank, why in (
-        (max(every, key=lambda r: ranks[r].peak["device"]), "most memory"),
-        (min(every, key=lambda r: ranks[r].busy), "least busy"),
-        (max(every, key=lambda r: ranks[r].end), "latest end"),
-        (len(ranks) - 1, "last"),
+    for why, values in (
+        ("most memory", [figures.peak["device"] for figures in ranks]),
+        ("least busy", [-figures.busy for figures in ranks]),
+        ("latest end", [figures.end for figures in ranks]),
     ):
-        chosen[rank] = ", ".join(filter(None, (chosen.get(rank, ""), why)))
+        if min(values) < max(values):
+            rank = max(every, key=values.__getitem__)
+            chosen[rank] = ", ".join(filter(None, (chosen.get(rank, ""), why)))
+    chosen.setdefault(len(ranks) - 1, "last")
     return dict(sorted(chosen.items()))
 
 

@@ -76,8 +76,9 @@ def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
         if twice := [rank for rank, count in Counter(members).items() if count > 1]:
             yield ScheduleError(f"group {name} has rank {twice[0]} twice")
     present: Counter[tuple[str, str]] = Counter()  # (collective's id, its group) -> ranks that have it
+    members_of = {name: frozenset(members) for name, members in world.groups.items()}
     for schedule, ranks in shared:
-        joined = {name for name, members in world.groups.items() if members and set(ranks) <= set(members)}
+        joined = {name for name, members in members_of.items() if members.issuperset(ranks)}
         for op in schedule.ops:
             match op.word.lane:
                 case "net":
