@@ -59,11 +59,14 @@ def simulated_page(simulation: Simulation, *, title: str, unit: str) -> str:
         heading=title,
         sentence=bottleneck(simulation.time, slowest.work, slowest.busy, unit),
         notes=(),
-        figures=_figures(simulation.time, kinds, unit),
-        timeline="Ranks over time",
+        figures=_figures(simulation.time, kinds, unit, several=count > 1),
+        timeline="Ranks over time" if count > 1 else "Lanes over time",
         hint="Wheel: zoom. Drag or arrow keys: pan; Shift + wheel: pan in time. Double click or 0: the whole step. "
-        "Click a rank's name for a row per lane. Point at an op to see what it waited for.",
-        sections=f"<section><h2>Ranks</h2>{_rank_table(simulation.time, kinds, of_rank, unit)}</section>",
+        + ("Click a rank's name for a row per lane. " if count > 1 else "")
+        + "Point at an op to see what it waited for.",
+        sections=f"<section><h2>Lanes</h2>{_lane_table(simulation, kinds[0], unit)}</section>"
+        if count == 1
+        else f"<section><h2>Ranks</h2>{_rank_table(simulation.time, kinds, of_rank, unit)}</section>",
         facts=facts,
         columns=put,
     )
@@ -106,7 +109,7 @@ def _amount(number: float, unit: str) -> str:
     return format_size(number) if unit == "s" else f"{number:,.6g}" if number < 1e6 else f"{number:,.0f}"
 
 
-def _figures(time: float, kinds: Sequence[_Rank], unit: str) -> list[Figure]:
+def _figures(time: float, kinds: Sequence[_Rank], unit: str, *, several: bool) -> list[Figure]:
     bound = max(max(kind.work.values(), default=0.0) for kind in kinds)
     figures = [
         Figure(name="time", value=format_time(time, unit)),
@@ -114,14 +117,32 @@ def _figures(time: float, kinds: Sequence[_Rank], unit: str) -> list[Figure]:
     ]
     if time > 0:
         idle = [1 - kind.compute / time for kind in kinds]
-        remark = f"{min(idle):.0%} to {max(idle):.0%}" if max(idle) - min(idle) > 0.005 else "on every rank"
-        figures.append(Figure(name="compute idle, most", value=f"{max(idle):.0%}", remark=remark))
+        same = "on every rank" if several else "of the step"
+        remark = f"{min(idle):.0%} to {max(idle):.0%}" if max(idle) - min(idle) > 0.005 else same
+        figures.append(Figure(name="compute idle", value=f"{max(idle):.0%}", remark=remark))
     peaks = {tier: max(kind.peak[tier] for kind in kinds) for tier in TIERS}
     return figures + [
-        Figure(name=f"{tier} memory, peak", value=_amount(most, unit), remark="highest of any rank")
+        Figure(name=f"{tier} memory, peak", value=_amount(most, unit), remark="highest of any rank" if several else "")
         for tier, most in peaks.items()
         if most
     ]
+
+
+def _lane_table(simulation: Simulation, only: _Rank, unit: str) -> str:
+    moved = simulation.bytes_per_lane()
+    rows = [
+        [
+            lane,
+            _amount(moved[lane], unit) if moved.get(lane) else "–",
+            format_time(only.busy[lane], unit),
+            f"{only.busy[lane] / only.end:.0%}" if only.end > 0 else "–",
+        ]
+        for lane in LANES
+        if lane in only.busy
+    ]
+    return table(
+        ["lane", "moved", "busy", "of the step"], rows, caption="What each lane moves, and how long it is busy"
+    )
 
 
 def _rank_table(time: float, kinds: Sequence[_Rank], of_rank: Sequence[int], unit: str) -> str:

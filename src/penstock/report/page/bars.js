@@ -57,7 +57,7 @@ function drawStretch(ctx, side, stretch, x, y, height, paint, bins) {
     ctx.fillStyle = fills[color];
     const gap = width > 5 ? 1 : width > 2.5 ? 0.5 : 0;
     ctx.fillRect(left, y, width - gap, height);
-    if (labelled && width > 12) drawLabel(ctx, labels[id[i]], left, width - gap, y, height, inks[color]);
+    if (labelled && width > 8) drawLabel(ctx, labels[id[i]], left, width - gap, y, height, inks[color]);
   }
   bins.flush(ctx, fills, y, height);
 }
@@ -70,7 +70,7 @@ function drawLabel(ctx, text, left, width, y, height, ink) {
     needed = ctx.measureText(text).width;
     labelWidths.set(text, needed);
   }
-  if (needed + 6 > width) return;
+  if (needed + 1 > width) return;
   ctx.fillStyle = ink;
   ctx.fillText(text, left + (width - needed) / 2, y + height / 2 + 0.5);
 }

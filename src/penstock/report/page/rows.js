@@ -104,13 +104,13 @@ class RankRows {
     for (const lane of facts.lanes) {
       const stretches = side.lane(lane);
       if (!stretches.length) continue;
-      const height = Math.max(lane === "compute" ? 26 : 14, 6 * stretches.length);
+      const height = Math.max(lane === "compute" ? 26 : this.ranks.length > 1 ? 14 : 20, 6 * stretches.length);
       parts.push({ kind: "ops", y, height, side, stretches, note: lane });
       y += height + 2;
     }
     for (const tier of this.tiers.filter((one) => side.memory[one])) {
-      parts.push({ ...this.memory(side, tier, y + 6, 56, false), title: `${tier} memory` });
-      y += 66;
+      parts.push({ ...this.memory(side, tier, y + 18, 60, false), title: `${tier} memory` });
+      y += 80;
     }
     return { height: y + 12, gap: 10, parts };
   }

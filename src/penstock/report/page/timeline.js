@@ -161,6 +161,7 @@ class Timeline {
     ctx.fillStyle = paint.track;
     ctx.fillRect(x.left, y, x.right - x.left, part.height);
     ctx.font = `${part.height >= 16 ? 11 : 10}px ${paint.font}`;
+    ctx.textAlign = "left";
     const each = part.height / Math.max(part.stretches.length, 1);
     const gap = part.stretches.length > 1 ? 1 : 0;
     part.stretches.forEach((stretch, i) => {
@@ -212,7 +213,7 @@ class Timeline {
   // The name of a curve that is not a band of its own.
   drawTitle(ctx, part, y) {
     ctx.textAlign = "left";
-    ctx.fillText(part.title, this.gutter + 6, y + 9);
+    ctx.fillText(part.title, this.gutter, y - 8);
     ctx.textAlign = "right";
   }
 
