@@ -25,6 +25,7 @@ from penstock.plan.model import EFFICIENCY, ModelProfile, stage_times
 from penstock.plan.shipped import CONFIGS, named
 from penstock.schedule.place import Format
 from penstock.tape.dry import build_on_meta, dry_run, shorten
+from penstock.tape.values import Values
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -119,6 +120,21 @@ def test_a_gpu_keeps_less_of_attention_and_dropout() -> None:
 def test_decisions_by_activations_are_refused() -> None:
     with pytest.raises(ModelError, match=r"needs the values of activations .*grouped_mm.*one step is enough"):
         dry(MODELS["mixtral"])
+
+
+def test_integers_keep_their_values_through_views_and_writes() -> None:
+    """On the meta device, as long as what is written is known too."""
+    values = Values("cpu")
+    with values:
+        given = values.give({"tokens": torch.tensor([[3, 1], [2, 0]])})["tokens"]
+        mask = given > 0
+        mask[0].logical_not_()
+        positions = torch.arange(4, device="meta").cumsum(0)
+        assert (mask.sum().item(), mask.all().item(), positions[-1].item()) == (1, False, 6)
+        assert mask.nonzero().shape == (1, 2)
+        mask[1] = torch.rand(2, device="meta") > 0.5
+        with pytest.raises(ModelError, match="needs the values"):
+            mask.any().item()
 
 
 def config_of(name: str, layers: int, **changes: Any) -> dict[str, Any]:
@@ -334,8 +350,13 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
         model_shape({"model_type": "ilama"}).profile(1, 8, BF16)
     with pytest.raises(ConfigError, match=r"hidden_size=-1 must be a positive whole number"):
         model_shape(LLAMA | {"hidden_size": -1}).profile(1, 8, BF16)
-    with pytest.raises(ConfigError, match=r"sequence_length=4096: gpt-13b takes at most 2048"):
-        named("gpt-13b").profile(1, 4096, BF16)
+    for shape in (
+        named("gpt-13b"),
+        model_shape(LLAMA),
+        model_shape({**LLAMA, "max_position_embeddings": 2048}, exact=True),
+    ):
+        with pytest.raises(ConfigError, match=r"sequence_length=4096: .* takes at most 2048"):
+            shape.profile(1, 4096, BF16)
 
 
 # ---- seconds

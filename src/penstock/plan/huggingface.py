@@ -14,6 +14,7 @@ from penstock.plan.model import ModelProfile
 from penstock.schedule.place import FP32, Format
 
 _LAYERS = ("num_hidden_layers", "n_layer")
+_POSITIONS = ("max_position_embeddings", "n_positions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,12 @@ class HuggingFaceModel:
             ConfigError: the configuration is none that Hugging Face knows, or its positions are fewer than asked for.
             ModelError: the model cannot be run without values.
         """
+        longest = next((n for key in _POSITIONS if isinstance(n := self.config.get(key), int)), sequence_length)
+        if sequence_length > longest:
+            raise ConfigError(
+                f"sequence_length={sequence_length}: {self.name} takes at most {longest} tokens at a time. Lower it, "
+                "or plan for a model with more positions"
+            )
         formula = None if self.exact else transformer.from_config(self.config, name=self.name)
         if formula is None or not self._holds(formula, sequence_length, form):
             return self._run.profile(micro_batch_size, sequence_length, form)
@@ -62,7 +69,7 @@ class HuggingFaceModel:
         """Whether the formulas are right to the byte for this model and device."""
         # On GPUs torch has no fused kernel for grouped queries in fp32.
         fused = self.kind == "cpu" or form.weight_bytes != FP32 or formula.kv_heads == formula.heads
-        return fused and formula.is_usual and (not formula.gated or sequence_length <= formula.longest)
+        return fused and formula.is_usual and sequence_length <= formula.window
 
 
 def model_shape(

@@ -37,9 +37,8 @@ class End:
 class Transformer:
     """The numbers that a decoder's program follows from. A ``ModelShape``.
 
-    ``longest``: the longest sequence whose
-    attention mask is plain causal. ``gated``: Llama's block (RMS norms, rotary positions, SwiGLU), else GPT-2's.
-    ``qk_norm``: queries and keys are normed too.
+    ``gated``: Llama's block (RMS norms, rotary positions, SwiGLU), else GPT-2's. ``qk_norm``: queries and keys are
+    normed too. ``positions``: the longest sequence; ``window``: the longest whose attention is plain causal.
     """
 
     name: str
@@ -59,7 +58,8 @@ class Transformer:
     vocabulary: int
     gated: bool
     qk_norm: bool
-    longest: int
+    positions: int
+    window: int
 
     def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
         """See ``ModelShape.profile``. Weights of 2 bytes are bf16.
@@ -67,10 +67,10 @@ class Transformer:
         Raises:
             ConfigError: sequences longer than the model takes.
         """
-        if sequence_length > self.longest:
+        if sequence_length > self.positions:
             raise ConfigError(
-                f"sequence_length={sequence_length}: {self.name} takes at most {self.longest} tokens at a time. Lower "
-                "it, or plan for a model with more positions"
+                f"sequence_length={sequence_length}: {self.name} takes at most {self.positions} tokens at a time. "
+                "Lower it, or plan for a model with more positions"
             )
         sizes = _Sizes(shape=self, rows=micro_batch_size, length=sequence_length, weight_bytes=form.weight_bytes)
         stages = (sizes.prologue(), *(sizes.call(i) for i in range(self.layers)), sizes.epilogue())
@@ -89,7 +89,7 @@ class Transformer:
     def is_usual(self) -> bool:
         """Whether the proportions are those for which peaks are exact: what is wide, and what is much wider."""
         width = max(self.hidden, self.heads * self.head_dim)
-        words = self.vocabulary >= 2 * width and (self.gated or self.vocabulary >= self.longest)
+        words = self.vocabulary >= 2 * width and (self.gated or self.vocabulary >= self.positions)
         return words and 2 * self.intermediate >= 5 * width
 
     @cached_property
@@ -343,7 +343,8 @@ def _gpt2(given: _Given, name: str) -> Transformer | None:
         vocabulary=vocabulary,
         gated=False,
         qk_norm=False,
-        longest=positions,
+        positions=positions,
+        window=_ENDLESS,
     )
 
 
@@ -354,7 +355,7 @@ def _llama(given: _Given, name: str) -> Transformer | None:
 
 def _mistral(given: _Given, name: str) -> Transformer | None:
     window = given.size("sliding_window", 4096, null=_ENDLESS)
-    return _decoder(given, name, head_dim=None, intermediate=14336, kv_heads=8, window=window)
+    return _decoder(given, name, head_dim=None, intermediate=14336, kv_heads=8, positions=131072, window=window)
 
 
 def _qwen3(given: _Given, name: str) -> Transformer | None:
@@ -370,6 +371,7 @@ def _qwen3(given: _Given, name: str) -> Transformer | None:
         intermediate=22016,
         vocabulary=151936,
         kv_heads=32,
+        positions=32768,
         attention_bias=attention_bias,
         qk_norm=True,
     )
@@ -386,6 +388,7 @@ def _decoder(
     attention_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    positions: int = 2048,
     window: int = _ENDLESS,
 ) -> Transformer | None:
     """The Llama family: RMS norms, rotary positions, grouped queries, SwiGLU. The keywords are a type's defaults."""
@@ -397,7 +400,7 @@ def _decoder(
     kv_heads = given.size("num_key_value_heads", kv_heads or heads)
     d = given.size("head_dim", head_dim or max(h // heads, 1))
     f, vocabulary = given.size("intermediate_size", intermediate), given.size("vocab_size", 32000)
-    given.size("max_position_embeddings", 2048)  # rotary: a recommendation, not a table
+    longest = given.size("max_position_embeddings", positions)
     tied = given.flag("tie_word_embeddings", False)
     plain = given.are(hidden_act="silu", attention_dropout=0.0, attn_implementation="sdpa")
     if not (plain and given.all_taken) or heads % kv_heads:
@@ -424,7 +427,8 @@ def _decoder(
         vocabulary=vocabulary,
         gated=True,
         qk_norm=qk_norm,
-        longest=window,
+        positions=longest,
+        window=window,
     )
 
 
