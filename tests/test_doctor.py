@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -42,12 +43,13 @@ BRIEF = examine.Effort(seconds=0.02, rounds=1, disk=SMALL)
 # ---- pace
 
 
-def sleeper(name: str, seconds: float, lock: Any = None, workers: int = 1) -> Load:
-    def call() -> None:
-        with lock or nullcontext():
-            time.sleep(seconds)
+def sleeper(name: str, seconds: float, workers: int = 1) -> Load:
+    return Load(name=name, workers=[lambda: time.sleep(seconds)] * workers, amount=2.0)
 
-    return Load(name=name, workers=[call] * workers, amount=2.0)
+
+def customer(name: str, shared: ThreadPoolExecutor, seconds: float) -> Load:
+    """Work that a resource which serves one after the other does, fairly."""
+    return Load(name=name, workers=[lambda: shared.submit(time.sleep, seconds).result()], amount=1.0)
 
 
 def test_a_rate_is_amounts_per_second_summed_over_the_workers() -> None:
@@ -56,10 +58,11 @@ def test_a_rate_is_amounts_per_second_summed_over_the_workers() -> None:
 
 
 def test_loads_that_share_something_share_its_rate() -> None:
-    lock = threading.Lock()
-    both = rates([sleeper("a", 0.004, lock), sleeper("b", 0.004, lock)], Span(warm=0.05, seconds=0.3, calls=10))
-    assert sum(both.values()) <= 2 / 0.004
-    assert all(value > 0 for value in both.values())
+    with ThreadPoolExecutor(1) as shared:
+        loads = [customer(name, shared, 0.01) for name in ("a", "b")]
+        both = rates(loads, Span(warm=0.05, seconds=0.3, calls=10))
+    assert both["a"] == pytest.approx(both["b"], rel=0.3)
+    assert 30 < sum(both.values()) < 1.1 / 0.01
 
 
 def test_a_call_that_takes_longer_than_the_span_still_has_its_rate() -> None:
@@ -373,10 +376,11 @@ def test_a_limit_on_the_size_of_files_is_said_and_leaves_nothing(tmp_path: Path)
 def test_a_disk_that_is_held_to_a_rate_is_measured_at_that_rate_in_time(tmp_path: Path) -> None:
     limit = DiskLimit(read=80 * MB, write=60 * MB)
     script = (
-        "import sys; from pathlib import Path; from penstock.doctor import disk\n"
+        "import sys, time; from pathlib import Path; from penstock.doctor import disk\n"
+        "begun = time.perf_counter()\n"
         "with disk.Scratch(Path(sys.argv[1]), disk.QUICK.nbytes, depth=2, io_threads=4) as scratch:\n"
         "    found = disk.measure(scratch, disk.QUICK)\n"
-        "print(found.read, found.write, found.read_both, found.write_both)"
+        "print(found.read, found.write, found.read_both, found.write_both, time.perf_counter() - begun)"
     )
     try:
         harness.block_device(tmp_path)
@@ -384,7 +388,6 @@ def test_a_disk_that_is_held_to_a_rate_is_measured_at_that_rate_in_time(tmp_path
         pytest.skip("the temporary directory is on no block device")
     with harness.disk_cgroup(limit, tmp_path) as group:
         assert group is not None
-        begun = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-c", script, tmp_path],
             capture_output=True,
@@ -392,12 +395,10 @@ def test_a_disk_that_is_held_to_a_rate_is_measured_at_that_rate_in_time(tmp_path
             check=True,
             preexec_fn=lambda: (group / "cgroup.procs").write_text("0"),
         )
-    read, write, read_both, write_both = (float(word) for word in done.stdout.split())
-    assert time.perf_counter() - begun < 20
-    assert read == pytest.approx(limit.read, rel=0.12)
-    assert write == pytest.approx(limit.write, rel=0.12)
-    assert read_both == pytest.approx(limit.read, rel=0.12)
-    assert write_both == pytest.approx(limit.write, rel=0.12)
+    *found, seconds = (float(word) for word in done.stdout.split())
+    # Within 2% on a quiet machine, and within 15% on one whose cores are busy with something else.
+    assert found == pytest.approx([limit.read, limit.write, limit.read, limit.write], rel=0.25)
+    assert seconds < 12
 
 
 # ---- work
@@ -460,19 +461,10 @@ def test_work_beside_other_work_is_never_reported_as_faster(monkeypatch: pytest.
 
 
 def test_lanes_that_share_a_resource_evenly_have_contention_one() -> None:
-    lock = threading.Lock()
-
-    def turns(name: str) -> Load:
-        def call() -> None:
-            with lock:
-                time.sleep(0.002)
-            time.sleep(0.0001)  # lets the other one have the lock
-
-        return Load(name=name, workers=[call], amount=1)
-
-    span = Span(warm=0.02, seconds=0.15, calls=10)
-    found = contention.measure({"compute": turns("compute"), "cpu": turns("cpu")}, span, 3, gpu=False)
-    assert found == {"compute+cpu": pytest.approx(1.0, abs=0.35), "cpu+compute": pytest.approx(1.0, abs=0.35)}
+    with ThreadPoolExecutor(1) as shared:
+        lanes = {lane: customer(lane, shared, 0.01) for lane in ("compute", "cpu")}
+        found = contention.measure(lanes, Span(warm=0.02, seconds=0.15, calls=8), 3, gpu=False)
+    assert found == {"compute+cpu": pytest.approx(1.0, abs=0.4), "cpu+compute": pytest.approx(1.0, abs=0.4)}
 
 
 def test_lanes_that_share_nothing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
