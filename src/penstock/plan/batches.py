@@ -14,6 +14,7 @@ _MICRO_BATCHES = 256
 """more than so many make schedules too large to be worth a simulation"""
 _EQUAL = 1.005
 _A_FEW = 4
+_GOOD_ENOUGH = 1.01
 _WORTH = 1.03
 _SAMPLES = (64, 8, 1)
 """batches that the size of a micro-batch is tried with"""
@@ -73,8 +74,9 @@ def choose(task: Task, batch: int) -> tuple[Choice, Split]:
             "more device memory"
         )
     best: tuple[Choice, Split] | None = None
+    least = min((split.seconds for split in found), default=0.0)
     for split in found[:2] or [Split(micro_batch_size=1, micro_batches=batch, seconds=0.0)]:
-        if best is not None and (split.seconds > found[0].seconds * _EQUAL or best[0].settled):
+        if best is not None and (split.seconds > least * _EQUAL or best[0].seconds <= least * _GOOD_ENOUGH):
             break
         choice = search(task.question(split.micro_batch_size, split.micro_batches))
         if best is None or choice.seconds < best[0].seconds:
