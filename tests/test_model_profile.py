@@ -16,6 +16,7 @@ from tests.tape_reference import Bench
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import penstock
 from penstock.errors import ConfigError, ModelError
 from penstock.plan import meta, transformer
 from penstock.plan.huggingface import HuggingFaceModel, model_shape
@@ -324,6 +325,18 @@ def test_where_a_formula_does_not_hold_the_model_is_run() -> None:
     ):
         shape = HuggingFaceModel(name="odd", config=LLAMA | changes)
         assert shape.profile(2, 64, form) == replace(shape, exact=True).profile(2, 64, form)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["formula", "dry run"])
+def test_what_is_planned_is_what_the_engine_runs(exact: bool) -> None:
+    """The program of a step, from a configuration alone."""
+    shape = model_shape(LLAMA | {"num_hidden_layers": 2, "use_cache": False}, kind="cpu", exact=exact)
+    model = build_on_meta(meta.from_config(shape.config, name="same").build)
+    tokens = torch.randint(0, 4096, (2, 64))
+    where = penstock.Budget(device="512MiB", host="256MiB", disk=None)
+    with penstock.wrap(model, optimizer=penstock.AdamW(), budget=where, precision="fp32", device="cpu") as engine:
+        engine.step([{"input_ids": tokens, "labels": tokens}])
+        assert shape.profile(2, 64, FP32).program == engine.plan.program
 
 
 # ---- where a model comes from
