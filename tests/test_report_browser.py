@@ -226,6 +226,23 @@ def test_pointing_at_an_op_says_what_it_is_and_what_it_waited_for(opened: Page, 
         assert "GB/s" in said
 
 
+def test_an_op_is_found_by_its_id(opened: Page) -> None:
+    before = opened.view()
+    box = opened.page.locator("#find")
+    box.fill("B1m1")
+    box.press("Enter")
+    low, high = opened.view()
+    prediction = Prediction.of(simulated(offload_schedule(), 0))
+    index = [op.id for op in prediction.schedule.ops].index("B1m1")
+    assert low <= prediction.starts[index] < prediction.ends[index] <= high
+    assert high - low < (before[1] - before[0]) / 2
+    assert opened.page.locator("#tip").inner_text().startswith("B1m1")
+    box.fill("B99m9")
+    box.press("Enter")
+    assert opened.js("() => document.getElementById('find').validationMessage") != ""
+    assert opened.view() == (low, high)
+
+
 def test_every_op_is_found_under_the_pointer(opened: Page) -> None:
     """Zoomed in on, the op in the middle of the screen is the one that was asked for, in both sides."""
     wrong = opened.js(

@@ -18,6 +18,7 @@ _SCRIPTS = (
     "bars.js",
     "memory.js",
     "timeline.js",
+    "pointer.js",
     "control.js",
     "tip.js",
     "rows.js",

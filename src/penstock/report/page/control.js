@@ -17,6 +17,7 @@ class Control {
     press("zoom-in", () => timeline.zoom(1.6));
     press("zoom-out", () => timeline.zoom(1 / 1.6));
     press("zoom-reset", () => timeline.reset());
+    document.getElementById("find").addEventListener("keydown", (event) => this.search(event));
   }
 
   place(event) {
@@ -103,13 +104,51 @@ class Control {
     if (found && found.op >= 0) this.tip.op(timeline, found, event);
     else if (found?.part?.kind === "memory" && x >= timeline.gutter) this.tip.memory(timeline, found, x, event);
     else this.tip.hide();
-    timeline.drawTop();
+    drawPointer(timeline);
+  }
+
+  search(event) {
+    if (event.key === "Escape") this.leave();
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    const box = event.currentTarget;
+    box.setCustomValidity(box.value === "" || this.find(box.value) ? "" : "no op of this name is drawn here");
+    box.reportValidity();
+  }
+
+  // Bring an op into view, as if it were pointed at: an id, or a rank and an id, as in 3:F2m0.
+  find(text) {
+    const [, rank, name] = /^(?:(\d+):)?(.*)$/.exec(text.trim());
+    const id = facts.names.indexOf(name);
+    for (const band of id < 0 ? [] : this.timeline.bands) {
+      if (rank !== undefined && band.rank !== Number(rank)) continue;
+      for (const part of band.parts) {
+        const op = part.kind === "ops" ? part.side.find(id) : -1;
+        if (part.stretches?.some((stretch) => op >= stretch.from && op < stretch.to)) {
+          this.reveal(band, part, op);
+          return true;
+        }
+      }
+    }
+    return false;
+  }
+
+  reveal(band, part, op) {
+    const { timeline } = this;
+    const { start, end } = part.side;
+    const took = end[op] - start[op] || (timeline.whole[1] - timeline.whole[0]) / 1e4;
+    timeline.scroller.scrollTop = band.y - timeline.shown / 3;
+    timeline.show(start[op] - 4 * took, end[op] + 4 * took);
+    const place = timeline.placeIn(band, part, op);
+    timeline.hover = { x: place.x + place.width / 2, band, part, op };
+    const box = timeline.host.getBoundingClientRect();
+    this.tip.op(timeline, timeline.hover, { clientX: box.left + timeline.hover.x, clientY: box.top + place.y + place.height });
   }
 
   leave() {
     this.tip.hide();
     this.timeline.hover = null;
-    this.timeline.drawTop();
+    drawPointer(this.timeline);
   }
 
   key(event) {

@@ -145,7 +145,7 @@ class Timeline {
     }
     ctx.restore();
     this.drawAxis(ctx, lines);
-    this.drawTop();
+    drawPointer(this);
     this.took = performance.now() - began;
   }
 
@@ -254,85 +254,26 @@ class Timeline {
     return { band, part, op: opAt(part.side, part.stretches[row], this.timeAt(x), 3 / this.scale) };
   }
 
-  // Where an op is drawn: {x, y, width, height}, or null where its band is scrolled away or folded.
-  placeOf(side, op) {
+  // Where an op is drawn: {x, y, width, height}, or null where its band is scrolled away or folded. `rank`: whose band,
+  // for ranks of one kind share their ops.
+  placeOf(side, op, rank) {
     for (const band of this.visibleBands()) {
+      if (rank !== undefined && band.rank !== rank) continue;
       for (const part of band.parts) {
-        if (part.kind !== "ops" || part.side !== side) continue;
-        const row = part.stretches.findIndex((stretch) => op >= stretch.from && op < stretch.to);
-        if (row < 0 || part.rank !== undefined && part.rank !== band.rank) continue;
-        const each = part.height / part.stretches.length;
-        const left = this.xOf(side.start[op]);
-        const y = AXIS + band.y - this.offset + part.y + row * each;
-        return { x: left, y, width: this.xOf(side.end[op]) - left, height: each };
+        const place = part.kind === "ops" && part.side === side && this.placeIn(band, part, op);
+        if (place) return place;
       }
     }
     return null;
   }
 
-  // What follows the pointer: a line at its time, the op under it, the same op of the other side, and what it waited for.
-  drawTop() {
-    const ctx = this.top.getContext("2d");
-    ctx.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    ctx.clearRect(0, 0, this.width, this.shown);
-    const { hover, paint } = this;
-    if (!hover) return;
-    ctx.beginPath();
-    ctx.rect(this.gutter, 0, this.right - this.gutter + 1, this.shown);
-    ctx.clip();
-    if (hover.x >= this.gutter && hover.x <= this.right) {
-      ctx.fillStyle = paint.faint;
-      ctx.fillRect(Math.round(hover.x), AXIS - 5, 1, this.shown);
-      this.drawMoment(ctx, hover.x);
-    }
-    if (hover.op === undefined || hover.op < 0) return;
-    for (const { side, op } of hover.twins ?? []) this.outline(ctx, this.placeOf(side, op), [3, 2]);
-    const own = this.placeIn(hover);
-    this.outline(ctx, own, []);
-    const cause = hover.cause && this.placeOf(hover.cause.side, hover.cause.op);
-    if (!own || !cause) return;
-    this.outline(ctx, cause, [1, 2]);
-    const [x0, y0] = [cause.x + cause.width, cause.y + cause.height / 2];
-    const [x1, y1] = [own.x, own.y + own.height / 2];
-    const bend = Math.max(12, Math.abs(x1 - x0) / 2);
-    ctx.beginPath();
-    ctx.moveTo(x0, y0);
-    ctx.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1, y1);
-    ctx.stroke();
-  }
-
-  // The pointer's time, over the axis.
-  drawMoment(ctx, x) {
-    const text = formatMoment(this.timeAt(x), this.view[1] - this.view[0]);
-    ctx.font = `600 11px ${this.paint.font}`;
-    ctx.textBaseline = "middle";
-    ctx.textAlign = "center";
-    const half = ctx.measureText(text).width / 2 + 5;
-    const at = Math.min(Math.max(x, this.gutter + half), this.right - half);
-    ctx.fillStyle = this.paint.ink;
-    ctx.beginPath();
-    ctx.roundRect(at - half, 0, 2 * half, 17, 4);
-    ctx.fill();
-    ctx.fillStyle = this.paint.paper;
-    ctx.fillText(text, at, 8);
-  }
-
-  // Where the op under the pointer is: in its own band, which ranks of one kind share their ops with others.
-  placeIn(hover) {
-    const row = hover.part.stretches.findIndex((stretch) => hover.op >= stretch.from && hover.op < stretch.to);
-    const each = hover.part.height / hover.part.stretches.length;
-    const left = this.xOf(hover.part.side.start[hover.op]);
-    const y = AXIS + hover.band.y - this.offset + hover.part.y + row * each;
-    return { x: left, y, width: this.xOf(hover.part.side.end[hover.op]) - left, height: each };
-  }
-
-  outline(ctx, place, dash) {
-    if (!place) return;
-    ctx.setLineDash(dash);
-    ctx.lineWidth = 1.5;
-    ctx.strokeStyle = this.paint.ink;
-    ctx.strokeRect(place.x - 1, place.y - 1, Math.max(place.width, 1.5) + 1.5, place.height + 2);
-    ctx.setLineDash([]);
+  placeIn(band, part, op) {
+    const row = part.stretches.findIndex((stretch) => op >= stretch.from && op < stretch.to);
+    if (row < 0) return null;
+    const height = part.height / part.stretches.length;
+    const x = this.xOf(part.side.start[op]);
+    const y = AXIS + band.y - this.offset + part.y + row * height;
+    return { x, y, width: this.xOf(part.side.end[op]) - x, height };
   }
 }
 
