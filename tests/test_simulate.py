@@ -66,6 +66,7 @@ def test_a_serial_rank_does_one_op_at_a_time_in_the_order_written() -> None:
     world = one("RW0.0@F0 bytes 4", "F0m0 bytes 2", "RW0.1@F0 bytes 1")
     result = simulate(world, Costs(name="serial", seconds=by_bytes, serial=True))
     assert spans(result) == {"RW0.0@F0": (0, 4), "F0m0": (4, 6), "RW0.1@F0": (6, 7)}
+    assert result.lower_bound == result.time == 7
 
 
 def test_a_shared_link_gives_each_direction_half_and_a_duplex_one_all() -> None:

@@ -27,7 +27,8 @@ class Timed:
 class Simulation:
     """Times are in the unit of the costs (seconds on a machine), one list per rank in the order of its schedule's ops.
 
-    ``alone``: what each op costs when nothing else runs. ``causes``: as ``Timed.cause``.
+    ``alone``: what each op costs when nothing else runs. ``causes``: as ``Timed.cause``. ``serial``: a rank did one op
+    at a time, whatever the lane.
     """
 
     world: World
@@ -36,6 +37,7 @@ class Simulation:
     alone: tuple[list[float], ...]
     waits: tuple[list[float], ...]
     causes: tuple[list[str], ...]
+    serial: bool = False
 
     @cached_property
     def time(self) -> float:
@@ -74,8 +76,9 @@ class Simulation:
 
     @cached_property
     def lower_bound(self) -> float:
-        """No order of the same ops is faster: the busiest lane's work."""
-        return max(max(self.work(rank).values(), default=0.0) for rank in range(len(self.world.ranks)))
+        """No order of the same ops is faster: the busiest lane's work, or all of the busiest rank's if it is serial."""
+        least = sum if self.serial else max
+        return max(least(self.work(rank).values() or [0.0]) for rank in range(len(self.world.ranks)))
 
     def bytes_per_lane(self) -> dict[Lane, int]:
         """Bytes moved by all ranks."""

@@ -311,4 +311,5 @@ class _Run:
             alone=tuple(rank.t.seconds for rank in self.ranks),
             waits=tuple(self.waits[a:b] for a, b in cuts),
             causes=tuple(self.causes[a:b] for a, b in cuts),
+            serial=self.costs.serial,
         )
