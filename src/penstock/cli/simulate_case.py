@@ -25,7 +25,7 @@ _SEQUENCE = 2048
 _PRECISION, _OPTIMIZER = "bf16", "adamw.bf16"
 _DRIVE_LANES: Set[Lane] = {"read", "write"}
 
-Amounts = Literal["bytes", "elements", "micro-batches"]
+Amounts = Literal["bytes", "elements", "micro-batches", "the file's unit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +47,24 @@ class Case:
     checked: bool = False
 
 
-def abstract_case(world: World, words: str, model: CostModel) -> Case:
-    """A world under costs that stand for no machine."""
-    unit_costs = not model.costs.serial
-    said = (
-        "costs unit: forward 1, backward 2 (1 + 1 where it is split), nothing else; memory in micro-batches in flight"
-        if unit_costs
-        else "costs puzzle: a layer 1 for each batch, optimizer 0.5, collective 0.3, send and receive 0.2, one thing "
-        "at a time; memory in elements"
-    )
+_SAID = {
+    "unit": "forward 1, backward 2 (1 + 1 where it is split), nothing else",
+    "puzzle": "a layer 1 for each batch, optimizer 0.5, collective 0.3, send and receive 0.2, one thing at a time",
+}
+
+
+def abstract_case(world: World, words: str, model: CostModel, amounts: Amounts | None = None) -> Case:
+    """A world under costs that stand for no machine. ``amounts``: of memory, if not what the costs measure it in."""
+    costs = model.costs
+    amounts = amounts or ("elements" if costs.name == "puzzle" else "micro-batches")
     return Case(
         name=world.name,
         title=words,
         world=world,
-        costs=model.costs,
-        costs_in_words=said,
+        costs=costs,
+        costs_in_words=f"costs {costs.name}: {_SAID[costs.name]}; memory in {amounts}",
         unit="",
-        amounts="micro-batches" if unit_costs else "elements",
+        amounts=amounts,
         stage_ops=model.stage_ops,
     )
 

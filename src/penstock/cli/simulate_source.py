@@ -191,7 +191,7 @@ def _offload(arguments: SimulateArguments) -> Case:
     )
     words = f"{name}: {counted(stages - 2, 'layer')}, {counted(micro_batches, 'micro-batch')}"
     if machine is None:
-        return replace(abstract_case(world, words, unit()), amounts="bytes", stage_ops=False)
+        return replace(abstract_case(world, words, unit(), "bytes"), stage_ops=False)
     return machine_case(arguments, world, words, machine, profile)
 
 
@@ -215,8 +215,8 @@ def _file(arguments: SimulateArguments) -> Case:
         if costs == "puzzle" and lanes & _OFFLOAD_LANES:
             lane = next(iter(sorted(lanes & _OFFLOAD_LANES)))
             raise ConfigError(f"--costs puzzle: the puzzles have no lane {lane}, which {path} uses: {_OTHERS}")
-        case = abstract_case(world, words, puzzle() if costs == "puzzle" else unit())
-        return replace(case, stage_ops=costs == "unit", checked=True)
+        case = abstract_case(world, words, puzzle() if costs == "puzzle" else unit(), "the file's unit")
+        return replace(case, checked=True)
     machine = machine_named(costs)
     profile = profile_of(arguments, machine)
     if not lanes & _OFFLOAD_LANES:

@@ -1,7 +1,7 @@
 """Proves the schedules of all ranks safe together: each rank's own rules, and what they promise each other."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from penstock.errors import ScheduleError
 from penstock.schedule.op import Op, Schedule
@@ -32,37 +32,29 @@ def faults(world: World) -> Iterator[ScheduleError]:
     """What ``check_world`` finds. Each stage of the check relies on the one before: the first that finds something is
     the last.
     """
-    shared: dict[int, Shared] = {}
+    by_identity: dict[int, Shared] = {}
     for rank, schedule in enumerate(world.ranks):
-        shared.setdefault(id(schedule), (schedule, []))[1].append(rank)
-    found = False
-    for schedule, ranks in shared.values():
-        try:
-            check_names(schedule)
-        except ScheduleError as error:
-            found = True
-            yield _on(world, ranks[0], error)
-    if found:
-        return
-    for fault in _unmet(world, shared.values()):
-        found = True
-        yield fault
-    if found:
+        by_identity.setdefault(id(schedule), (schedule, []))[1].append(rank)
+    shared = list(by_identity.values())
+    early = list(_on_each(world, shared, lambda schedule, _: check_names(schedule))) or list(_unmet(world, shared))
+    if early:
+        yield from early
         return
     try:
         orders = run_orders(world)
     except ScheduleError as error:
         yield error
         return
-    for schedule, ranks in shared.values():
+    yield from _on_each(world, shared, lambda schedule, rank: check_rules(schedule, orders[rank]))
+
+
+def _on_each(world: World, shared: Iterable[Shared], rule: Callable[[Schedule, int], None]) -> Iterator[ScheduleError]:
+    """What a rule of one rank finds; it gets each schedule with the first rank that has it."""
+    for schedule, ranks in shared:
         try:
-            check_rules(schedule, orders[ranks[0]])
+            rule(schedule, ranks[0])
         except ScheduleError as error:
-            yield _on(world, ranks[0], error)
-
-
-def _on(world: World, rank: int, error: ScheduleError) -> ScheduleError:
-    return ScheduleError(on_rank(world, rank, str(error)), op=error.op, rank=rank)
+            yield ScheduleError(on_rank(world, ranks[0], str(error)), op=error.op, rank=ranks[0])
 
 
 # ---- rule 7: what ranks promise each other
