@@ -75,6 +75,7 @@ def examine(paths: Sequence[Path], effort: Effort, where: torch.device, working:
     """
     real = check_paths(paths)
     seen = system.look()
+    device_free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else None
     with ExitStack() as closing:
         closing.enter_context(numa.near(where))  # threads that are started from here on are where the engine's will be
         disks = [_disk(path, len(real), effort, working, closing) for path in real]
@@ -83,7 +84,7 @@ def examine(paths: Sequence[Path], effort: Effort, where: torch.device, working:
             name=socket.gethostname(),
             host=host,
             device=_device(host, effort, where, working),
-            drives=tuple(disk.drive for disk in disks),
+            drives=tuple(each.drive for each in disks),
         )
         first = disks[0] if disks and disks[0].rates.read > _NOTICED else None
         lanes = _lanes(where, None if first is None else first.scratch, closing)
@@ -94,9 +95,9 @@ def examine(paths: Sequence[Path], effort: Effort, where: torch.device, working:
             machine = replace(machine, contention=slower, overhead=overhead.hand_over())
     facts = Seen(
         system=seen,
-        disks=[(disk.path, disk.mount, disk.rates) for disk in disks],
+        disks=[(each.path, each.mount, each.rates) for each in disks],
         native=kernels.backend() == "native",
-        device_free=torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else None,
+        device_free=device_free,
     )
     return replace(machine, warnings=findings(machine, facts))
 

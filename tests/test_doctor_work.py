@@ -1,0 +1,149 @@
+"""How ``penstock doctor`` measures: rates of work alone and side by side, on what the engine's lanes do."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.doctor import contention, device, optimizer, overhead, work
+from penstock.doctor.pace import Load, Span, rate, rates
+from penstock.errors import StoreError
+
+CPU = torch.device("cpu")
+
+
+def sleeper(name: str, seconds: float, workers: int = 1) -> Load:
+    return Load(name=name, workers=[lambda: time.sleep(seconds)] * workers, amount=2.0)
+
+
+def customer(name: str, shared: ThreadPoolExecutor, seconds: float) -> Load:
+    """Work that a resource which serves one after the other does, fairly."""
+    return Load(name=name, workers=[lambda: shared.submit(time.sleep, seconds).result()], amount=1.0)
+
+
+def test_a_rate_is_amounts_per_second_summed_over_the_workers() -> None:
+    found = rate(sleeper("a", 0.01, workers=2), Span(warm=0.02, seconds=0.2))
+    assert 100 < found <= 2 * 2 / 0.01
+
+
+def test_loads_that_share_something_share_its_rate() -> None:
+    with ThreadPoolExecutor(1) as shared:
+        loads = [customer(name, shared, 0.01) for name in ("a", "b")]
+        both = rates(loads, Span(warm=0.05, seconds=0.3, calls=10))
+    assert both["a"] == pytest.approx(both["b"], rel=0.3)
+    assert 30 < sum(both.values()) < 1.1 / 0.01
+
+
+def test_a_call_that_takes_longer_than_the_span_still_has_its_rate() -> None:
+    found = rate(sleeper("a", 0.1), Span(warm=0.0, seconds=0.01, calls=3))
+    assert 10 < found <= 2 / 0.1
+
+
+def test_a_call_that_takes_longer_than_there_is_time_has_a_rate_too() -> None:
+    found = rate(sleeper("a", 0.1), Span(warm=0.05, seconds=0.01, calls=100, at_most=0.15))
+    assert 5 < found <= 2 / 0.1
+
+
+def test_a_burst_at_the_start_does_not_count() -> None:
+    begun = time.perf_counter()
+
+    def call() -> None:
+        time.sleep(0.001 if time.perf_counter() - begun < 0.1 else 0.02)
+
+    load = Load(name="a", workers=[call], amount=1)
+    assert rate(load, Span(warm=0.15, seconds=0.3)) <= 1 / 0.02
+
+
+def test_an_error_surfaces_and_no_thread_is_left() -> None:
+    def fail() -> None:
+        raise StoreError("broken")
+
+    before = threading.active_count()
+    with pytest.raises(StoreError, match="broken"):
+        rates([sleeper("a", 0.01), Load(name="b", workers=[fail], amount=1)], Span(warm=0.1, seconds=5))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("name", ["h2d", "d2h"])
+def test_copies_move_what_they_say(name: str) -> None:
+    with ExitStack() as closing:
+        load = work.copies(name, CPU, closing)
+        assert load.amount == work.CHUNK * 4
+        load.workers[0]()
+        assert rate(load, Span(warm=0, seconds=0.01)) > 1e6
+
+
+def test_steps_step(one_thread: None) -> None:
+    steps = work.Steps(CPU, threads=1)
+    before = [state[1].clone() for state in steps._states]
+    for kind in optimizer.KINDS:
+        load = steps.load(kind, torch.bfloat16)
+        for _ in steps._states:
+            load.workers[0]()
+        after = [state[1] for state in steps._states]
+        assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), kind
+        for state in steps._states:
+            assert torch.equal(state[4].view(torch.bfloat16)[: work.CHUNK], state[1].bfloat16())
+        before = [tensor.clone() for tensor in after]
+
+
+def test_every_optimizer_has_a_rate_in_every_precision() -> None:
+    found = optimizer.steps(CPU, 0.002, 1, threads=1)
+    kinds = ("adamw", "adam", "sgd", "momentum", "nesterov", "lion")
+    assert found.keys() == {f"{kind}.{precision}" for kind in kinds for precision in ("fp32", "bf16", "fp16")}
+    assert min(found.values()) > 1e5
+
+
+def test_a_dtype_that_is_only_emulated_is_not_tried_at_larger_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def product(device: torch.device, dtype: torch.dtype, size: int) -> Load:
+        tried.append((dtype, size))
+        flops = {torch.float32: 1e13, torch.bfloat16: 2e10, torch.float16: 5e9}[dtype]
+        return replace(sleeper("compute", 2 * size**3 / flops), amount=2 * size**3)
+
+    monkeypatch.setattr(work, "product", product)
+    device.throughput(CPU, 0.001)
+    assert [size for dtype, size in tried if dtype == torch.float32] == [512, 1024, 2048]
+    assert [size for dtype, size in tried if dtype == torch.bfloat16] == [512, 1024]
+    assert [size for dtype, size in tried if dtype == torch.float16] == [512]
+
+
+def test_work_beside_other_work_is_never_reported_as_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "rates", lambda loads, span: {"h2d": 9e9, "d2h": 1e9})
+    monkeypatch.setattr(device, "rate", lambda load, span: 5e9)
+    monkeypatch.setattr(work, "copies", lambda name, where, closing: sleeper(name, 0))
+    found = device.links(CPU, 0.01, 1)
+    assert (found.h2d, found.h2d_both, found.d2h_both) == (5e9, 5e9, 1e9)
+
+
+def test_lanes_that_share_a_resource_evenly_have_contention_one() -> None:
+    with ThreadPoolExecutor(1) as shared:
+        lanes = {lane: customer(lane, shared, 0.01) for lane in ("compute", "cpu")}
+        found = contention.measure(lanes, Span(warm=0.02, seconds=0.15, calls=8), 3, gpu=False)
+    assert found == {"compute+cpu": pytest.approx(1.0, abs=0.4), "cpu+compute": pytest.approx(1.0, abs=0.4)}
+
+
+def test_lanes_that_share_nothing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contention, "rate", lambda load, span: 100.0)
+    monkeypatch.setattr(contention, "rates", lambda loads, span: {"compute": 98.0, "read": 101.0})
+    lanes = {"compute": sleeper("compute", 1), "read": sleeper("read", 1)}
+    assert contention.measure(lanes, Span(warm=0, seconds=0), 1, gpu=False) == {}
+
+
+def test_the_pairs() -> None:
+    lanes = {lane: sleeper(lane, 1) for lane in ("compute", "cpu", "h2d", "d2h", "read", "write")}
+    alone = {frozenset(pair) for pair in contention.pairs(lanes, gpu=False)}
+    assert len(alone) == 13
+    assert frozenset(("h2d", "d2h")) not in alone
+    assert frozenset(("read", "write")) not in alone
+    gpu = {frozenset(pair) for pair in contention.pairs(lanes, gpu=True)}
+    assert gpu == {pair for pair in alone if "compute" not in pair}
+
+
+def test_an_op_costs_something_and_not_much() -> None:
+    assert 1e-7 < overhead.hand_over() < 0.02
