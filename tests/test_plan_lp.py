@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from tests.machines import MACHINE, question, times_for
+from tests.questions import MACHINE, question, times_for
 from tests.programs import Case, placement, random_case, transformer
 
 from penstock.config import Budget

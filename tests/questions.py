@@ -1,0 +1,66 @@
+"""A small machine, and questions to a planner about small programs on it."""
+
+from penstock.config import Budget
+from penstock.plan.fit import Family, Request
+from penstock.plan.machine import Device, Drive, Host, Machine
+from penstock.plan.model import StageTimes
+from penstock.plan.search import Question
+from penstock.schedule.place import Format
+from penstock.schedule.program import Program
+
+DRIVE = Drive(path="/disk", read=2e7, write=1e7, read_both=1.5e7, write_both=0.9e7, free=1 << 40, tbw=100)
+RATES = {"adamw.fp32": 3e6, "adamw.bf16": 3e6}
+MACHINE = Machine(
+    name="small",
+    host=Host(cores=2, memory=1 << 30, lockable=1 << 30, copy=1e8, optimizer=RATES),
+    device=Device(
+        name="none",
+        kind="cpu",
+        memory=1 << 30,
+        flops={"fp32": 1e9, "bf16": 1e9},
+        h2d=2e8,
+        d2h=1e8,
+        h2d_both=1.5e8,
+        d2h_both=1e8,
+    ),
+    drives=(DRIVE,),
+    overhead=1e-4,
+)
+
+
+def times_for(program: Program) -> StageTimes:
+    """Every block takes the same."""
+    n = len(program.stages)
+    return StageTimes(forward=(0.01,) * n, backward=(0.02,) * n)
+
+
+def question(
+    program: Program,
+    *,
+    form: Format,
+    wait: bool = False,
+    device: int = 1 << 40,
+    host: int = 1 << 40,
+    micro_batches: int = 3,
+    family: Family = "vertical",
+    machine: Machine = MACHINE,
+    disk_free: int | None = None,
+) -> Question:
+    """A question about a program on a small machine."""
+    request = Request(
+        program=program,
+        budget=Budget(device=device, host=host, disk="store"),
+        form=form,
+        micro_batches=micro_batches,
+        wait=wait,
+        family=family,
+        inputs=4096,
+    )
+    return Question(
+        request=request,
+        machine=machine,
+        times=times_for(program),
+        optimizer="adamw.bf16" if form.split else "adamw.fp32",
+        families=(family,),
+        disk_free=disk_free,
+    )
