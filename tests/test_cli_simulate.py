@@ -136,6 +136,8 @@ def test_a_faster_machine_is_faster_and_a_longer_sequence_slower(simulate: Simul
     assert fast < slow
     assert simulate(*words, "--sequence-length", 1024)["time"] < slow
     assert simulate(*words, "--micro-batch-size", 4)["time"] > slow
+    vertical = ("vertical", "--layers", 2, "--micro-batches", 2, "--chunks", 2)
+    assert simulate(*vertical, "--precision", "fp32")["time"] > simulate(*vertical)["time"]
 
 
 @pytest.mark.parametrize(
@@ -357,6 +359,9 @@ WRONG_WORDS: dict[str, tuple[list[str], str]] = {
     "no such model": (["vertical", "--model", "gpt-66b"], "did you mean gpt-65b?"),
     "puzzle for offload": (["vertical", "--costs", "puzzle"], "neither host memory nor disk"),
     "a model for a puzzle": (["fsdp", "--model", "llama-8b"], "--model does nothing for --costs puzzle"),
+    "no such precision": (["vertical", "--precision", "int8"], "--precision int8: write bf16, fp16 or fp32"),
+    "a precision for a puzzle": (["fsdp", "--precision", "bf16"], "--precision does nothing for --costs puzzle"),
+    "fp32 in two places": (["zero-offload", "--precision", "fp32"], "cannot work in fp32"),
     "too long": (["vertical", "--sequence-length", "4096"], "2048"),
     "no network": (["1f1b", "--costs", "a100-40g"], "has no network between ranks"),
     "text and numbers": (["1f1b", "--text", "--json"], "--text prints the schedule and simulates nothing"),

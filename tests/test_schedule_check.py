@@ -311,6 +311,21 @@ OP0.0 after RS0.1 read S give S
         check(parse_schedule(text.format("")))
 
 
+def test_ops_of_a_lane_are_published_in_order_so_the_second_vouches_for_the_first() -> None:
+    """The lane may end its second op first, but it is published after the first, and so after what that waited for."""
+    text = """\
+schedule example micro-batches 1 chunk 4096
+pool state host 1 x 4096
+OP0.0 take S=state write S
+WS0.0 after OP0.0
+WS0.1
+F0m0 after {} read S give S
+"""
+    check(parse_schedule(text.format("WS0.1")))
+    with pytest.raises(ScheduleError, match=re.escape("op F0m0 uses S before OP0.0 has taken it")):
+        check(parse_schedule(text.replace("WS0.0 after OP0.0", "WS0.0").format("WS0.1")))
+
+
 @pytest.mark.parametrize("seed", SMALL[:8])
 def test_pools_that_shrink_until_nothing_fits_are_a_deadlock_that_is_found(seed: int) -> None:
     schedule = random_case(seed, largest=2).build()

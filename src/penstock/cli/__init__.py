@@ -55,7 +55,8 @@ def _command(words: Sequence[str]) -> int:
         case ["report", *rest]:
             return _report(rest)
         case [word, *_]:
-            raise ConfigError(f"there is no command {word!r}. Commands: train, simulate, report, doctor. Try: penstock --help")
+            known = "train, simulate, report, doctor"
+            raise ConfigError(f"there is no command {word!r}. Commands: {known}. Try: penstock --help")
     return 0
 
 

@@ -45,6 +45,7 @@ What it costs
                         {machines}
   --model NAME          with a machine: the model, by name or as the folder of a Hugging Face configuration:
                         {models}
+  --precision P         with a machine: bf16, fp16 or fp32
   --micro-batch-size N, --sequence-length N
                         with a machine: sequences of a micro-batch, and tokens of each
 
@@ -61,6 +62,7 @@ Schedules
 {families}
 """
 
+Precision = Literal["bf16", "fp16", "fp32"]
 _Kind = Literal["count", "share", "size", "tier", "word", "file", "switch"]
 _OPTIONS: dict[str, _Kind] = {
     "--layers": "count",
@@ -82,6 +84,7 @@ _OPTIONS: dict[str, _Kind] = {
     "--chunks": "count",
     "--costs": "word",
     "--model": "word",
+    "--precision": "word",
     "--micro-batch-size": "count",
     "--sequence-length": "count",
     "--json": "switch",
@@ -118,6 +121,7 @@ class SimulateArguments:
     chunks: int | None = None
     costs: str | None = None
     model: str | None = None
+    precision: Precision | None = None
     micro_batch_size: int | None = None
     sequence_length: int | None = None
     json: bool = False
@@ -199,6 +203,8 @@ def _value(option: str, kind: _Kind, text: str) -> int | float | str | Path:
             return Path(text)
     if option == "--gather-group" and text not in ("stage", "world"):
         raise ConfigError(f"--gather-group {text}: write stage or world")
+    if option == "--precision" and text not in ("bf16", "fp16", "fp32"):
+        raise ConfigError(f"--precision {text}: write bf16, fp16 or fp32")
     return text
 
 

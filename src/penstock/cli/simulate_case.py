@@ -4,7 +4,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.cli.simulate_arguments import SimulateArguments
+from penstock.cli.simulate_arguments import Precision, SimulateArguments
 from penstock.config import Tier
 from penstock.errors import ConfigError
 from penstock.plan.costs import machine_costs
@@ -19,10 +19,8 @@ from penstock.sim.costs import Costs
 from penstock.sim.models import CostModel
 
 MACHINE = "a100-40g"
-FORMAT = Format(weight_bytes=2, moments=2)
 MODEL = "gpt-65b"
 _SEQUENCE = 2048
-_PRECISION, _OPTIMIZER = "bf16", "adamw.bf16"
 _DRIVE_LANES: Set[Lane] = {"read", "write"}
 
 Amounts = Literal["bytes", "elements", "micro-batches", "the file's unit"]
@@ -69,66 +67,88 @@ def abstract_case(world: World, words: str, model: CostModel, amounts: Amounts |
     )
 
 
-def machine_case(
-    arguments: SimulateArguments, world: World, words: str, machine: Machine, profile: ModelProfile
-) -> Case:
-    """A schedule of the model's own program."""
-    lanes = {op.lane for schedule in world.ranks for op in schedule.ops}
-    if lanes & _DRIVE_LANES and not machine.drives:
-        raise ConfigError(f"{world.name} uses the disk, and the machine {machine.name} has no drive: choose another")
-    if lanes & {"net", "send"} and machine.network is None:
-        raise ConfigError(f"{world.name} has several ranks, and the machine {machine.name} has no network between them")
-    if _OPTIMIZER not in machine.host.optimizer:
-        raise ConfigError(f"the machine {machine.name} has no rate host.optimizer.{_OPTIMIZER}: measure it anew")
-    times = stage_times(profile, machine, _PRECISION)
-    costs = machine_costs(machine, profile.program, FORMAT, times, _OPTIMIZER)
-    return _real(arguments, world, words, machine, profile, costs)
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a machine trains: a model in micro-batches of one shape, with AdamW in one precision; ``words`` say so."""
+
+    profile: ModelProfile
+    precision: Precision
+    words: str
+
+    @property
+    def form(self) -> Format:
+        return form_of(self.precision)
+
+    @property
+    def optimizer(self) -> str:
+        """Key of a machine's optimizer rates."""
+        return f"adamw.{self.precision}"
 
 
-def layers_case(
-    arguments: SimulateArguments, world: World, words: str, machine: Machine, profile: ModelProfile
-) -> Case:
-    """A schedule of layers, each of which is one of the model's blocks."""
-    times = stage_times(profile, machine, _PRECISION)
-    costs = layer_costs(machine, profile, FORMAT, times, _OPTIMIZER, world)
-    return _real(arguments, world, words, machine, profile, costs)
+def form_of(precision: Precision) -> Format:
+    """The bytes of weights and of AdamW's state."""
+    return Format(weight_bytes=4 if precision == "fp32" else 2, moments=2)
 
 
-def _real(
-    arguments: SimulateArguments, world: World, words: str, machine: Machine, profile: ModelProfile, costs: Costs
-) -> Case:
-    model = _model_in_words(arguments, profile)
-    return Case(
-        name=world.name,
-        title=words,
-        world=world,
-        costs=costs,
-        costs_in_words=f"costs of {machine.name}, for {model}; {_PRECISION}, AdamW",
-        unit="s",
-        amounts="bytes",
-        memory={"device": machine.device.memory, "host": machine.host.memory},
-    )
-
-
-def profile_of(arguments: SimulateArguments, machine: Machine | None) -> ModelProfile:
+def training_of(arguments: SimulateArguments, machine: Machine | None) -> Training:
     """The model that was asked for, in micro-batches as asked for, for a machine's kind of device.
 
     Raises:
         ConfigError: there is no such model, or it has not the layers or positions.
     """
-    shape = model_shape(arguments.model or MODEL, kind="cuda" if machine is None else machine.device.kind)
+    name, precision = arguments.model or MODEL, arguments.precision or "bf16"
+    shape = model_shape(name, kind="cuda" if machine is None else machine.device.kind)
     if arguments.layers is not None:
         shape = shape.with_layers(arguments.layers)
+        name += f" with {counted(arguments.layers, 'layer')}"
     size, length = arguments.micro_batch_size or 1, arguments.sequence_length or _SEQUENCE
-    return shape.profile(size, length, FORMAT)
+    profile = shape.profile(size, length, form_of(precision))
+    parameters = f"{profile.parameters / 1e9:,.3g}B parameters"
+    words = f"{name} ({parameters}), micro-batches of {size} x {length} tokens; {precision}, AdamW"
+    return Training(profile=profile, precision=precision, words=words)
 
 
-def _model_in_words(arguments: SimulateArguments, profile: ModelProfile) -> str:
-    model = arguments.model or MODEL
-    layers = f" cut to {counted(arguments.layers, 'layer')}" if arguments.layers else ""
-    return (
-        f"{model}{layers} ({profile.parameters / 1e9:,.3g}B parameters), micro-batches of "
-        f"{arguments.micro_batch_size or 1} x {arguments.sequence_length or _SEQUENCE} tokens"
+def machine_case(world: World, words: str, machine: Machine, training: Training) -> Case:
+    """A schedule of the model's own program.
+
+    Raises:
+        ConfigError: the machine lacks what the schedule uses.
+    """
+    lanes = {op.lane for schedule in world.ranks for op in schedule.ops}
+    if lanes & _DRIVE_LANES and not machine.drives:
+        raise ConfigError(f"{world.name} uses the disk, and the machine {machine.name} has no drive: choose another")
+    if lanes & {"net", "send"} and machine.network is None:
+        raise ConfigError(f"{world.name} has several ranks, and the machine {machine.name} has no network between them")
+    if training.optimizer not in machine.host.optimizer:
+        raise ConfigError(
+            f"the machine {machine.name} has no rate host.optimizer.{training.optimizer}: measure it anew"
+        )
+    times = stage_times(training.profile, machine, training.precision)
+    costs = machine_costs(machine, training.profile.program, training.form, times, training.optimizer)
+    return _real(world, words, machine, training, costs)
+
+
+def layers_case(world: World, words: str, machine: Machine, training: Training) -> Case:
+    """A schedule of layers, each of which is one of the model's blocks.
+
+    Raises:
+        ConfigError: the machine lacks what the schedule uses.
+    """
+    times = stage_times(training.profile, machine, training.precision)
+    costs = layer_costs(machine, training.profile, training.form, times, training.optimizer, world)
+    return _real(world, words, machine, training, costs)
+
+
+def _real(world: World, words: str, machine: Machine, training: Training, costs: Costs) -> Case:
+    return Case(
+        name=world.name,
+        title=words,
+        world=world,
+        costs=costs,
+        costs_in_words=f"costs of {machine.name}, for {training.words}",
+        unit="s",
+        amounts="bytes",
+        memory={"device": machine.device.memory, "host": machine.host.memory},
     )
 
 

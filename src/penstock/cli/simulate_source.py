@@ -9,19 +9,18 @@ from textwrap import fill
 from penstock.cli.schedule_file import read_world
 from penstock.cli.simulate_arguments import SimulateArguments
 from penstock.cli.simulate_case import (
-    FORMAT,
     MACHINE,
     MODEL,
     Case,
+    Training,
     abstract_case,
     counted,
     layers_case,
     machine_case,
-    profile_of,
+    training_of,
 )
 from penstock.errors import ConfigError
 from penstock.plan.layer_costs import layer_sizes
-from penstock.plan.model import ModelProfile
 from penstock.plan.profiles import machine_named
 from penstock.schedule import offload
 from penstock.schedule.distributed import families
@@ -36,7 +35,7 @@ _OFFLOAD_LANES: Set[Lane] = {"h2d", "d2h", "read", "write", "cpu"}
 _MOST_OPS = 4_000_000
 """About as many as fit in 4 GB with all that is known of them."""
 
-_REAL = ("model", "micro_batch_size", "sequence_length")
+_REAL = ("model", "precision", "micro_batch_size", "sequence_length")
 _DISTRIBUTED = (*families.OPTIONS, "lookahead")
 _OFFLOAD = ("chunks", "delay", "wait", "weights", "state", "checkpoints", "gradients", "device_blocks")
 
@@ -95,11 +94,11 @@ def _distributed(arguments: SimulateArguments) -> Case:
         request = _request(arguments, layers, ranks, model)
         return abstract_case(families.build(request), _shape_in_words(request), model)
     machine = machine_named(costs)
-    profile = profile_of(arguments, machine)
-    blocks = sum(stage.kind == "call" for stage in profile.program.stages)
-    sizes = layer_sizes(profile, FORMAT)
+    training = training_of(arguments, machine)
+    blocks = sum(stage.kind == "call" for stage in training.profile.program.stages)
+    sizes = layer_sizes(training.profile, training.form)
     request = _request(arguments, blocks, ranks, CostModel(costs=_FREE, sizes=sizes, stage_ops=False))
-    return layers_case(arguments, families.build(request), _shape_in_words(request), machine, profile)
+    return layers_case(families.build(request), _shape_in_words(request), machine, training)
 
 
 _FREE = Costs(name="none", seconds=lambda op: 0.0)
@@ -169,16 +168,17 @@ def _offload(arguments: SimulateArguments) -> Case:
             f"--costs puzzle: the puzzles have neither host memory nor disk, which {name} needs: {_OTHERS}"
         )
     machine = None if costs == "unit" else machine_named(costs)
-    profile = profile_of(arguments, machine)
+    training = training_of(arguments, machine)
     micro_batches = arguments.micro_batches or _OFFLOAD_MICRO_BATCHES
-    stages, chunks = len(profile.program.stages), len(profile.program.groups) * (arguments.chunks or 16)
+    program = training.profile.program
+    stages, chunks = len(program.stages), len(program.groups) * (arguments.chunks or 16)
     _check_size(6 * stages * micro_batches + 8 * chunks * (micro_batches if family.order == "horizontal" else 1))
     world = offload.build(
         offload.Request(
             family=name,
-            program=profile.program,
+            program=program,
             micro_batches=micro_batches,
-            form=FORMAT,
+            form=training.form,
             chunks=arguments.chunks,
             delay=arguments.delay,
             wait=arguments.wait or None,
@@ -192,7 +192,7 @@ def _offload(arguments: SimulateArguments) -> Case:
     words = f"{name}: {counted(stages - 2, 'layer')}, {counted(micro_batches, 'micro-batch')}"
     if machine is None:
         return replace(abstract_case(world, words, unit(), "bytes"), stage_ops=False)
-    return machine_case(arguments, world, words, machine, profile)
+    return machine_case(world, words, machine, training)
 
 
 _OTHERS = "use --costs unit or a machine's profile"
@@ -218,16 +218,16 @@ def _file(arguments: SimulateArguments) -> Case:
         case = abstract_case(world, words, puzzle() if costs == "puzzle" else unit(), "the file's unit")
         return replace(case, checked=True)
     machine = machine_named(costs)
-    profile = profile_of(arguments, machine)
+    training = training_of(arguments, machine)
     if not lanes & _OFFLOAD_LANES:
-        return replace(layers_case(arguments, world, words, machine, profile), checked=True)
-    _check_model(path, world, profile, arguments)
-    return replace(machine_case(arguments, world, words, machine, profile), checked=True)
+        return replace(layers_case(world, words, machine, training), checked=True)
+    _check_model(path, world, training, arguments)
+    return replace(machine_case(world, words, machine, training), checked=True)
 
 
-def _check_model(path: Path, world: World, profile: ModelProfile, arguments: SimulateArguments) -> None:
+def _check_model(path: Path, world: World, training: Training, arguments: SimulateArguments) -> None:
     """The schedule's stages and groups are those of the model whose times it gets."""
-    stages, groups = len(profile.program.stages), len(profile.program.groups)
+    stages, groups = len(training.profile.program.stages), len(training.profile.program.groups)
     for schedule in world.ranks:
         for op in schedule.ops:
             word = op.word
