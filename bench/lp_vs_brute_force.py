@@ -100,7 +100,7 @@ PAIRS = (
     _pair("disk bound", "gpt-13b", 16, "a100-40g", 12, 24, 4),
     _pair("disk and compute", "gpt-13b", 16, "a100-40g", 12, 24, 16),
     _pair("clipping", "gpt-13b", 16, "a100-80g", 16, 40, 8, waits=True),
-    _pair("consumer", "llama-8b", 16, "rtx4090-24g", 10, 20, 8, micro_batch_size=2),
+    _pair("consumer", "llama-8b", 16, "rtx4090-24g", 16, 20, 8, micro_batch_size=2),
     _pair("workstation", "qwen3-8b", 18, "workstation", 10, 24, 8),
     _pair("half in memory", "qwen3-14b", 16, "h100-80g", 20, 64, 8),
     _pair("fast link", "llama-70b", 12, "gh200", 48, 96, 8),

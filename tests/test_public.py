@@ -27,6 +27,7 @@ NAMES = [
     "ScheduleError",
     "StepStats",
     "StoreError",
+    "plan",
     "wrap",
 ]
 
@@ -44,6 +45,23 @@ WRAP = {
     "io_threads": 4,
     "overlap": True,
     "plan": "auto",
+}
+
+PLAN = {
+    "model": inspect.Parameter.empty,
+    "machine": None,
+    "budget": None,
+    "batch": None,
+    "micro_batches": None,
+    "micro_batch_size": None,
+    "sequence_length": 2048,
+    "precision": None,
+    "optimizer": "adamw",
+    "momentum": False,
+    "clip_grad_norm": None,
+    "schedule": None,
+    "disk_free": None,
+    "tbw": None,
 }
 
 ENGINE = {
@@ -85,7 +103,7 @@ BUDGET = ["device", "host", "disk", "weights", "state", "gradients", "checkpoint
 def test_names() -> None:
     assert penstock.__all__ == NAMES
     for name in NAMES:
-        assert getattr(penstock, name).__name__ == name
+        assert getattr(penstock, name).__name__.removeprefix("penstock.") == name  # the package plan can be called
     with pytest.raises(AttributeError, match="no attribute 'Penstock'"):
         penstock.Penstock  # noqa: B018 - the access is what is tested
 
@@ -96,6 +114,19 @@ def test_wrap() -> None:
     kinds = {name: p.kind for name, p in parameters.items()}
     assert kinds.pop("model") is inspect.Parameter.POSITIONAL_OR_KEYWORD
     assert set(kinds.values()) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_plan() -> None:
+    parameters = inspect.signature(penstock.plan).parameters
+    assert {name: p.default for name, p in parameters.items()} == PLAN
+    kinds = {name: p.kind for name, p in parameters.items()}
+    assert kinds.pop("model") is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert set(kinds.values()) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_plan_is_the_same_whatever_was_imported_before() -> None:
+    code = "import penstock; a = penstock.plan; import penstock.plan.fit; assert a is penstock.plan; assert callable(a)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_engine() -> None:
@@ -140,7 +171,8 @@ def test_errors_are_what_programs_catch_them_as() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["penstock", "penstock.schedule.vertical", "penstock.schedule.check", "penstock.plan.fit"]
+    "module",
+    ["penstock", "penstock.schedule.vertical", "penstock.schedule.check", "penstock.plan.fit", "penstock.plan.ask"],
 )
 def test_planning_needs_no_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"

@@ -52,7 +52,7 @@ def _head(f: Forecast) -> Iterator[str]:
 def _step(f: Forecast) -> Iterator[str]:
     yield (
         f"step        {_seconds(f.step_seconds)} for {f.tokens:,} tokens: {_rate(f.tokens_per_second)} tokens/s, "
-        f"MFU {f.mfu:.0%} of {f.peak_flops / 1e12:,.3g} TFLOP/s"
+        f"MFU {f.mfu:.0%} of {_flops(f.peak_flops)}"
     )
     over = f.step_seconds / f.limit_seconds - 1
     yield (
@@ -64,7 +64,7 @@ def _step(f: Forecast) -> Iterator[str]:
     device = f.task.machine.device
     yield (
         f"assumed     kernels reach {EFFICIENCY[device.kind]:.0%} of a large matrix product's speed; "
-        f"{f.choice.simulated} schedules simulated of {f.choice.considered} considered"
+        f"{f.choice.considered} plans considered, {f.choice.simulated} of them simulated"
     )
 
 
@@ -163,6 +163,10 @@ def _count(n: float) -> str:
         if n >= unit:
             return f"{n / unit:.3g}{letter}"
     return f"{n:,.0f}"
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
 
 
 def _plain(seconds: float) -> str:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 from penstock.config import Tier, format_size
 from penstock.errors import BudgetError
-from penstock.plan.fit import Family, fitted
+from penstock.plan.fit import Family
 from penstock.plan.machine import Machine
-from penstock.plan.rounding import Limits
-from penstock.plan.search import Question, estimate
+from penstock.plan.search import estimate, feasible
 from penstock.plan.task import Task
 
 WORTH_SAYING = 1.02
@@ -126,7 +125,7 @@ def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetEr
     growth: list[tuple[int, str]] = []
     tiers: tuple[Tier, ...] = ("device", "host", "disk") if task.machine.drives else ("device", "host")
     for tier in tiers:
-        needed = _smallest(task, micro_batch_size, micro_batches, tier)
+        needed = smallest(task, micro_batch_size, micro_batches, tier)
         if needed is not None:
             more = needed - _given(task, tier)
             growth.append((more, f"{format_size(more)} more {tier} ({format_size(needed)} in all)"))
@@ -156,7 +155,7 @@ def _with(task: Task, tier: Tier, size: int) -> Task:
     return replace(task, budget=replace(task.budget, device=size))
 
 
-def _smallest(task: Task, size: int, count: int, tier: Tier) -> int | None:
+def smallest(task: Task, size: int, count: int, tier: Tier) -> int | None:
     """The smallest size of a tier with which it fits, to one part in 256 upwards; None if none does."""
 
     def fits(nbytes: int) -> bool:
@@ -175,16 +174,3 @@ def _bisect(fits: Callable[[int], bool], low: int) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
-
-
-def feasible(question: Question) -> bool:
-    """Whether anything fits, by the order of preference of ``fit``."""
-    for family in question.families:
-        request = replace(question.request, family=family)
-        try:
-            settings = fitted(request)
-        except BudgetError:
-            continue
-        if Limits.of(request, question.disk_free).exceeded(request, settings) is None:
-            return True
-    return False

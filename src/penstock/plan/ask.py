@@ -1,12 +1,12 @@
 """``penstock.plan(...)``: the best way to run a model on a machine, and what to expect of it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Budget, OptimizerName, Precision, format_size
+from penstock.config import Budget, OptimizerName, Precision, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.plan import meta, shipped, transformer
 from penstock.plan.advice import Advice, advice, refusal
@@ -234,7 +234,7 @@ def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | Non
         curve=tuple(points),
         roofline=roofline(choice.question, task.profile(size).tokens),
         advice=advice(task, size, choice.request.micro_batches, choice.request.family),
-        notes=_notes(task),
+        notes=(*_notes(task), *_beyond(found)),
     )
 
 
@@ -245,6 +245,15 @@ def _chosen(task: Task, batch: int | None) -> tuple[Choice, Split]:
         return choose(task, batch)
     except BudgetError as error:
         raise refusal(task, 1, batch or 1, error) from None
+
+
+def _beyond(found: Forecast) -> Iterator[str]:
+    """What loading, saving or resuming takes beyond the budget that training keeps to."""
+    given: dict[Tier, int] = {"device": found.task.budget.device_bytes, "host": found.task.budget.host_bytes}
+    for tier, size in given.items():
+        for phase, sizes in found.memory.items():
+            if sizes[tier] > size:
+                yield f"{phase} takes {format_size(sizes[tier] - size)} of {tier} memory beyond the budget"
 
 
 def _notes(task: Task) -> tuple[str, ...]:

@@ -38,11 +38,12 @@ LARGEST_SCHEDULE = 400_000
 """Ops of the largest schedule that is proposed."""
 
 _CHUNKS = tuple(2**power for power in range(16, 29))
-_ONE_CHUNK = 2**24
-"""where one size has to do"""
+_FEW_CHUNKS = (2**24, 2**20, 2**18, 2**16)
+"""where one size has to do: the first that fits"""
 _DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 """of weights and gradients, from the best to the smallest"""
 _HOST_DEPTHS = (4, 3, 2, 1)
+_SHALLOWEST = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, checkpoints=1)
 _FIRST = 4
 """proposals of the linear programs that are simulated before the neighbours of the best"""
 _DEEPEST = 8
@@ -144,6 +145,18 @@ def estimate(question: Question, family: Family) -> float | None:
     return min((p.estimate for p in proposals), default=None)
 
 
+def feasible(question: Question) -> bool:
+    """Whether ``search`` finds a plan that fits."""
+    finder = _Search(question)
+    requests = [replace(question.request, family=family) for family in question.families]
+    if any(finder.proposals(request, few=True) for request in requests):
+        return True
+    try:
+        return bool(finder.greedy(requests))
+    except BudgetError:
+        return False
+
+
 class _Search:
     def __init__(self, question: Question) -> None:
         self.q = question
@@ -167,7 +180,7 @@ class _Search:
             if not self._settled(possible):
                 self._try(proposal)
         if not self._settled(possible):
-            for proposal in self._greedy(requests):
+            for proposal in self.greedy(requests):
                 self._try(proposal)
         while not self._settled(possible) and self._improve():
             pass
@@ -198,16 +211,24 @@ class _Search:
     # ---- proposals
 
     def proposals(self, request: Request, *, few: bool = False) -> list[Proposal]:
-        """What the linear programs propose; ``few``: for one chunk size and the best tiers only."""
+        """What the linear programs propose; ``few``: for the largest of a few chunk sizes, and the best tiers only."""
         found: list[Proposal] = []
         base = base_placement(request)
-        sizes = (_ONE_CHUNK,) if few else self._chunk_sizes(request)
         for delay in self.q.delays if request.family == "vertical" else (0.0,):
-            for chunk in sizes:
+            for chunk in self._few_sizes(request) if few else self._chunk_sizes(request):
                 settings = self._deepest(replace(settings_of(request, base, chunk, Depths()), delay=delay), request)
                 if settings is not None:
                     found += self._solved(settings, request, few=few)
+                    if few:
+                        break
         return found
+
+    def _few_sizes(self, request: Request) -> Iterator[int]:
+        """Chunk sizes to try one after the other; the first alone if smaller ones would not fit either."""
+        yield _FEW_CHUNKS[0]
+        least = settings_of(request, base_placement(request), _FEW_CHUNKS[-1], _SHALLOWEST)
+        if not self._program(least, request).full:
+            yield from _FEW_CHUNKS[1:]
 
     def _deepest(self, settings: Settings, request: Request) -> Settings | None:
         """The settings with the most buffers, up to the usual ones, with which anything fits."""
@@ -249,7 +270,7 @@ class _Search:
         load = lp.loads.of(settings.place)
         return Proposal(request=request, settings=settings, pattern=pattern, estimate=bound(load, lp.limits))
 
-    def _greedy(self, requests: Sequence[Request]) -> list[Proposal]:
+    def greedy(self, requests: Sequence[Request]) -> list[Proposal]:
         """What ``fit`` takes, so that no choice is worse.
 
         Raises:

@@ -1,0 +1,258 @@
+"""``penstock plan`` answers in words and in JSON, without torch, and refuses what cannot be with what to do."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.questions import DRIVE, MACHINE
+
+import penstock
+from penstock.cli import main
+from penstock.plan.ask import plan
+from penstock.plan.profiles import save_profile
+
+CONFIG = """\
+run: {run}
+model:
+  config:
+    model_type: llama
+    hidden_size: 128
+    intermediate_size: 352
+    num_hidden_layers: 6
+    num_attention_heads: 4
+    max_position_embeddings: 256
+data:
+  source: stdlib
+  vocabulary: 1024
+  sequence_length: 128
+optimizer:
+  lr: 1e-3
+budget:
+  device: {device}
+  host: {host}
+  disk: "{{run}}/store"
+steps: 4
+micro_batches: 4
+micro_batch_size: 2
+precision: fp32
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A settings file on a machine that has been measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_profile(replace(MACHINE, drives=(replace(DRIVE, path=str(tmp_path)),)))
+    return write(tmp_path)
+
+
+def write(folder: Path, device: str = "10MiB", host: str = "8MiB") -> Path:
+    path = folder / "run.yaml"
+    path.write_text(CONFIG.format(run=folder / "run", device=device, host=host))
+    return path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one message of a command that is refused."""
+    assert main(["plan", *map(str, words)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("penstock: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def answered(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["plan", *map(str, words)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_a_settings_file_is_planned_for_the_machine_that_was_measured(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = answered(capsys, config)
+    for word in (
+        "It fits. vertical schedule, 4 micro-batches of 2 x 128 tokens",
+        "step ",
+        "tokens/s, MFU",
+        "bottleneck",
+        "disk write",
+        "weights ",
+        "checkpoints",
+        "a snapshot",
+        "at 100 TBW a drive",
+        "sequences in a step",
+        "<- this plan",
+        "compute allows",
+        "What would help",
+    ):
+        assert word in text
+
+
+def test_json_says_the_same_as_the_function(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(answered(capsys, config, "--json"))
+    assert data["fits"] is True
+    assert data["plan"]["micro_batches"] == 4
+    assert data["plan"]["schedule"] == "vertical"
+    step = data["step"]
+    assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["seconds"])
+    assert step["limit_seconds"] <= step["seconds"]
+    assert data["lanes"][step["bottleneck"]]["work_seconds"] == step["limit_seconds"]
+    for tier in ("device", "host", "disk"):
+        assert data["memory"]["train"][tier] <= data["memory"]["budget"][tier]
+    assert data["lanes"]["write"]["bytes"] == data["disk"]["written_per_step"]
+    assert {"vertical", "horizontal"} == set(data["batches"][0]["tokens_per_second"])
+    model = {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "vocab_size": 1024,
+    }
+    budget = penstock.Budget(device="10MiB", host="8MiB", disk=config.parent / "run" / "store")
+    found = penstock.plan(
+        model, budget=budget, micro_batches=4, micro_batch_size=2, sequence_length=128, schedule="vertical"
+    )
+    assert found.json["step"] == step
+    assert found.json["plan"] == data["plan"]
+    assert (
+        found.plan.settings
+        == plan(
+            model, budget=budget, micro_batches=4, micro_batch_size=2, sequence_length=128, schedule="vertical"
+        ).plan.settings
+    )
+
+
+def test_settings_and_options_are_laid_over_the_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--micro_batches", 2, "--clip_grad_norm", 1.0, "--tbw", 7, "--disk-free", "1GiB", "--json")
+    data = json.loads(answered(capsys, config, *options))
+    assert data["plan"]["micro_batches"] == 2
+    assert data["plan"]["waits_for_norm"] is True
+    assert data["disk"]["tbw"] == 7
+    assert data["memory"]["budget"]["disk"] == 1 << 30
+    data = json.loads(answered(capsys, config, "--batch", 12, "--json"))
+    assert data["plan"]["micro_batches"] * data["plan"]["micro_batch_size"] == 12
+
+
+def test_what_ships_is_answered_without_torch_and_without_a_measurement(tmp_path: Path) -> None:
+    code = (
+        "import sys; from penstock.cli import main; "
+        "code = main(['plan', '--model', 'llama-8b', '--machine', 'workstation', '--batch', '8', '--json']); "
+        "sys.exit(code or 3 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"XDG_CACHE_HOME": str(tmp_path), "PATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["model"]["parameters"] == pytest.approx(8e9, rel=0.01)
+    assert data["roofline"]["balance_tokens"] > 0
+
+
+def test_a_plan_for_null_says_that_the_run_would_place_otherwise(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "plan: null" in answered(capsys, config, "--plan", "null")
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--machine NAME|FILE" in answered(capsys, "--help")
+
+
+# ---- refusals
+
+
+def test_what_does_not_fit_is_refused_with_the_smallest_change(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(capsys, write(config.parent, device="1MiB", host="64MiB"))
+    assert "does not fit in 1 MiB of device" in text
+    assert "The smallest change that makes it fit:" in text
+    assert "more device (" in text
+    text = refused(capsys, write(config.parent), "--disk-free", "1MiB", "--budget.host", "4MiB")
+    assert "more disk (" in text
+
+
+def test_a_machine_that_was_never_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    text = refused(capsys, write(tmp_path))
+    assert f"run penstock doctor --path {tmp_path / 'run' / 'store'}" in text
+    assert "penstock doctor" in refused(capsys, "--model", "llama-8b")
+
+
+def test_unknown_names_say_what_is_near(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean gpt-65b" in refused(capsys, "--model", "gpt-66b", "--machine", "a100-40g")
+    assert "a100-40g" in refused(capsys, "--model", "gpt-65b", "--machine", "a100-41g")
+    assert "missing.json" in refused(capsys, "--model", "gpt-65b", "--machine", "missing.json")
+    assert "cannot read" in refused(capsys, "--model", "no/config.json", "--machine", "a100-40g")
+    assert "cannot read the settings" in refused(capsys, "missing.yaml", "--machine", "a100-40g")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"read": 0.0}, "drives[0].read"),
+        ({"write": None}, "drives[0].write"),
+    ],
+)
+def test_a_profile_with_zero_or_missing_rates(
+    config: Path, capsys: pytest.CaptureFixture[str], change: dict[str, float | None], said: str
+) -> None:
+    data = json.loads(MACHINE.to_json())
+    data["drives"][0] |= {k: v for k, v in change.items() if v is not None}
+    for key in (k for k, v in change.items() if v is None):
+        del data["drives"][0][key]
+    path = config.parent / "bad.json"
+    path.write_text(json.dumps(data))
+    assert said in refused(capsys, config, "--machine", path)
+
+
+def test_a_profile_without_what_the_run_needs(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config.parent / "other.json"
+    path.write_text(replace(MACHINE, drives=()).to_json())
+    assert "has no drives" in refused(capsys, config, "--machine", path)
+    assert "has no drives" in refused(capsys, config, "--machine", path, "--tbw", 600)
+    path.write_text(MACHINE.to_json())
+    assert "no optimizer rate lion.fp32" in refused(capsys, config, "--machine", path, "--optimizer.name", "lion")
+    assert "no rate" in refused(capsys, config, "--machine", path, "--precision", "fp16", "--optimizer.name", "adamw")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "takes a settings file, or --model NAME, and was given neither"),
+        (("a.yaml", "b.yaml"), "a.yaml and b.yaml"),
+        (("a.yaml", "--model", "gpt-65b"), "a.yaml and gpt-65b"),
+        (("--model", "gpt-65b", "--frobnicate", "1"), "--frobnicate is not an option"),
+        (("--model", "gpt-65b", "--batch"), "--batch needs a value"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "0"), "--batch 0: must be a whole number"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "x"), "--batch x: must be a whole number"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--tbw", "-3"), "--tbw -3: must be a number"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--host", "much"), "--host 'much' is not a size"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--host", "9TiB"), "has 512 GiB of host memory"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--precision", "fp8"), "must be one of fp32, bf16, fp16"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--micro-batches", "4"), "belong together"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--sequence", "9999", "--batch", "2"), "9999"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "1009"), "batch=1009"),
+    ],
+)
+def test_bad_words(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+    assert said in refused(capsys, *words)
+
+
+def test_a_schedule_of_ones_own_is_for_simulate(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config.parent / "own.txt").write_text("")
+    assert "penstock simulate" in refused(capsys, config, "--schedule", config.parent / "own.txt")
