@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,8 @@ def test_a_prediction_agrees_with_its_simulation() -> None:
         (lambda r: r["memory"].update(device=[[0, 1, 2]]), "memory.device"),
         (lambda r: r.update(schedule="F0m0"), "schedule"),
         (lambda r: r.update(schedule=None), "schedule"),
+        (lambda r: r.update(schedule=r["schedule"].replace("give A0m0", "give A9m9", 1)), "not A9m9"),
+        (lambda r: r.update(schedule=r["schedule"].replace("pool stage_in", "pool elsewhere", 1)), "the pool stage_in"),
     ],
 )
 def test_a_prediction_that_was_changed_is_refused_by_key(change: Any, says: str) -> None:
@@ -300,7 +303,7 @@ def test_a_page_says_bytes_exactly_and_errors_relative_to_the_measurement(tmp_pa
     rows = {row[0]: row[1:] for row in (re.findall(r">([^<>]+)</t[hd]>", line) for line in page.splitlines()) if row}
     assert rows["read"][2] == "exact"
     assert rows["compute"][5].startswith("-9.")  # step 2 took 1.1 times what was predicted
-    assert "of 1 MiB, predicted" in page
+    assert "of 1\u00a0MiB, predicted" in page
 
 
 def test_a_page_without_a_prediction_says_so_and_one_of_another_schedule_too(tmp_path: Path) -> None:
@@ -477,6 +480,27 @@ def test_folders_without_what_a_report_needs_are_errors(tmp_path: Path, capsys: 
     (tmp_path / "prediction.json").unlink()
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "no" / "x.html")]) == 2
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_damage_anywhere_in_a_run_is_an_error_for_people_or_does_no_harm(tmp_path: Path) -> None:
+    write_run(tmp_path, schedule=offload_schedule(1, 1), steps=1)
+    rng = Random(0)
+    errors: list[tuple[str, str]] = []
+    for name in ("trace.json", "metrics.jsonl", "prediction.json"):
+        whole = (tmp_path / name).read_bytes()
+        for _ in range(60):
+            raw = bytearray(whole)
+            at = rng.randrange(len(raw))
+            junk = rng.choice([b"NaN", b"-1", b"1e400", b"null", b"[]", b'"', b"{", b"\n", b",", b"\xff"])
+            raw[at : at + rng.choice((0, 1, 30))] = junk
+            (tmp_path / name).write_bytes(raw)
+            try:
+                run_page(gather(tmp_path, None))
+            except ConfigError as error:
+                errors.append((name, str(error)))
+        (tmp_path / name).write_bytes(whole)
+    assert len(errors) > 60
+    assert all(name in text for name, text in errors)
 
 
 def test_words_become_arguments() -> None:

@@ -100,7 +100,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) 
 
 
 def _figure(figure: Figure) -> str:
-    remark = f"<small>{escape(figure.remark)}</small>" if figure.remark else ""
+    remark = f"<small>{escape(_kept_together(figure.remark))}</small>" if figure.remark else ""
     return f"<div><dt>{escape(figure.name)}</dt><dd>{escape(figure.value)}{remark}</dd></div>"
 
 

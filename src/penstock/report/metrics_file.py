@@ -36,7 +36,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     for number, line in enumerate(lines, start=1):
         try:
             metrics = _metrics(json.loads(line))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             if number == len(lines):
                 break  # here the run was killed
             raise ConfigError(f"{path}, line {number}: not a step's metrics ({error!r})") from None
@@ -49,9 +49,16 @@ def _metrics(record: Any) -> StepMetrics:
         step=int(record["step"]),
         loss=_finite(record["loss"]),
         validation=_finite(record.get("validation_loss")),
-        seconds=float(record["seconds"]),
+        seconds=_time(record["seconds"]),
         tokens=int(record["tokens"]),
     )
+
+
+def _time(value: Any) -> float:
+    seconds = float(value)
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"{value!r} is not a time")
+    return seconds
 
 
 def _finite(value: Any) -> float | None:

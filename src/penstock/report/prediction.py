@@ -160,7 +160,7 @@ class _Reader:
     def read(self, record: Mapping[str, Any]) -> Prediction:
         if not isinstance(record["schedule"], str):
             raise self.wrong("schedule", "the text of a schedule")
-        schedule = parse_schedule(record["schedule"])
+        schedule = self.consistent(parse_schedule(record["schedule"]))
         ops = record["ops"]
         if not isinstance(ops, dict) or set(ops) != {"start", "end", "waited", "cause"}:
             raise self.wrong("ops", "an object of start, end, waited and cause")
@@ -188,6 +188,21 @@ class _Reader:
             memory={tier: self.curve(tier, curve) for tier, curve in self.tiers("memory", record["memory"])},
             budget={tier: self.whole(f"budget.{tier}", n) for tier, n in self.tiers("budget", record["budget"])},
         )
+
+    def consistent(self, schedule: Schedule) -> Schedule:
+        """The schedule, if every buffer that it gives back is one that it takes, from a pool that it has."""
+        pools = {pool.name for pool in schedule.pools}
+        taken = [take for op in schedule.ops for take in op.takes]
+        taken += [(name, pool) for name, _, pool in schedule.carried]
+        names = {name for name, _ in taken}
+        for op in schedule.ops:
+            if strange := [name for name in op.gives if name not in names]:
+                raise self.wrong("schedule", f"one in which {op.id} gives only what is taken, not {strange[0]}")
+        if strange := [pool for _, pool in taken if pool not in pools]:
+            raise self.wrong("schedule", f"one that has the pool {strange[0]}")
+        if len(schedule.by_id) < len(schedule.ops):
+            raise self.wrong("schedule", "one in which no two ops share an id")
+        return schedule
 
     def wrong(self, key: str, wanted: str) -> ConfigError:
         return ConfigError(f"{self.where}: {key} must be {wanted}. {_REMEDY}")

@@ -108,15 +108,14 @@ def _strangers(step: MeasuredStep, prediction: Prediction) -> str:
 
 def _figures(report: Report) -> list[Figure]:
     step, prediction = report.step, report.prediction
-    remark = f"predicted {format_time(prediction.time)}" if prediction else f"the median of {report.traced} traced"
+    remark = f"predicted {format_time(prediction.time)}" if prediction else f"one of {report.traced} traced"
     figures = [Figure(name=f"step {step.step}", value=format_time(step.time), remark=remark)]
     if prediction is not None:
         figures.append(
             Figure(name="lower bound", value=format_time(prediction.lower_bound), remark="busiest lane alone")
         )
-    if report.metrics:
-        rate = median(m.tokens / m.seconds for m in report.metrics if m.seconds > 0)
-        figures.append(Figure(name="tokens per second", value=f"{rate:,.0f}", remark="median of all steps"))
+    if rates := [m.tokens / m.seconds for m in report.metrics if m.seconds > 0]:
+        figures.append(Figure(name="tokens per second", value=f"{median(rates):,.0f}", remark="median of all steps"))
     for tier in TIERS:
         peak = step.peak.get(tier, 0)
         if peak:

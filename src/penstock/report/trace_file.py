@@ -6,6 +6,7 @@ that it is not whole.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,8 +46,8 @@ class MeasuredStep:
 
     @cached_property
     def time(self) -> float:
-        """From the start of the first op to the end of the last."""
-        return max(op.end for op in self.ops)
+        """From the start of the first op to the end of the last; never 0, so that shares of it can be taken."""
+        return max(1e-9, *(op.end for op in self.ops))
 
     @cached_property
     def bytes_per_lane(self) -> dict[Lane, int]:
@@ -112,7 +113,7 @@ def read_trace(path: Path) -> list[MeasuredStep]:
                     step.step = marker
                     steps.append(step.close(whole=True, file=path.name))
                 step = _Open()
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{path}, {where}: not a record of a trace that penstock writes ({error!r})") from None
     if step.ops:
         steps.append(step.close(whole=False, file=path.name))
@@ -126,18 +127,25 @@ def _take(step: _Open, record: Mapping[str, Any]) -> int:
             lane = next((lane for lane in LANES if lane == record["cat"]), None)
             if lane is None:
                 raise ValueError(f"no lane {record['cat']!r}")
-            start, duration = float(record["ts"]) * _MICRO, float(record["dur"]) * _MICRO
+            start, duration = _seconds(record["ts"]), _seconds(record["dur"])
             args = record["args"]
             step.step = int(args["step"])
             step.ops.append((str(record["name"]), lane, start, start + duration, int(args["bytes"])))
         case "C":
             tier = next((tier for tier in TIERS if record["name"] == f"{tier} bytes"), None)
             if tier is not None:
-                step.samples.append((float(record["ts"]) * _MICRO, tier, int(record["args"]["in use"])))
+                step.samples.append((_seconds(record["ts"]), tier, int(record["args"]["in use"])))
         case "i":
             if match := _STEP.fullmatch(record["name"]):
                 return int(match[1])
     return 0
+
+
+def _seconds(microseconds: Any) -> float:
+    seconds = float(microseconds) * _MICRO
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"{microseconds!r} is not a time")
+    return seconds
 
 
 def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

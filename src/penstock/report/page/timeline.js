@@ -218,10 +218,8 @@ class Timeline {
   }
 
   timeTicks() {
-    const span = this.view[1] - this.view[0];
     const count = Math.max(2, Math.floor((this.right - this.gutter) / (this.narrow ? 75 : 110)));
-    const plain = ticks(this.view[0], this.view[1], count);
-    this.tickUnit = timeUnit(plain.length > 1 ? (plain[1].value - plain[0].value) * 100 : span);
+    this.tickUnit = timeUnit(this.view[1]);
     return ticks(this.view[0], this.view[1], count, this.tickUnit.factor);
   }
 

@@ -1,5 +1,7 @@
 // The box beside the pointer. All of its text is set as text, so that no name can be markup.
 
+const AT_ONCE = 1e-4; // seconds: to start an op takes a thread that long now and then
+
 class Tip {
   constructor(box) {
     this.box = box;
@@ -76,7 +78,7 @@ function waitedFor(side, op) {
   const id = side.cause[op];
   if (side.waited[op] <= 0) return "";
   const pool = side.pool[op] < 0 ? "" : `a free buffer of pool ${facts.names[side.pool[op]]}`;
-  if (id < 0) return pool || (facts.explained ? "nothing in the schedule: it started late" : "");
+  if (id < 0) return pool || (facts.explained && side.waited[op] > AT_ONCE ? "nothing in the schedule: it started late" : "");
   const name = facts.names[id];
   const rank = side.rank[op] < 0 ? "" : ` on rank ${side.rank[op]}`;
   const words = describe(name);
