@@ -70,6 +70,7 @@ WRONG = {
     "ranks": ("group all 0-1", "group all 0-x", "line 4: '0-x' is not a list of ranks: write 0-3,8"),
     "backwards": ("group all 0-1", "group all 1-0", "line 4: '1-0' names no rank"),
     "twice": ("group all 0-1", "group all 0,0", "line 4: '0,0' names no rank, or one of them twice"),
+    "far too many": ("group all 0-1", "group all 0-99999999999", "line 4: '0-99999999999': ranks go up to 999,999"),
     "op before ranks": ("rank 0\n", "", "line 5: 'schedule a micro-batches 1 chunk 0': write 'group NAME RANKS' or"),
     "rank again": ("rank 1", "rank 0", "line 9: rank 0 has a schedule already"),
     "rank missing": ("world two ranks 2", "world two ranks 3", "the world has 3 ranks, but the schedules are those"),
@@ -77,6 +78,12 @@ WRONG = {
     "in the second schedule": ("AR0 group all\n", "AR0 group\n", "line 11: op 'AR0': 'group' has no value"),
     "no schedule": ("schedule b micro-batches 1 chunk 0\n", "", "line 10: the first line must be 'schedule NAME"),
 }
+
+
+@pytest.mark.parametrize("text", ["world none ranks 0\n", "world none ranks 2\ngroup all 0-1\n"])
+def test_a_world_without_ranks_is_refused(text: str) -> None:
+    with pytest.raises(ScheduleError, match=r"line \d: the world has no rank"):
+        parse_world(text)
 
 
 def test_the_example_is_good() -> None:

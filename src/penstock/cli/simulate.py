@@ -47,29 +47,29 @@ def run_simulate(words: Sequence[str]) -> int:
             simulation = simulate(case.world, case.costs)
         except ScheduleError as error:
             raise ConfigError(f"{arguments.name}: {error}") from None
+        written = _write_files(case, simulation, arguments.html, arguments.trace)
         figures = figures_of(case, simulation)
         if arguments.json:
             print(as_json(case, simulation, figures))
         else:
             show(case, simulation, figures, sys.stdout)
-        _write_files(case, simulation, arguments.html, arguments.trace, say=not arguments.json)
+            print(*written, sep="\n", end="\n" if written else "")
     return 0
 
 
-def _write_files(case: Case, simulation: Simulation, html: Path | None, trace: Path | None, *, say: bool) -> None:
-    for path, what in ((html, "open it in a browser"), (trace, "open it in https://ui.perfetto.dev")):
-        if path is None:
-            continue
-        try:
-            if path is html:
-                page = simulated_page(simulation, title=case.title, unit=case.unit)
-                path.write_text(page, encoding="utf-8")
-            else:
-                write_chrome_trace(simulation, path)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-        if say:
-            print(f"written      {path} ({what})")
+def _write_files(case: Case, simulation: Simulation, html: Path | None, trace: Path | None) -> list[str]:
+    """Write what was asked for; a line about each."""
+    written = []
+    try:
+        if (path := html) is not None:
+            path.write_text(simulated_page(simulation, title=case.title, unit=case.unit), encoding="utf-8")
+            written.append(f"written      {path} (open it in a browser)")
+        if (path := trace) is not None:
+            write_chrome_trace(simulation, path)
+            written.append(f"written      {path} (open it in https://ui.perfetto.dev)")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    return written
 
 
 def _check_writable(path: Path) -> None:

@@ -233,7 +233,7 @@ def _check_model(path: Path, world: World, training: Training, arguments: Simula
             word = op.word
             if word.stage >= stages or word.group >= groups or (word.kind == "E" and word.stage != stages - 1):
                 raise ConfigError(
-                    f"{path}: op {op.id} is not of {arguments.model or MODEL} with {stages - 2} layers: say with "
+                    f"{path}: op {op.id} is not of {arguments.model or MODEL} with {counted(stages - 2, 'layer')}: say with "
                     "--model and --layers which model the schedule is for"
                 )
 

@@ -69,11 +69,17 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         match = _RUN.fullmatch(run)
         if match is None:
             raise ScheduleError(f"{text!r} is not a list of ranks: write 0-3,8")
-        ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last >= MOST_RANKS:
+            raise ScheduleError(f"{text!r}: ranks go up to {MOST_RANKS - 1:,}")
+        ranks += range(first, last + 1)
     if not ranks or len(set(ranks)) != len(ranks):
         raise ScheduleError(f"{text!r} names no rank, or one of them twice")
     return tuple(ranks)
 
+
+MOST_RANKS = 1_000_000
+"""A text that names more is a mistake, found before it fills the memory."""
 
 _RUN = re.compile(r"(\d+)(?:-(\d+))?")
 _WORLD = re.compile(r"world (\S+) ranks (\d+)")
@@ -109,6 +115,8 @@ def parse_world(text: str) -> World:
                 raise ScheduleError(f"{line!r}: write 'group NAME RANKS' or 'rank RANKS' here")
         except ScheduleError as error:
             raise ScheduleError(f"line {i + 1}: {error}") from None
+    if not sections:
+        raise ScheduleError(f"line {said[-1] + 1}: the world has no rank: write 'rank RANKS', then their schedule")
     ranks: dict[int, Schedule] = {}
     ends = [start - 1 for _, start in sections[1:]] + [len(lines)]
     for (members, start), end in zip(sections, ends, strict=True):
