@@ -46,11 +46,16 @@ def requests(draw: st.DrawFn) -> Request:
     together = draw(st.sampled_from([None, 2])) if "partition_activations" in kind.options else None
     virtual = draw(st.integers(1, 2)) if "virtual_stages" in kind.options and family != "dualpipe-v" else None
     layers = draw(st.integers(1, 6)) + (ranks * 2 if virtual or family in ("dualpipe-v", "pipeline-fsdp") else 0)
+    micro_batches = draw(st.integers(1, 12))
+    if family in ("interleaved-1f1b", "looped-dfs") or "buffer_size" in kind.options:
+        micro_batches = ranks * draw(st.integers(1, 3))
+    elif family == "dualpipe-v":
+        micro_batches += 2 * ranks - 1
     return Request(
         family=family,
         layers=layers,
         ranks=ranks * (together or 1),
-        micro_batches=draw(st.integers(1, 3)) * ranks * (2 if family == "dualpipe-v" else 1),
+        micro_batches=micro_batches,
         sizes=draw(st.sampled_from([SIZES, puzzle().sizes, unit().sizes])),
         stage_ops=draw(st.booleans()),
         virtual_stages=virtual,
@@ -150,9 +155,14 @@ def test_buffers_to_look_ahead_let_the_network_run_beside_the_compute() -> None:
     """With one buffer for gathered weights, a gather waits until the layer before is done."""
     costs = Costs(name="even", seconds=lambda op: {"F": 1.0, "B": 2.0, "GW": 0.9, "SG": 0.9}.get(op.word.kind, 0.0))
     request = asked("fsdp", layers=8)
-    alone, ahead = (simulate(build(replace(request, lookahead=n)), costs).time for n in (0, 1))
-    assert alone == pytest.approx(8 * 1.9 + 8 * 3.8)
-    assert ahead < 8 * (1 + 2) + 3
+    alone, ahead = (build(replace(request, lookahead=n)) for n in (0, 1))
+    assert simulate(alone, costs).time == pytest.approx(8 * 1.9 + 8 * 3.8)
+    assert simulate(ahead, costs).time < 8 * (1 + 2) + 3
+    assert pools(alone)["weights"] == (1, SIZES.weights)
+    assert pools(ahead)["weights"] == (2, SIZES.weights)
+    grid = replace(asked("pipeline-fsdp", layers=16), micro_batches=2, gather_group="stage")  # 2 stages of 8 layers
+    late, early = (simulate(build(replace(grid, lookahead=n)), costs).time for n in (0, 1))
+    assert early < 0.75 * late
 
 
 def pools(world: World) -> dict[str, tuple[int, int]]:
@@ -169,6 +179,14 @@ def test_partitioned_activations_keep_a_part_of_each_layers_input() -> None:
     assert pools(parts)["activation_shards"] == (layers, SIZES.activation * items // 2)
     assert pools(parts)["gathered_activations"] == (1, SIZES.activation * items)
     assert parts.groups == {"data0": (0, 2), "data1": (1, 3), "model0": (0, 1), "model1": (2, 3)}
+
+
+def test_bytes_are_those_of_ring_collectives_and_of_what_is_passed() -> None:
+    """An all-reduce sends 2 (P - 1) / P of the gradient."""
+    ddp = simulate(build(asked("ddp", layers=3, ranks=2, micro_batches=2)), COSTS["unit"])
+    assert ddp.bytes_per_lane()["net"] == 2 * 3 * SIZES.gradient  # both ranks, each 2 / 2 of it
+    passed = simulate(build(asked("1f1b", ranks=3, micro_batches=5)), COSTS["unit"]).bytes_per_lane()
+    assert passed["send"] == passed["recv"] == 2 * 5 * (SIZES.activation + SIZES.activation_gradient)
 
 
 @pytest.mark.parametrize("family", ["ddp", "zero1", "zero2", "fsdp"])

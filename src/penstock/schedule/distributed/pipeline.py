@@ -226,7 +226,7 @@ class _Writer:
         """Add the gradient of a layer's weights to what an op touches."""
         gradient = f"G{layer}m{m}" if self._held else f"G{layer}"
         known = self._gradients[layer]
-        if gradient in known[:1]:
+        if known and not self._held:
             return takes, (*reads, gradient), (*writes, gradient)
         known.append(gradient)
         return (*takes, (gradient, "gradients")), reads, (*writes, gradient)

@@ -212,8 +212,8 @@ class _Writer:
             reads = (*reads, gradient)
         else:
             takes = (*takes, (gradient, "gradients"))
-        # FSDP lets go of what a layer's backward used when its gradient is on its way, as in the puzzle's known best
-        # solution: the memory that the gathered weights and the whole gradient take is free from the same moment on.
+        # Activations and gathered weights could go now. In the known best solution of the FSDP puzzle they go with
+        # the whole gradient, when its part is there.
         late = self._sharding.weights and self._sharding.reduce == "scatter-early"
         done = self.out.step(
             "B",
