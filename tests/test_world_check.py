@@ -1,6 +1,7 @@
 """Ranks that send to each other and meet in collectives: what cannot work is found and named, what can is accepted."""
 
 import re
+import zlib
 from collections import defaultdict
 from dataclasses import replace
 from random import Random
@@ -13,6 +14,8 @@ from penstock.schedule.check import check
 from penstock.schedule.check_world import check_world, violations
 from penstock.schedule.op import Op, Pool, Schedule, parse_op, parse_schedule
 from penstock.schedule.world import World, parse_world
+from penstock.sim.costs import Costs
+from penstock.sim.simulate import simulate
 
 
 def pipeline(ranks: int, micro_batches: int) -> World:
@@ -109,6 +112,29 @@ def test_a_shuffled_pipeline_is_a_deadlock_exactly_when_its_orders_contradict_ea
     found = violations(shuffled)
     assert bool(found) == has_cycle(shuffled), found
     assert all(said.startswith("deadlock: ") for said in found)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_checker_finds_a_deadlock_exactly_when_the_simulator_cannot_go_on(seed: int) -> None:
+    """Lanes in another order, fewer buffers, any costs: what is accepted runs, what is a deadlock does not."""
+    rng = Random(seed)
+    world = pipeline(rng.randint(2, 4), rng.randint(2, 5))
+    ranks = []
+    for schedule in world.ranks:
+        ops = list(schedule.ops)
+        if rng.random() < 0.3:
+            i, j = rng.randrange(len(ops)), rng.randrange(len(ops))
+            ops[i], ops[j] = ops[j], ops[i]
+        pools = tuple(replace(pool, count=pool.count - (rng.random() < 0.15)) for pool in schedule.pools)
+        ranks.append(replace(schedule, ops=tuple(ops), pools=pools))
+    changed = replace(world, ranks=tuple(ranks))
+    found = violations(changed)
+    costs = Costs(name="any", seconds=lambda op: float(zlib.crc32(f"{seed}{op}".encode()) % 7))
+    if not found:
+        simulate(changed, costs)
+    elif any(said.startswith("deadlock: ") for said in found):
+        with pytest.raises(ScheduleError, match="deadlock: "):
+            simulate(changed, costs)
 
 
 def test_a_deadlock_across_ranks_is_told_as_the_circle_that_it_is() -> None:

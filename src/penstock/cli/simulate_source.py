@@ -232,9 +232,9 @@ def _check_model(path: Path, world: World, training: Training, arguments: Simula
         for op in schedule.ops:
             word = op.word
             if word.stage >= stages or word.group >= groups or (word.kind == "E" and word.stage != stages - 1):
+                model = f"{arguments.model or MODEL} with {counted(stages - 2, 'layer')}"
                 raise ConfigError(
-                    f"{path}: op {op.id} is not of {arguments.model or MODEL} with {counted(stages - 2, 'layer')}: say with "
-                    "--model and --layers which model the schedule is for"
+                    f"{path}: op {op.id} is not of {model}: say with --model and --layers which model it is for"
                 )
 
 
