@@ -1,9 +1,11 @@
 """``penstock doctor`` measures disks at their rate, in bounded time, and leaves nothing behind."""
 
+import _thread
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +40,24 @@ def test_filling_ends_with_the_time_but_writes_enough_to_read(tmp_path: Path) ->
         made._files.write = write  # type: ignore[method-assign]
         ends = made.fill(0.0)
     assert disk._LEAST <= ends[-1][1] <= disk._LEAST + 2 * REQUEST
+
+
+def test_an_interrupt_while_filling_waits_for_what_is_being_written(tmp_path: Path) -> None:
+    with Scratch(tmp_path, 256 << 20, depth=2, io_threads=4) as made:
+        before, write = threading.active_count(), made._files.write
+
+        def slow(address: int, view: memoryview) -> None:
+            time.sleep(0.05)
+            write(address, view)
+
+        made._files.write = slow  # type: ignore[method-assign]
+        timer = threading.Timer(0.2, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            made.fill(30.0)
+        timer.join()
+        assert threading.active_count() == before
+        assert made._used * REQUEST < 256 << 20
 
 
 def test_only_what_was_written_is_read(tmp_path: Path) -> None:

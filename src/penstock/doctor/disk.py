@@ -84,8 +84,8 @@ class Scratch:
         self.depth = depth
         self.direct = True
         path = folder / f".penstock-doctor-{secrets.token_hex(4)}"
-        with ExitStack() as on_error:
-            on_error.callback(_remove, path)
+        with ExitStack() as named:
+            named.callback(_remove, path)
             try:
                 allocate(path, nbytes)
             except OSError as error:
@@ -114,13 +114,13 @@ class Scratch:
         What is written, a few requests at least, is what is read and written from then on.
         """
         begun, ends, lock = time.perf_counter(), [(0.0, 0)], threading.Lock()
-        full = threading.Event()
+        over = threading.Event()
 
         def write_next(buffer: memoryview) -> None:
             with lock:
                 chunk = self._used
                 if chunk == self._chunks:
-                    full.set()
+                    over.set()
                     return
                 self._used += 1
             self._files.write(chunk * REQUEST, buffer)
@@ -128,12 +128,12 @@ class Scratch:
                 ends.append((time.perf_counter() - begun, len(ends) * REQUEST))
 
         def work(buffer: memoryview) -> None:
-            while not full.is_set():
+            while not over.is_set():
                 if time.perf_counter() - begun > seconds and self._used * REQUEST >= _LEAST:
                     return
                 write_next(buffer)
 
-        _all([partial(work, byte_view(buffer)) for buffer in self._buffers[: self.depth]])
+        _all([partial(work, byte_view(buffer)) for buffer in self._buffers[: self.depth]], over)
         self._files.flush()
         return ends
 
@@ -164,8 +164,8 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _all(works: list[Callable[[], None]]) -> None:
-    """Run each in a thread of its own until all have ended; raises the first error."""
+def _all(works: list[Callable[[], None]], over: threading.Event) -> None:
+    """Run each in a thread of its own until all have ended; raises the first error. ``over`` tells them to end."""
     errors: list[BaseException] = []
 
     def guarded(work: Callable[[], None]) -> None:
@@ -173,12 +173,19 @@ def _all(works: list[Callable[[], None]]) -> None:
             work()
         except BaseException as error:  # noqa: BLE001 - it surfaces below
             errors.append(error)
+            over.set()
 
     threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:  # Ctrl-C: the file must not be closed, and its number given to another, while one still writes to it
+        over.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
     if errors:
         raise errors[0]
 
