@@ -1,6 +1,5 @@
 """``penstock doctor`` measures disks at their rate, in bounded time, and leaves nothing behind."""
 
-import _thread
 import resource
 import signal
 import subprocess
@@ -51,7 +50,7 @@ def test_an_interrupt_while_filling_waits_for_what_is_being_written(tmp_path: Pa
             write(address, view)
 
         made._files.write = slow  # type: ignore[method-assign]
-        timer = threading.Timer(0.2, _thread.interrupt_main)
+        timer = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             made.fill(30.0)
