@@ -50,7 +50,9 @@ class Paint {
     const words = names.map(wordOf);
     const byLayer = facts.kind === "simulated";
     if (byLayer) {
-      for (const { kind, stage } of words) if (kind in TONE_OF && kind !== "E") this.layers = Math.max(this.layers, stage + 1);
+      for (const { kind, stage } of words) {
+        if (kind in TONE_OF && kind !== "E") this.layers = Math.max(this.layers, stage + 1);
+      }
     }
     const groupOf = new Map(GROUPS.flatMap((group, i) => group.kinds.map((kind) => [kind, i])));
     this.colorOf = Uint16Array.from(words, (word) =>

@@ -30,7 +30,8 @@ class Control {
   wheel(event) {
     const { timeline } = this;
     const [x] = this.place(event);
-    const sideways = event.shiftKey ? event.deltaY || event.deltaX : Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : 0;
+    const across = Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : 0;
+    const sideways = event.shiftKey ? event.deltaY || event.deltaX : across;
     const pixels = event.deltaMode === 1 ? 16 : 1;
     if (sideways) {
       event.preventDefault();
@@ -90,7 +91,8 @@ class Control {
     const { timeline } = this;
     const [x, y] = this.place(event);
     const found = timeline.at(x, y);
-    if (found && x < timeline.gutter && found.band.rank !== undefined && timeline.toggle) timeline.toggle(found.band.rank);
+    const named = found && x < timeline.gutter && found.band.rank !== undefined;
+    if (named && timeline.toggle) timeline.toggle(found.band.rank);
     else if (event.pointerType === "touch") this.hover(event);
   }
 
@@ -142,7 +144,8 @@ class Control {
     const place = timeline.placeIn(band, part, op);
     timeline.hover = { x: place.x + place.width / 2, band, part, op };
     const box = timeline.host.getBoundingClientRect();
-    this.tip.op(timeline, timeline.hover, { clientX: box.left + timeline.hover.x, clientY: box.top + place.y + place.height });
+    const corner = { clientX: box.left + timeline.hover.x, clientY: box.top + place.y + place.height };
+    this.tip.op(timeline, timeline.hover, corner);
   }
 
   leave() {

@@ -41,14 +41,16 @@ class Curve {
     const unit = this.unit(high);
     for (const { value, text } of ticks(low, high, 4, unit.factor)) {
       svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }, root);
-      svg("text", { class: "tick", x: left - 8, y: y(value) + 4, "text-anchor": "end" }, root, `${text} ${unit.name}`.trim());
+      const at = { class: "tick", x: left - 8, y: y(value) + 4, "text-anchor": "end" };
+      svg("text", at, root, `${text} ${unit.name}`.trim());
     }
     for (const { value, text } of ticks(first, last, Math.min(Math.floor(width / 90), last - first))) {
       svg("text", { class: "tick", x: x(value), y: height - 16, "text-anchor": "middle" }, root, text);
     }
     svg("text", { class: "tick", x: (left + width - right) / 2, y: height - 2, "text-anchor": "middle" }, root, "step");
     for (const level of this.levels) {
-      svg("line", { class: `level ${level.class}`, x1: left, x2: width - right, y1: y(level.value), y2: y(level.value) }, root);
+      const at = y(level.value);
+      svg("line", { class: `level ${level.class}`, x1: left, x2: width - right, y1: at, y2: at }, root);
     }
     for (const line of this.lines) this.drawLine(root, line, x, y);
     this.cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" }, root);
@@ -61,14 +63,17 @@ class Curve {
     const path = line.points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`);
     if (!line.only) svg("polyline", { class: `curve ${line.class}`, points: path.join(" ") }, root);
     if (!line.only && line.points.length > 60) return;
-    for (const [step, value] of line.points) svg("circle", { class: line.class, cx: x(step), cy: y(value), r: line.only ? 4 : 2.5 }, root);
+    const r = line.only ? 4 : 2.5;
+    for (const [step, value] of line.points) svg("circle", { class: line.class, cx: x(step), cy: y(value), r }, root);
   }
 
   point(event, x) {
     const at = event.clientX - this.host.getBoundingClientRect().left;
-    const nearest = (points) => points.reduce((best, p) => (Math.abs(x(p[0]) - at) < Math.abs(x(best[0]) - at) ? p : best));
-    const [step] = nearest(this.lines[0].points);
-    const rows = this.lines.flatMap((line) => line.points.filter((p) => p[0] === step).map((p) => [line.name, this.format(p[1])]));
+    const away = ([step]) => Math.abs(x(step) - at);
+    const [step] = this.lines[0].points.reduce((best, point) => (away(point) < away(best) ? point : best));
+    const rows = this.lines.flatMap((line) =>
+      line.points.filter((point) => point[0] === step).map((point) => [line.name, this.format(point[1])]),
+    );
     rows.push(...this.levels.map((level) => [level.name, this.format(level.value)]));
     this.cursor.setAttribute("visibility", "visible");
     this.cursor.setAttribute("x1", x(step));
@@ -96,11 +101,13 @@ function drawCurves(tip) {
       { name: "loss", points: curves.loss, class: "measured" },
       { name: "held-out loss", points: curves.validation, class: "held", only: true },
     ];
-    new Curve(loss, tip, { lines, levels: [], format: number, unit: plain, fromZero: false, label: "loss of each step" });
+    const label = "loss of each step";
+    new Curve(loss, tip, { lines, levels: [], format: number, unit: plain, fromZero: false, label });
   }
   const seconds = document.getElementById("seconds");
   if (!seconds) return;
   const levels = curves.predicted === null ? [] : [{ name: "predicted", value: curves.predicted, class: "predicted" }];
   const lines = [{ name: "measured", points: curves.seconds, class: "measured" }];
-  new Curve(seconds, tip, { lines, levels, format: (s) => formatTime(s), unit: timeUnit, fromZero: true, label: "time of each step" });
+  const format = (time) => formatTime(time);
+  new Curve(seconds, tip, { lines, levels, format, unit: timeUnit, fromZero: true, label: "time of each step" });
 }

@@ -55,7 +55,8 @@ function ticks(low, high, count, factor = 1) {
   const decimals = Math.min(12, Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
   const found = [];
   for (let i = Math.ceil((low * factor) / step - 1e-9); i * step <= high * factor + step * 1e-9; i++) {
-    const text = (i * step + 0).toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+    const digits = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
+    const text = (i * step + 0).toLocaleString("en-US", digits); // + 0: not the zero that has a sign
     found.push({ value: (i * step) / factor, text });
   }
   return found;

@@ -66,7 +66,8 @@ async function start() {
 }
 
 start().catch((error) => {
-  const note = element("p", "note", `This page cannot be drawn: ${error.message}. It needs a browser of 2023 or later.`);
+  const said = `This page cannot be drawn: ${error.message}. It needs a browser of 2023 or later.`;
+  const note = element("p", "note", said);
   document.querySelector("header").append(note);
   throw error;
 });

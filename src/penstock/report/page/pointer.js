@@ -1,5 +1,5 @@
-// What follows the pointer, on a canvas of its own: a line at its time, the op under it, the same op of the other side, and
-// a curve from what it waited for.
+// What follows the pointer, on a canvas of its own: a line at its time, the op under it, the same op of the other side,
+// and a curve from what it waited for.
 
 function drawPointer(timeline) {
   const { hover, paint, ratio } = timeline;

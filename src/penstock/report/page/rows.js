@@ -60,24 +60,25 @@ class RankRows {
     return this.ranks.map((kind, rank) => {
       const side = timeline.sides[kind];
       const band = this.open.has(rank)
-        ? this.unfolded(side, timeline)
+        ? this.unfolded(side)
         : this.dense
-          ? this.line(side, rank, timeline)
+          ? this.line(side, rank)
           : this.folded(side);
       const many = this.ranks.length > 1;
-      for (const part of band.parts) part.rank = rank;
       const mark = many && band.height >= 14 ? (this.open.has(rank) ? "\u25be" : "\u25b8") : "";
       return { label: `rank ${rank}`, mark, rank, ...band };
     });
   }
 
-  line(side, rank, timeline) {
+  line(side, rank) {
     const room = window.innerHeight * TALLEST - AXIS;
     const height = Math.min(Math.max(Math.floor(room / this.ranks.length), 3), 12);
     const every = [1, 2, 4, 8, 16, 32, 64].find((n) => n * height >= 15) ?? 128;
-    const parts = [{ kind: "ops", y: 0, height: height - (height > 4 ? 1 : 0.5), side, stretches: side.lane("compute") }];
-    if (!parts[0].stretches.length) parts[0].stretches = side.stretches.slice(0, 1);
-    return { height, gap: 0, parts, labelY: Math.max(height / 2, rank ? 0 : 7), ...(rank % every ? { label: "" } : {}) };
+    const compute = side.lane("compute");
+    const stretches = compute.length ? compute : side.stretches.slice(0, 1);
+    const parts = [{ kind: "ops", y: 0, height: height - (height > 4 ? 1 : 0.5), side, stretches }];
+    const labelY = Math.max(height / 2, rank ? 0 : 7);
+    return { height, gap: 0, parts, labelY, ...(rank % every ? { label: "" } : {}) };
   }
 
   folded(side) {
@@ -98,7 +99,7 @@ class RankRows {
     return { height: y + 7, gap: 7, parts };
   }
 
-  unfolded(side, timeline) {
+  unfolded(side) {
     const parts = [];
     let y = 3;
     for (const lane of facts.lanes) {

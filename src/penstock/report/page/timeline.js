@@ -41,7 +41,8 @@ class Timeline {
       y += band.height;
     }
     this.height = y;
-    const shown = Math.min(y, Math.max(300, Math.round(window.innerHeight * TALLEST) - AXIS));
+    const room = Math.max(300, Math.round(window.innerHeight * TALLEST) - AXIS);
+    const shown = facts.kind === "run" ? y : Math.min(y, room); // a run has few rows, many ranks scroll
     this.host.style.height = `${shown + AXIS}px`;
     this.spacer.style.height = `${y}px`;
     this.scroller.style.top = `${AXIS}px`;
@@ -206,7 +207,8 @@ class Timeline {
     const unit = amountUnit(part.most);
     for (const { value, text } of amountTicks(part)) {
       const at = y + part.height * (1 - value / part.most);
-      ctx.fillText(value === 0 ? "0" : `${text} ${unit.name}`.trim(), this.gutter - 8, Math.min(at, y + part.height - 4));
+      const label = value === 0 ? "0" : `${text} ${unit.name}`.trim();
+      ctx.fillText(label, this.gutter - 8, Math.min(at, y + part.height - 4));
     }
   }
 
@@ -245,10 +247,11 @@ class Timeline {
     if (y < AXIS) return null;
     const band = this.bands.find((one) => inside >= one.y && inside < one.y + one.height);
     if (!band) return null;
-    const part = band.parts.find((one) => inside >= band.y + one.y - 1 && inside < band.y + one.y + one.height + 1);
+    const below = inside - band.y;
+    const part = band.parts.find((one) => below >= one.y - 1 && below < one.y + one.height + 1);
     if (!part || part.kind !== "ops" || x < this.gutter || x > this.right) return { band, part, op: -1 };
     const each = part.height / part.stretches.length;
-    const row = Math.min(Math.max(Math.floor((inside - band.y - part.y) / each), 0), part.stretches.length - 1);
+    const row = Math.min(Math.max(Math.floor((below - part.y) / each), 0), part.stretches.length - 1);
     return { band, part, op: opAt(part.side, part.stretches[row], this.timeAt(x), 3 / this.scale) };
   }
 

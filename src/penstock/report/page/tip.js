@@ -26,13 +26,12 @@ class Tip {
     const { side } = found.part;
     const id = side.id[found.op];
     const name = facts.names[id];
-    const twins = facts.kind === "run" ? timeline.sides.filter((s) => s !== side).map((s) => ({ side: s, op: s.find(id) })) : [];
-    timeline.hover.twins = twins.filter(({ op }) => op >= 0);
+    const sides = facts.kind === "run" ? timeline.sides : [side];
+    const columns = sides
+      .map((one) => (one === side ? { side, op: found.op, own: true } : { side: one, op: one.find(id), own: false }))
+      .filter(({ op }) => op >= 0);
+    timeline.hover.twins = columns.filter(({ own }) => !own);
     timeline.hover.cause = causeOf(timeline, side, found.op);
-    const columns =
-      facts.kind === "run"
-        ? timeline.sides.map((s) => ({ side: s, op: s.find(id), own: s === side })).filter(({ op }) => op >= 0)
-        : [{ side, op: found.op, own: true }];
     const where = facts.kind === "run" ? side.laneOf(found.op) : `rank ${found.band.rank}, ${side.laneOf(found.op)}`;
     const head = element("p", "op");
     head.append(element("strong", "", name), element("span", "", where));
@@ -46,13 +45,15 @@ class Tip {
       .filter((curve) => curve.time[0] <= time && time <= curve.until)
       .map((curve) => {
         const i = Math.max(firstAbove(curve.time, time, 0, curve.time.length) - 1, 0);
-        return [facts.kind === "run" ? (curve.dashed ? "predicted" : "measured") : "held", formatAmount(curve.amount[i])];
+        const name = curve.dashed ? "predicted" : "measured";
+        return [facts.kind === "run" ? name : "held", formatAmount(curve.amount[i])];
       });
     if (found.part.limit) rows.push(["budget", formatAmount(found.part.limit)]);
     delete this.box.dataset.op;
     const tier = found.part.tier ?? found.band.label.split(" ")[0];
     const head = element("p", "op");
-    head.append(element("strong", "", `${tier} memory`), element("span", "", formatMoment(time, timeline.view[1] - timeline.view[0])));
+    const moment = formatMoment(time, timeline.view[1] - timeline.view[0]);
+    head.append(element("strong", "", `${tier} memory`), element("span", "", moment));
     this.show(event, [head, rowsTable(rows)]);
   }
 
@@ -78,7 +79,8 @@ function waitedFor(side, op) {
   const id = side.cause[op];
   if (side.waited[op] <= 0) return "";
   const pool = side.pool[op] < 0 ? "" : `a free buffer of pool ${facts.names[side.pool[op]]}`;
-  if (id < 0) return pool || (facts.explained && side.waited[op] > AT_ONCE ? "nothing in the schedule: it started late" : "");
+  const late = facts.explained && side.waited[op] > AT_ONCE;
+  if (id < 0) return pool || (late ? "nothing in the schedule: it started late" : "");
   const name = facts.names[id];
   const rank = side.rank[op] < 0 ? "" : ` on rank ${side.rank[op]}`;
   const words = describe(name);
@@ -99,7 +101,8 @@ function figuresTable(columns) {
   line("moves", ({ side, op }) => (side.bytes[op] > 0 ? formatAmount(side.bytes[op]) : ""));
   line("at", ({ side, op }) => {
     const seconds = side.end[op] - side.start[op];
-    return facts.unit === "s" && side.bytes[op] > 0 && seconds > 0 ? `${significant(side.bytes[op] / seconds / 1e9, 3)} GB/s` : "";
+    const rated = facts.unit === "s" && side.bytes[op] > 0 && seconds > 0;
+    return rated ? `${significant(side.bytes[op] / seconds / 1e9, 3)} GB/s` : "";
   });
   line("waited", ({ side, op }) => (side.waited[op] > 0 ? formatTime(side.waited[op]) : "not"));
   line("for", ({ side, op }) => waitedFor(side, op));
