@@ -167,6 +167,7 @@ def _remove(path: Path) -> None:
 def _all(works: list[Callable[[], None]], over: threading.Event) -> None:
     """Run each in a thread of its own until all have ended; raises the first error. ``over`` tells them to end."""
     errors: list[BaseException] = []
+    left = threading.Semaphore(0)
 
     def guarded(work: Callable[[], None]) -> None:
         try:
@@ -174,13 +175,15 @@ def _all(works: list[Callable[[], None]], over: threading.Event) -> None:
         except BaseException as error:  # noqa: BLE001 - it surfaces below
             errors.append(error)
             over.set()
+        finally:
+            left.release()
 
     threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        for _ in threads:
+            left.acquire()  # not join: one that Ctrl-C breaks off makes the next join believe that the thread has ended
     finally:  # Ctrl-C: the file must not be closed, and its number given to another, while one still writes to it
         over.set()
         for thread in threads:
