@@ -192,6 +192,15 @@ def test_of_many_ranks_the_table_has_the_first_and_those_that_stand_out(capsys: 
     assert "39 " in said
 
 
+def test_a_rank_that_does_one_thing_at_a_time_stalls_in_whatever_it_does(
+    simulate: Simulate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = simulate("1f1b", "--costs", "puzzle")
+    assert said["stalls"][0]["op"].startswith("R")
+    assert main(["simulate", "1f1b", "--costs", "puzzle"]) == 0
+    assert "longest stalls of the ranks" in capsys.readouterr().out
+
+
 # ---- files
 
 

@@ -41,10 +41,10 @@ def as_json(case: Case, simulation: Simulation, ranks: Sequence[RankFigures]) ->
             "ranks": [_rank(figures) for figures in ranks],
             "bytes": simulation.bytes_per_lane(),
             "lower_bound": _exact(simulation.lower_bound),
-            "bubble": _exact(_bubble(simulation, ranks)),
+            "bubble": _bubble(simulation, ranks),
             "stalls": [
                 {"rank": stall.rank, "op": stall.op.id, "waited": _exact(stall.waited), "for": list(stall.causes)}
-                for stall in longest_stalls(simulation, _STALLS)
+                for stall in longest_stalls(simulation, _STALLS, serial=case.costs.serial)
             ],
             "violations": [],
         },
@@ -73,7 +73,8 @@ def _exact(number: float) -> float:
 def _bubble(simulation: Simulation, ranks: Sequence[RankFigures]) -> float:
     """Share of all ranks' time in which they do not compute."""
     total = simulation.time * len(ranks)
-    return 1 - math.fsum(figures.busy for figures in ranks) / total if total else 0.0
+    share = 1 - math.fsum(figures.busy for figures in ranks) / total if total else 0.0
+    return max(round(share, 9), 0.0)
 
 
 # ---- for people
@@ -157,10 +158,11 @@ def _show_misfits(case: Case, ranks: Sequence[RankFigures], console: Console) ->
 
 
 def _show_stalls(case: Case, simulation: Simulation, console: Console) -> None:
-    stalls = longest_stalls(simulation, _STALLS)
+    stalls = longest_stalls(simulation, _STALLS, serial=case.costs.serial)
     if not stalls:
         return
-    console.print("\nlongest stalls of the compute lane", style="dim")
+    whose = "ranks" if case.costs.serial else "compute lane"
+    console.print(f"\nlongest stalls of the {whose}", style="dim")
     several = len(case.world.ranks) > 1
     for stall in stalls:
         where = f"rank {stall.rank}: " if several else ""

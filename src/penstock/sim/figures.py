@@ -102,7 +102,7 @@ def _size(names: tuple[str, ...], pool_of: Mapping[str, str], size: Mapping[str,
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """A compute lane that stood idle: for how long, before which op. ``causes``: what that waited for, what this had
+    """A lane that stood idle: for how long, before which op. ``causes``: what that waited for, what this had
     waited for just before, and so on to the op that computed, as ``Timed.cause``.
     """
 
@@ -112,15 +112,17 @@ class Stall:
     causes: tuple[str, ...]
 
 
-def longest_stalls(simulation: Simulation, count: int) -> list[Stall]:
-    """The ``count`` longest stalls of the lanes that compute, of all ranks; the longest first."""
+def longest_stalls(simulation: Simulation, count: int, *, serial: bool) -> list[Stall]:
+    """The ``count`` longest stalls of all ranks' compute lanes, the longest first; where a rank does one op at a time
+    (``serial``), of all that it does.
+    """
     found = heapq.nlargest(
         count,
         (
             (waited, -rank, -i)
             for rank, schedule in enumerate(simulation.world.ranks)
             for i, (op, waited) in enumerate(zip(schedule.ops, simulation.waits[rank], strict=True))
-            if waited > 0 and op.word.lane == "compute"
+            if waited > 0 and (serial or op.word.lane == "compute")
         ),
     )
     places: dict[int, dict[str, int]] = {}
