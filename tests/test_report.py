@@ -324,6 +324,7 @@ def test_a_page_of_a_cut_trace_says_so(tmp_path: Path) -> None:
     path.write_bytes(raw[: len(raw) // 2])
     page = run_page(gather(tmp_path, None))
     assert "trace.json was cut off in step 1" in page
+    assert "too high" not in page, "a part of a step says nothing on the prediction of all of it"
     assert "of another schedule" not in page
 
 

@@ -76,9 +76,11 @@ def run_page(report: Report) -> str:
 
 
 def _sentence(report: Report) -> str:
-    bound = None if report.prediction is None else report.prediction.lower_bound
-    said = measured_bottleneck(report.step.time, report.step.busy, bound)
-    return said if report.prediction is None else f"{said} {verdict(report.step.time, report.prediction.time)}"
+    step, prediction = report.step, report.prediction
+    if prediction is None or not step.whole:  # a part of a step has no time to compare
+        return measured_bottleneck(step.time, step.busy, None)
+    said = measured_bottleneck(step.time, step.busy, prediction.lower_bound)
+    return f"{said} {verdict(step.time, prediction.time)}"
 
 
 def _notes(report: Report) -> list[str]:
@@ -89,6 +91,7 @@ def _notes(report: Report) -> list[str]:
         notes.append(
             f"{report.step.file} was cut off in step {report.step.step}: what is shown ends at the cut, so its times "
             "and sums are those of a part of the step."
+            + ("" if report.step.memory else " Memory is written after a step's ops, so there is none.")
         )
     elif report.prediction is not None and (strange := _strangers(report.step, report.prediction)):
         notes.append(f"The prediction is of another schedule than the step ran: {strange}.")
@@ -108,7 +111,13 @@ def _strangers(step: MeasuredStep, prediction: Prediction) -> str:
 
 def _figures(report: Report) -> list[Figure]:
     step, prediction = report.step, report.prediction
-    remark = f"predicted {format_time(prediction.time)}" if prediction else f"one of {report.traced} traced"
+    remark = (
+        f"predicted {format_time(prediction.time)}"
+        if prediction
+        else f"one of {report.traced} traced"
+        if report.traced > 1
+        else "the only one traced"
+    )
     figures = [Figure(name=f"step {step.step}", value=format_time(step.time), remark=remark)]
     if prediction is not None:
         figures.append(
