@@ -4,6 +4,7 @@ import heapq
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.config import Tier
 from penstock.schedule.op import Op, Schedule
@@ -46,10 +47,11 @@ def in_flight_peak(simulation: Simulation, rank: int, *, stage_ops: bool) -> int
     """The most micro-batches that a rank has in flight at once, counted for each stage that it holds.
 
     A micro-batch is in flight in a stage from the start of its forward to the end of its backward (of its weights' part
-    where that is split). Without ``stage_ops``, consecutive layers of a rank are one stage.
+    where that is split). Without ``stage_ops``, consecutive layers of a rank are one stage; of several ranks, if every
+    micro-batch goes on to the next layer at once (where a pipeline folds, a rank's two stages are consecutive, too).
     """
     schedule = simulation.world.ranks[rank]
-    stage_of = _stages(schedule, stage_ops=stage_ops)
+    stage_of = _stages(schedule, stage_ops=stage_ops, folds=len(simulation.world.ranks) > 1)
     spans: dict[tuple[int, int], list[float]] = {}  # (stage, micro-batch) -> start, end, items
     for op, start, end in zip(schedule.ops, simulation.starts[rank], simulation.ends[rank], strict=True):
         key = (stage_of.get(op.word.stage, -1), op.word.micro_batch)
@@ -66,12 +68,20 @@ def in_flight_peak(simulation: Simulation, rank: int, *, stage_ops: bool) -> int
     return round(most)
 
 
-def _stages(schedule: Schedule, *, stage_ops: bool) -> dict[int, int]:
+def _stages(schedule: Schedule, *, stage_ops: bool, folds: bool) -> dict[int, int]:
     """The first layer of the stage that each layer with a forward is in."""
-    layers = sorted({op.word.stage for op in schedule.ops if op.word.kind == "F"})
+    words = [op.word for op in schedule.lanes["compute"]]
+    layers = sorted({word.stage for word in words if word.kind == "F"})
+    apart = {
+        word.stage
+        for before, word in pairwise(words)
+        if word.kind == "F"
+        and (before.kind, before.stage, before.micro_batch) != ("F", word.stage - 1, word.micro_batch)
+    }
     stage_of: dict[int, int] = {}
     for layer in layers:
-        stage_of[layer] = layer if stage_ops else stage_of.get(layer - 1, layer)
+        alone = stage_ops or (folds and layer in apart)
+        stage_of[layer] = layer if alone else stage_of.get(layer - 1, layer)
     return stage_of
 
 
