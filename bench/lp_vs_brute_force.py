@@ -114,12 +114,23 @@ def grid(question: Question) -> Iterator[tuple[Request, Settings]]:
     families: tuple[Family, ...] = ("vertical", "horizontal")
     for family in families:
         request = replace(question.request, family=family)
-        classes = Walk(request, wait=request.wait).classes
+        classes = _by_size(request)
         for chunk, depths in product(_chunks(request), _DEPTHS):
             base = settings_of(request, base_placement(request), chunk, depths)
             for settings in _placed(base, classes, question):
                 if limits.exceeded(request, settings) is None:
                     yield request, settings
+
+
+def _by_size(request: Request) -> list[GroupClass]:
+    """Groups of one size together, with the homes that any of them may have."""
+    found: dict[int, list[GroupClass]] = {}
+    for kind in Walk(request, wait=request.wait).classes:
+        found.setdefault(request.program.groups[kind.members[0]].trainable, []).append(kind)
+    return [
+        GroupClass(members=tuple(sorted(g for kind in kinds for g in kind.members)), homes=kinds[0].homes)
+        for kinds in found.values()
+    ]
 
 
 def _chunks(request: Request) -> Sequence[int]:

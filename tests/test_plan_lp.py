@@ -167,13 +167,13 @@ def test_pins_are_constraints() -> None:
 
 def test_patterns() -> None:
     lp_class = PlacementLP(
-        *(lambda q: (q.request, fitted(q.request), q.costs))(question(transformer(8), form=ADAM16))
+        *(lambda q: (q.request, fitted(q.request), q.costs))(question(transformer(7), form=ADAM16))
     ).classes
     blocks = max(lp_class, key=lambda kind: len(kind.members))
-    counts = {("device", "host"): 2, ("host", "host"): 6}
+    counts = {("device", "host"): 2, ("host", "host"): 4}
     last = assign(blocks, counts, "last")
     assert [g for g in blocks.members if last[g] == ("device", "host")] == list(blocks.members[-2:])
     spread = assign(blocks, counts, "spread")
     on_device = [i for i, g in enumerate(blocks.members) if spread[g] == ("device", "host")]
     assert len(on_device) == 2
-    assert on_device[1] - on_device[0] == 4
+    assert on_device[1] - on_device[0] == 3

@@ -53,9 +53,8 @@ def _splits(task: Task, batch: int) -> Iterator[Split]:
         if batch % size or not batch // size <= _MICRO_BATCHES:
             continue
         seconds = estimate(task.question(size, batch // size), task.families[0])
-        if seconds is None:
-            break  # larger ones take more memory
-        yield Split(micro_batch_size=size, micro_batches=batch // size, seconds=seconds)
+        if seconds is not None:
+            yield Split(micro_batch_size=size, micro_batches=batch // size, seconds=seconds)
 
 
 def choose(task: Task, batch: int) -> tuple[Choice, Split]:

@@ -2,9 +2,11 @@
 
 A *phase* is a stretch of the step whose work can overlap with itself but hardly with that of the next one:
 
-    forward     every F visit, and the loads of the epilogue's weights
+    start       the loads of the embedding and the first block, which the first block's compute waits for
+    forward     every F visit, and the other loads up to the epilogue's
     backward    the epilogue and every B visit; without a norm to wait for, also the optimizer
     last        horizontal without such a wait: the last micro-batch's backward, which the optimizer's work falls into
+    tail        the first block's and the embedding's gradients and steps: the last compute is over by then
     update      after the global norm, where the optimizer waits for it
 
 With a delay ratio α, that share of the optimizer's work falls into the forward, and delayed chunks on disk are not read
@@ -25,7 +27,6 @@ from penstock.config import Tier
 from penstock.plan.fit import Request, tied_groups
 from penstock.schedule.op import LOCAL_LANES, Lane, Op, parse_word
 from penstock.schedule.place import FP32, Depths, Placement, Settings, chunk_count, page_up
-from penstock.schedule.route import Visit
 from penstock.sim.costs import Costs
 
 Home = tuple[Tier, Tier]
@@ -61,13 +62,24 @@ class Walk:
         self.groups = request.program.groups
         self.wait = wait
         self.split_last = request.one_by_one and not wait and request.micro_batches > 1
-        self.phases = ("forward", "backward", *(["last"] * self.split_last), *(["update"] * wait))
+        self.phases = (
+            "start",
+            "forward",
+            "backward",
+            *(["last"] * self.split_last),
+            "tail",
+            *(["update"] * wait),
+        )
         self.tied = tied_groups(request.program)
+        self._index = {name: i for i, name in enumerate(self.phases)}
+        visits, stages = self.route.visits, request.program.stages
+        calls = [i for i, v in enumerate(visits) if stages[v.stage].kind == "call"]
+        self._started = calls[0] if calls else 0
+        self._tail = calls[-1] if calls and visits[calls[-1]].kind == "B" else len(visits)
         self.visits: dict[int, Counter[int]] = {}
-        for visit in self.route.visits:
-            phase = 0 if visit.kind == "E" else self.phase_of(visit)
+        for i, visit in enumerate(visits):
             for g in self.route.reads(visit.kind, visit.stage):
-                self.visits.setdefault(g, Counter())[phase] += 1
+                self.visits.setdefault(g, Counter())[self._load_phase(i)] += 1
         self.first = {g: min(phases) for g, phases in self.visits.items()}
         self.keys = [self._key(group.index) for group in self.groups]
 
@@ -78,16 +90,32 @@ class Walk:
             found.setdefault(key, []).append(g)
         return tuple(GroupClass(members=tuple(m), homes=self._homes(m[0])) for m in found.values())
 
-    def phase_of(self, visit: Visit) -> int:
+    def phase(self, name: str) -> int:
+        """Index of a phase by its name."""
+        return self._index[name]
+
+    def compute_phase(self, index: int) -> int:
         """Index of the phase that a visit's compute falls into."""
+        visit = self.route.visits[index]
         if visit.kind == "F":
-            return 0
+            return self.phase("forward")
         last = self.split_last and visit.micro_batches[-1] == self.request.micro_batches - 1
-        return 2 if last else 1
+        return self.phase("last" if last else "backward")
+
+    def _load_phase(self, index: int) -> int:
+        """... that the loads of a visit's weights fall into."""
+        if index <= self._started:
+            return self.phase("start")
+        ahead = self.route.visits[index].kind == "E"
+        return self.phase("forward") if ahead else self.compute_phase(index)
+
+    def gradient_phase(self, index: int) -> int:
+        """... that the way of a visit's gradients to the host falls into."""
+        return self.phase("tail") if index >= self._tail else self.compute_phase(index)
 
     def step_phase(self, g: int) -> int:
-        """Index of the phase that a group is stepped in, if it is not delayed."""
-        return len(self.phases) - 1 if self.wait else self.phase_of(self.route.visits[self.route.last_visit[g]])
+        """... that a group is stepped in, if it is not delayed."""
+        return self.phase("update") if self.wait else self.gradient_phase(self.route.last_visit[g])
 
     def steps(self, g: int) -> bool:
         """Whether a group is trained."""
@@ -102,8 +130,8 @@ class Walk:
         return (
             *size,
             g in self.tied,
-            tuple(self.phase_of(route.visits[i]) for i in route.gradient_visits[g]),
-            self.phase_of(route.visits[route.last_visit[g]]),
+            tuple(self.gradient_phase(i) for i in route.gradient_visits[g]),
+            self.gradient_phase(route.last_visit[g]),
             route.last_visit[g] > route.gradient_visits[g][-1],
             tuple((g, stage) in route.summed for stage in route.uses[g]),
         )
@@ -164,12 +192,16 @@ class Loads:
         stages = self.request.program.stages
         sizes = Counter(s.checkpoint for s in stages[:-2] if s.checkpoint > 0)
         times = self.s.micro_batches
-        back = {1: times - 1, 2: 1} if self.walk.split_last else {1: times}
+        walk = self.walk
+        out = walk.phase("forward")
+        back = {walk.phase("backward"): times}
+        if walk.split_last:
+            back = {walk.phase("backward"): times - 1, walk.phase("last"): 1}
         for nbytes, count in sizes.items():
             pages = page_up(nbytes)
-            self._add(load, 0, "DC0m0", count * nbytes, count, times)
+            self._add(load, out, "DC0m0", count * nbytes, count, times)
             if tier == "disk":
-                self._add(load, 0, "WC0m0", count * pages, count, times)
+                self._add(load, out, "WC0m0", count * pages, count, times)
             for phase, n in back.items():
                 self._add(load, phase, "UC0m0", count * nbytes, count, n)
                 if tier == "disk":
@@ -180,11 +212,12 @@ class Loads:
     def of_compute(self) -> Load:
         """Forward, recompute and backward: the same wherever anything lives."""
         load = self._none()
-        counts = Counter((v.kind, v.stage, self.walk.phase_of(v), len(v.micro_batches)) for v in self.route.visits)
+        visits = enumerate(self.route.visits)
+        counts = Counter((v.kind, v.stage, self.walk.compute_phase(i), len(v.micro_batches)) for i, v in visits)
         for (kind, stage, phase, items), n in counts.items():
             self._add(load, phase, f"{kind}{stage}m0", 0, n, items)
         if self.s.wait:
-            self._add(load, 1, "NORM", 0, 1)
+            self._add(load, self.walk.phase("update"), "NORM", 0, 1)
         return load
 
     def of(self, place: Placement) -> Load:
@@ -218,7 +251,7 @@ class Loads:
                     self._add(load, phase, f"RW{g}.0@F0", nbytes, n, times - share * (phase == self.walk.first[g]))
 
     def _on_device(self, load: Load, g: int) -> None:
-        done = self.walk.phase_of(self.route.visits[self.route.gradient_visits[g][-1]])
+        done = self.walk.gradient_phase(self.route.gradient_visits[g][-1])
         if self.s.wait:
             self._add(load, done, f"ND{g}", 0, 1)
         self._add(load, self.walk.step_phase(g), f"OD{g}", 0, 1)
@@ -228,17 +261,19 @@ class Loads:
         n = chunk_count(self.groups[g].trainable, self.s.chunk)
         seen: set[int] = set()
         for i in route.gradient_visits[g]:
-            visit = route.visits[i]
-            self._add(load, self.walk.phase_of(visit), f"DG{g}.0@B0", nbytes, n)
-            if visit.stage in seen:
-                self._add(load, self.walk.phase_of(visit), f"AG{g}.0@B0", 3 * nbytes, n)
-            seen.add(visit.stage)
-        done = self.walk.phase_of(route.visits[route.gradient_visits[g][-1]])
+            stage, phase = route.visits[i].stage, self.walk.gradient_phase(i)
+            self._add(load, phase, f"DG{g}.0@B0", nbytes, n)
+            if stage in seen:
+                self._add(load, phase, f"AG{g}.0@B0", 3 * nbytes, n)
+            seen.add(stage)
+        done = self.walk.gradient_phase(route.gradient_visits[g][-1])
         self._add(load, done, f"AG{g}.0@sum1", 3 * nbytes, n, len(route.uses[g]) - 1)
         if self.s.wait:
             self._add(load, done, f"NG{g}.0", nbytes, n)
-        if gradients == "disk":
-            self._add(load, done, f"WG{g}.0", nbytes, n, 1.0 if self.s.wait else self.s.delay)
+        if gradients == "disk":  # the norm waits for its parts, and not for gradients to be on disk
+            late = self.walk.wait and done == self.walk.phase("tail")
+            written = self.walk.phase("update") if late else done
+            self._add(load, written, f"WG{g}.0", nbytes, n, 1.0 if self.s.wait else self.s.delay)
 
     def _step_load(self, load: Load, g: int, home: Home, gradients: Tier) -> None:
         form, numel = self.s.form, self.groups[g].trainable

@@ -53,8 +53,8 @@ class Rounding:
         assert shares.whole
         self.lp = lp
         self.limits = limits
-        self.checkpoints: Tier = max(shares.checkpoints, key=lambda tier: shares.checkpoints[tier])
-        self.gradients = max(shares.gradients, key=lambda tier: shares.gradients[tier])
+        self.checkpoints = shares.checkpoint_tier
+        self.gradients = shares.gradient_tier
         floors = [_floors(kind, found) for kind, found in zip(lp.classes, shares.homes, strict=True)]
         self.counts: list[dict[Home, int]] = [counts for counts, _ in floors]
         self._left = [left for _, left in floors]

@@ -1,11 +1,13 @@
 """The search for the best plan: linear programs propose, the simulator decides.
 
 1. For every family, delay and chunk size, the linear program gives the placement with the least estimated time for each
-   tier of checkpoints and gradients (``placement_lp``), which is rounded to whole groups that fit (``rounding``).
+   tier of checkpoints and gradients (``placement_lp``); the best of them are found again in whole groups (the same
+   program, integer), and which groups these are is a matter of pattern (``rounding``).
 2. The best few are built and simulated, along with what ``fit`` would take.
-3. From the simulated best, its neighbours are: chunks twice and half as large, each depth one more and one less, the
-   other pattern of rounding, other delays, one group up or down. A neighbour whose estimate is above the best simulated
-   time cannot win and is not simulated. As long as one wins, its neighbours are next.
+3. From the simulated best, its neighbours are: the other pattern, other tiers for checkpoints and gradients, chunks
+   twice and half as large, each depth one more and one less, other delays, one group up or down. A neighbour whose
+   estimate is well above the best simulated time is not simulated. As long as one wins, its neighbours are next; it is
+   over when the best takes as long as the least estimate, to 1%.
 
 What is simulated is counted in ops, not seconds, so that the same question has the same answer on any machine.
 """
@@ -14,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 from penstock.config import Tier, format_size
 from penstock.errors import BudgetError
@@ -22,7 +25,7 @@ from penstock.plan.fit import Family, Plan, Request, base_placement, fit, fitted
 from penstock.plan.lane_loads import Loads, Walk, bound
 from penstock.plan.machine import Machine
 from penstock.plan.model import StageTimes
-from penstock.plan.placement_lp import PlacementLP, Waits
+from penstock.plan.placement_lp import PlacementLP, Shares, Waits
 from penstock.plan.rounding import PATTERNS, Limits, Pattern, Rounding
 from penstock.schedule.place import Depths, Placement, Settings
 from penstock.schedule.program import ALIGN
@@ -44,11 +47,15 @@ _DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 """of weights and gradients, from the best to the smallest"""
 _HOST_DEPTHS = (4, 3, 2, 1)
 _SHALLOWEST = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, checkpoints=1)
+_TIERS_TRIED = 2
+"""combinations of tiers for checkpoints and gradients that are proposed for each size of chunks"""
 _FIRST = 4
 """proposals of the linear programs that are simulated before the neighbours of the best"""
 _DEEPEST = 8
 _BETTER = 0.998
 """A neighbour must take less than this share of the best time to be worth a change."""
+_HOPELESS = 1.02
+"""Above so much of the best simulated time an estimate, which takes phases one after the other, rules a plan out."""
 _EQUAL, _GOOD_ENOUGH, _PROMISING = 1.005, 1.01, 1.05
 _ONE_EACH = Costs(name="number of ops", seconds=lambda op: 1.0)
 
@@ -140,16 +147,16 @@ def search(question: Question) -> Choice:
 
 
 def estimate(question: Question, family: Family) -> float | None:
-    """Seconds that the linear program gives the best placement of a family; None if nothing fits."""
-    proposals = _Search(question).proposals(replace(question.request, family=family), few=True)
-    return min((p.estimate for p in proposals), default=None)
+    """Seconds of the linear program's optimum for a family, for one size of chunks; None if nothing fits."""
+    seconds = _Search(question).least(replace(question.request, family=family))
+    return None if math.isinf(seconds) else seconds
 
 
 def feasible(question: Question) -> bool:
     """Whether ``search`` finds a plan that fits."""
     finder = _Search(question)
     requests = [replace(question.request, family=family) for family in question.families]
-    if any(finder.proposals(request, few=True) for request in requests):
+    if any(math.isfinite(finder.least(request)) for request in requests):
         return True
     try:
         return bool(finder.greedy(requests))
@@ -205,29 +212,39 @@ class _Search:
         """Those that are no worse than the others by one linear program each."""
         if len(requests) == 1:
             return requests
-        seconds = [min((p.estimate for p in self.proposals(r, few=True)), default=math.inf) for r in requests]
+        seconds = [self.least(request) for request in requests]
         return [r for r, s in zip(requests, seconds, strict=True) if s <= min(seconds) * _PROMISING]
 
     # ---- proposals
 
-    def proposals(self, request: Request, *, few: bool = False) -> list[Proposal]:
-        """What the linear programs propose; ``few``: for the largest of a few chunk sizes, and the best tiers only."""
+    def proposals(self, request: Request) -> list[Proposal]:
+        """What the linear programs propose for every delay and chunk size."""
         found: list[Proposal] = []
         base = base_placement(request)
         for delay in self.q.delays if request.family == "vertical" else (0.0,):
-            for chunk in self._few_sizes(request) if few else self._chunk_sizes(request):
+            for chunk in self._chunk_sizes(request):
                 settings = self._deepest(replace(settings_of(request, base, chunk, Depths()), delay=delay), request)
                 if settings is not None:
-                    found += self._solved(settings, request, few=few)
-                    if few:
-                        break
+                    lp = self._program(settings, request)
+                    for shares in lp.solve_whole()[:_TIERS_TRIED]:
+                        found += self._rounded(lp, shares, PATTERNS)
         return found
+
+    def least(self, request: Request) -> float:
+        """Seconds of the best shares, for the first chunk size that fits and without a delay; infinite if none does."""
+        base = base_placement(request)
+        for chunk in self._few_sizes(request):
+            settings = self._deepest(settings_of(request, base, chunk, Depths()), request)
+            solved = [] if settings is None else self._program(settings, request).solve_whole()
+            if solved:
+                return solved[0].seconds
+        return math.inf
 
     def _few_sizes(self, request: Request) -> Iterator[int]:
         """Chunk sizes to try one after the other; the first alone if smaller ones would not fit either."""
         yield _FEW_CHUNKS[0]
         least = settings_of(request, base_placement(request), _FEW_CHUNKS[-1], _SHALLOWEST)
-        if not self._program(least, request).full:
+        if self._program(least, request).relaxed is not None:
             yield from _FEW_CHUNKS[1:]
 
     def _deepest(self, settings: Settings, request: Request) -> Settings | None:
@@ -236,21 +253,21 @@ class _Search:
             for n in _HOST_DEPTHS:
                 depths = Depths(weights=weights, gradients=gradients, stage_in=n, stage_out=n, state=n, checkpoints=n)
                 option = replace(settings, depths=depths)
-                full = self._program(option, request).full
-                if not full:
-                    return option
-                if "device" in full:
+                lp = self._program(option, request)
+                if lp.device_is_full:
                     break
+                if lp.relaxed is not None:
+                    return option
         return None
 
-    def _solved(self, settings: Settings, request: Request, *, few: bool = False) -> Iterator[Proposal]:
-        lp = self._program(settings, request)
-        for shares in lp.solve_whole()[: 1 if few else 2]:
-            rounding = Rounding(lp, shares, self.limits)
-            for pattern in PATTERNS[:1] if few else PATTERNS:
-                placed = rounding.settings(pattern)
-                if placed is not None:
-                    yield self._proposal(placed, request, pattern)
+    def _rounded(self, lp: PlacementLP, shares: Shares, patterns: Iterable[Pattern]) -> Iterator[Proposal]:
+        """Whole groups for the tiers that shares have for checkpoints and gradients, as near to the optimum as fits."""
+        whole = lp.solve(shares.checkpoint_tier, shares.gradient_tier, integer=True)
+        rounding = Rounding(lp, whole or shares, self.limits)
+        for pattern in patterns:
+            placed = rounding.settings(pattern)
+            if placed is not None:
+                yield self._proposal(placed, lp.request, pattern)
 
     def _program(self, settings: Settings, request: Request) -> PlacementLP:
         key = (request.family, settings.chunk, settings.depths, settings.delay)
@@ -314,7 +331,7 @@ class _Search:
         key = (proposal.request.family, proposal.settings)
         size = self._size(proposal.request, proposal.settings)
         spent = self.best is not None and (self.ops + size > self.q.simulated_ops or len(self.seen) >= SIMULATIONS)
-        hopeless = self.best is not None and proposal.estimate >= self.best[0] * _BETTER
+        hopeless = self.best is not None and proposal.estimate >= self.best[0] * _HOPELESS
         if key in self.seen or spent or hopeless or size > LARGEST_SCHEDULE:
             return False
         plan = proposal.request.plan(proposal.settings)
@@ -337,11 +354,12 @@ class _Search:
         for pattern in PATTERNS:
             if pattern != proposal.pattern:
                 yield from self._again(settings, request, (pattern,), place.checkpoints, place.gradients)
+        lp = self._program(settings, request)
+        for tier, waits in product(lp.checkpoint_tiers, lp.gradient_tiers):
+            if (tier, waits) != (place.checkpoints, place.gradients):
+                yield from self._again(settings, request, (proposal.pattern,), tier, waits)
         for changed in _changes(settings, self.q.delays if request.family == "vertical" else (0.0,)):
             yield from self._again(changed, request, (proposal.pattern,), place.checkpoints, place.gradients)
-        for tier in self._program(settings, request).checkpoint_tiers:
-            if tier != place.checkpoints:
-                yield from self._again(settings, request, (proposal.pattern,), tier, place.gradients)
         yield from self._moved(proposal)
 
     def _again(
@@ -351,13 +369,8 @@ class _Search:
         lp = self._program(settings, request)
         waits = gradients if gradients in lp.gradient_tiers else lp.gradient_tiers[0]
         shares = lp.solve(checkpoints, waits)
-        if shares is None:
-            return
-        rounding = Rounding(lp, shares, self.limits)
-        for pattern in patterns:
-            placed = rounding.settings(pattern)
-            if placed is not None:
-                yield self._proposal(placed, request, pattern)
+        if shares is not None:
+            yield from self._rounded(lp, shares, patterns)
 
     def _moved(self, proposal: Proposal) -> Iterator[Proposal]:
         """One group of the largest class up or down."""
