@@ -212,7 +212,7 @@ def test_the_smallest_change_works_and_a_hundredth_less_does_not(device: int, ho
     for tier in ("device", "host"):
         if f"more {tier} (" not in text:
             continue
-        size = smallest(asked, 2, 2, tier)
+        size = smallest(asked.question(2, 2), tier)
         assert size is not None
         search(replace(asked, budget=replace(asked.budget, **{tier: size})).question(2, 2))
         with pytest.raises(BudgetError):

@@ -7,18 +7,20 @@ bisection.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
-from penstock.config import Tier, format_size
+from penstock.config import TIERS, Tier, format_size
 from penstock.errors import BudgetError
 from penstock.plan.fit import Family
 from penstock.plan.machine import Machine
-from penstock.plan.search import estimate, feasible
+from penstock.plan.search import Question, estimate, smallest_program
 from penstock.plan.task import Task
 
 WORTH_SAYING = 1.02
 _MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
 _MOST = 1 << 52
 """bytes beyond which a tier is no answer"""
+_STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +125,11 @@ def _faster_device(machine: Machine) -> Machine:
 def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetError) -> BudgetError:
     """The error for what does not fit: each tier's smallest growth that makes it fit, the smallest one first."""
     growth: list[tuple[int, str]] = []
+    question = task.question(micro_batch_size, micro_batches)
     tiers: tuple[Tier, ...] = ("device", "host", "disk") if task.machine.drives else ("device", "host")
     for tier in tiers:
-        needed = smallest(task, micro_batch_size, micro_batches, tier)
-        if needed is not None:
+        needed = smallest(question, tier)
+        if needed is not None and needed > _given(task, tier):
             more = needed - _given(task, tier)
             growth.append((more, f"{format_size(more)} more {tier} ({format_size(needed)} in all)"))
     if not growth:
@@ -147,21 +150,25 @@ def _given(task: Task, tier: Tier) -> int:
     return {"device": task.budget.device_bytes, "host": task.budget.host_bytes, "disk": task.disk_free}[tier]
 
 
-def _with(task: Task, tier: Tier, size: int) -> Task:
-    if tier == "disk":
-        return replace(task, disk_free=size)
-    if tier == "host":
-        return replace(task, budget=replace(task.budget, host=size))
-    return replace(task, budget=replace(task.budget, device=size))
+def smallest(question: Question, tier: Tier) -> int | None:
+    """The smallest size of a tier with which something fits, to one part in 256 upwards; None if none does."""
+    programs = [smallest_program(replace(question.request, family=family), question) for family in question.families]
+    index = TIERS.index(tier)
 
+    def fits(nbytes: int, *, integer: bool = False) -> bool:
+        for lp in programs:
+            lp.budget[index] = nbytes
+            for tiers in product(lp.checkpoint_tiers, lp.gradient_tiers):
+                if lp.solve(*tiers, integer=integer) is not None:
+                    return True
+        return False
 
-def smallest(task: Task, size: int, count: int, tier: Tier) -> int | None:
-    """The smallest size of a tier with which it fits, to one part in 256 upwards; None if none does."""
-
-    def fits(nbytes: int) -> bool:
-        return feasible(_with(task, tier, nbytes).question(size, count))
-
-    return _bisect(fits, max(_given(task, tier), 1 << 20))
+    size = _bisect(fits, max(int(programs[0].budget[index]), 1 << 20))
+    for _ in range(_STEPS):  # shares fit in a little less than whole groups
+        if size is None or fits(size, integer=True):
+            return size
+        size += size // 256
+    return size
 
 
 def _bisect(fits: Callable[[int], bool], low: int) -> int | None:

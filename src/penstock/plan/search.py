@@ -152,16 +152,10 @@ def estimate(question: Question, family: Family) -> float | None:
     return None if math.isinf(seconds) else seconds
 
 
-def feasible(question: Question) -> bool:
-    """Whether ``search`` finds a plan that fits."""
-    finder = _Search(question)
-    requests = [replace(question.request, family=family) for family in question.families]
-    if any(math.isfinite(finder.least(request)) for request in requests):
-        return True
-    try:
-        return bool(finder.greedy(requests))
-    except BudgetError:
-        return False
+def smallest_program(request: Request, question: Question, walk: Walk | None = None) -> PlacementLP:
+    """The linear program that asks for the least memory: small chunks, and no more buffers than a step needs."""
+    settings = settings_of(request, base_placement(request), _CHUNKS[0], _SHALLOWEST)
+    return PlacementLP(request, settings, question.costs, disk_free=question.disk_free, walk=walk)
 
 
 class _Search:
@@ -177,8 +171,8 @@ class _Search:
         self.best: tuple[float, Proposal, Plan, Simulation] | None = None
 
     def run(self) -> Choice:
-        requests = self._promising([replace(self.q.request, family=family) for family in self.q.families])
-        proposals = [p for request in requests for p in self.proposals(request)]
+        requests = [replace(self.q.request, family=family) for family in self.q.families]
+        proposals = [p for request in self._promising(requests) for p in self.proposals(request)]
         possible = min((p.estimate for p in proposals), default=math.inf)
         # Of estimates that are as good as equal first the fewest ops: large chunks let the lanes run further ahead, and
         # leave more simulations to come.
@@ -209,11 +203,10 @@ class _Search:
         return self.best is not None and self.best[0] <= possible * _GOOD_ENOUGH
 
     def _promising(self, requests: list[Request]) -> list[Request]:
-        """Those that are no worse than the others by one linear program each."""
-        if len(requests) == 1:
-            return requests
+        """Those that fit and are not clearly worse than another one, by one linear program each."""
         seconds = [self.least(request) for request in requests]
-        return [r for r, s in zip(requests, seconds, strict=True) if s <= min(seconds) * _PROMISING]
+        bar = min(seconds) * _PROMISING
+        return [r for r, s in zip(requests, seconds, strict=True) if math.isfinite(s) and s <= bar]
 
     # ---- proposals
 
@@ -232,20 +225,15 @@ class _Search:
 
     def least(self, request: Request) -> float:
         """Seconds of the best shares, for the first chunk size that fits and without a delay; infinite if none does."""
+        if smallest_program(request, self.q, self._walk(request)).relaxed is None:
+            return math.inf
         base = base_placement(request)
-        for chunk in self._few_sizes(request):
+        for chunk in _FEW_CHUNKS:
             settings = self._deepest(settings_of(request, base, chunk, Depths()), request)
             solved = [] if settings is None else self._program(settings, request).solve_whole()
             if solved:
                 return solved[0].seconds
         return math.inf
-
-    def _few_sizes(self, request: Request) -> Iterator[int]:
-        """Chunk sizes to try one after the other; the first alone if smaller ones would not fit either."""
-        yield _FEW_CHUNKS[0]
-        least = settings_of(request, base_placement(request), _FEW_CHUNKS[-1], _SHALLOWEST)
-        if self._program(least, request).relaxed is not None:
-            yield from _FEW_CHUNKS[1:]
 
     def _deepest(self, settings: Settings, request: Request) -> Settings | None:
         """The settings with the most buffers, up to the usual ones, with which anything fits."""
