@@ -9,7 +9,7 @@ from tests.programs import transformer
 from tests.questions import DRIVE, MACHINE, question, times_for
 
 from penstock.config import Budget
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, ConfigError
 from penstock.plan import forecast as forecasts
 from penstock.plan.advice import advice, refusal, smallest
 from penstock.plan.ask import plan, report
@@ -53,6 +53,24 @@ def test_the_choice_is_within_three_percent_of_a_grid(form: Format, wait: bool) 
     found = brute_force(asked)
     assert found.simulated > 5
     assert search(replace(asked, families=("vertical", "horizontal"))).seconds <= found.seconds * (1 + WITHIN)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_with_delays_to_choose_from_the_schedule_is_safe_fits_and_is_no_slower(wait: bool) -> None:
+    asked = question(transformer(6, block=40), form=ADAM16, wait=wait, device=5 * MIB, host=14 * MIB)
+    free = search(replace(asked, delays=(0.0, 0.25, 0.5)))
+    check(free.plan.schedule)
+    assert free.plan.host_bytes <= 14 * MIB
+    assert free.seconds <= search(asked).seconds * 1.01
+    if wait:
+        assert free.plan.settings.delay > 0
+        assert free.seconds < search(asked).seconds * 0.95
+
+
+def test_a_disk_without_a_drive_in_the_profile_is_refused() -> None:
+    asked = question(transformer(2), form=ADAM16)
+    with pytest.raises(ConfigError, match=r"has no drives, but budget\.disk is given"):
+        best(asked.request, replace(MACHINE, drives=()), asked.times, asked.optimizer)
 
 
 def test_the_same_question_has_the_same_answer() -> None:
@@ -228,6 +246,13 @@ def test_a_full_disk_is_refused_with_how_much_more_it_takes() -> None:
     error = refusal(asked, 2, 2, BudgetError("-"))
     assert "more disk (" in str(error)
     assert "more host (" in str(error)
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    asked = task(device=10 * MIB, host=40 * MIB)
+    with pytest.raises(BudgetError, match=r"Or a smaller batch: ([0-9]+) sequences fit") as caught:
+        report(asked, batch=4096)
+    choose(asked, int(str(caught.value).split("batch: ")[1].split()[0]))
 
 
 # ---- batches and the roofline

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def as_json(report: "PlanReport") -> dict[str, Any]:
-    """Seconds, bytes, tokens; keys are documented by their names and in docs/plan.md."""
+    """Seconds, bytes, tokens, sequences; shares and factors as plain numbers."""
     f, task = report.forecast, report.forecast.task
     return {
         "model": {"name": task.shape.name, "parameters": f.parameters},

@@ -10,7 +10,7 @@ from penstock.config import Budget, OptimizerName, Precision, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.plan import meta, shipped, transformer
 from penstock.plan.advice import Advice, advice, refusal
-from penstock.plan.batches import Point, Split, choose, curve, saturating
+from penstock.plan.batches import Point, Split, choose, curve, cuts, saturating, splits
 from penstock.plan.fit import Family, Plan
 from penstock.plan.forecast import Forecast, forecast
 from penstock.plan.machine import Machine
@@ -244,7 +244,16 @@ def _chosen(task: Task, batch: int | None) -> tuple[Choice, Split]:
             batch = saturating(task)
         return choose(task, batch)
     except BudgetError as error:
-        raise refusal(task, 1, batch or 1, error) from None
+        refused = refusal(task, *cuts(batch or 1)[0], error)
+        smaller = next((n for n in _halves(batch or 1) if splits(task, n)), None)
+        more = "" if smaller is None else f". Or a smaller batch: {smaller} sequences fit"
+        raise BudgetError(f"{refused}{more}") from None
+
+
+def _halves(batch: int) -> Iterator[int]:
+    while batch > 1:
+        batch //= 2
+        yield batch
 
 
 def _beyond(found: Forecast) -> Iterator[str]:

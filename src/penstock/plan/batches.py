@@ -49,12 +49,16 @@ def splits(task: Task, batch: int) -> list[Split]:
 
 
 def _splits(task: Task, batch: int) -> Iterator[Split]:
-    for size in _MICRO_BATCH_SIZES:
-        if batch % size or not batch // size <= _MICRO_BATCHES:
-            continue
-        seconds = estimate(task.question(size, batch // size), task.families[0])
+    for size, count in cuts(batch):
+        seconds = estimate(task.question(size, count), task.families[0])
         if seconds is not None:
-            yield Split(micro_batch_size=size, micro_batches=batch // size, seconds=seconds)
+            yield Split(micro_batch_size=size, micro_batches=count, seconds=seconds)
+
+
+def cuts(batch: int) -> list[tuple[int, int]]:
+    """(sequences in a micro-batch, micro-batches): ways to cut a batch without a rest, small micro-batches first."""
+    whole = [(size, batch // size) for size in _MICRO_BATCH_SIZES if batch % size == 0]
+    return [(size, count) for size, count in whole if count <= _MICRO_BATCHES]
 
 
 def choose(task: Task, batch: int) -> tuple[Choice, Split]:
@@ -65,16 +69,16 @@ def choose(task: Task, batch: int) -> tuple[Choice, Split]:
         BudgetError: it does not fit, with micro-batches of one sequence.
         ConfigError: it cannot be cut into few enough micro-batches.
     """
-    found = splits(task, batch)
-    if not found and batch > _MICRO_BATCHES:
+    if not cuts(batch):
         raise ConfigError(
-            f"batch={batch}: no way to cut it into at most {_MICRO_BATCHES} micro-batches of "
-            f"{', '.join(map(str, _MICRO_BATCH_SIZES))} sequences fits: choose a batch with more factors of 2, or give "
-            "more device memory"
+            f"batch={batch}: cannot be cut into at most {_MICRO_BATCHES} equal micro-batches of "
+            f"{', '.join(map(str, _MICRO_BATCH_SIZES))} sequences: choose a batch with more factors of 2"
         )
+    found = splits(task, batch)
     best: tuple[Choice, Split] | None = None
     least = min((split.seconds for split in found), default=0.0)
-    for split in found[:2] or [Split(micro_batch_size=1, micro_batches=batch, seconds=0.0)]:
+    first = cuts(batch)[0]
+    for split in found[:2] or [Split(micro_batch_size=first[0], micro_batches=first[1], seconds=0.0)]:
         if best is not None and (split.seconds > least * _EQUAL or best[0].seconds <= least * _GOOD_ENOUGH):
             break
         choice = search(task.question(split.micro_batch_size, split.micro_batches))

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import product
 
 from penstock.config import Tier, format_size
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, ConfigError
 from penstock.plan.costs import machine_costs
 from penstock.plan.fit import Family, Plan, Request, base_placement, fit, fitted, settings_of
 from penstock.plan.lane_loads import Loads, Walk, bound
@@ -37,8 +37,6 @@ from penstock.sim.simulate import simulate
 SIMULATED_OPS = 50_000
 """How many ops all simulations of one search may have together; the first is done whatever it takes."""
 SIMULATIONS = 16
-LARGEST_SCHEDULE = 400_000
-"""Ops of the largest schedule that is proposed."""
 
 _CHUNKS = tuple(2**power for power in range(16, 29))
 _FEW_CHUNKS = (2**24, 2**20, 2**18, 2**16)
@@ -124,7 +122,10 @@ def best(request: Request, machine: Machine, times: StageTimes, optimizer: str, 
 
     Raises:
         BudgetError: nothing fits; says the smallest budget of each tier that works.
+        ConfigError: the budget has a directory on disk, and the machine's profile has no drive.
     """
+    if request.bottom == "disk" and not machine.drives:
+        raise ConfigError(f"the profile of {machine.name} has no drives, but budget.disk is given: run penstock doctor")
     if keep is not None or not request.train:
         return fit(request, keep)
     question = Question(
@@ -159,6 +160,8 @@ def smallest_program(request: Request, question: Question, walk: Walk | None = N
 
 
 class _Search:
+    """What one search has weighed and simulated so far."""
+
     def __init__(self, question: Question) -> None:
         self.q = question
         self.limits = Limits.of(question.request, question.disk_free)
@@ -320,7 +323,7 @@ class _Search:
         size = self._size(proposal.request, proposal.settings)
         spent = self.best is not None and (self.ops + size > self.q.simulated_ops or len(self.seen) >= SIMULATIONS)
         hopeless = self.best is not None and proposal.estimate >= self.best[0] * _HOPELESS
-        if key in self.seen or spent or hopeless or size > LARGEST_SCHEDULE:
+        if key in self.seen or spent or hopeless:
             return False
         plan = proposal.request.plan(proposal.settings)
         simulation = simulate(World.of(plan.schedule), self.q.costs)
