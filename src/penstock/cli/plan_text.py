@@ -59,7 +59,8 @@ def _step(f: Forecast) -> Iterator[str]:
         f"bottleneck  {_LANES[f.bottleneck]}: its work alone takes {_seconds(f.limit_seconds)}; the step takes "
         + (f"{over:.0%} longer" if over >= 0.005 else "no longer")
     )
-    phases = (f"{phase} by {_LANES[lane]} ({_seconds(seconds)})" for phase, (lane, seconds) in f.phases.items())
+    long = {phase: found for phase, found in f.phases.items() if found[1] >= 0.01 * f.step_seconds}
+    phases = (f"{phase} by {_LANES[lane]} ({_seconds(seconds)})" for phase, (lane, seconds) in long.items())
     yield f"bound       {', '.join(phases)}"
     device = f.task.machine.device
     yield (
@@ -118,7 +119,7 @@ def _batches(report: PlanReport, *, wide: bool) -> Iterator[str]:
     most = max(roof.compute_tokens_per_second, 1e-9)
     mark = "█" if wide else "#"
     yield f"tokens/s by sequences in a step, micro-batches of {f.micro_batch_size} (estimated by the linear program)"
-    yield f"{'sequences':>10}{'tokens':>11}  {'vertical':<{_BAR + 10}}{'horizontal':<{_BAR + 10}}all on disk"
+    yield f"{'sequences':>10}{'tokens':>11}  {'vertical':<{_BAR + 10}}{'horizontal':<{_BAR + 10}}bound with all state on disk"
     now = f.micro_batches * f.micro_batch_size
     for point in report.curve:
         yield _point(point, report, most, mark) + ("  <- this plan" if point.batch == now else "")

@@ -105,7 +105,8 @@ class Forecast:
         """Phase -> the lane that bounds it, and its seconds with what other lanes take from it."""
         question, plan = self.choice.question, self.choice.plan
         loads = Loads(self.choice.request, plan.settings, question.costs)
-        shared = loads.of(plan.settings.place) @ limits_of(question.costs, Depths())[: len(LOCAL_LANES)].T
+        own = loads.of(plan.settings.place)
+        shared = own @ limits_of(question.costs, Depths())[: len(LOCAL_LANES)].T * (own > 0)
         return {
             phase: (LOCAL_LANES[int(np.argmax(row))], float(row.max()))
             for phase, row in zip(loads.walk.phases, shared, strict=True)
