@@ -119,7 +119,8 @@ def _batches(report: PlanReport, *, wide: bool) -> Iterator[str]:
     most = max(roof.compute_tokens_per_second, 1e-9)
     mark = "█" if wide else "#"
     yield f"tokens/s by sequences in a step, micro-batches of {f.micro_batch_size} (estimated by the linear program)"
-    yield f"{'sequences':>10}{'tokens':>11}  {'vertical':<{_BAR + 10}}{'horizontal':<{_BAR + 10}}bound with all state on disk"
+    columns = "".join(f"{name:<{_BAR + 10}}" for name in ("vertical", "horizontal"))
+    yield f"{'sequences':>10}{'tokens':>11}  {columns}bound with all state on disk"
     now = f.micro_batches * f.micro_batch_size
     for point in report.curve:
         yield _point(point, report, most, mark) + ("  <- this plan" if point.batch == now else "")
