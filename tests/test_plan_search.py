@@ -187,25 +187,34 @@ def test_constants_that_planning_repeats_because_it_imports_no_torch() -> None:
     assert DEVICE_TEMPORARIES == fallback.DEVICE_TEMPORARIES
 
 
+def advised(asked: Task, size: int, count: int) -> dict[str, float]:
+    return {a.change: a.gain for a in advice(asked, size, search(asked.question(size, count)))}
+
+
 def test_advice_is_what_planning_again_gives() -> None:
     asked = task(host=12 * MIB, machine=SLOW)
-    found = {a.change: a.gain for a in advice(asked, 2, 4, "vertical")}
-    assert found == dict(sorted(found.items(), key=lambda item: -item[1]))
+    found = advised(asked, 2, 4)
+    assert list(found.values()) == sorted(found.values(), reverse=True)
     assert all(gain >= 1.02 for gain in found.values())
-    second = found["a second drive like the first"]
     twice = replace(asked, machine=replace(SLOW, drives=(DRIVE, DRIVE)), disk_free=2 * asked.disk_free)
-    before, after = (estimate(t.question(2, 4), "vertical") for t in (asked, twice))
-    assert before is not None
-    assert after is not None
-    assert second == pytest.approx(before / after)
-    assert second > 1.5
+    before, after = (search(t.question(2, 4)).seconds for t in (asked, twice))
+    assert found["a second drive like the first"] == pytest.approx(before / after, rel=0.02)
+    assert before / after > 1.5
     assert any("more host memory" in change for change in found)
     assert any("instead of 4" in change for change in found)
 
 
+def test_advice_for_a_large_schedule_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = task(host=12 * MIB, machine=SLOW)
+    choice = search(asked.question(2, 4))
+    assert all(a.simulated for a in advice(asked, 2, choice)[:1])
+    monkeypatch.setattr("penstock.plan.advice._SMALL", 10)
+    assert not any(a.simulated for a in advice(asked, 2, choice))
+
+
 def test_compute_bound_training_is_not_sold_a_drive() -> None:
     fast_disk = replace(MACHINE, drives=(replace(DRIVE, read=2e10, write=2e10, read_both=2e10, write_both=2e10),))
-    changes = {a.change: a.gain for a in advice(task(machine=fast_disk), 2, 8, "vertical")}
+    changes = advised(task(machine=fast_disk), 2, 8)
     assert "a second drive like the first" not in changes
     assert changes["a device that computes twice as fast"] > 1.3
 
@@ -213,11 +222,11 @@ def test_compute_bound_training_is_not_sold_a_drive() -> None:
 def test_clipping_pins_and_horizontal_are_named_as_what_they_cost() -> None:
     asked = task(host=12 * MIB, machine=SLOW, waits=True)
     pinned = replace(asked, budget=replace(asked.budget, host=40 * MIB, weights="disk", state="disk"))
-    changes = {a.change for a in advice(pinned, 2, 2, "vertical")}
+    changes = advised(pinned, 2, 2)
     assert "tiers chosen by the planner instead of budget.weights, budget.state" in changes
     assert "no gradient clipping, so that the optimizer need not wait" in changes
     across = replace(asked, families=("horizontal",), budget=replace(asked.budget, host=60 * MIB))
-    assert "schedule: vertical instead of horizontal" in {a.change for a in advice(across, 1, 8, "horizontal")}
+    assert "schedule: vertical instead of horizontal" in advised(across, 1, 8)
 
 
 @pytest.mark.parametrize(("device", "host"), [(1 * MIB, 40 * MIB), (40 * MIB, 1 * MIB), (2 * MIB, 2 * MIB)])

@@ -148,9 +148,12 @@ def _advice(report: PlanReport) -> Iterator[str]:
     if not report.advice:
         yield "Nothing that was tried would make it 2% faster: memory, drives, link, compute, batch."
         return
-    yield "What would help (tokens/s, estimated):"
+    yield (
+        "What would help (tokens/s" + (")" if all(a.simulated for a in report.advice) else "; ~: not simulated)") + ":"
+    )
     for advice in report.advice:
-        yield f"  {advice.gain:>5.2f}x  {advice.change}"
+        gain = f"{'' if advice.simulated else '~'}{advice.gain:.2f}x"
+        yield f"  {gain:>7}  {advice.change}"
 
 
 # ---- numbers for people

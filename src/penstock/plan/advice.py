@@ -1,8 +1,9 @@
 """What would help, in numbers: the plan is made again with one thing changed, and compared.
 
-Gains are ratios of the linear program's tokens/s, for one program with the same sizes of chunks on both sides; what is
-chosen is simulated, what is advised is estimated. Where nothing fits, the smallest change that makes it fit is found by
-bisection.
+First by the linear program, on both sides for one chunk size. The best few of these are then searched for and simulated
+like the plan itself, if its schedule is small enough for that to take no time; it can be less than the program promises
+where a step is so short that filling and draining the lanes counts. Where nothing fits, the smallest change that makes
+it fit is found by bisection.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,10 +14,12 @@ from penstock.config import TIERS, Tier, format_size
 from penstock.errors import BudgetError
 from penstock.plan.fit import Family
 from penstock.plan.machine import Machine
-from penstock.plan.search import Question, estimate, smallest_program
+from penstock.plan.search import Choice, Question, estimate, search, smallest_program
 from penstock.plan.task import Task
 
 WORTH_SAYING = 1.02
+_SIMULATED, _SMALL, _OPS = 5, 6_000, 15_000
+"""advice to simulate, ops of a plan up to which it is, and ops for each"""
 _MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
 _MOST = 1 << 52
 """bytes beyond which a tier is no answer"""
@@ -25,10 +28,11 @@ _STEPS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A change, and the factor on tokens/s that it gives."""
+    """A change, and the factor on tokens/s that it gives. ``simulated``: by the simulator, not the linear program."""
 
     change: str
     gain: float
+    simulated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,24 +43,43 @@ class _Variant:
     micro_batches: int
     family: Family | None = None
 
+    @property
+    def sequences(self) -> int:
+        return self.micro_batch_size * self.micro_batches
 
-def advice(task: Task, micro_batch_size: int, micro_batches: int, chosen: Family) -> tuple[Advice, ...]:
-    """What would raise tokens/s by 2% or more, best first. ``chosen``: the family of the plan to compare with."""
-    now = _rate(_Variant(change="", task=task, micro_batch_size=micro_batch_size, micro_batches=micro_batches), chosen)
-    if now is None:
+    def question(self, chosen: Family) -> Question:
+        question = replace(self.task, families=(self.family or chosen,))
+        return question.question(self.micro_batch_size, self.micro_batches)
+
+
+def advice(task: Task, micro_batch_size: int, choice: Choice) -> tuple[Advice, ...]:
+    """What would raise tokens/s by 2% or more over a choice, best first."""
+    request = choice.request
+    now = _Variant(change="", task=task, micro_batch_size=micro_batch_size, micro_batches=request.micro_batches)
+    before = estimate(now.question(request.family), request.family)
+    if before is None:
         return ()
-    found = []
-    for variant in _variants(task, micro_batch_size, micro_batches, chosen):
-        rate = _rate(variant, variant.family or chosen)
-        if rate is not None and rate >= now * WORTH_SAYING:
-            found.append(Advice(change=variant.change, gain=rate / now))
-    return tuple(sorted(found, key=lambda a: -a.gain))
+    promised = []
+    for variant in _variants(task, micro_batch_size, request.micro_batches, request.family):
+        seconds = estimate(variant.question(request.family), variant.family or request.family)
+        if seconds is not None:
+            promised.append((before / seconds * variant.sequences / now.sequences, variant))
+    promised.sort(key=lambda item: -item[0])
+    worth = [item for item in promised if item[0] >= WORTH_SAYING]
+    count = _SIMULATED if len(choice.plan.schedule.ops) <= _SMALL else 0
+    found = [a for _, variant in worth[:count] if (a := _simulated(variant, now, choice)) is not None]
+    found += [Advice(change=variant.change, gain=gain, simulated=False) for gain, variant in worth[count:]]
+    return tuple(sorted((a for a in found if a.gain >= WORTH_SAYING), key=lambda a: -a.gain))
 
 
-def _rate(variant: _Variant, family: Family) -> float | None:
-    """Sequences per second."""
-    seconds = estimate(variant.task.question(variant.micro_batch_size, variant.micro_batches), family)
-    return None if seconds is None else variant.micro_batch_size * variant.micro_batches / seconds
+def _simulated(variant: _Variant, now: _Variant, choice: Choice) -> Advice | None:
+    """The advice with a simulated gain; None where shares would fit, but no whole groups do."""
+    try:
+        seconds = search(replace(variant.question(choice.request.family), simulated_ops=_OPS)).seconds
+    except BudgetError:
+        return None
+    gain = choice.seconds / seconds * variant.sequences / now.sequences
+    return Advice(change=variant.change, gain=gain, simulated=True)
 
 
 def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Variant]:

@@ -60,7 +60,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "link_seconds": report.roofline.link_seconds,
             "balance_tokens": report.roofline.balance_tokens,
         },
-        "advice": [{"change": a.change, "gain": a.gain} for a in report.advice],
+        "advice": [{"change": a.change, "gain": a.gain, "simulated": a.simulated} for a in report.advice],
         "notes": list(report.notes),
         "search": {
             "estimate_seconds": f.choice.estimate,

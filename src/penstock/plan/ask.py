@@ -233,7 +233,7 @@ def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | Non
         forecast=found,
         curve=tuple(points),
         roofline=roofline(choice.question, task.profile(size).tokens),
-        advice=advice(task, size, choice.request.micro_batches, choice.request.family),
+        advice=advice(task, size, choice),
         notes=(*_notes(task), *_beyond(found)),
     )
 
