@@ -94,7 +94,7 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
     more = _more(budget.device_bytes, _MORE_DEVICE)
     bigger = replace(budget, device=budget.device_bytes + more)
     yield variant(f"{format_size(more)} more device memory", replace(task, budget=bigger))
-    if machine.drives:
+    if budget.disk_paths:
         n = len(machine.drives)
         drives = replace(machine, drives=machine.drives * 2)
         words = "a second drive like the first" if n == 1 else f"{2 * n} such drives instead of {n}"
@@ -149,8 +149,7 @@ def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetEr
     """The error for what does not fit: each tier's smallest growth that makes it fit, the smallest one first."""
     growth: list[tuple[int, str]] = []
     question = task.question(micro_batch_size, micro_batches)
-    tiers: tuple[Tier, ...] = ("device", "host", "disk") if task.machine.drives else ("device", "host")
-    for tier in tiers:
+    for tier in _tiers(task):
         needed = smallest(question, tier)
         if needed is not None and needed > _given(task, tier):
             more = needed - _given(task, tier)
@@ -160,11 +159,17 @@ def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetEr
         return BudgetError(_does_not_fit(task, micro_batch_size, micro_batches) + smaller)
     first, *others = [words for _, words in sorted(growth)]
     text = f"{_does_not_fit(task, micro_batch_size, micro_batches)} The smallest change that makes it fit: {first}"
+    others += [] if task.budget.disk_paths else ["a directory on disk (budget.disk)"]
     return BudgetError(text + (f"; or {', or '.join(others)}" if others else ""))
 
 
+def _tiers(task: Task) -> tuple[Tier, ...]:
+    """Those that a plan may use."""
+    return TIERS if task.budget.disk_paths else TIERS[:2]
+
+
 def _does_not_fit(task: Task, size: int, count: int) -> str:
-    given = ", ".join(f"{format_size(_given(task, tier))} of {tier}" for tier in ("device", "host", "disk"))
+    given = ", ".join(f"{format_size(_given(task, tier))} of {tier}" for tier in _tiers(task))
     cut = f"{count} micro-batches" if count > 1 else "one micro-batch"
     return f"{task.shape.name} with {cut} of {size} x {task.sequence_length} tokens does not fit in {given}."
 

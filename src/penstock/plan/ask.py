@@ -227,8 +227,8 @@ def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | Non
         choice, chosen = _chosen(task, batch)
         size = chosen.micro_batch_size
     found = forecast(task, choice, size)
-    until = 4 * size * choice.request.micro_batches
-    points = curve(task, size, until=until)
+    batch = size * choice.request.micro_batches
+    points = curve(task, size, until=4 * batch, also=batch)
     return PlanReport(
         forecast=found,
         curve=tuple(points),

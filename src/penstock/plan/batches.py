@@ -107,14 +107,16 @@ def saturating(task: Task) -> int:
     return batch
 
 
-def curve(task: Task, micro_batch_size: int, *, until: int) -> list[Point]:
-    """Tokens/s over the global batch, doubled up to ``until`` sequences in micro-batches of ``micro_batch_size``."""
-    points: list[Point] = []
-    batch = 1
-    while batch <= until:
+def curve(task: Task, micro_batch_size: int, *, until: int, also: int | None = None) -> list[Point]:
+    """Tokens/s over the global batch, doubled up to ``until`` sequences in micro-batches of ``micro_batch_size``.
+
+    ``also``: another batch to have in it, a multiple of ``micro_batch_size``.
+    """
+    doubled = {1 << power for power in range(until.bit_length())}
+    points = []
+    for batch in sorted(doubled | ({also} if also else set())):
         rates = {family: _rate(task, family, batch, min(micro_batch_size, batch)) for family in _FAMILIES}
         points.append(Point(batch=batch, tokens=batch * task.sequence_length, tokens_per_second=rates))
-        batch *= 2
     return points
 
 
