@@ -302,6 +302,10 @@ def test_the_roofline_crosses_where_the_formula_says() -> None:
     found = roofline(replace(asked, times=times), tokens)
     assert found.balance_tokens == pytest.approx(150e12 / 8 * (16 / 10e9 + 14 / 5e9))
     assert found.balance_tokens == pytest.approx(82_500)
+    assert found.disk_seconds == pytest.approx(parameters * 14 / 5e9), "a duplex drive reads meanwhile"
+    shared = replace(drive, read_both=5e9, write_both=2.5e9)
+    in_turns = roofline(replace(asked, machine=replace(MACHINE, drives=(shared,)), times=times), tokens)
+    assert in_turns.disk_tokens == pytest.approx(in_turns.balance_tokens)
     assert found.bound_by(1000) == "disk" or found.host_seconds > (found.disk_seconds or 0)
     assert found.bound_by(10**12) == "compute"
     assert found.tokens_per_second(10**12) == pytest.approx(found.compute_tokens_per_second)

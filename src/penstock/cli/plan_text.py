@@ -125,10 +125,15 @@ def _batches(report: PlanReport, *, wide: bool) -> Iterator[str]:
     for point in report.curve:
         yield _point(point, report, most, mark) + ("  <- this plan" if point.batch == now else "")
     yield f"compute allows {_rate(most)} tokens/s at most"
-    if roof.balance_tokens is not None and roof.disk_seconds is not None:
+    if roof.disk_tokens is not None and roof.disk_seconds is not None:
         yield (
             f"with all state on disk its reads and writes take {_seconds(roof.disk_seconds)} a step: compute takes as "
-            f"long from {roof.balance_tokens:,.0f} tokens a step on"
+            f"long from {roof.disk_tokens:,.0f} tokens a step on"
+            + (
+                f" (T* = {roof.balance_tokens:,.0f} if the disk reads and writes in turns)"
+                if roof.balance_tokens
+                else ""
+            )
         )
 
 

@@ -59,6 +59,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "host_seconds": report.roofline.host_seconds,
             "link_seconds": report.roofline.link_seconds,
             "balance_tokens": report.roofline.balance_tokens,
+            "disk_tokens": report.roofline.disk_tokens,
         },
         "advice": [{"change": a.change, "gain": a.gain, "simulated": a.simulated} for a in report.advice],
         "notes": list(report.notes),

@@ -9,19 +9,25 @@ so that a larger batch helps until compute is the bound. Compute equals disk at 
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from penstock.plan.costs import Disk
+from penstock.plan.lane_loads import bound, limits_of
 from penstock.plan.search import Question
-from penstock.schedule.place import FP32, Format
+from penstock.schedule.op import LOCAL_LANES
+from penstock.schedule.place import FP32, Depths, Format
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
     """Seconds per step of each part that do not depend on the tokens, and tokens/s of compute.
 
-    ``disk_seconds``, ``host_seconds``, ``link_seconds``: reading and writing everything, the optimizer's arithmetic on
-    the host, and the busier direction of the link between host and device, each on its own; disk None: there is none.
-    ``balance_tokens``: T* = (F/8) (r/Br + w/Bw), with r and w bytes per parameter read and written (16 and 14 in bf16
-    with Adam), F FLOP/s that the model reaches and 8 FLOP per parameter and token with recomputation.
+    ``disk_seconds``, ``host_seconds``, ``link_seconds``: reading and writing everything, as far at once as the drives
+    can, the optimizer's arithmetic on the host, and the busier direction of the link between host and device, each on
+    its own; disk None: there is none. ``balance_tokens``: T* = (F/8) (r/Br + w/Bw), the tokens from which compute takes
+    as long as a disk that reads and writes in turns, with r and w bytes per parameter read and written (16 and 14 in
+    bf16 with Adam), F FLOP/s that the model reaches and 8 FLOP per parameter and token with recomputation.
+    ``disk_tokens``: the same for ``disk_seconds``.
     """
 
     compute_tokens_per_second: float
@@ -29,6 +35,7 @@ class Roofline:
     host_seconds: float
     link_seconds: float
     balance_tokens: float | None
+    disk_tokens: float | None
 
     def tokens_per_second(self, tokens: int) -> float:
         """The bound at so many tokens per step."""
@@ -60,12 +67,18 @@ def roofline(question: Question, tokens: int) -> Roofline:
     rate = tokens / (sum(times.forward) + sum(times.backward))
     disk = Disk.of(machine.drives)
     read, write = moved_per_parameter(request.form)
-    disk_seconds = None if disk is None else parameters * (read / disk.read + write / disk.write)
+    turns = at_once = None
+    if disk is not None:
+        load = np.zeros((1, len(LOCAL_LANES)))
+        load[0, LOCAL_LANES.index("read")] = parameters * read / disk.read
+        load[0, LOCAL_LANES.index("write")] = parameters * write / disk.write
+        turns, at_once = float(load.sum()), bound(load, limits_of(question.costs, Depths())[: len(LOCAL_LANES)])
     down = parameters * FP32 / machine.device.d2h
     return Roofline(
         compute_tokens_per_second=rate,
-        disk_seconds=disk_seconds,
+        disk_seconds=at_once,
         host_seconds=parameters / machine.host.optimizer[question.optimizer],
         link_seconds=max(2 * weights / machine.device.h2d, down),
-        balance_tokens=None if disk_seconds is None else rate * disk_seconds,  # rate = F / (8 parameters)
+        balance_tokens=None if turns is None else rate * turns,  # rate = F / (8 parameters)
+        disk_tokens=None if at_once is None else rate * at_once,
     )
