@@ -97,18 +97,7 @@ def plan(
         BudgetError: it does not fit; says the smallest change that makes it fit.
         ModelError: the model cannot be run block by block.
     """
-    if (micro_batches is None) != (micro_batch_size is None):
-        raise ConfigError("micro_batches and micro_batch_size belong together: give both, or batch")
-    if micro_batches is not None and batch is not None:
-        raise ConfigError("batch is cut into micro-batches by the planner: give it without micro_batches")
-    for name, value in (
-        ("batch", batch),
-        ("micro_batches", micro_batches),
-        ("micro_batch_size", micro_batch_size),
-        ("sequence_length", sequence_length),
-    ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}: must be at least 1")
+    _check_batch(batch, micro_batches, micro_batch_size, sequence_length)
     if momentum and optimizer != "sgd":
         raise ConfigError(f"momentum has no effect with optimizer={optimizer!r}: leave it out")
     found = _machine(machine, budget)
@@ -136,6 +125,23 @@ def plan(
         disk_free=free_bytes(found) if disk_free is None else disk_free,
     )
     return report(task, batch=batch, split=None if micro_batches is None else (micro_batch_size or 1, micro_batches))
+
+
+def _check_batch(
+    batch: int | None, micro_batches: int | None, micro_batch_size: int | None, sequence_length: int
+) -> None:
+    if (micro_batches is None) != (micro_batch_size is None):
+        raise ConfigError("micro_batches and micro_batch_size belong together: give both, or batch")
+    if micro_batches is not None and batch is not None:
+        raise ConfigError("batch is cut into micro-batches by the planner: give it without micro_batches")
+    for name, value in (
+        ("batch", batch),
+        ("micro_batches", micro_batches),
+        ("micro_batch_size", micro_batch_size),
+        ("sequence_length", sequence_length),
+    ):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
 
 
 def rated(machine: Machine, tbw: float) -> Machine:
