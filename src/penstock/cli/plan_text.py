@@ -11,6 +11,7 @@ from penstock.plan.model import EFFICIENCY
 from penstock.schedule.place import FP32
 
 _BAR = 24
+_PHASES = ("train", "load", "probe", "place", "save", "resume")
 _LANES: Mapping[str, str] = {
     "compute": "compute",
     "h2d": "host to device",
@@ -84,7 +85,7 @@ def _memory(f: Forecast) -> Iterator[str]:
     yield f"checkpoints on {place.checkpoints}{waits}"
     yield f"chunks      of {format_size(settings.chunk * FP32)} in fp32, {len(f.choice.plan.schedule.ops):,} ops a step"
     yield ""
-    yield f"{'memory':<12}{'given':>10}{'train':>10}{'load':>10}{'save':>10}{'resume':>10}"
+    yield f"{'memory':<12}{'given':>10}" + "".join(f"{phase:>10}" for phase in _PHASES)
     given: Mapping[Tier, int] = {
         "device": f.task.budget.device_bytes,
         "host": f.task.budget.host_bytes,
@@ -93,7 +94,7 @@ def _memory(f: Forecast) -> Iterator[str]:
     for tier, size in given.items():
         if tier == "disk" and not f.task.budget.disk_paths:
             continue
-        cells = [size, *(f.memory[phase][tier] for phase in ("train", "load", "save", "resume"))]
+        cells = [size, *(f.memory[phase][tier] for phase in _PHASES)]
         yield f"{tier:<12}" + "".join(f"{format_size(cell):>10}" for cell in cells)
 
 

@@ -40,7 +40,8 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "simulated_peak": dict(f.simulated_peak),
         },
         "disk": {
-            "state": f.choice.plan.disk_bytes,
+            "space": f.disk_bytes,
+            "at_home": f.choice.plan.disk_bytes,
             "scratch": f.scratch_bytes,
             "snapshot": f.snapshot_bytes,
             "written_per_step": f.wear.written_bytes,

@@ -129,8 +129,17 @@ class Request:
             checkpoints = self.route.at_once * sum(page_up(s.checkpoint) for s in stages[:-2])
         return gradients + checkpoints
 
+    def space_bytes(self, settings: Settings) -> int:
+        """Bytes of disk that a run takes: the store has room for all weights and state, wherever they are at home."""
+        if self.bottom != "disk":
+            return 0
+        width, moments = self.form.weight_bytes, self.form.moments + self.form.split
+        groups = self.program.groups
+        stored = sum(page_up(g.numel * width) + moments * page_up(g.trainable * FP32) for g in groups)
+        return stored + self.scratch_bytes(settings)
+
     def disk_bytes(self, place: Placement) -> int:
-        """Bytes of weights and state on disk."""
+        """Bytes of weights and state whose home is on disk."""
         width = FP32 * (self.form.moments + self.form.split)
         return sum(
             (g.numel * self.form.weight_bytes * (place.weights[g.index] == "disk"))

@@ -6,15 +6,13 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.config import TIERS, Tier
+from penstock.config import Tier
 from penstock.plan.lane_loads import Loads, limits_of
+from penstock.plan.outside import peaks_outside_steps
 from penstock.plan.search import Choice
 from penstock.plan.task import Task
 from penstock.schedule.op import LOCAL_LANES, Lane
 from penstock.schedule.place import FP32, Depths
-
-BOUNCE = 8 << 20
-"""Bytes of host memory that loading, saving and resuming move state through (``run.memory`` has the same)."""
 
 MODEL_FLOP = 6
 """FLOP per parameter and token that model FLOPs utilisation counts: forward 2, backward 4, no recomputation."""
@@ -116,28 +114,21 @@ class Forecast:
 
     @cached_property
     def memory(self) -> Mapping[str, Mapping[Tier, int]]:
-        """The most bytes of each tier while loading, training, saving and resuming.
+        """The most bytes of each tier while training, and in the phases outside of steps (``outside``).
 
-        Training: what the plan's pools and fixed memory take, which is reserved. Loading fills the state's homes one
-        param group at a time, in fp32, before there are pools. Saving goes through 8 MiB beside the plan's memory;
-        resuming through 8 MiB beside what is resident.
+        Training: what the plan's pools and fixed memory take, which is reserved.
         """
-        plan, groups = self.choice.plan, self.choice.request.program.groups
-        resident: dict[Tier, int] = dict.fromkeys(TIERS, 0)
-        for tier, what, nbytes in plan.schedule.fixed:
-            if what in ("weights", "state"):
-                resident[tier] += nbytes
+        plan, task = self.choice.plan, self.task
         train: dict[Tier, int] = {"device": plan.device_bytes, "host": plan.host_bytes, "disk": self.disk_bytes}
-        one = max(group.numel for group in groups) * FP32
-        stored = {"device": 0, "host": one + BOUNCE, "disk": plan.disk_bytes}
-        if self.choice.request.bottom != "disk":  # with no store, state starts in host memory as far as it fits
-            state = plan.state_bytes - sum(group.trainable for group in groups) * FP32
-            host = min(state, self.task.budget.host_bytes)
-            stored = {"device": state - host, "host": host + one + BOUNCE, "disk": 0}
-        load: dict[Tier, int] = {tier: stored[tier] for tier in TIERS}
-        save: dict[Tier, int] = {**train, "host": train["host"] + BOUNCE}
-        resume: dict[Tier, int] = {**resident, "host": resident["host"] + BOUNCE, "disk": plan.disk_bytes}
-        return {"load": load, "train": train, "save": save, "resume": resume}
+        outside = peaks_outside_steps(
+            plan.program,
+            plan.settings.form,
+            plan.settings.place,
+            step=train,
+            disk=self.choice.request.bottom == "disk",
+            host_bytes=task.budget.host_bytes,
+        )
+        return {"train": train} | {str(phase): sizes for phase, sizes in outside.items()}
 
     @cached_property
     def simulated_peak(self) -> Mapping[Tier, int]:
@@ -151,8 +142,8 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes on disk in all: state and scratch space."""
-        return self.choice.plan.disk_bytes + self.scratch_bytes
+        """Bytes on disk in all: room for all weights and state, and scratch space."""
+        return self.choice.request.space_bytes(self.choice.plan.settings)
 
     @property
     def snapshot_bytes(self) -> int:

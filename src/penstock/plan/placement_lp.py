@@ -134,12 +134,16 @@ class PlacementLP:
     # ---- bytes
 
     def group_sizes(self, g: int, home: Home, gradients: Waits) -> Sizes:
-        """Bytes that follow a group to its home: weights, state, and its gradients while they wait."""
+        """Bytes that follow a group to its home: weights, state, and its gradients while they wait.
+
+        On disk weights and state have their place anyway; there only the gradients count.
+        """
         group, form = self.request.program.groups[g], self.s.form
         by_tier: dict[Tier, float] = dict.fromkeys(TIERS, 0.0)
         weights, state = home
         by_tier[weights] += group.numel * form.weight_bytes
         by_tier[state] += group.trainable * FP32 * (form.moments + form.split)
+        by_tier["disk"] = 0.0
         if group.trainable and g in self.loads.route.gradient_visits:
             nbytes = group.trainable * FP32
             if state == "device":
@@ -174,8 +178,7 @@ class PlacementLP:
 
     def _base_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
         option = self._settings(checkpoints, gradients)
-        disk = self.request.disk_bytes(self.base) + self.request.scratch_bytes(option)
-        total = np.array([*self.request.peaks(option), disk])
+        total = np.array([*self.request.peaks(option), self.request.space_bytes(option)])
         found: Sizes = total - self._at_the_bottom(gradients)
         return found
 

@@ -42,7 +42,7 @@ class Limits:
             return "device"
         if host > self.host:
             return "host"
-        disk = request.disk_bytes(settings.place) + request.scratch_bytes(settings)
+        disk = request.space_bytes(settings)
         return "disk" if self.disk is not None and disk > self.disk else None
 
 

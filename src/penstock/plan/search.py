@@ -377,12 +377,11 @@ class _Search:
 
 
 def _too_little_disk(request: Request, settings: Settings, limits: Limits) -> str:
-    needed = request.disk_bytes(settings.place) + request.scratch_bytes(settings)
+    needed = request.space_bytes(settings)
     assert limits.disk is not None
     return (
-        f"{format_size(needed)} ({needed} bytes) of disk are needed for what does not fit in memory, and "
-        f"{format_size(limits.disk)} are free. Free {format_size(needed - limits.disk)} more, add a drive, or raise "
-        "budget.host"
+        f"{format_size(needed)} ({needed} bytes) of disk are needed for weights, state and scratch space, and "
+        f"{format_size(limits.disk)} are free. Free {format_size(needed - limits.disk)} more, or add a drive"
     )
 
 
