@@ -67,7 +67,8 @@ def write_step(writer: TraceWriter, simulation: Simulation, step: int, *, at: fl
     samples = [
         MemorySample(time=at + time, tier=tier, bytes=amount)
         for tier, curve in simulation.memory(0).items()
-        for time, amount in curve[1:]
+        for time, amount in curve
+        if amount
     ]
     writer.step(events, samples)
 

@@ -8,8 +8,8 @@ from tests.programs import random_case
 
 from penstock.run.memory import HostSlab
 from penstock.run.pools import Pools
-from penstock.schedule.order import run_order
 from penstock.schedule.op import Schedule, parse_op, parse_schedule
+from penstock.schedule.order import run_order
 from penstock.schedule.place import PAGE
 
 CPU = torch.device("cpu")
@@ -42,22 +42,29 @@ def test_slots_do_not_overlap_and_start_on_pages() -> None:
     pools.close()
 
 
-def test_bytes_in_use_and_peak_follow_takes_and_gives() -> None:
+RESERVED = {"device": 1000 + 2 * 8192, "host": 2000 + 2 * 4096, "disk": 0}
+
+
+def test_what_pools_own_is_in_use_all_the_time_and_the_rest_while_it_is_held() -> None:
     pools = Pools(SCHEDULE, CPU)
-    assert pools.in_use == {"device": 1000, "host": 2000, "disk": 0}
+    assert pools.in_use == RESERVED
     pools.start_step()
     take, give = SCHEDULE.ops
     assert [pool for pool, _ in pools.take(take)] == ["near", "near", "far", "counted"]
-    full = {"device": 1000 + 2 * 8192 + 5000, "host": 2000 + 4096, "disk": 0}
+    full = RESERVED | {"device": RESERVED["device"] + 5000}
     assert pools.in_use == full
     pools.give(give)
-    assert pools.in_use == {"device": 1000, "host": 2000, "disk": 0}
+    assert pools.in_use == RESERVED
     assert pools.peak == full
-    assert [tier for _, tier, _ in pools.samples] == ["device", "device", "host", "device"] * 2
-    assert pools.samples[-1][2] == 1000
+    assert [(tier, used) for _, tier, used in pools.samples] == [
+        ("device", RESERVED["device"]),
+        ("host", RESERVED["host"]),
+        ("device", full["device"]),
+        ("device", RESERVED["device"]),
+    ]
     pools.start_step()
     assert pools.peak == pools.in_use
-    assert pools.samples == []
+    assert len(pools.samples) == 2
 
 
 def test_an_op_that_takes_several_buffers_gets_all_or_none() -> None:
@@ -82,7 +89,7 @@ def test_reset_gives_everything_back() -> None:
     pools = Pools(SCHEDULE, CPU)
     pools.take(SCHEDULE.ops[0])
     pools.reset()
-    assert pools.in_use == {"device": 1000, "host": 2000, "disk": 0}
+    assert pools.in_use == RESERVED
     pools.start_step()
     pools.take(SCHEDULE.ops[0])
 

@@ -17,7 +17,9 @@ from penstock.sim.simulate import simulate
 
 def one(*lines: str) -> World:
     """A world of one rank with a device pool ``p`` of two buffers of 10 bytes."""
-    return World.of(parse_schedule("\n".join(("schedule s micro-batches 1 chunk 0", "pool p device 2 x 10", *lines))))
+    return World.of(
+        parse_schedule("\n".join(("schedule s micro-batches 1 chunk 0", "pool p device 2 x 10 counted", *lines)))
+    )
 
 
 def by_bytes(op: Op) -> float:
@@ -125,6 +127,11 @@ def test_a_message_is_received_once_it_has_been_sent() -> None:
     """
     result = simulate(parse_world(text), COSTS)
     assert spans(result, 1) == {"RA0m0": (5, 6), "F1m0": (6, 7)}
+
+
+def test_a_pool_that_owns_its_memory_takes_it_all_the_time() -> None:
+    text = "schedule s micro-batches 1 chunk 0\npool p host 3 x 10\nfixed host x 5\nRW0.0@F0 take a=p give a bytes 1"
+    assert simulate(World.of(parse_schedule(text)), COSTS).memory(0)["host"] == [(0, 35)]
 
 
 def test_a_carried_buffer_takes_room_from_the_start() -> None:

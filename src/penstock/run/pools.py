@@ -7,7 +7,7 @@ import torch
 from penstock.config import TIERS, Tier
 from penstock.run.memory import DeviceSlab, HostSlab
 from penstock.run.numa import near
-from penstock.schedule.op import Op, Pool, Schedule
+from penstock.schedule.op import Op, Pool, Schedule, reserved_bytes
 from penstock.schedule.place import page_up
 
 
@@ -36,9 +36,10 @@ class Pools:
         self._pools: dict[str, Pool] = {pool.name: pool for pool in schedule.pools}
         self._free: dict[str, list[int]] = {pool.name: list(range(pool.count)) for pool in schedule.pools}
         self._held: dict[str, tuple[str, int]] = {}
-        self._fixed = {tier: sum(n for where, _, n in schedule.fixed if where == tier) for tier in TIERS}
-        self.in_use: dict[Tier, int] = dict(self._fixed)
-        self.peak: dict[Tier, int] = dict(self._fixed)
+        self._reserved = reserved_bytes(schedule)
+        self.in_use: dict[Tier, int] = dict(self._reserved)
+        """What is reserved, and of pools that own no memory what is held."""
+        self.peak: dict[Tier, int] = dict(self._reserved)
         self.samples: list[tuple[float, Tier, int]] = []
 
     def can_take(self, op: Op) -> bool:
@@ -82,15 +83,18 @@ class Pools:
         """Forget a step that was broken off."""
         self._held.clear()
         self._free = {pool.name: list(range(pool.count)) for pool in self._pools.values()}
-        self.in_use = dict(self._fixed)
+        self.in_use = dict(self._reserved)
 
     def start_step(self) -> None:
         """Start new records of peaks and samples. On a GPU samples tell when ops were queued, not when they ran."""
         assert not self._held
         self.peak = dict(self.in_use)
-        self.samples = []
+        now = time.perf_counter()
+        self.samples = [(now, tier, used) for tier, used in self.in_use.items() if used]
 
     def _count(self, pool: Pool, sign: int) -> None:
+        if pool.backed:
+            return
         used = self.in_use[pool.tier] + sign * pool.size
         self.in_use[pool.tier] = used
         self.peak[pool.tier] = max(self.peak[pool.tier], used)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.config import TIERS, Tier
-from penstock.schedule.op import Lane, Op
+from penstock.schedule.op import Lane, Op, reserved_bytes
 from penstock.schedule.world import World
 
 
@@ -89,19 +89,23 @@ class Simulation:
         return total
 
     def memory(self, rank: int) -> dict[Tier, list[tuple[float, int]]]:
-        """(time, amount from then on) of each tier, what is fixed included; amounts in the unit of the pools' sizes."""
+        """(time, amount from then on) of each tier; amounts in the unit of the pools' sizes. What is fixed and the
+        pools that own their memory count in full all the time, as that memory is taken; of others what is held counts.
+        """
         schedule = self.world.ranks[rank]
         pools = {pool.name: pool for pool in schedule.pools}
         held = {name: pools[pool] for name, _, pool in schedule.carried}
-        now: dict[Tier, int] = {t: sum(n for tier, _, n in schedule.fixed if tier == t) for t in TIERS}
+        now = reserved_bytes(schedule)
         for pool in held.values():
-            now[pool.tier] += pool.size
+            now[pool.tier] += 0 if pool.backed else pool.size
         changes: list[tuple[float, int, Tier, int]] = []  # at one moment, what is given back goes before what is taken
         for op in schedule.ops:
             held |= {name: pools[pool] for name, pool in op.takes}
         for op, start, end in zip(schedule.ops, self.starts[rank], self.ends[rank], strict=True):
-            changes += [(start, 1, pools[pool].tier, pools[pool].size) for _, pool in op.takes]
-            changes += [(end, 0, held[name].tier, -held[name].size) for name in op.gives]
+            taken = [pools[pool] for _, pool in op.takes]
+            changes += [(start, 1, pool.tier, pool.size) for pool in taken if not pool.backed]
+            given = [held[name] for name in op.gives]
+            changes += [(end, 0, pool.tier, -pool.size) for pool in given if not pool.backed]
         curves: dict[Tier, list[tuple[float, int]]] = {tier: [(0.0, now[tier])] for tier in TIERS}
         for time, _, tier, size in sorted(changes, key=lambda change: change[:2]):
             now[tier] += size
@@ -109,7 +113,7 @@ class Simulation:
         return curves
 
     def peak(self, rank: int) -> dict[Tier, int]:
-        """The most that is held of each tier."""
+        """The most that is taken of each tier."""
         return {tier: max(amount for _, amount in curve) for tier, curve in self.memory(rank).items()}
 
 

@@ -155,6 +155,7 @@ class Recorder:
                 tier="device",
                 size=amount,
                 count=self._most[pool] + (lookahead if pool in self._given_elsewhere and pool != "weights" else 0),
+                backed=False,
             )
             for pool, amount in self._amounts.items()
             if amount and self._most[pool]
