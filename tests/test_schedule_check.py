@@ -12,8 +12,10 @@ from tests.programs import random_case
 
 from penstock.errors import ScheduleError
 from penstock.schedule.check import check
+from penstock.schedule.check_world import check_world
 from penstock.schedule.op import LOCAL_LANES, Op, Pool, Schedule, parse_op, parse_schedule
 from penstock.schedule.order import run_order
+from penstock.schedule.world import World
 
 # ---- an independent account of what may collide
 
@@ -243,9 +245,9 @@ BROKEN: dict[str, tuple[list[tuple[str, str]], str]] = {
         [
             ("pool state host 1 x 49152\n", "pool state host 1 x 49152\npool spare host 1 x 4\n"),
             ("F0m0\n", "F0m0 take Q=spare\n"),
-            ("DG0.0@E1 after E1m0", "RC9m9\nWC9m9 give Q\nDG0.0@E1 after E1m0"),
+            ("DG0.0@E1 after E1m0", "RC9m0\nWC9m0 give Q\nDG0.0@E1 after E1m0"),
         ],
-        "op WC9m9 gives Q back before F0m0 has taken it",
+        "op WC9m0 gives Q back before F0m0 has taken it",
     ),
     "two lanes take from a pool": (
         [
@@ -267,6 +269,35 @@ BROKEN: dict[str, tuple[list[tuple[str, str]], str]] = {
         "op RC0m0 reads what no op has written to disk",
     ),
     "norm before its parts": ([("F0m0\n", "F0m0\nND3\nNORM\n")], "op NORM may run before ND3"),
+    "no ops": ([(GOOD[GOOD.index("RW0.0") :], "")], "schedule example has no ops"),
+    "a micro-batch that the step has not": ([("F0m0\n", "F0m1\n")], "op F0m1 is of a micro-batch that is not"),
+    "no micro-batches": ([("micro-batches 1", "micro-batches 0")], "their numbers are below 0"),
+    "an op of no micro-batch": ([("F0m0\n", "F0m0 items 0\n")], "op F0m0 computes no micro-batch"),
+    "backward before forward": (
+        [("F0m0\n", "B0m0\nF0m0\n")],
+        "op B0m0 may run before F0m0, which it has to come after",
+    ),
+    "weights' gradient before the input's": (
+        [("F0m0\n", "F0m0\nW0m0\nI0m0\n")],
+        "op W0m0 may run before I0m0, which it has to come after",
+    ),
+    "gradient down before its backward": (
+        [("F0m0\n", "DG5.0@B0\nF0m0\nB0m0\n")],
+        "op DG5.0@B0 may run before B0m0, which it has to come after",
+    ),
+    "a step before its gradient's sum": (
+        [("WS0.0 after", "AG0.0@E1 after E1m0\nWS0.0 after")],
+        "op OP0.0 may run before AG0.0@E1, which it has to come after",
+    ),
+    "new weights before the step": (
+        [("WS0.0 after OP0.0 read S", "WW0.0\nWS0.0 after OP0.0 read S")],
+        "op WW0.0 may run before OP0.0, which it has to come after",
+    ),
+    "new weights that nothing has made": (
+        [("F0m0\n", "F0m0\nUN3.0\n")],
+        "op UN3.0 brings home what nothing has made: there is no op OP3.0",
+    ),
+    "two optimizers of one group": ([("F0m0\n", "F0m0\nOD0\n")], "op OD0 steps what OP0.0 steps, too"),
     "a step before the norm": (
         [("WS0.0 after OP0.0", "NORM\nWS0.0 after OP0.0")],
         "op OP0.0 may run before NORM, which it has to come after",
@@ -279,6 +310,40 @@ def test_each_broken_rule_is_found_and_named(name: str) -> None:
     edits, says = BROKEN[name]
     with pytest.raises(ScheduleError, match=re.escape(says)):
         check(broken(*edits))
+
+
+LAYERS = """\
+schedule example micro-batches 2 chunk 0
+F0m0
+B0m0 after F0m0
+B0m1
+SG0@B0m0 after B0m0 group one
+SG0.1 after B0m1 group one
+OD0 after SG0@B0m0,SG0.1
+GN0 after OD0 group one
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("SG0@B0m0 after B0m0", "SG0@B0m0", "op SG0@B0m0 may run before B0m0"),
+        ("SG0.1 after B0m1", "SG0.1 after B0m0", "op SG0.1 may run before B0m1"),
+        ("OD0 after SG0@B0m0,SG0.1", "OD0 after SG0@B0m0", "op OD0 may run before SG0.1"),
+        ("GN0 after OD0", "GN0 after SG0.1", "op GN0 may run before OD0"),
+    ],
+)
+def test_where_groups_are_the_stages_own_a_step_comes_after_its_stages_gradients(old: str, new: str, says: str) -> None:
+    assert LAYERS.count(old) == 1
+    check_world(World(name="one", ranks=(parse_schedule(LAYERS),), groups={"one": (0,)}))
+    with pytest.raises(ScheduleError, match=says):
+        check_world(World(name="one", ranks=(parse_schedule(LAYERS.replace(old, new)),), groups={"one": (0,)}))
+
+
+def test_a_step_of_the_stage_before_its_backward_is_found_without_a_buffer_that_tells() -> None:
+    check(parse_schedule("schedule s micro-batches 1 chunk 0\nF0m0\nB0m0\nOD0\n"))
+    with pytest.raises(ScheduleError, match="op OD0 may run before B0m0"):
+        check(parse_schedule("schedule s micro-batches 1 chunk 0\nF0m0\nOD0\nB0m0\n"))
 
 
 def test_two_that_add_to_a_buffer_at_the_same_time_are_a_race() -> None:
@@ -318,12 +383,12 @@ schedule example micro-batches 1 chunk 4096
 pool state host 1 x 4096
 OP0.0 take S=state write S
 WS0.0 after OP0.0
-WS0.1
+WC0m0
 F0m0 after {} read S give S
 """
-    check(parse_schedule(text.format("WS0.1")))
+    check(parse_schedule(text.format("WC0m0")))
     with pytest.raises(ScheduleError, match=re.escape("op F0m0 uses S before OP0.0 has taken it")):
-        check(parse_schedule(text.replace("WS0.0 after OP0.0", "WS0.0").format("WS0.1")))
+        check(parse_schedule(text.replace("WS0.0 after OP0.0", "WS0.0").format("WC0m0")))
 
 
 @pytest.mark.parametrize("seed", SMALL[:8])

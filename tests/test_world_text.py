@@ -73,7 +73,22 @@ WRONG = {
     "far too many": ("group all 0-1", "group all 0-99999999999", "line 4: '0-99999999999': ranks go up to 999,999"),
     "op before ranks": ("rank 0\n", "", "line 5: 'schedule a micro-batches 1 chunk 0': write 'group NAME RANKS' or"),
     "rank again": ("rank 1", "rank 0", "line 9: rank 0 has a schedule already"),
-    "rank missing": ("world two ranks 2", "world two ranks 3", "the world has 3 ranks, but the schedules are those"),
+    "ranks that no memory holds": (
+        "world two ranks 2",
+        "world two ranks 99999999999",
+        "line 2: the world has 99999999999",
+    ),
+    "ranks beyond numbers": ("world two ranks 2", "world two ranks " + "9" * 5000, "line 2: '99999"),
+    "the same ranks again and again": (
+        "group all 0-1",
+        "group all " + "0-999999," * 2000 + "0",
+        "or one of them twice",
+    ),
+    "rank missing": (
+        "world two ranks 2",
+        "world two ranks 3",
+        "line 2: the world has 3 ranks, but the schedules are those",
+    ),
     "unknown op": ("F0m0\n", "Q0m0\n", "line 7: 'Q0m0' is not an op"),
     "in the second schedule": ("AR0 group all\n", "AR0 group\n", "line 11: op 'AR0': 'group' has no value"),
     "no schedule": ("schedule b micro-batches 1 chunk 0\n", "", "line 10: the first line must be 'schedule NAME"),

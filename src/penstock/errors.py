@@ -17,6 +17,7 @@ class ScheduleError(ValueError):
     """A schedule breaks a rule: the op that breaks it is named.
 
     ``op`` and ``rank``: the op and its rank for who wants to look it up; empty and -1 where the rule is not about one.
+    Where it is about a pool or the like, ``op`` is how its line in the text begins: ``pool state``.
     """
 
     def __init__(self, message: str, *, op: str = "", rank: int = -1) -> None:

@@ -17,7 +17,7 @@ def read_world(path: Path) -> World:
         ConfigError: the file cannot be read, is no schedule, or breaks rules: names lines and ops.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read the schedule in {path}: {reason}") from None
@@ -39,12 +39,14 @@ def _located(text: str, fault: ScheduleError) -> str:
 
 
 def line_of(text: str, rank: int, op: str) -> int | None:
-    """The number of an op's line in a text that parses: the last one, if the rank has it twice. None if not there."""
-    here, found = True, None
+    """The number of the line that begins with an op, or with ``op``'s words, in a text that parses: the last one, if
+    the rank has it twice. None if not there.
+    """
+    here, found, wanted = True, None, op.split()
     for number, line in enumerate(text.splitlines(), start=1):
-        match line.split(maxsplit=2):
-            case ["rank", ranks]:
-                here = rank in parse_ranks(ranks)
-            case [ident, *_] if here and op and ident == op:
-                found = number
+        words = line.split(maxsplit=max(2, len(wanted)))
+        if words[:1] == ["rank"]:
+            here = rank in parse_ranks(words[1])
+        elif here and wanted and words[: len(wanted)] == wanted:
+            found = number
     return found

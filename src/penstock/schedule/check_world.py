@@ -57,17 +57,18 @@ def _on_each(world: World, shared: Iterable[Shared], rule: Callable[[Schedule, i
             yield ScheduleError(on_rank(world, ranks[0], str(error)), op=error.op, rank=ranks[0])
 
 
-# ---- rule 7: what ranks promise each other
+# ---- rule 8: what ranks promise each other
 
 
 def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
     """Sends, receives and collectives that do not find each other."""
     for name, members in world.groups.items():
         if unknown := [rank for rank in members if rank not in range(len(world.ranks))]:
-            yield ScheduleError(f"group {name} has rank {unknown[0]}, which does not exist")
+            yield ScheduleError(f"group {name} has rank {unknown[0]}, which does not exist", op=f"group {name}")
         if twice := [rank for rank, count in Counter(members).items() if count > 1]:
-            yield ScheduleError(f"group {name} has rank {twice[0]} twice")
+            yield ScheduleError(f"group {name} has rank {twice[0]} twice", op=f"group {name}")
     present: Counter[tuple[str, str]] = Counter()  # (collective's id, its group) -> ranks that have it
+    moved: dict[tuple[str, str], int] = {}  # and the bytes that the first of them has
     members_of = {name: frozenset(members) for name, members in world.groups.items()}
     for schedule, ranks in shared:
         joined = {name for name, members in members_of.items() if members.issuperset(ranks)}
@@ -75,6 +76,8 @@ def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
             match op.word.lane:
                 case "net":
                     present[op.id, op.group] += len(ranks)
+                    if (first := moved.setdefault((op.id, op.group), op.nbytes)) != op.nbytes:
+                        yield _fault(world, ranks[0], op, f"has {op.nbytes} bytes, and on another rank {first}")
                     if op.group not in joined:
                         yield _stranger(world, ranks, op)
                 case "send" | "recv":
@@ -121,6 +124,9 @@ def _unanswered(world: World, ranks: list[int], op: Op) -> Iterator[ScheduleErro
         answer = world.ranks[op.peer].by_id.get(other)
         if answer is None or answer.peer != rank:
             yield _fault(world, rank, op, f"{verb} rank {op.peer}, which has no op {other} {there} rank {rank}")
+        elif op.word.lane == "recv" and (op.nbytes, op.items) != (answer.nbytes, answer.items):
+            sent = f"{answer.nbytes} bytes of {answer.items} micro-batches"
+            yield _fault(world, rank, op, f"receives {op.nbytes} bytes of {op.items}, and rank {op.peer} sends {sent}")
 
 
 def _fault(world: World, rank: int, op: Op, what: str) -> ScheduleError:

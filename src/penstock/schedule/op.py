@@ -47,8 +47,24 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 LOCAL_LANES: tuple[Lane, ...] = LANES[:6]
 """Those that a rank needs no other rank for."""
 
+_DIGITS = 15
+
+
+def parse_number(text: str) -> int:
+    """A whole number as a schedule has it: of at most 15 digits, and written in one way only; raises ScheduleError.
+
+    Sums of such numbers, and their quotients by a rate, are far from what a float cannot hold.
+    """
+    if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS and (text[0] != "0" or text == "0")):
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise ScheduleError(f"{shown!r} is not a number: write a whole one of at most {_DIGITS} digits, as 40")
+    return int(text)
+
+
+_SHOWN = 24
+
 _COMPUTE = re.compile(r"([FBEIW])(\d+)m(\d+)")
-_GROUP = re.compile(r"([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?")
+_GROUP = re.compile(r"([A-Z]{2})(\d+)(?:\.(\d+))?(?:@([A-Za-z0-9_]+))?")
 _CHECKPOINT = re.compile(r"(\w\w)(\d+)m(\d+)")
 _OF_STAGES = {"DC", "WC", "RC", "UC", "GC", "SA", "RA", "SD", "RD"}
 _KIND_LANE: dict[str, Lane] = {
@@ -89,11 +105,11 @@ def parse_word(text: str) -> Word:
     match = pattern.fullmatch(text)
     if match is not None and pattern is not _GROUP:
         kind = match[1]
-        return Word(kind=kind, lane=_KIND_LANE[kind], stage=int(match[2]), micro_batch=int(match[3]))
+        return Word(kind=kind, lane=_KIND_LANE[kind], stage=parse_number(match[2]), micro_batch=parse_number(match[3]))
     if match is None or match[1] not in _KIND_LANE:
         raise ScheduleError(f"{text!r} is not an op: see penstock.schedule.op for the words")
-    kind, chunk = match[1], -1 if match[3] is None else int(match[3])
-    return Word(kind=kind, lane=_KIND_LANE[kind], group=int(match[2]), chunk=chunk, visit=match[4] or "")
+    kind, chunk = match[1], -1 if match[3] is None else parse_number(match[3])
+    return Word(kind=kind, lane=_KIND_LANE[kind], group=parse_number(match[2]), chunk=chunk, visit=match[4] or "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,10 +187,12 @@ def parse_op(text: str) -> Op:
         takes.append((name, pool))
 
     def number(label: str, default: int) -> int:
-        value = fields.get(label, "")
-        if label in fields and not value.isdecimal():
-            raise ScheduleError(f"op {ident!r}: {label} {value!r} is not a number")
-        return int(value) if value else default
+        if label not in fields:
+            return default
+        try:
+            return parse_number(fields[label])
+        except ScheduleError as error:
+            raise ScheduleError(f"op {ident!r}: {label} {error}") from None
 
     return Op(
         id=ident,
@@ -216,7 +234,9 @@ def _parse_pool(text: str) -> Pool:
     if match is None or match[2] not in TIERS:
         raise ScheduleError(f"{text!r}: a pool is written 'pool NAME TIER COUNT x BYTES [counted]'")
     tier = next(tier for tier in TIERS if tier == match[2])
-    return Pool(name=match[1], tier=tier, count=int(match[3]), size=int(match[4]), backed=match[5] is None)
+    return Pool(
+        name=match[1], tier=tier, count=parse_number(match[3]), size=parse_number(match[4]), backed=match[5] is None
+    )
 
 
 def peak_bytes(pools: Iterable[Pool], fixed: Iterable[tuple[Tier, str, int]], tier: Tier) -> int:
@@ -237,8 +257,10 @@ class Schedule:
 
     name: str
     micro_batches: int
+    """of the step; each has a number below this"""
     chunk: int
-    """Largest number of elements of a chunk; a group's chunks are given by ``chunks()`` of the builder."""
+    """Largest number of elements of a chunk; a group's chunks are given by ``chunks()`` of the builder. 0: groups are
+    not cut, and group l is what stage l computes with (the schedules that do not offload)."""
     pools: tuple[Pool, ...]
     ops: tuple[Op, ...]
     fixed: tuple[tuple[Tier, str, int], ...] = field(default=())
@@ -277,6 +299,12 @@ class Schedule:
         yield from map(str, self.ops)
 
 
+def reserved_bytes(schedule: Schedule) -> dict[Tier, int]:
+    """What a schedule takes of each tier before its first op: what is fixed, and the pools that own their memory."""
+    owned = [pool for pool in schedule.pools if pool.backed]
+    return {tier: peak_bytes(owned, schedule.fixed, tier) for tier in TIERS}
+
+
 _HEADER = re.compile(r"schedule (\S+) micro-batches (\d+) chunk (\d+)")
 _FIXED = re.compile(r"fixed (\S+) (\S+) (\d+)")
 _CARRY = re.compile(r"carry (\S+) (\S+) (\S+)")
@@ -291,6 +319,7 @@ def parse_schedule(text: str, *, first_line: int = 1) -> Schedule:
         ScheduleError: names the line.
     """
     header: re.Match[str] | None = None
+    micro_batches = chunk = 0
     fixed: list[tuple[Tier, str, int]] = []
     pools: list[Pool] = []
     carried: list[Carried] = []
@@ -304,11 +333,12 @@ def parse_schedule(text: str, *, first_line: int = 1) -> Schedule:
                 header = _HEADER.fullmatch(line)
                 if header is None:
                     raise ScheduleError("the first line must be 'schedule NAME micro-batches M chunk ELEMENTS'")
+                micro_batches, chunk = parse_number(header[2]), parse_number(header[3])
             elif line.startswith("fixed "):
                 match = _FIXED.fullmatch(line)
                 if match is None or match[1] not in TIERS:
                     raise ScheduleError(f"{line!r}: write 'fixed TIER WHAT BYTES'")
-                fixed.append((next(tier for tier in TIERS if tier == match[1]), match[2], int(match[3])))
+                fixed.append((next(tier for tier in TIERS if tier == match[1]), match[2], parse_number(match[3])))
             elif line.startswith("pool "):
                 pools.append(_parse_pool(line))
             elif line.startswith("carry "):
@@ -324,8 +354,8 @@ def parse_schedule(text: str, *, first_line: int = 1) -> Schedule:
         raise ScheduleError("the schedule is empty")
     return Schedule(
         name=header[1],
-        micro_batches=int(header[2]),
-        chunk=int(header[3]),
+        micro_batches=micro_batches,
+        chunk=chunk,
         pools=tuple(pools),
         ops=tuple(ops),
         fixed=tuple(fixed),

@@ -73,7 +73,8 @@ class _Progress:
         for _, _, pool in schedule.carried:
             free[pool] -= 1
             if free[pool] < 0:
-                raise ScheduleError(on_rank(self.world, rank, f"more buffers of pool {pool} are carried than it has"))
+                what = f"more buffers of pool {pool} are carried than it has"
+                raise ScheduleError(on_rank(self.world, rank, what), op=f"pool {pool}", rank=rank)
         heads = {lane: 0 for lane, ops in schedule.lanes.items() if ops}
         held = {name: pool for name, _, pool in schedule.carried}
         return _Rank(schedule=schedule, free=free, held=held, heads=heads)

@@ -1,28 +1,38 @@
 """The rules that one rank's schedule keeps by itself. ``check`` lists them."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from penstock.errors import ScheduleError
 from penstock.schedule.clocks import Clocks
 from penstock.schedule.op import Op, Schedule
+from penstock.schedule.words import check_words
 
 
 def check_names(schedule: Schedule) -> None:
     """Rule 1: what is named exists, and once; raises ScheduleError."""
+    if not schedule.ops:
+        raise ScheduleError(f"schedule {schedule.name} has no ops", op=f"schedule {schedule.name}")
     if len(schedule.by_id) != len(schedule.ops):
         twice = _first_twice(op.id for op in schedule.ops)
         raise ScheduleError(f"op {twice} appears twice", op=twice)
     pools = {pool.name for pool in schedule.pools}
     if len(pools) != len(schedule.pools):
-        raise ScheduleError(f"pool {_first_twice(pool.name for pool in schedule.pools)} appears twice")
+        twice = f"pool {_first_twice(pool.name for pool in schedule.pools)}"
+        raise ScheduleError(f"{twice} appears twice", op=twice)
     for at, names in (("start", [c[0] for c in schedule.carried]), ("end", [c[1] for c in schedule.carried])):
         if len(set(names)) != len(names):
-            raise ScheduleError(f"buffer {_first_twice(names)} is carried twice at the step's {at}")
+            raise ScheduleError(f"buffer {_first_twice(names)} is carried twice at the step's {at}", op="carry")
     for start, _, pool in schedule.carried:
         if pool not in pools:
-            raise ScheduleError(f"buffer {start} is carried in pool {pool}, which does not exist")
+            message = f"buffer {start} is carried in pool {pool}, which does not exist"
+            raise ScheduleError(message, op=f"carry {start}")
     for op in schedule.ops:
+        if op.word.micro_batch >= schedule.micro_batches:
+            message = f"op {op.id} is of a micro-batch that is not: their numbers are below {schedule.micro_batches}"
+            raise ScheduleError(message, op=op.id)
+        if op.items < 1:
+            raise ScheduleError(f"op {op.id} computes no micro-batch: write 'items 1' or more", op=op.id)
         for other in op.after:
             if other not in schedule.by_id:
                 raise ScheduleError(f"op {op.id} waits for {other}, which does not exist", op=op.id)
@@ -37,11 +47,11 @@ def _first_twice(names: Iterable[str]) -> str:
 
 
 def check_rules(schedule: Schedule, order: list[Op]) -> None:
-    """Rules 2 to 6. ``order``: one in which the ops can run; raises ScheduleError."""
+    """Rules 2 to 7. ``order``: one in which the ops can run; raises ScheduleError."""
     clocks = Clocks(order)
     _check_buffers(schedule, order, clocks)
     _check_pools(order, clocks)
-    _check_homes(schedule, clocks)
+    check_words(schedule, clocks)
 
 
 def _check_buffers(schedule: Schedule, order: list[Op], clocks: Clocks) -> None:
@@ -126,64 +136,3 @@ def _check_pools(order: list[Op], clocks: Clocks) -> None:
                 message = f"pool {pool}: ops {before.id} and {op.id} take from it in no fixed order ({name})"
                 raise ScheduleError(message, op=op.id)
             last[pool] = op
-
-
-def _check_homes(schedule: Schedule, clocks: Clocks) -> None:
-    """Rule 6, from what the words mean.
-
-    An optimizer step whose gradient the step before has left (in a carried buffer, or on disk: read there before this
-    step's own is written) is that step's own: its new weights come before all who read them here, and its norm was the
-    step before's.
-    """
-    readers: dict[tuple[int, int], list[Op]] = defaultdict(list)
-    parts: list[Op] = []
-    for op in schedule.ops:
-        if op.word.kind in ("RW", "UW"):
-            readers[op.word.group, op.word.chunk].append(op)
-        elif op.word.kind in ("NG", "ND"):
-            parts.append(op)
-    norm = schedule.by_id.get("NORM")
-    left = {name for name, _, _ in schedule.carried} | set(_left_on_disk(schedule, clocks))
-    for op in schedule.ops:
-        word, needs = op.word, []
-        if word.kind in ("OP", "OD"):
-            if left.isdisjoint(op.reads):
-                needs = readers[word.group, word.chunk] + ([norm] if norm else [])
-            else:
-                for other in readers[word.group, word.chunk]:
-                    for made in _made(schedule, op, other):
-                        _check_after(made, other, clocks)
-                if norm:
-                    _check_after(op, norm, clocks)
-        elif word.kind == "NORM":
-            needs = parts
-        elif word.kind in ("RG", "RC"):
-            writer = schedule.by_id.get(f"W{op.id[1:]}")
-            if writer is None:
-                message = f"use before load: op {op.id} reads what no op has written to disk"
-                raise ScheduleError(message, op=op.id)
-            needs = [] if left.intersection(op.writes) else [writer]
-        for other in needs:
-            _check_after(other, op, clocks)
-
-
-def _check_after(first: Op, second: Op, clocks: Clocks) -> None:
-    if not clocks.before(first, second):
-        message = f"op {second.id} may run before {first.id}, which it has to come after"
-        raise ScheduleError(message, op=second.id)
-
-
-def _left_on_disk(schedule: Schedule, clocks: Clocks) -> Iterator[str]:
-    """Buffers into which gradients are read that the step before has left on disk."""
-    for op in schedule.lanes["read"]:
-        if op.word.kind == "RG" and (writer := schedule.by_id.get(f"W{op.id[1:]}")) and clocks.before(op, writer):
-            yield from op.writes
-
-
-def _made(schedule: Schedule, step: Op, reader: Op) -> list[Op]:
-    """What makes the new weights that an op reads: the optimizer step, and on disk the write that brings them there
-    (with the state where that has them). An upload reads a buffer, or the array that the step itself has written.
-    """
-    tag = step.id[2:]
-    home = schedule.by_id.get(f"WW{tag}", schedule.by_id.get(f"WS{tag}")) if reader.word.kind == "RW" else None
-    return [step] if home is None else [step, home]

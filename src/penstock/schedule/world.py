@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import Schedule, parse_schedule
+from penstock.schedule.op import Schedule, parse_number, parse_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,12 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         match = _RUN.fullmatch(run)
         if match is None:
             raise ScheduleError(f"{text!r} is not a list of ranks: write 0-3,8")
-        first, last = int(match[1]), int(match[2] or match[1])
+        first, last = parse_number(match[1]), parse_number(match[2] or match[1])
         if last >= MOST_RANKS:
             raise ScheduleError(f"{text!r}: ranks go up to {MOST_RANKS - 1:,}")
         ranks += range(first, last + 1)
+        if len(ranks) > MOST_RANKS:
+            break  # one of them is there twice
     if not ranks or len(set(ranks)) != len(ranks):
         raise ScheduleError(f"{text!r} names no rank, or one of them twice")
     return tuple(ranks)
@@ -99,6 +101,10 @@ def parse_world(text: str) -> World:
     header = _WORLD.fullmatch(lines[said[0]].strip())
     if header is None:
         raise ScheduleError(f"line {said[0] + 1}: the first line must be 'world NAME ranks P'")
+    try:
+        count = parse_number(header[2])
+    except ScheduleError as error:
+        raise ScheduleError(f"line {said[0] + 1}: {error}") from None
     groups: dict[str, tuple[int, ...]] = {}
     sections: list[tuple[tuple[int, ...], int]] = []
     for i in said[1:]:
@@ -125,6 +131,7 @@ def parse_world(text: str) -> World:
             if rank in ranks:
                 raise ScheduleError(f"line {start}: rank {rank} has a schedule already")
             ranks[rank] = schedule
-    if sorted(ranks) != list(range(int(header[2]))):
-        raise ScheduleError(f"the world has {header[2]} ranks, but the schedules are those of {format_ranks(ranks)}")
+    if len(ranks) != count or max(ranks) != count - 1:
+        there = format_ranks(sorted(ranks))
+        raise ScheduleError(f"line {said[0] + 1}: the world has {count} ranks, but the schedules are those of {there}")
     return World(name=header[1], ranks=tuple(ranks[r] for r in range(len(ranks))), groups=groups)
