@@ -320,10 +320,8 @@ class _Search:
     def _try(self, proposal: Proposal) -> bool:
         """Simulate a proposal unless that is known or hopeless; whether it is the best now."""
         key = (proposal.request.family, proposal.settings)
-        size = self._size(proposal.request, proposal.settings)
-        spent = self.best is not None and (self.ops + size > self.q.simulated_ops or len(self.seen) >= SIMULATIONS)
         hopeless = self.best is not None and proposal.estimate >= self.best[0] * _HOPELESS
-        if key in self.seen or spent or hopeless:
+        if key in self.seen or hopeless or self._spent(self._size(proposal.request, proposal.settings)):
             return False
         plan = proposal.request.plan(proposal.settings)
         simulation = simulate(World.of(plan.schedule), self.q.costs)
@@ -334,10 +332,22 @@ class _Search:
         self.best = (simulation.time, proposal, plan, simulation)
         return True
 
+    def _spent(self, ops: int) -> bool:
+        """Whether another simulation of so many ops would be too many; the first never is."""
+        return self.best is not None and (self.ops + ops > self.q.simulated_ops or len(self.seen) >= SIMULATIONS)
+
     def _improve(self) -> bool:
         """Simulate the neighbours of the best until one is better."""
         assert self.best is not None
-        return any(self._try(neighbour) for neighbour in self._neighbours(self.best[1]))
+        of, size = self.best[1], len(self.best[2].schedule.ops)
+        # A neighbour has as many ops, or half of them with chunks twice as large.
+        return any(self._try(neighbour) for neighbour in self._affordable(of, size // 2))
+
+    def _affordable(self, of: Proposal, ops: int) -> Iterator[Proposal]:
+        """Neighbours as long as there is something left to simulate them with: each costs an integer program."""
+        neighbours = self._neighbours(of)
+        while not self._spent(ops) and (neighbour := next(neighbours, None)) is not None:
+            yield neighbour
 
     def _neighbours(self, proposal: Proposal) -> Iterator[Proposal]:
         settings, request = proposal.settings, proposal.request
