@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.layer_costs import layer_costs, layer_sizes
 from penstock.plan.machine import Network
 from penstock.plan.model import stage_times
@@ -12,8 +12,9 @@ from penstock.plan.profiles import shipped_machine
 from penstock.plan.shipped import named
 from penstock.schedule.distributed.families import build
 from penstock.schedule.distributed.request import Request
+from penstock.schedule.op import parse_schedule
 from penstock.schedule.place import Format
-from penstock.schedule.world import World
+from penstock.schedule.world import World, parse_world
 from penstock.sim.costs import Costs
 
 FORM = Format(weight_bytes=2, moments=2)
@@ -67,6 +68,27 @@ def test_a_message_takes_its_bytes_over_the_bandwidth_and_the_latency_once() -> 
     send, recv = world.ranks[0].by_id["SA0m0"], world.ranks[1].by_id["RA0m0"]
     assert seconds(send) == pytest.approx(1e-2 + 1e-3 + 2048 * 4096 * 2 / 1e9)
     assert seconds(recv) == 0
+
+
+def test_where_a_schedule_does_not_say_what_a_rank_holds_a_step_is_of_all_of_it() -> None:
+    world = World.of(parse_schedule("schedule mine micro-batches 1 chunk 0\nF0m0\nB0m0\nOD0\n"))
+    step = costs_of(world).seconds(world.ranks[0].by_id["OD0"])
+    assert step == pytest.approx(1e-2 + BLOCK / MACHINE.device.optimizer["adamw.bf16"])
+
+
+@pytest.mark.parametrize("line", ["ND0", "NORM", "UN0"])
+def test_an_op_that_no_layer_has_is_refused_by_its_name(line: str) -> None:
+    world = World.of(parse_schedule(f"schedule mine micro-batches 1 chunk 0\nF0m0\n{line}\n"))
+    seconds = costs_of(world).seconds
+    with pytest.raises(ScheduleError, match=f"op {line}: no layer of a model has an op {line[:2]}"):
+        seconds(world.ranks[0].by_id[line])
+
+
+def test_any_rank_that_sends_needs_a_network() -> None:
+    text = "world w ranks 2\nrank 0\nschedule a micro-batches 1 chunk 0\nRA0m0 peer 1\n"
+    world = parse_world(text + "rank 1\nschedule b micro-batches 1 chunk 0\nSA0m0 peer 0\n")
+    with pytest.raises(ConfigError, match="has no network between ranks"):
+        layer_costs(replace(MACHINE, network=None), PROFILE, FORM, TIMES, "adamw.bf16", world)
 
 
 def test_ranks_need_a_network_and_an_optimizer_a_rate() -> None:

@@ -87,6 +87,27 @@ WRONG: dict[str, tuple[Change, str]] = {
     "object for a list": (lambda d: d.update(drives={}), r"drives must be a list, not \{\}"),
     "list for an object": (lambda d: d.update(host=[]), r"host must be an object with keys, not \[\]"),
     "numbers that are none": (lambda d: d["host"].update(optimizer=[1]), r"host\.optimizer must be an object"),
+    "no float holds it": (
+        lambda d: d["host"].update(memory=10**400),
+        r"host\.memory=1000.*\.\.\. must be from 1 to 1e\+21",
+    ),
+    "faster than any": (lambda d: d["device"].update(h2d=1e30), r"device\.h2d=1e\+30 must be from 1 to 1e\+21"),
+    "next to nothing": (
+        lambda d: d["device"]["flops"].update(bf16=1e-300),
+        r"device\.flops\.bf16=1e-300 must be from 1",
+    ),
+    "half a core": (lambda d: d["host"].update(cores=0.5), r"host\.cores=0\.5 must be from 1"),
+    "a core and a half": (lambda d: d["host"].update(cores=1.5), r"host\.cores=1\.5 must be a whole number"),
+    "a standstill": (
+        lambda d: d["contention"].update({"cpu+read": 1e308}),
+        r"contention\.cpu\+read=1e\+308 must be from 0 to 1e\+06",
+    ),
+    "an op that takes years": (lambda d: d.update(overhead=1e300), r"overhead=1e\+300 must be from 0 to 1e\+06"),
+    "a kind of drive that is none": (
+        lambda d: d["drives"][0].update(kind="banana"),
+        r"drives\[0\]\.kind='banana' is not ssd or hdd or",
+    ),
+    "a kind that is no word": (lambda d: d["drives"][0].update(kind=[]), r"drives\[0\]\.kind=\[\] is not ssd or"),
     "half a node": (lambda d: d["drives"][0].update(node="0"), r"drives\[0\]\.node='0' is not a number"),
 }
 
@@ -102,7 +123,14 @@ def test_what_cannot_be_right_is_refused_by_its_key(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "this is not JSON"), ("", "this is not JSON"), ("[]", "the profile must be an object with keys")],
+    [
+        ("{", "this is not JSON"),
+        ("", "this is not JSON"),
+        ("[]", "the profile must be an object with keys"),
+        ("[" * 100_000, "this is not JSON"),
+        (f'{{"overhead": {"9" * 5000}}}', "this is not JSON"),
+        ('{"name": "a", "name": "b"}', "key name is there twice"),
+    ],
 )
 def test_what_is_no_profile_at_all(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "m.json"

@@ -113,6 +113,30 @@ def test_a_collective_starts_when_the_last_rank_has_come_and_blocks_the_lane() -
     assert early.cause == "1:AR0"
 
 
+def test_a_collective_holds_its_buffers_from_when_its_rank_arrives() -> None:
+    text = """
+        world w ranks 2
+        group all 0-1
+        rank 0
+        schedule s micro-batches 1 chunk 0
+        pool p device 1 x 7 counted
+        F0m0 bytes 1
+        GW0@F0 after F0m0 bytes 3 take W=p write W give W group all
+        rank 1
+        schedule s micro-batches 1 chunk 0
+        F0m0 bytes 5
+        GW0@F0 after F0m0 bytes 3 group all
+    """
+    result = simulate(parse_world(text), COSTS)
+    assert result.memory(0)["device"] == [(0.0, 0), (1.0, 7), (8.0, 0)]
+
+
+@pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1.0])
+def test_a_cost_that_is_no_time_is_refused_by_its_op(cost: float) -> None:
+    with pytest.raises(ScheduleError, match=f"op F0m0 takes {cost} by the costs odd, which is no time"):
+        simulate(one("F0m0"), Costs(name="odd", seconds=lambda op: cost))
+
+
 def test_a_message_is_received_once_it_has_been_sent() -> None:
     text = """
         world w ranks 2

@@ -4,7 +4,7 @@ The blocks are taken to be equal, as the families have layers and nothing else; 
 backward computes its layer's forward again, so between the two only the layer's input is kept.
 """
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.machine import Machine
 from penstock.plan.model import ModelProfile, StageTimes
 from penstock.schedule.distributed.request import Sizes
@@ -13,6 +13,8 @@ from penstock.schedule.place import FP32, Format
 from penstock.schedule.program import Stage
 from penstock.schedule.world import World
 from penstock.sim.costs import Costs
+
+_LINKS = ("net", "send")
 
 
 def layer_sizes(profile: ModelProfile, form: Format) -> Sizes:
@@ -37,13 +39,15 @@ def layer_costs(
     that it holds, and a message or collective takes what it sends over the network's bandwidth, plus the latency.
 
     Raises:
-        ConfigError: the machine has no network and the world needs one, or no rate for the optimizer.
+        ConfigError: the machine has no network and the world needs one, or no rate for the optimizer. The costs raise
+            ScheduleError for an op that no layer has.
     """
     block = _block(profile)
     forward, backward = times.forward[block.index], times.backward[block.index]
     seconds = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2, "E": times.forward[-1]}
     network, overhead = machine.network, machine.overhead
-    if network is None and any(op.lane in ("net", "send") for schedule in world.ranks[:1] for op in schedule.ops):
+    distinct = {id(schedule): schedule for schedule in world.ranks}.values()
+    if network is None and any(op.lane in _LINKS for schedule in distinct for op in schedule.ops):
         raise ConfigError(
             f"the machine {machine.name} has no network between ranks: add a network (bandwidth, latency) to its "
             "profile, or use --costs unit or puzzle"
@@ -56,22 +60,30 @@ def layer_costs(
     step = elements * _share_stepped(world, state) / rate
 
     def cost(op: Op) -> float:
-        if op.lane == "compute":
-            return overhead + (step if op.word.kind == "OD" else seconds[op.word.kind] * op.items)
+        kind = op.word.kind
+        if kind in seconds:
+            return overhead + seconds[kind] * op.items
+        if kind == "OD":
+            return overhead + step
         if op.lane == "recv":
             return 0.0
-        assert network is not None
+        if network is None or op.lane not in _LINKS:
+            raise ScheduleError(
+                f"op {op.id}: layers of a model have no such op: they are costed where nothing offloads"
+            )
         return overhead + network.latency + op.nbytes / network.bandwidth
 
     return Costs(name=machine.name, seconds=cost)
 
 
 def _share_stepped(world: World, state: int) -> float:
-    """Share of a layer's state that one optimizer op steps: what a rank holds, over the layers that it steps."""
+    """Share of a layer's state that one optimizer op steps: what a rank holds, over the layers that it steps. All of
+    it, if the schedule does not say what a rank holds.
+    """
     for schedule in world.ranks:
         steps = sum(op.word.kind == "OD" for op in schedule.ops)
-        if steps:
-            held = sum(nbytes for _, what, nbytes in schedule.fixed if what == "state")
+        held = sum(nbytes for _, what, nbytes in schedule.fixed if what == "state")
+        if steps and held:
             return held / (steps * state)
     return 1.0
 

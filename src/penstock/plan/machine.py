@@ -6,6 +6,7 @@ is busy too, so that a duplex link has the same two rates and a shared one has a
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -26,8 +27,7 @@ class Drive:
     write_both: float
     free: int
     """bytes that may be used"""
-    kind: str = "ssd"
-    """``ssd``, ``hdd``, ``tmpfs``, ``network`` or ``unknown``"""
+    kind: Literal["ssd", "hdd", "tmpfs", "network", "unknown"] = "ssd"
     tbw: float | None = None
     """the maker's rating: terabytes (1e12 bytes) that may be written in the drive's life"""
     node: int | None = None
@@ -102,11 +102,19 @@ def parse_machine(text: str, where: str) -> Machine:
     """The inverse of ``Machine.to_json``. ``where``: what the text is from, for messages.
 
     Raises:
-        ConfigError: names the key that is missing, unknown, of a wrong type, zero or negative.
+        ConfigError: names the key that is missing, unknown, twice there, of a wrong type, or out of range.
     """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
+            raise ConfigError(f"{where}: key {twice[0]} is there twice in one object: keep one")
+        return dict(pairs)
+
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = json.loads(text, object_pairs_hook=once)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, thousands of brackets
         raise ConfigError(f"{where}: this is not JSON ({error}). penstock doctor makes a machine profile") from None
     machine: Machine = _build(Machine, data, where, "")
     return machine
@@ -124,12 +132,17 @@ def load_machine(path: Path) -> Machine:
 
 
 _PARTS: dict[str, type] = {"host": Host, "device": Device, "network": Network}
-_MAY_BE_ZERO = {"latency", "overhead", "free", "lockable", "node"}
+_KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
+_WHOLE = {"cores", "memory", "lockable", "free", "node", "nodes"}
+_MAY_BE_ZERO = {"latency", "overhead", "free", "lockable", "node", "contention"}
+_MOST = {"latency": 1e6, "overhead": 1e6, "contention": 1e6}
+_MOST_OF_OTHERS = 1e21
+"""No machine is near these limits, and what is within them neither overflows nor takes for ever to simulate."""
 
 
 def _build(kind: type, data: Any, where: str, at: str) -> Any:
     if not isinstance(data, dict):
-        raise ConfigError(f"{where}: {at or 'the profile'} must be an object with keys, not {data!r}")
+        raise ConfigError(f"{where}: {at or 'the profile'} must be an object with keys, not {_shown(data)}")
     known = {f.name: f for f in fields(kind)}
     prefix = f"{at}." if at else ""
     if unknown := sorted(data.keys() - known.keys()):
@@ -154,18 +167,21 @@ def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
         return tuple(str(item) for item in _list(value, where, at))
     if name in ("flops", "optimizer", "contention"):
         if not isinstance(value, dict) or (name == "flops" and not value):
-            raise ConfigError(f"{where}: {at} must be an object of numbers, not {value!r}")
+            raise ConfigError(f"{where}: {at} must be an object of numbers, not {_shown(value)}")
         if name == "contention" and (wrong := [key for key in value if not _is_pair(key)]):
             raise ConfigError(f"{where}: {at}.{wrong[0]}: a pair of lanes is written 'cpu+read'")
-        return {key: _number(v, where, f"{at}.{key}", zero=name == "contention") for key, v in value.items()}
-    if name in ("name", "path", "kind"):
-        if not isinstance(value, str) or (kind is Device and name == "kind" and value not in ("cuda", "cpu")):
-            raise ConfigError(f"{where}: {at}={value!r} is not {'cuda or cpu' if name == 'kind' else 'a text'}")
+        return {key: _number(v, where, f"{at}.{key}", name) for key, v in value.items()}
+    if name in ("name", "path"):
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: {at}={_shown(value)} is not a text")
+        return value
+    if name == "kind":
+        if value not in _KINDS[kind]:
+            raise ConfigError(f"{where}: {at}={_shown(value)} is not {' or '.join(_KINDS[kind])}")
         return value
     if name in ("tbw", "node") and value is None:
         return None
-    number = _number(value, where, at, zero=name in _MAY_BE_ZERO)
-    return int(number) if name in ("cores", "memory", "lockable", "free", "node", "nodes") else number
+    return _number(value, where, at, name)
 
 
 def _is_pair(key: str) -> bool:
@@ -175,13 +191,29 @@ def _is_pair(key: str) -> bool:
 
 def _list(value: Any, where: str, at: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ConfigError(f"{where}: {at} must be a list, not {value!r}")
+        raise ConfigError(f"{where}: {at} must be a list, not {_shown(value)}")
     return value
 
 
-def _number(value: Any, where: str, at: str, *, zero: bool) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{where}: {at}={value!r} is not a number")
+def _number(value: Any, where: str, at: str, name: str) -> float:
+    """A number in the range of a key called ``name``; a whole one is an int."""
+    shown, most = _shown(value), _MOST.get(name, _MOST_OF_OTHERS)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == math.inf:
+        raise ConfigError(f"{where}: {at}={shown} is not a number")
+    zero = name in _MAY_BE_ZERO
     if value < 0 or (value == 0 and not zero):
-        raise ConfigError(f"{where}: {at}={value!r} must be {'at least' if zero else 'more than'} 0: measure it anew")
-    return float(value)
+        raise ConfigError(f"{where}: {at}={shown} must be {'at least' if zero else 'more than'} 0: measure it anew")
+    if value > most or (value < 1 and not zero):
+        raise ConfigError(f"{where}: {at}={shown} must be from {0 if zero else 1} to {most:g}: measure it anew")
+    if name in _WHOLE and value != int(value):
+        raise ConfigError(f"{where}: {at}={shown} must be a whole number")
+    return int(value) if name in _WHOLE else float(value)
+
+
+def _shown(value: Any) -> str:
+    """As Python writes it, or its beginning: it may be anything."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+_SHOWN = 60

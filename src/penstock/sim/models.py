@@ -45,7 +45,8 @@ def _puzzle_seconds(op: Op) -> float:
         return 0.5
     if op.lane in _PUZZLE_LANES:
         return _PUZZLE_LANES[op.lane]
-    raise ScheduleError(f"op {op.id}: the puzzles know no lane {op.lane}: simulate offload on a machine profile")
+    what = f"op {kind}" if op.lane == "compute" else f"lane {op.lane}"
+    raise ScheduleError(f"op {op.id}: the puzzles know no {what}: simulate offload on a machine profile")
 
 
 def unit() -> CostModel:

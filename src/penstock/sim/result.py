@@ -27,12 +27,14 @@ class Timed:
 class Simulation:
     """Times are in the unit of the costs (seconds on a machine), one list per rank in the order of its schedule's ops.
 
+    ``takes``: when each op takes its buffers, at its start or, a collective, when its rank arrives there.
     ``alone``: what each op costs when nothing else runs. ``causes``: as ``Timed.cause``. ``serial``: a rank did one op
     at a time, whatever the lane.
     """
 
     world: World
     starts: tuple[list[float], ...]
+    takes: tuple[list[float], ...]
     ends: tuple[list[float], ...]
     alone: tuple[list[float], ...]
     waits: tuple[list[float], ...]
@@ -101,7 +103,7 @@ class Simulation:
         changes: list[tuple[float, int, Tier, int]] = []  # at one moment, what is given back goes before what is taken
         for op in schedule.ops:
             held |= {name: pools[pool] for name, pool in op.takes}
-        for op, start, end in zip(schedule.ops, self.starts[rank], self.ends[rank], strict=True):
+        for op, start, end in zip(schedule.ops, self.takes[rank], self.ends[rank], strict=True):
             taken = [pools[pool] for _, pool in op.takes]
             changes += [(start, 1, pool.tier, pool.size) for pool in taken if not pool.backed]
             given = [held[name] for name in op.gives]

@@ -2,7 +2,8 @@
 
 An op starts when its turn in its lane has come, everything it waits for is done, and its pools have a buffer for it.
 It takes its buffers when it starts, and gives buffers back when it is done. As in the executor, the ops of a lane count
-as done in their order. A collective blocks its lane from the moment the rank arrives, and starts when the last one has.
+as done in their order. A collective takes its buffers and blocks its lane from the moment the rank arrives, and starts
+when the last one has.
 
 Lanes that slow each other down (``Costs.contention``, ``Costs.widths``) are a fluid: an op has work left, and a speed
 that changes whenever an op of its rank starts or ends.
@@ -87,6 +88,7 @@ class _Run:
             self.ranks.append(_Rank(index, total, template))
             total += len(template.ops)
         self.starts = [0.0] * total
+        self.takes = [0.0] * total
         self.ends = [0.0] * total
         self.waits = [0.0] * total
         self.causes = [""] * total
@@ -125,6 +127,7 @@ class _Run:
             takes = t.takes[i]
             if takes and not self._take(rank, lane, takes):
                 return
+            self.takes[rank.offset + i] = now
             group = t.ops[i].group
             if group:
                 rank.arrived[lane] = True
@@ -307,6 +310,7 @@ class _Run:
         return Simulation(
             world=self.world,
             starts=tuple(self.starts[a:b] for a, b in cuts),
+            takes=tuple(self.takes[a:b] for a, b in cuts),
             ends=tuple(self.ends[a:b] for a, b in cuts),
             alone=tuple(rank.t.seconds for rank in self.ranks),
             waits=tuple(self.waits[a:b] for a, b in cuts),

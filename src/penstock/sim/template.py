@@ -1,9 +1,10 @@
 """A schedule as the simulator runs it: ops, lanes and pools as small integers. Ranks with one schedule share it."""
 
 from collections.abc import Sequence
+from math import inf
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import LANES, Op, Schedule
+from penstock.schedule.op import LANES, Schedule
 from penstock.sim.costs import Costs
 
 
@@ -17,6 +18,11 @@ class Template:
     | ``dependents[i]`` | ops that wait for it |
     | ``takes[i]``, ``gives[i]`` | pools, one entry for each buffer |
     | ``seconds[i]`` | time that it takes alone |
+
+    ``recvs[peer, what is sent]`` is the op that receives it.
+
+    Raises:
+        ScheduleError: an op that does not exist is waited for, a buffer or pool is not there, or a cost is no time.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
@@ -27,6 +33,9 @@ class Template:
         self.names = [pool.name for pool in schedule.pools]
         self.free = [pool.count for pool in schedule.pools]
         self.seconds = list(map(costs.seconds, ops))
+        for op, seconds in zip(ops, self.seconds, strict=True):
+            if not 0 <= seconds < inf:
+                raise ScheduleError(f"op {op.id} takes {seconds} by the costs {costs.name}, which is no time")
         lanes = {lane: 0 if costs.serial else i for i, lane in enumerate(LANES)}
         self.lane = [lanes[op.lane] for op in ops]
         self.queues: list[list[int]] = [[] for _ in range(max(lanes.values()) + 1)]
@@ -34,8 +43,7 @@ class Template:
             self.queues[lane].append(i)
         self._link()
         self._buffers()
-        self.sends = _partners(ops, "send")
-        self.recvs = _partners(ops, "recv")
+        self.recvs = {(op.peer, op.id[1:]): i for i, op in enumerate(ops) if op.lane == "recv"}
         for i in self.recvs.values():
             self.missing[i] += 1
 
@@ -71,8 +79,3 @@ class Template:
         if name not in self.pools:
             raise ScheduleError(f"{taker} takes from pool {name}, which does not exist")
         return self.pools[name]
-
-
-def _partners(ops: Sequence[Op], lane: str) -> dict[tuple[int, str], int]:
-    """(peer, what is sent) -> position, for the ops of a lane."""
-    return {(op.peer, op.id[1:]): i for i, op in enumerate(ops) if op.lane == lane}
