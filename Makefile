@@ -26,6 +26,8 @@ bench: $(READY)
 	$(BIN)/python -m bench.disk
 	$(BIN)/python -m bench.overhead
 	$(BIN)/python -m bench.large
+	$(BIN)/python -m bench.prediction
+	$(BIN)/python -m bench.lp_vs_brute_force
 
 # torch goes first and pinned, so that nothing else picks another build of it. The native library is built here, too.
 $(READY): $(BUILT_FROM)
