@@ -17,8 +17,8 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 lint: $(READY)
-	$(BIN)/ruff check src tests bench examples docs
-	$(BIN)/ruff format --check src tests bench examples docs
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/mypy
 
 bench: $(READY)
