@@ -358,7 +358,7 @@ WRONG_WORDS: dict[str, tuple[list[str], str]] = {
     "no tier": (["vertical", "--state", "tape"], "--state tape: write device, host or disk"),
     "waiting on the device": (["vertical", "--gradients", "device"], "--gradients device: write host or disk"),
     "state without weights": (["vertical", "--state", "device"], "state on the device needs weights on the device"),
-    "ranks of offload": (["vertical", "--ranks", "4"], "vertical is a schedule of one rank"),
+    "ranks of offload": (["zero-offload", "--ranks", "4"], "zero-offload is a schedule of one rank"),
     "ranks of one": (["single", "--ranks", "2"], "single is for one rank"),
     "no such group": (["pipeline-fsdp", "--gather-group", "row"], "write stage or world"),
     "uneven": (["ddp", "--micro-batches", "3"], "3 micro-batches cannot be shared evenly by 4 ranks"),

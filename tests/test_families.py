@@ -211,7 +211,7 @@ def test_a_constant_buffer_takes_the_same_bytes_in_pieces(family: str) -> None:
         (replace(asked("fsdp"), partition_activations=3), "partition_activations=3 does not divide 4 ranks"),
         (replace(asked("fsdp"), partition_activations=1), "partition_activations=1 must be at least 2"),
         (replace(asked("fsdp"), buffer_size=0), "buffer_size=0 must be at least 1"),
-        (asked("pipeline-fsdp", layers=3, ranks=16), "4 pipelines of 4 stages, which need a layer each"),
+        (asked("pipeline-fsdp", layers=3, ranks=16), "4 stages to a pipeline, which need a layer each"),
         (asked("ddp", layers=0), "layers=0 must be at least 1"),
         (replace(asked("ddp"), sizes=replace(SIZES, state=-1)), "sizes.state=-1 must be at least 0"),
     ],

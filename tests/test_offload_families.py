@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from tests.uniform import uniform_program
 
 from penstock.errors import ConfigError
 from penstock.schedule.check_world import check_world
@@ -12,7 +13,6 @@ from penstock.schedule.offload import FAMILIES, Request, build, settings
 from penstock.schedule.op import Lane, Op, Schedule
 from penstock.schedule.place import FP32, PAGE, Depths, Format
 from penstock.schedule.program import ALIGN
-from penstock.schedule.uniform import uniform_program
 from penstock.schedule.world import World, parse_world
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate

@@ -3,6 +3,7 @@
 May import everything.
 """
 
+import errno
 import os
 import sys
 import warnings
@@ -19,10 +20,31 @@ from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0: done. 2: asked for what cannot be, with nothing trained. 1: failed on the way. 130: ended by Ctrl-C.
+    0: done. 2: asked for what cannot be, with nothing trained. 1: failed on the way. 130: ended by Ctrl-C. 141: whoever
+    read the output has seen enough, as a shell says of a program that a closed pipe ends.
     """
     words = sys.argv[1:] if words is None else list(words)
     warnings.showwarning = _show_warning
+    try:
+        code = _outcome(words)
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        if error.filename is not None or error.errno not in _LOST:
+            raise
+        # What is left goes nowhere, without a word when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            return 141
+        fail(f"cannot write the output: {error.strerror}")
+        return 1
+
+
+_LOST = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO}
+"""What writing to a file that is open, as standard output is, fails with."""
+
+
+def _outcome(words: Sequence[str]) -> int:
     try:
         return _command(words)
     except (ConfigError, BudgetError, ModelError) as error:
@@ -42,21 +64,12 @@ def _command(words: Sequence[str]) -> int:
             print(f"penstock {version('penstock')}")
         case [] | ["--help"] | ["-h"] | ["help"]:
             print(USAGE, end="")
-        case ["train", *rest] if {"--help", "-h"} & set(rest):
-            print(train_help(), end="")
-        case ["train", *rest]:
-            return _train(rest)
-        case ["simulate", *rest]:
-            return _simulate(rest)
-        case ["plan", *rest]:
-            return _plan(rest)
-        case ["doctor", *rest]:
-            return _doctor(rest)
-        case ["report", *rest]:
-            return _report(rest)
-        case [word, *_]:
-            known = "train, simulate, report, doctor"
-            raise ConfigError(f"there is no command {word!r}. Commands: {known}. Try: penstock --help")
+        case [word, *rest]:
+            if word not in _COMMANDS:
+                raise ConfigError(
+                    f"there is no command {word!r}. Commands: {', '.join(_COMMANDS)}. Try: penstock --help"
+                )
+            return _COMMANDS[word](rest)
     return 0
 
 
@@ -93,6 +106,9 @@ def _doctor(words: Sequence[str]) -> int:
 
 
 def _train(words: Sequence[str]) -> int:
+    if {"--help", "-h"} & set(words):
+        print(train_help(), end="")
+        return 0
     arguments = parse_train(words)
     config = load(arguments.config, arguments.flags)
     if arguments.print_config:
@@ -128,3 +144,6 @@ def _report(words: Sequence[str]) -> int:
         print(REPORT_HELP, end="")
         return 0
     return report(parse_report(words))
+
+
+_COMMANDS = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "doctor": _doctor}

@@ -18,18 +18,20 @@ penstock simulate: how long a schedule takes, and how much memory it holds when
   penstock simulate FILE [options]    a schedule in the text form, which is checked first; --text prints one
 
 How much of what
-  --layers L            layers of the model
+  --layers L            layers of the model (with --costs unit, a pipeline's stage is one op, whatever it holds)
   --ranks P             ranks
   --micro-batches M     micro-batches of the step, over all ranks
 
 What it is made of; asked of a schedule that has no such thing, an option is an error
   --virtual-stages V    stages that a rank of a pipeline holds
-  --gather-group G      who takes part in a gather of weights: the ranks of a stage (stage), or all (world)
+  --gather-group G      who takes part in a gather of weights: the ranks of a stage (stage), or all (world,
+                        which is what pipeline-fsdp does if not told)
   --fused               the optimizer steps a layer as soon as its backward is done
   --partition-activations N
                         ZeRO-R: N ranks of a model-parallel group keep one copy of each layer's input
   --buffer-size SIZE    ZeRO-R: gradients cross the network in pieces of this size, through one buffer
-  --lookahead N         buffers more than the order needs, so that the network can run ahead of the compute
+  --lookahead N         the network runs ahead of the compute: gathers come N visits before their turn, and pools
+                        between the two have N buffers more than the order needs
   --delay A             share of the optimizer's work that is done during the next step's forward, 0 to 1
   --wait                the optimizer waits for the norm of all gradients
   --weights TIER, --state TIER, --checkpoints TIER, --gradients TIER
@@ -132,7 +134,8 @@ class SimulateArguments:
     def refuse(self, what: str, *names: str) -> None:
         """Raise ConfigError if one of these options was given: it would do nothing."""
         for name in names:
-            if getattr(self, name) not in (None, False):
+            value = getattr(self, name)
+            if value is not None and value is not False:  # 0 was asked for, too
                 raise ConfigError(f"--{name.replace('_', '-')} does nothing for {what}: leave it out")
 
 
@@ -168,13 +171,16 @@ def parse_simulate(words: Sequence[str]) -> SimulateArguments:
                 raise ConfigError(f"{option} needs a value: {option} VALUE")
             value = rest.pop(0)
         given[key] = _value(option, kind, value)
-    if len(names) != 1:
-        found = "none" if not names else " and ".join(names)
+    if len(names) != 1 or not names[0]:
+        found = " and ".join(filter(None, names)) or "none"
         raise ConfigError(
             f"penstock simulate takes one schedule, by its name or a file's, and was given {found}. {_HINT}"
         )
     if given.get("text") and (other := [name for name in ("json", "html", "trace") if name in given]):
         raise ConfigError(f"--text prints the schedule and simulates nothing: leave out --{other[0]}, or --text")
+    html, trace = given.get("html"), given.get("trace")
+    if isinstance(html, Path) and isinstance(trace, Path) and html.resolve() == trace.resolve():
+        raise ConfigError(f"--html and --trace would both write {html}: give each a file of its own")
     return SimulateArguments(name=names[0], **given)  # type: ignore[arg-type]  # each by its kind, as its field's type
 
 

@@ -118,7 +118,10 @@ def machine_case(world: World, words: str, machine: Machine, training: Training)
     if lanes & _DRIVE_LANES and not machine.drives:
         raise ConfigError(f"{world.name} uses the disk, and the machine {machine.name} has no drive: choose another")
     if lanes & {"net", "send"} and machine.network is None:
-        raise ConfigError(f"{world.name} has several ranks, and the machine {machine.name} has no network between them")
+        raise ConfigError(
+            f"{world.name} has several ranks, and the machine {machine.name} has no network between them: "
+            "add a network (bandwidth, latency) to its profile, or use --costs unit"
+        )
     if training.optimizer not in machine.host.optimizer:
         raise ConfigError(
             f"the machine {machine.name} has no rate host.optimizer.{training.optimizer}: measure it anew"

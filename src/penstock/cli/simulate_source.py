@@ -19,8 +19,9 @@ from penstock.cli.simulate_case import (
     machine_case,
     training_of,
 )
-from penstock.errors import ConfigError
-from penstock.plan.layer_costs import layer_sizes
+from penstock.errors import ConfigError, ScheduleError
+from penstock.plan.layer_costs import check_layers, layer_sizes
+from penstock.plan.machine import Machine
 from penstock.plan.profiles import machine_named
 from penstock.schedule import offload
 from penstock.schedule.distributed import families
@@ -90,15 +91,27 @@ def _distributed(arguments: SimulateArguments) -> Case:
     layers, ranks = _SHAPES.get(name, (8, 4))
     if costs in ("puzzle", "unit"):
         arguments.refuse(f"--costs {costs}", *_REAL)
+        if costs == "unit":
+            arguments.refuse("--costs unit, where gradients have no size", "buffer_size")
         model = puzzle() if costs == "puzzle" else unit()
         request = _request(arguments, layers, ranks, model)
-        return abstract_case(families.build(request), _shape_in_words(request), model)
+        return abstract_case(_built(request, costs), _shape_in_words(request), model)
     machine = machine_named(costs)
     training = training_of(arguments, machine)
     blocks = sum(stage.kind == "call" for stage in training.profile.program.stages)
     sizes = layer_sizes(training.profile, training.form)
     request = _request(arguments, blocks, ranks, CostModel(costs=_FREE, sizes=sizes, stage_ops=False))
-    return layers_case(families.build(request), _shape_in_words(request), machine, training)
+    return layers_case(_built(request, costs), _shape_in_words(request), machine, training)
+
+
+def _built(request: Request, costs: str) -> World:
+    world = families.build(request)
+    if request.lookahead and world == families.build(replace(request, lookahead=0)):
+        raise ConfigError(
+            f"--lookahead {request.lookahead} does nothing for {request.family} with --costs {costs}: no weights are "
+            "gathered, and no pool is between network and compute. Leave it out"
+        )
+    return world
 
 
 _FREE = Costs(name="none", seconds=lambda op: 0.0)
@@ -158,9 +171,10 @@ def _shape_in_words(request: Request) -> str:
 
 def _offload(arguments: SimulateArguments) -> Case:
     name = arguments.name
-    if arguments.ranks not in (None, 1):
-        raise ConfigError(f"--ranks {arguments.ranks}: {name} is a schedule of one rank. Leave --ranks out")
     family = offload.FAMILIES[name]
+    ranks = arguments.ranks or 1
+    if ranks > 1 and "ranks" not in family.options:
+        raise ConfigError(f"--ranks {ranks}: {name} is a schedule of one rank. Leave --ranks out")
     arguments.refuse(name, *_DISTRIBUTED, *(option for option in _OFFLOAD if option not in family.options))
     costs = arguments.costs or MACHINE
     if costs == "puzzle":
@@ -169,10 +183,15 @@ def _offload(arguments: SimulateArguments) -> Case:
         )
     machine = None if costs == "unit" else machine_named(costs)
     training = training_of(arguments, machine)
-    micro_batches = arguments.micro_batches or _OFFLOAD_MICRO_BATCHES
+    micro_batches, rest = divmod(arguments.micro_batches or _OFFLOAD_MICRO_BATCHES * ranks, ranks)
+    if rest:
+        raise ConfigError(
+            f"--micro-batches {arguments.micro_batches} cannot be shared evenly by {ranks} ranks: write a multiple"
+        )
     program = training.profile.program
     stages, chunks = len(program.stages), len(program.groups) * (arguments.chunks or 16)
-    _check_size(6 * stages * micro_batches + 8 * chunks * (micro_batches if family.order == "horizontal" else 1))
+    visits = micro_batches if family.order == "horizontal" else 1
+    _check_size(ranks * (6 * stages * micro_batches + 8 * chunks * visits))
     world = offload.build(
         offload.Request(
             family=name,
@@ -187,9 +206,11 @@ def _offload(arguments: SimulateArguments) -> Case:
             checkpoints=arguments.checkpoints,
             gradients=arguments.gradients,
             device_blocks=arguments.device_blocks,
+            ranks=ranks if ranks > 1 else None,
         )
     )
-    words = f"{name}: {counted(stages - 2, 'layer')}, {counted(micro_batches, 'micro-batch')}"
+    share = f"{counted(ranks, 'rank')}, " if ranks > 1 else ""
+    words = f"{name}: {counted(stages - 2, 'layer')}, {share}{counted(micro_batches * ranks, 'micro-batch')}"
     if machine is None:
         return replace(abstract_case(world, words, unit(), "bytes"), stage_ops=False)
     return machine_case(world, words, machine, training)
@@ -218,11 +239,33 @@ def _file(arguments: SimulateArguments) -> Case:
         case = abstract_case(world, words, puzzle() if costs == "puzzle" else unit(), "the file's unit")
         return replace(case, checked=True)
     machine = machine_named(costs)
-    training = training_of(arguments, machine)
     if not lanes & _OFFLOAD_LANES:
+        training = _training_of_layers(path, world, arguments, machine, costs)
         return replace(layers_case(world, words, machine, training), checked=True)
+    training = training_of(arguments, machine)
     _check_model(path, world, training, arguments)
     return replace(machine_case(world, words, machine, training), checked=True)
+
+
+def _training_of_layers(
+    path: Path, world: World, arguments: SimulateArguments, machine: Machine, costs: str
+) -> Training:
+    """A model whose blocks are the layers of a file. The file must have been made for that, not for other costs."""
+    arguments.refuse(f"{path}, whose ops say which layers there are", "layers")
+    words = [op.word for schedule in world.ranks for op in schedule.lanes["compute"]]
+    found = {word.stage for word in words if word.kind in ("F", "B", "I", "W")}
+    if not found or len(found) <= max(found):
+        missing = min(set(range(len(found) + 1)) - found)
+        raise ConfigError(f"{path}: no op computes layer {missing}, and a model on a machine has all from 0 up")
+    training = training_of(replace(arguments, layers=len(found)), machine)
+    try:
+        check_layers(world, layer_sizes(training.profile, training.form))
+    except ScheduleError as error:
+        raise ConfigError(
+            f"{path}: {error}: {training.words}. A schedule for a machine has layers, not stages, and sizes in bytes: "
+            f"print it with --costs {costs} --text, and simulate it with the same options for the model"
+        ) from None
+    return training
 
 
 def _check_model(path: Path, world: World, training: Training, arguments: SimulateArguments) -> None:

@@ -100,12 +100,15 @@ def _bound(case: Case, simulation: Simulation) -> str:
     bound = simulation.lower_bound
     if not bound:
         return "0: there is no work in it"
-    works = [(seconds, -r, lane) for r in range(len(case.world.ranks)) for lane, seconds in simulation.work(r).items()]
-    _, rank, lane = max(works)
-    where = f" on rank {-rank}" if len(case.world.ranks) > 1 else ""
-    return (
-        f"{_time(case, bound)}, all ops of lane {lane}{where}; the step takes {simulation.time / bound:.3g} times that"
-    )
+    several = len(case.world.ranks) > 1
+    if case.costs.serial:
+        rank = max(range(len(case.world.ranks)), key=lambda rank: sum(simulation.work(rank).values()))
+        what = f"all that rank {rank} does" if several else "all that there is to do, one after another"
+    else:
+        works = [(t, -r, lane) for r in range(len(case.world.ranks)) for lane, t in simulation.work(r).items()]
+        _, rank, lane = max(works)
+        what = f"all ops of lane {lane}" + (f" on rank {-rank}" if several else "")
+    return f"{_time(case, bound)}, {what}; the step takes {simulation.time / bound:.3g} times that"
 
 
 def _rank_table(case: Case, ranks: Sequence[RankFigures]) -> Table:

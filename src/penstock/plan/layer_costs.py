@@ -7,6 +7,7 @@ backward computes its layer's forward again, so between the two only the layer's
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.machine import Machine
 from penstock.plan.model import ModelProfile, StageTimes
+from penstock.schedule.distributed.pipeline import activation_pools
 from penstock.schedule.distributed.request import Sizes
 from penstock.schedule.op import Op
 from penstock.schedule.place import FP32, Format
@@ -28,6 +29,22 @@ def layer_sizes(profile: ModelProfile, form: Format) -> Sizes:
         gradient=elements * FP32,
         state=elements * (form.state_slot_bytes if form.split else FP32 * form.moments),
     )
+
+
+def check_layers(world: World, sizes: Sizes) -> None:
+    """Whether a world that nobody knows the making of can be one of ``sizes``: its pools, by their names, have buffers
+    for whole layers of whole micro-batches.
+
+    Raises:
+        ScheduleError: names the pool.
+    """
+    known = activation_pools(sizes, 1) | {"weights": sizes.weights, "gradients": sizes.gradient}
+    for schedule in {id(schedule): schedule for schedule in world.ranks}.values():
+        for pool in schedule.pools:
+            size = known.get(pool.name, pool.size)
+            if pool.size and (not size or pool.size % size):
+                wanted = f"would have multiples of {size}" if size else "has no such pool"
+                raise ScheduleError(f"pool {pool.name} has buffers of {pool.size}, and this model {wanted}")
 
 
 def layer_costs(
@@ -68,9 +85,7 @@ def layer_costs(
         if op.lane == "recv":
             return 0.0
         if network is None or op.lane not in _LINKS:
-            raise ScheduleError(
-                f"op {op.id}: layers of a model have no such op: they are costed where nothing offloads"
-            )
+            raise ScheduleError(f"op {op.id}: no layer of a model has an op {kind} where nothing is offloaded")
         return overhead + network.latency + op.nbytes / network.bandwidth
 
     return Costs(name=machine.name, seconds=cost)

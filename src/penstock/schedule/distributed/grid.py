@@ -33,9 +33,9 @@ def build_grid(request: Request) -> World:
     layers = per_pipeline if request.stage_ops else request.layers
     if layers < per_pipeline:
         raise ConfigError(
-            f"pipeline-fsdp with {request.ranks} ranks and {request.micro_batches} micro-batches is {pipelines} "
-            f"pipelines of {per_pipeline} stages, which need a layer each, and got {layers} layers: "
-            "ask for fewer ranks or more micro-batches"
+            f"pipeline-fsdp with ranks={request.ranks} and micro_batches={request.micro_batches} has {per_pipeline} "
+            f"stages to a pipeline, which need a layer each, and got layers={layers}: ask for fewer ranks, or for more "
+            "micro-batches, as there are as many pipelines as divide both"
         )
     stages = Stages(layers=layers, ranks=per_pipeline, per_rank=1, folded=False)
     if request.gather_group == "stage":
