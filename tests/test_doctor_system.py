@@ -61,6 +61,16 @@ def test_the_limits_of_cgroups_of_version_2(tmp_path: Path, files: dict[str, str
     assert memory_of(tmp_path, files) == expected
 
 
+def test_a_cgroup_whose_name_begins_like_the_mounted_one_is_not_below_it(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/docker/abcdef\n",
+        "proc/self/mountinfo": "35 31 0:32 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+        "sys/fs/cgroup/abcdef/memory.limit_in_bytes": "400000",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "450000",
+    }
+    assert memory_of(tmp_path, files) == 450000
+
+
 @pytest.mark.parametrize(
     ("place", "file", "limit", "expected"),
     [
@@ -139,7 +149,7 @@ def mounted(root: Path, path: Path, kind: str, source: str = "none", *, block: s
     tree(root, {"proc/self/mountinfo": f"27 1 {numbers} / / rw - {kind} {source} rw\n"})
     if block:
         folder = root / "sys/devices" / block
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (root / "sys/dev/block").mkdir(parents=True)
         (root / "sys/dev/block" / numbers).symlink_to(folder)
         disk_folder = folder.parent if queue.pop("partition", "") else folder
@@ -156,6 +166,27 @@ def test_a_partition_is_on_its_disk(tmp_path: Path) -> None:
     assert (found.file_system, found.disk, found.spins, found.node) == ("ext4", "nvme0n1", False, 1)
     assert found.kind(1e8) == "ssd"
     assert 0 < found.free <= found.size
+
+
+def stacked(root: Path, *drives: str) -> None:
+    """Below the volume ``dm-0`` (LUKS) lies ``dm-1`` (LVM), and that is on partitions of these drives."""
+    virtual = root / "sys/devices/virtual/block"
+    (virtual / "dm-0/slaves").mkdir(parents=True)
+    (virtual / "dm-1/slaves").mkdir(parents=True)
+    (virtual / "dm-0/slaves/dm-1").symlink_to(virtual / "dm-1")
+    for drive in drives:
+        files = {f"{drive}p2/partition": "2\n", "queue/rotational": "0\n", "../numa_node": "1\n"}
+        (root / "sys/devices/pci" / drive).mkdir(parents=True)
+        tree(root / "sys/devices/pci" / drive, files)
+        (virtual / f"dm-1/slaves/{drive}p2").symlink_to(root / f"sys/devices/pci/{drive}/{drive}p2")
+
+
+def test_a_volume_is_on_the_drive_below_it_if_that_is_one(tmp_path: Path) -> None:
+    stacked(tmp_path / "one", "nvme0n1")
+    found = mounted(tmp_path / "one", tmp_path, "ext4", block="virtual/block/dm-0")
+    assert (found.disk, found.node) == ("nvme0n1", 1)
+    stacked(tmp_path / "two", "nvme0n1", "nvme1n1")
+    assert mounted(tmp_path / "two", tmp_path, "ext4", block="virtual/block/dm-0").disk == "dm-1"
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def look(path: Path, root: Path = _ROOT) -> Mount:
     space = os.statvfs(path)
     kind, source = _mounted(device, root)
     block = _block_device(device, source, root)
-    whole = None if block is None else block.parent if (block / "partition").exists() else block
+    whole = None if block is None else _whole(block)
     rotational = None if whole is None else whole / "queue" / "rotational"
     return Mount(
         file_system=kind,
@@ -103,5 +103,22 @@ def _block_device(device: int, source: str, root: Path) -> Path | None:
     for number in numbers:
         folder = root / "sys/dev/block" / number
         if folder.exists():
-            return folder.resolve()
+            return _drive_below(folder.resolve())
     return None
+
+
+def _drive_below(block: Path) -> Path:
+    """The drive or partition that a volume of LVM, LUKS or md is on, if it is on one drive; else the volume itself.
+
+    sysfs links what a volume is made of from its folder ``slaves``; volumes are stacked on each other.
+    """
+    while True:
+        below = {folder.resolve() for folder in (block / "slaves").glob("*")}
+        if len({_whole(part) for part in below}) != 1:
+            return block
+        block = min(below)
+
+
+def _whole(block: Path) -> Path:
+    """The disk that a partition is on."""
+    return block.parent if (block / "partition").exists() else block

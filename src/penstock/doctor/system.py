@@ -113,7 +113,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
         if kind not in places or (kind == "cgroup" and controller not in options.split(" ")[-1].split(",")):
             continue
         _, _, _, top, point = mount.split()[:5]
-        inside = Path(os.path.relpath(places[kind], top)) if places[kind].startswith(top) else Path()
+        inside = Path(os.path.relpath(places[kind], top)) if Path(places[kind]).is_relative_to(top) else Path()
         base = root / point.lstrip("/")
         for part in (inside, *inside.parents):
             yield base / part
