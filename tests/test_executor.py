@@ -14,7 +14,7 @@ from penstock.run.executor import Executor
 from penstock.run.pools import Pools
 from penstock.run.serial import SerialExecutor
 from penstock.run.streams import HostStreams
-from penstock.schedule.op import LOCAL_LANES, Op, Schedule, parse_schedule
+from penstock.schedule.op import LOCAL_LANES, Op, Schedule, parse_schedule, reserved_bytes
 
 CPU = torch.device("cpu")
 
@@ -195,7 +195,7 @@ def test_an_error_in_any_kind_of_op_surfaces_as_itself_and_the_next_run_works(
         assert set(started) - set(ended) == {bad}, "only the op that failed is unfinished"
         time.sleep(0.002)
         assert recorder.events == before, "a lane went on after run() had returned"
-        assert pools.in_use == {tier: sum(n for t, _, n in RICH.fixed if t == tier) for tier in pools.in_use}
+        assert pools.in_use == reserved_bytes(RICH)
         bad = None
         recorder.events.clear()
         executor.run()
