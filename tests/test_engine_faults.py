@@ -58,10 +58,11 @@ def writes_of_a_step(engine: penstock.Engine) -> int:
 def test_a_drive_that_fails_while_state_is_written(
     schedule: str, code: int, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error surfaces as itself; the engine knows that its state is half updated; a snapshot mends it."""
+    """With one slot: the error surfaces as itself; the engine knows that its state is half updated; a snapshot mends
+    it."""
     settings = {"schedule": schedule, "overlap": overlap}
     wanted = train(CASE, budget(tmp_path / "wanted"), STEPS, **settings)
-    with wrap(CASE, budget(tmp_path / "store"), **settings) as engine:
+    with wrap(CASE, budget(tmp_path / "store", slots=1), **settings) as engine:
         first = run_steps(engine, STEPS[:2])
         engine.save(tmp_path / "snapshot")
         with (
@@ -87,13 +88,32 @@ def test_a_drive_that_fails_while_state_is_written(
 
 
 def test_a_broken_state_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing does not make it whole, and wrapping again says so."""
-    with wrap(CASE, budget(tmp_path / "store")) as engine:
+    """With one slot: closing does not make it whole, and wrapping again says so."""
+    with wrap(CASE, budget(tmp_path / "store", slots=1)) as engine:
         engine.step(STEPS[0])
         with failing("pwritev", errno.EIO, monkeypatch, after=2), pytest.raises(StoreError):
             engine.step(STEPS[1])
     with pytest.raises(StoreError, match="stopped in or before step 2"):
         wrap(CASE, budget(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_drive_that_fails_anywhere_in_a_step_costs_only_that_step(
+    call: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two slots: at every few calls in turn, the state is that of the step before, and the run goes on."""
+    wanted = train(CASE, budget(tmp_path / "wanted"), STEPS)
+    with wrap(CASE, budget(tmp_path / "store"), overlap=overlap) as engine:
+        first = run_steps(engine, STEPS[:2])
+        calls = len(engine.plan.schedule.lanes["read" if call == "preadv" else "write"])
+        for after in range(0, calls, 3):
+            with failing(call, errno.EIO, monkeypatch, after=after), pytest.raises(StoreError):
+                engine.step(STEPS[2])
+            assert_same_state(state_of(engine), first.state)
+        rest = run_steps(engine, STEPS[2:])
+    assert first.losses + rest.losses == wanted.losses
+    assert_same_state(rest.state, wanted.state)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -173,7 +193,7 @@ def slow(*args):
     return real(*args)
 armed = []
 os.pwritev = slow
-engine = wrap(CASE, budget(Path(sys.argv[1])))
+engine = wrap(CASE, budget(Path(sys.argv[1]), slots=int(sys.argv[2])))
 engine.step(STEPS[0])
 armed.append(1)
 engine.step(STEPS[1])
@@ -205,8 +225,9 @@ with wrap(CASE, budget(Path(sys.argv[1])), loss_fn=loss_fn) as engine:
 
 
 @contextmanager
-def child(program: str, store: Path) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-c", _CHILD + program, str(store)], stdout=subprocess.PIPE, text=True)
+def child(program: str, store: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _CHILD + program, str(store), *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
@@ -219,8 +240,21 @@ def wait_for(process: "subprocess.Popen[str]", word: str) -> None:
     assert process.stdout.readline().strip() == word
 
 
-def test_a_run_killed_while_updating_is_not_continued(tmp_path: Path) -> None:
-    with child(_KILLED_IN_UPDATE, tmp_path / "store") as process:
+def test_a_run_killed_while_updating_goes_on_from_the_step_before(tmp_path: Path) -> None:
+    wanted = train(CASE, budget(tmp_path / "wanted"), STEPS)
+    with child(_KILLED_IN_UPDATE, tmp_path / "store", "2") as process:
+        wait_for(process, "updating")
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+    with wrap(CASE, budget(tmp_path / "store"), model=CASE.model(seed=5)) as engine:
+        assert engine.step_count == 1
+        rest = run_steps(engine, STEPS[1:])
+    assert rest.losses == wanted.losses[1:]
+    assert_same_state(rest.state, wanted.state)
+
+
+def test_with_one_slot_a_run_killed_while_updating_is_not_continued(tmp_path: Path) -> None:
+    with child(_KILLED_IN_UPDATE, tmp_path / "store", "1") as process:
         wait_for(process, "updating")
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=30)

@@ -120,9 +120,9 @@ def test_an_infinite_gradient_skips_the_step_when_clipping(precision: str, tmp_p
 
 
 def test_an_infinite_gradient_without_clipping_is_an_error_that_a_snapshot_mends(tmp_path: Path) -> None:
-    """The optimizer does not wait for the norm then, so it is too late to skip."""
+    """The optimizer does not wait for the norm then, so with one slot it is too late to skip."""
     wanted = undisturbed(budget(tmp_path / "wanted"), clip_grad_norm=None)
-    with wrap(FAULTY, budget(tmp_path / "found"), clip_grad_norm=None) as engine:
+    with wrap(FAULTY, budget(tmp_path / "found", slots=1), clip_grad_norm=None) as engine:
         engine.step(GOOD[0])
         engine.save(tmp_path / "snapshot")
         with pytest.raises(NonFiniteError, match=r"gradient of step 2 was infinite or NaN.*[Ll]oad a snapshot"):
@@ -132,6 +132,18 @@ def test_an_infinite_gradient_without_clipping_is_an_error_that_a_snapshot_mends
                 unusable()
         engine.load(tmp_path / "snapshot")
         assert engine.step_count == 1
+        assert_same_state(run_steps(engine, GOOD[1:]).state, wanted.state)
+
+
+def test_an_infinite_gradient_without_clipping_updates_nothing_where_there_are_two_slots(tmp_path: Path) -> None:
+    wanted = undisturbed(budget(tmp_path / "wanted"), clip_grad_norm=None)
+    with wrap(FAULTY, budget(tmp_path / "found"), clip_grad_norm=None) as engine:
+        engine.step(GOOD[0])
+        before = state_of(engine)
+        with pytest.raises(NonFiniteError, match=r"gradient of step 2 was infinite or NaN\. Nothing was updated"):
+            engine.step(with_fault(STEPS[1], fault=2))
+        assert engine.step_count == 1
+        assert_same_state(state_of(engine), before)
         assert_same_state(run_steps(engine, GOOD[1:]).state, wanted.state)
 
 

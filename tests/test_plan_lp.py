@@ -7,8 +7,8 @@ from random import Random
 
 import numpy as np
 import pytest
-from tests.questions import MACHINE, question, times_for
 from tests.programs import Case, placement, random_case, transformer
+from tests.questions import MACHINE, question, times_for
 
 from penstock.config import Budget
 from penstock.plan.costs import machine_costs

@@ -97,7 +97,7 @@ STATS = [
     "peak_bytes",
 ]
 
-BUDGET = ["device", "host", "disk", "weights", "state", "gradients", "checkpoints"]
+BUDGET = ["device", "host", "disk", "weights", "state", "gradients", "checkpoints", "slots"]
 
 
 def test_names() -> None:

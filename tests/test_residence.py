@@ -11,6 +11,7 @@ from penstock.config import Tier
 from penstock.run import residence as module
 from penstock.run.memory import HostSlab
 from penstock.run.residence import Residence, parts_of
+from penstock.run.slots import Slots
 from penstock.schedule.place import Format, Placement
 from penstock.schedule.program import ALIGN, GroupSpec
 from penstock.store import Layout, Store
@@ -97,7 +98,7 @@ ROUTE: tuple[Placement, ...] = (
 def test_moving_keeps_every_bit(bounce: int, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through buffers smaller than an array, and larger."""
     monkeypatch.setattr(module, "BOUNCE", bounce)
-    residence = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store, host_bytes=0)
+    residence = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
     written = fill(residence)
     check(residence, written)
     for place in ROUTE:
@@ -111,7 +112,7 @@ def test_moving_keeps_every_bit(bounce: int, store: Store, monkeypatch: pytest.M
 
 
 def test_what_is_written_in_memory_is_what_moves(store: Store) -> None:
-    residence = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store, host_bytes=0)
+    residence = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
     fill(residence)
     residence.settle(ROUTE[0])
     written = fill(residence)
@@ -120,13 +121,13 @@ def test_what_is_written_in_memory_is_what_moves(store: Store) -> None:
     residence.to_disk()
     assert residence.tier_of("master.0") == "host"
     check(residence, written)
-    on_disk = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store, host_bytes=0)
+    on_disk = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
     check(on_disk, written)
     residence.close()
 
 
 def test_without_a_store_everything_starts_as_zeros_in_host_memory() -> None:
-    residence = Residence(GROUPS, ONE, torch.float32, CPU, None, host_bytes=1 << 30)
+    residence = Residence(GROUPS, ONE, torch.float32, CPU, None, Slots.none(), host_bytes=1 << 30)
     assert {residence.tier_of(name) for name in residence.parts} == {"host"}
     assert not any(residence.array(name).any() for name in residence.parts)
     written = fill(residence)
@@ -138,7 +139,7 @@ def test_without_a_store_everything_starts_as_zeros_in_host_memory() -> None:
 @pytest.mark.parametrize("step", range(1, len(ROUTE)))
 def test_a_move_that_is_interrupted_keeps_the_state(step: int, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the interrupt comes while the old place is given back."""
-    residence = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store, host_bytes=0)
+    residence = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
     residence.settle(ROUTE[step - 1])
     written = fill(residence)
     homes = [slab for slab in residence._slabs.values() if isinstance(slab, HostSlab)]

@@ -11,6 +11,7 @@ from penstock.errors import StoreError
 from penstock.run import snapshots
 from penstock.run.buffers import Buffers
 from penstock.run.residence import Residence
+from penstock.run.slots import Slots
 from penstock.schedule.place import Format
 from penstock.schedule.program import ALIGN, GroupSpec
 
@@ -38,7 +39,7 @@ class Buffered(nn.Module):
 
 
 def residence(fill: float) -> Residence:
-    made = Residence(GROUPS, FORM, torch.bfloat16, torch.device("cpu"), None, host_bytes=1 << 30)
+    made = Residence(GROUPS, FORM, torch.bfloat16, torch.device("cpu"), None, Slots.none(), host_bytes=1 << 30)
     for number, name in enumerate(made.parts):
         made.array(name).copy_(torch.arange(made.array(name).numel()) % 97 * fill + number)
     return made

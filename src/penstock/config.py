@@ -52,6 +52,7 @@ class Budget:
     | ``host`` | bytes of host memory for buffers and whatever state is kept there |
     | ``disk`` | a directory, or several that are striped; None: nothing goes to disk |
     | ``weights``, ``state``, ``gradients``, ``checkpoints`` | pin one kind to a tier; None: the planner chooses |
+    | ``slots`` | copies of the state on disk: with 2 a run that is killed goes on from its last step; 1 takes half |
     """
 
     device: str | int
@@ -61,6 +62,7 @@ class Budget:
     state: Tier | None = None
     gradients: Literal["host", "disk"] | None = None
     checkpoints: Tier | None = None
+    slots: Literal[1, 2] = 2
 
     @property
     def device_bytes(self) -> int:
@@ -87,6 +89,8 @@ class Budget:
                 raise ConfigError(f"budget.{kind}={tier!r}: must be one of {', '.join(tiers)} or None")
             if tier == "disk" and not self.disk_paths:
                 raise ConfigError(f"budget.{kind}='disk' needs budget.disk, a directory")
+        if self.slots not in (1, 2):
+            raise ConfigError(f"budget.slots={self.slots!r}: must be 1 or 2")
         if self.disk is not None and not self.disk_paths:
             raise ConfigError("budget.disk is an empty list: give a directory or None")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
@@ -142,7 +142,7 @@ class Engine:
         for group in self._groups:
             group.detach(self._dtype, self.device)
         assert self._home.store is not None
-        self._buffers.read(self._home.store.read)
+        self._buffers.read(self._home.read_buffer)
         self._adopt(self._home.resumed)
         log.warning("continuing the store in %s from step %d", self.budget.disk_paths[0], self.step_count)
 
@@ -161,8 +161,9 @@ class Engine:
             StoreError: the disk failed.
             KeyboardInterrupt: Ctrl-C arrived; the step is complete.
 
-        After an error before the first update nothing has changed, and the engine can be used. After a later one the
-        state is half updated: the engine says so whenever it is used, until a snapshot is loaded.
+        After an error nothing has changed, and the engine can be used, if all state is on disk in two slots, or if it
+        came before the first update. Otherwise the state is half updated: the engine says so whenever it is used, until
+        a snapshot is loaded.
         """
         self._check_usable()
         with whole_steps():
@@ -186,7 +187,7 @@ class Engine:
         try:
             losses = runner.run(context, self._to_device(micro_batches), weights)
         except BaseException as error:
-            if context.updating:
+            if context.updating and not self._home.always_whole:
                 self._broken = f"step {context.step} was broken off by {type(error).__name__}: {error}"
             else:
                 self._buffers.put_back(buffers)
@@ -195,8 +196,9 @@ class Engine:
             raise
         assert context.norm is not None
         if not context.skip and not math.isfinite(context.norm):
-            self._broken = f"a gradient of step {context.step} was infinite or NaN, and the state was updated with it"
-            raise NonFiniteError(f"{self._broken}. Load a snapshot; with clip_grad_norm set such a step is skipped")
+            self._refuse_step(context, buffers)
+        if not context.skip:
+            self._residence.turn_step()
         self.step_count += 1
         self._count_update(context)
         if context.skip:
@@ -210,6 +212,15 @@ class Engine:
             self._broken = f"step {context.step} was computed, but could not be made durable: {error}"
             raise
         return self._stats(runner, context, micro_batches, losses, weights, time.perf_counter() - began)
+
+    def _refuse_step(self, context: StepContext, buffers: Mapping[str, torch.Tensor]) -> NoReturn:
+        """A gradient that nothing waited for was infinite or NaN."""
+        said = f"a gradient of step {context.step} was infinite or NaN"
+        if not self._home.always_whole:
+            self._broken = f"{said}, and the state was updated with it"
+            raise NonFiniteError(f"{self._broken}. Load a snapshot; with clip_grad_norm set such a step is skipped")
+        self._buffers.put_back(buffers)
+        raise NonFiniteError(f"{said}. Nothing was updated; with clip_grad_norm set such a step is skipped")
 
     def _count_update(self, context: StepContext) -> None:
         """Count an update, and for each parameter without a gradient that it missed it."""

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.config import Budget, format_size
 from penstock.errors import BudgetError, StoreError
 from penstock.run.buffers import Buffers
 from penstock.run.residence import Residence, parts_of
+from penstock.run.slots import Slots
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
 from penstock.store.layout import Layout
@@ -20,7 +23,9 @@ Progress = Mapping[str, Any]
 class Home:
     """Opens or makes the store, and says at each moment whether it is whole.
 
-    A store is *whole* when all state lives on disk and no step is under way. Only a whole store is continued.
+    A store is *whole* when its last commit names one step's state. With two slots and all state on disk every step ends
+    with a commit and touches nothing that the one before names, so the store is always whole. Otherwise it is whole
+    only between steps, if all state lives on disk then. Only a whole store is continued.
     """
 
     def __init__(
@@ -46,14 +51,16 @@ class Home:
         self._buffers = buffers
         parts = [part for group in groups for part in parts_of(group, form, dtype)]
         if budget.disk_paths:
-            entries = [(p.name, p.nbytes, 1) for p in parts] + [(name, n, 1) for name, n in buffers.sizes()]
+            sizes = [(p.name, p.nbytes) for p in parts] + buffers.sizes()
+            entries = [(name, nbytes, budget.slots) for name, nbytes in sizes]
             self.store = self._open(entries, model, io_threads)
         elif (need := sum(p.nbytes for p in parts)) > (have := budget.host_bytes + budget.device_bytes):
             raise BudgetError(
                 f"weights and optimizer state take {format_size(need)}, and the budget gives {format_size(have)} of "
                 "memory: give budget.disk a directory, or raise budget.host"
             )
-        self.residence = Residence(groups, form, dtype, device, self.store, host_bytes=budget.host_bytes)
+        self.slots = Slots.none() if self.store is None else Slots.of(self.store)
+        self.residence = Residence(groups, form, dtype, device, self.store, self.slots, host_bytes=budget.host_bytes)
 
     def _open(self, entries: Sequence[tuple[str, int, int]], model: dict[str, Any], io_threads: int) -> Store:
         paths = self._budget.disk_paths
@@ -75,25 +82,49 @@ class Home:
             raise
         return store
 
+    @property
+    def always_whole(self) -> bool:
+        """Whether the last commit stands whatever happens in a step."""
+        return self.store is not None and self.slots.two and self._all_on_disk()
+
+    def _all_on_disk(self) -> bool:
+        return all(self.residence.tier_of(name) == "disk" for name in self.residence.parts)
+
     def note(self, progress: Callable[[], Progress], *, between_steps: bool) -> None:
-        """Record whether the store is whole; writes only when that, or what it is whole with, has changed."""
-        if self.store is None:
+        """Record how far the state has got, or that it is in pieces; writes only where that has changed."""
+        if self.store is None or (self.always_whole and not between_steps):
             return
-        on_disk = all(self.residence.tier_of(name) == "disk" for name in self.residence.parts)
-        whole = between_steps and on_disk
+        whole = between_steps and self._all_on_disk()
         last = self.store.last_commit()
         if whole or last is None or last["whole"]:
             if whole:
-                self._buffers.write_changed(self.store.write)
-            self.store.commit({**progress(), "whole": whole})
+                self._buffers.write_changed(self._write_buffer)
+            self._commit(progress, whole=whole)
+
+    def _commit(self, progress: Callable[[], Progress], *, whole: bool) -> None:
+        assert self.store is not None
+        self.store.commit({**progress(), "whole": whole, "slots": self.slots.record()})
+        self.slots.committed()
+
+    def read_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
+        """Fill ``pages`` with those of a model's buffer."""
+        assert self.store is not None
+        self.store.read(name, offset, pages, self.slots.current(name))
+
+    def _write_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
+        """Write a model's buffer: all of it at once."""
+        assert self.store is not None
+        assert offset == 0
+        self.store.write(name, 0, pages, self.slots.target(name))
+        self.slots.turn((name,))
 
     def close(self, progress: Callable[[], Progress] | None) -> None:
         """Bring what is in memory to disk and record it; with None the state is not fit to be continued."""
         try:
             if self.store is not None and progress is not None:
                 self.residence.to_disk()
-                self._buffers.write_changed(self.store.write)
-                self.store.commit({**progress(), "whole": True})
+                self._buffers.write_changed(self._write_buffer)
+                self._commit(progress, whole=True)
         finally:
             if self.store is not None:
                 self.store.close()

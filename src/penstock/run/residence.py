@@ -6,6 +6,9 @@
 
 In fp32 the trainable part of the weights *is* the master copy. A group's arrays move between tiers only here, between
 steps, chunk by chunk, so that no tier ever holds more than it has to.
+
+On disk an array has one slot or two (``run.slots``). Whoever has written all of an array there says so with ``turn``;
+a step that has been taken says so with ``turn_step``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +22,7 @@ from penstock.config import Tier
 from penstock.plan.outside import move_order
 from penstock.run.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.run.numa import near
+from penstock.run.slots import Slots
 from penstock.schedule.place import FP32, Format, Placement
 from penstock.schedule.program import ALIGN, GroupSpec
 from penstock.store.store import Store
@@ -67,16 +71,22 @@ class Residence:
         dtype: torch.dtype,
         device: torch.device,
         store: Store | None,
+        slots: Slots,
         *,
         host_bytes: int,
     ) -> None:
-        """``host_bytes``: what may start in host memory where there is no store; the rest starts on the device."""
+        """``slots``: of the store's extents. ``host_bytes``: what may start in host memory where there is no store; the
+        rest starts on the device.
+        """
         self.groups = tuple(groups)
         self.form = form
         self.dtype = dtype
         self.device = device
         self.store = store
+        self.slots = slots
         self.parts = {part.name: part for group in groups for part in parts_of(group, form, dtype)}
+        self._same: set[str] = set()
+        """arrays whose frozen part is the same in both slots"""
         self._arrays: dict[str, torch.Tensor] = {}
         self._slabs: dict[str, HostSlab | DeviceSlab] = {}
         if store is None:
@@ -101,15 +111,43 @@ class Residence:
             out.copy_(self._arrays[name][start : start + out.numel()])
         else:
             assert self.store is not None
-            self.store.read(name, start * out.itemsize, numpy_bytes(out))
+            self.store.read(name, start * out.itemsize, numpy_bytes(out), self.slots.current(name))
 
     def write(self, name: str, start: int, data: torch.Tensor) -> None:
-        """The opposite of ``read``."""
+        """The opposite of ``read``. On disk with two slots it goes beside what ``read`` gives, until ``turn``."""
         if name in self._arrays:
             self._arrays[name][start : start + data.numel()].copy_(data)
         else:
             assert self.store is not None
-            self.store.write(name, start * data.itemsize, numpy_bytes(data))
+            self.store.write(name, start * data.itemsize, numpy_bytes(data), self.slots.target(name))
+
+    def turn(self, name: str) -> None:
+        """All of an array has been written: on disk, it is read from there now."""
+        self._same.discard(name)
+        if name in self.slots:
+            self.slots.turn((name,))
+
+    def turn_step(self) -> None:
+        """A step has written all that is trained: what is on disk is read from where it was written."""
+        for group in self.groups:
+            for part in parts_of(group, self.form, self.dtype):
+                if group.trainable and self.tier_of(part.name) == "disk":
+                    if part.numel > group.trainable:
+                        self._copy_frozen(part, group.trainable)
+                    self.slots.turn((part.name,))
+
+    def _copy_frozen(self, part: Part, first: int) -> None:
+        """Bring what a step does not write to the slot that it wrote, once: from then on it is in both."""
+        if part.name in self._same or self.slots.current(part.name) == self.slots.target(part.name):
+            return
+        bounce = HostSlab(BOUNCE)
+        try:
+            for start, piece in self.pieces(part.name, bounce, first):
+                self.read(part.name, start, piece)
+                self.write(part.name, start, piece)
+        finally:
+            bounce.close()
+        self._same.add(part.name)
 
     def fetch(self, name: str, offset: int, shape: torch.Size) -> torch.Tensor:
         """A parameter out of an array, from element ``offset`` on, as a new fp32 tensor; reads whole pages."""
@@ -148,15 +186,17 @@ class Residence:
             for name, array in self._arrays.items():
                 for start, piece in self.pieces(name, bounce):
                     piece.copy_(array[start : start + piece.numel()])
-                    self.store.write(name, start * piece.itemsize, numpy_bytes(piece))
+                    self.store.write(name, start * piece.itemsize, numpy_bytes(piece), self.slots.target(name))
+                self.turn(name)
         finally:
             bounce.close()
 
-    def pieces(self, name: str, bounce: HostSlab) -> Iterator[tuple[int, torch.Tensor]]:
-        """Cut an array into ranges that fit the bounce buffer: (first element, a view to fill or to read)."""
+    def pieces(self, name: str, bounce: HostSlab, first: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        """Cut an array, from element ``first`` on, into ranges that fit the bounce buffer: (first element, a view to
+        fill or to read)."""
         part = self.parts[name]
         step = bounce.nbytes // FP32
-        for start in range(0, part.numel, step):
+        for start in range(first, part.numel, step):
             numel = min(step, part.numel - start)
             yield start, bounce.bytes[: numel * part.dtype.itemsize].view(part.dtype)
 
@@ -173,7 +213,7 @@ class Residence:
                     new[1][start : start + piece.numel()].copy_(piece)
                 else:
                     assert self.store is not None
-                    self.store.write(name, start * piece.itemsize, numpy_bytes(piece))
+                    self.store.write(name, start * piece.itemsize, numpy_bytes(piece), self.slots.target(name))
         except BaseException:
             if new is not None:
                 new[0].close()
@@ -185,6 +225,7 @@ class Residence:
             self._slabs[name], self._arrays[name] = new
         else:
             del self._arrays[name], self._slabs[name]
+            self.turn(name)
         if old is not None:
             old.close()
 

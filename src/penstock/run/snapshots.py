@@ -63,6 +63,7 @@ def restore(snapshot: SnapshotReader, residence: Residence, buffers: Buffers) ->
             for start, piece in residence.pieces(name, bounce):
                 snapshot.read(name, start * piece.itemsize, numpy_bytes(piece))
                 residence.write(name, start, piece)
+            residence.turn(name)
         buffers.read(snapshot.read)
     finally:
         bounce.close()

@@ -34,7 +34,7 @@ def built_on_meta(model: nn.Module) -> bool:
 def fill(model: nn.Module, groups: Sequence[ParamGroup], residence: Residence, *, from_meta: bool, seed: int) -> None:
     """Write every group's weights (and master copy) to its home. At most one group is in memory besides the model.
 
-    Afterwards no parameter owns memory. Moments are zero: a fresh store and fresh memory read as zero.
+    Afterwards no parameter owns memory. Moments are zero: a fresh store (in any slot) and fresh memory read as zero.
     """
     for group in groups:
         slab = HostSlab(group.spec.numel * FP32)
@@ -59,6 +59,7 @@ def _write_group(group: ParamGroup, flat: torch.Tensor, residence: Residence) ->
         for start, piece in residence.pieces(part.name, bounce):
             piece.copy_(flat[start : start + piece.numel()])
             residence.write(part.name, start, piece)
+        residence.turn(part.name)
     bounce.close()
 
 
