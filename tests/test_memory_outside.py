@@ -80,6 +80,7 @@ def planned(engine: penstock.Engine) -> dict[Phase, dict[Tier, int]]:
         step={"device": plan.device_bytes, "host": plan.host_bytes},
         disk=bool(engine.budget.disk_paths),
         host_bytes=engine.budget.host_bytes,
+        slots=engine.budget.slots,
     )
 
 
@@ -158,7 +159,7 @@ def test_a_probe_takes_what_is_planned(name: str, above: float) -> None:
     program = Program(groups=tuple(g.spec for g in bench.groups), stages=bench.stages)
     everywhere: tuple[Tier, ...] = ("disk",) * len(program.groups)
     place = Placement(weights=everywhere, state=everywhere, gradients="host", checkpoints="host")
-    peaks = peaks_outside_steps(program, FORM, place, step={"device": 0, "host": 0}, disk=True, host_bytes=0)
+    peaks = peaks_outside_steps(program, FORM, place, step={"device": 0, "host": 0}, disk=True, host_bytes=0, slots=2)
     assert most[0] <= peaks["probe"]["device"] <= above * most[0]
 
 

@@ -130,13 +130,15 @@ class Request:
         return gradients + checkpoints
 
     def space_bytes(self, settings: Settings) -> int:
-        """Bytes of disk that a run takes: the store has room for all weights and state, wherever they are at home."""
+        """Bytes of disk that a run takes: the store has room for all weights and state, wherever they are at home, in
+        every slot.
+        """
         if self.bottom != "disk":
             return 0
         width, moments = self.form.weight_bytes, self.form.moments + self.form.split
         groups = self.program.groups
         stored = sum(page_up(g.numel * width) + moments * page_up(g.trainable * FP32) for g in groups)
-        return stored + self.scratch_bytes(settings)
+        return self.budget.slots * stored + self.scratch_bytes(settings)
 
     def disk_bytes(self, place: Placement) -> int:
         """Bytes of weights and state whose home is on disk."""

@@ -127,6 +127,7 @@ class Forecast:
             step=train,
             disk=self.choice.request.bottom == "disk",
             host_bytes=task.budget.host_bytes,
+            slots=task.budget.slots,
         )
         return {"train": train} | {str(phase): sizes for phase, sizes in outside.items()}
 

@@ -63,6 +63,7 @@ def peaks_outside_steps(
     step: Mapping[Tier, int],
     disk: bool,
     host_bytes: int,
+    slots: int,
     from_meta: bool = True,
 ) -> dict[Phase, Peaks]:
     """Bytes that each tier holds at most in each phase outside of steps.
@@ -72,6 +73,7 @@ def peaks_outside_steps(
             ``Plan.host_bytes``). Pools live on between steps.
         disk: whether there is a disk tier; all arrays have their extents there.
         host_bytes: the budget of host memory, which is filled first where there is no disk.
+        slots: copies of every array on disk (``Budget.slots``); a snapshot has one.
         from_meta: whether the engine initialises the model. The check that everything was filled takes one byte for
             each element of a parameter; the group's largest is taken to be all of it.
 
@@ -93,7 +95,7 @@ def peaks_outside_steps(
     wanted: list[Tier] = [place.state[p.group] if p.state else place.weights[p.group] for p in parts]
     first: list[Tier] = ["disk"] * len(parts) if disk else _start_in_memory(sizes, host_bytes)
     start, final = _held(sizes, first), _held(sizes, wanted)
-    base = {tier: stored if tier == "disk" and disk else 0 for tier in TIERS}
+    base = {tier: slots * stored if tier == "disk" and disk else 0 for tier in TIERS}
 
     def peaks(device: int, host: int, more_disk: int = 0) -> Peaks:
         return {"device": device, "host": host, "disk": base["disk"] + more_disk}
