@@ -57,6 +57,7 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     lines += _foretold(meter)
     if trace is not None:
         lines.append(f"trace    {trace} (open it in https://ui.perfetto.dev)")
+        lines.append(f"report   penstock report {folder} draws it on one page, beside what was predicted")
     lines.append(f"metrics  {folder / 'metrics.jsonl'}")
     return "\n".join(["", *lines])
 

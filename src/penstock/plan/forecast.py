@@ -133,7 +133,7 @@ class Forecast:
 
     @cached_property
     def simulated_peak(self) -> Mapping[Tier, int]:
-        """What is really in use at the worst moment of a step, reserved buffers that are free not counted."""
+        """The worst moment of a step: all that is reserved, and the activations that are alive then."""
         return self.choice.simulation.peak(0)
 
     @property
