@@ -227,7 +227,8 @@ def test_a_profile_without_what_the_run_needs(config: Path, capsys: pytest.Captu
     assert "has no drives" in refused(capsys, config, "--machine", path, "--tbw", 600)
     path.write_text(MACHINE.to_json())
     assert "no optimizer rate lion.fp32" in refused(capsys, config, "--machine", path, "--optimizer.name", "lion")
-    assert "no rate" in refused(capsys, config, "--machine", path, "--precision", "fp16", "--optimizer.name", "adamw")
+    said = refused(capsys, config, "--machine", path, "--precision", "fp16", "--optimizer.name", "adamw")
+    assert "no optimizer rate adamw.fp16" in said
 
 
 @pytest.mark.parametrize(

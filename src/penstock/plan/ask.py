@@ -23,7 +23,7 @@ from penstock.plan.task import MOMENTS, Task, free_bytes, own_budget
 _FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PlanReport:
     """The best plan found, and what to expect of it.
 
@@ -41,6 +41,13 @@ class PlanReport:
     roofline: Roofline
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        f = self.forecast
+        return (
+            f"<PlanReport of {f.task.shape.name} on {f.task.machine.name}: {f.step_seconds:.3g} s a step, "
+            f"{f.tokens_per_second:,.0f} tokens/s, bound by {f.bottleneck}>"
+        )
 
     @property
     def plan(self) -> Plan:

@@ -61,8 +61,9 @@ class Task:
 
     @property
     def rate_name(self) -> str:
-        """Key of the machine's optimizer rates; fp16 moves the same bytes as bf16."""
-        return f"{self.optimizer}.{'fp32' if self.precision == 'fp32' else 'bf16'}"
+        """Key of the machine's optimizer rates; Nesterov's momentum takes as long as the other."""
+        kind = "momentum" if self.optimizer == "sgd" and self.moments else self.optimizer
+        return f"{kind}.{self.precision}"
 
     def profile(self, micro_batch_size: int) -> ModelProfile:
         """The model's profile for micro-batches of so many sequences."""

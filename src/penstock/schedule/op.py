@@ -249,7 +249,7 @@ Carried = tuple[str, str, str]
 """(name at the start, name at the end, pool) of a buffer that a step hands on to the next one."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Schedule:
     """All ops of one step of one rank. The order of ``ops`` is each lane's order, and one in which they can run one by
     one; ``fixed`` is memory held all the time.
@@ -285,6 +285,10 @@ class Schedule:
     def peak_bytes(self, tier: Tier) -> int:
         """Upper bound of the bytes in use on a tier: all pools full, plus what is fixed."""
         return peak_bytes(self.pools, self.fixed, tier)
+
+    def __repr__(self) -> str:
+        """``str`` is the text form, which may be long."""
+        return f"<Schedule {self.name}: {len(self.ops)} ops, {self.micro_batches} micro-batches>"
 
     def __str__(self) -> str:
         return "\n".join(self._lines()) + "\n"

@@ -76,12 +76,16 @@ class Stage:
     backward_peak: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Program:
     """A model's stages and groups. The last stage is the epilogue; every stage of every micro-batch runs once."""
 
     groups: tuple[GroupSpec, ...]
     stages: tuple[Stage, ...]
+
+    def __repr__(self) -> str:
+        elements = sum(g.numel for g in self.groups)
+        return f"<Program: {len(self.groups)} groups of {elements:,} elements, {len(self.stages)} stages>"
 
     def __post_init__(self) -> None:
         assert [g.index for g in self.groups] == list(range(len(self.groups)))

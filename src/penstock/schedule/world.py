@@ -17,7 +17,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.op import Schedule, parse_number, parse_schedule
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class World:
     """``ranks[r]`` is rank r's schedule (the same object for ranks that do the same); ``groups``: name -> ranks.
 
@@ -33,6 +33,10 @@ class World:
     def of(schedule: Schedule) -> "World":
         """A world of one rank."""
         return World(name=schedule.name, ranks=(schedule,), groups={})
+
+    def __repr__(self) -> str:
+        """``str`` is the text form, which may be long."""
+        return f"<World {self.name}: {len(self.ranks)} ranks, {sum(len(s.ops) for s in self.ranks)} ops>"
 
     def __str__(self) -> str:
         if len(self.ranks) == 1 and not self.groups:

@@ -23,7 +23,7 @@ class Timed:
     cause: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
     """Times are in the unit of the costs (seconds on a machine), one list per rank in the order of its schedule's ops.
 
@@ -40,6 +40,9 @@ class Simulation:
     waits: tuple[list[float], ...]
     causes: tuple[list[str], ...]
     serial: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Simulation of {self.world!r}: time {self.time:.6g}, lower bound {self.lower_bound:.6g}>"
 
     @cached_property
     def time(self) -> float:
