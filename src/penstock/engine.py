@@ -290,8 +290,10 @@ class Engine:
         self.trace = runner.trace(context.step, self._began)
         self.counters = runner.samples(self._began)
         busy: dict[Lane, float] = dict.fromkeys(LOCAL_LANES, 0.0)
+        moved: dict[Lane, int] = dict.fromkeys(LOCAL_LANES, 0)
         for event in self.trace:
             busy[event.lane] += event.end - event.start
+            moved[event.lane] += event.bytes
         assert context.norm is not None
         return StepStats(
             step=context.step,
@@ -303,7 +305,7 @@ class Engine:
             clipped=self._clip is not None and not context.skip and context.norm > self._clip,
             skipped=context.skip,
             loss_scale=context.loss_scale,
-            bytes_moved=runner.plan.schedule.bytes_per_lane(),
+            bytes_moved=moved,
             lane_seconds=busy,
             peak_bytes=dict(runner.pools.peak),
         )

@@ -17,7 +17,8 @@ from penstock.run.pools import Pools
 from penstock.run.streams import CudaStreams, HostStreams, Mark
 from penstock.schedule.op import LOCAL_LANES, Lane, Op, Schedule
 
-Action = Callable[[Op], None]
+Action = Callable[[Op], int]
+"""Does an op and returns the bytes that it has moved."""
 
 
 class _LaneState:
@@ -173,7 +174,7 @@ class Executor:
                 if mark.done is not None and mark.lane != op.lane:
                     mark.done.synchronize()
             with self._streams.run(op.lane, waits) as mark:
-                self._act(op)
+                mark.moved = self._act(op)
         except BaseException as error:  # noqa: BLE001 - whatever a lane raises surfaces in run()
             error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
             with self._lock:

@@ -5,6 +5,7 @@ tape, the store) by group and chunk. It decides nothing: order, place and sizes 
 """
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -65,6 +66,12 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
 
+class _Tally(threading.local):
+    """Bytes that the op under way in a thread has moved."""
+
+    moved = 0
+
+
 class Moves:
     """The actions of one plan. ``context`` is set anew for each step."""
 
@@ -110,10 +117,38 @@ class Moves:
         self._accumulators: dict[int, torch.Tensor] = {}
         self._device_norms: dict[int, torch.Tensor] = {}
         tape.on_gradient = self._accumulate
+        self._tally = _Tally()
         self._kinds: dict[str, Callable[[Op], None]] = {name.upper(): getattr(self, f"_{name}") for name in _KINDS}
 
-    def __call__(self, op: Op) -> None:
+    def __call__(self, op: Op) -> int:
+        """Do what an op says; the bytes that it has moved, counted where they are. Arithmetic moves what is planned."""
+        self._tally.moved = 0
         self._kinds[op.word.kind](op)
+        return op.nbytes if op.lane == "cpu" else self._tally.moved
+
+    # ---- what is moved is counted
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        copy(target, source)
+        self._tally.moved += source.numel() * source.itemsize
+
+    def _read(self, name: str, start: int, out: torch.Tensor) -> None:
+        self._residence.read(name, start, out)
+        self._tally.moved += out.numel() * out.itemsize
+
+    def _write(self, name: str, start: int, data: torch.Tensor) -> None:
+        self._residence.write(name, start, data)
+        self._tally.moved += data.numel() * data.itemsize
+
+    def _read_scratch(self, name: str, offset: int, out: NDArray[np.uint8]) -> None:
+        assert self._scratch is not None
+        self._scratch.read(name, offset, out)
+        self._tally.moved += out.nbytes
+
+    def _write_scratch(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
+        assert self._scratch is not None
+        self._scratch.write(name, offset, data)
+        self._tally.moved += data.nbytes
 
     # ---- views
 
@@ -200,7 +235,7 @@ class Moves:
 
     def _rw(self, op: Op) -> None:
         c = self._chunk(op)
-        self._residence.read(f"weights.{op.word.group}", c.start, self._view(op.writes[0], c.numel, self._dtype))
+        self._read(f"weights.{op.word.group}", c.start, self._view(op.writes[0], c.numel, self._dtype))
 
     def _uw(self, op: Op) -> None:
         c, g = self._chunk(op), op.word.group
@@ -208,22 +243,22 @@ class Moves:
             source = self._view(op.reads[0], c.numel, self._dtype)
         else:
             source = self._residence.array(f"weights.{g}")[c.start : c.start + c.numel]
-        copy(self._view(op.writes[0], c.numel, self._dtype, c.start * self._dtype.itemsize), source)
+        self._copy(self._view(op.writes[0], c.numel, self._dtype, c.start * self._dtype.itemsize), source)
 
     def _ww(self, op: Op) -> None:
         c = self._chunk(op)
-        self._residence.write(f"weights.{op.word.group}", c.start, self._view(op.reads[0], c.numel, self._dtype))
+        self._write(f"weights.{op.word.group}", c.start, self._view(op.reads[0], c.numel, self._dtype))
 
     def _un(self, op: Op) -> None:
         c = self._chunk(op)
         home = self._residence.array(f"weights.{op.word.group}")[c.start : c.start + c.numel]
-        copy(home, self._view(op.reads[0], c.numel, self._dtype))
+        self._copy(home, self._view(op.reads[0], c.numel, self._dtype))
 
     # ---- gradients
 
     def _dg(self, op: Op) -> None:
         c = self._chunk(op)
-        copy(self._view(op.writes[0], c.numel), self._view(op.reads[0], c.numel, offset=c.start * FP32))
+        self._copy(self._view(op.writes[0], c.numel), self._view(op.reads[0], c.numel, offset=c.start * FP32))
 
     def _ag(self, op: Op) -> None:
         c = self._chunk(op)
@@ -267,15 +302,13 @@ class Moves:
 
     def _wg(self, op: Op) -> None:
         c = self._chunk(op)
-        assert self._scratch is not None
         data = numpy_bytes(self._view(op.reads[0], c.numel))
-        self._scratch.write(f"gradient.{op.word.group}", c.start * FP32, data)
+        self._write_scratch(f"gradient.{op.word.group}", c.start * FP32, data)
 
     def _rg(self, op: Op) -> None:
         c = self._chunk(op)
-        assert self._scratch is not None
         data = numpy_bytes(self._view(op.writes[0], c.numel))
-        self._scratch.read(f"gradient.{op.word.group}", c.start * FP32, data)
+        self._read_scratch(f"gradient.{op.word.group}", c.start * FP32, data)
 
     # ---- optimizer
 
@@ -289,12 +322,12 @@ class Moves:
     def _rs(self, op: Op) -> None:
         c = self._chunk(op)
         for name, offset in self._state_parts(op):
-            self._residence.read(name, c.start, self._view(op.writes[0], c.numel, offset=offset))
+            self._read(name, c.start, self._view(op.writes[0], c.numel, offset=offset))
 
     def _ws(self, op: Op) -> None:
         c = self._chunk(op)
         for name, offset in self._state_parts(op):
-            self._residence.write(name, c.start, self._view(op.reads[0], c.numel, offset=offset))
+            self._write(name, c.start, self._view(op.reads[0], c.numel, offset=offset))
 
     def _op(self, op: Op) -> None:
         g, c, form = op.word.group, self._chunk(op), self._settings.form
@@ -393,7 +426,7 @@ class Moves:
         host, offset = self._pools.buffer(op.writes[0]), 0
         for tensor in self._tape.checkpoint(k, m):
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            copy(host[offset : offset + data.numel()], data)
+            self._copy(host[offset : offset + data.numel()], data)
             offset += data.numel()
             self._streams.used_on("d2h", data)
         self._tape.drop(k, m)
@@ -405,19 +438,17 @@ class Moves:
         for old in self._tape.checkpoint(k, m):
             tensor = torch.empty(old.shape, dtype=old.dtype, device=old.device)
             nbytes = tensor.numel() * tensor.itemsize
-            copy(tensor.view(-1).view(torch.uint8), host[offset : offset + nbytes])
+            self._copy(tensor.view(-1).view(torch.uint8), host[offset : offset + nbytes])
             offset += nbytes
             self._streams.used_on("compute", tensor)
             tensors.append(tensor)
         self._tape.restore(k, m, tensors)
 
     def _wc(self, op: Op) -> None:
-        assert self._scratch is not None
-        self._scratch.write(self._checkpoint_name(op), 0, numpy_bytes(self._checkpoint_pages(op, op.reads[0])))
+        self._write_scratch(self._checkpoint_name(op), 0, numpy_bytes(self._checkpoint_pages(op, op.reads[0])))
 
     def _rc(self, op: Op) -> None:
-        assert self._scratch is not None
-        self._scratch.read(self._checkpoint_name(op), 0, numpy_bytes(self._checkpoint_pages(op, op.writes[0])))
+        self._read_scratch(self._checkpoint_name(op), 0, numpy_bytes(self._checkpoint_pages(op, op.writes[0])))
 
     def _checkpoint_name(self, op: Op) -> str:
         return f"checkpoint.{op.word.stage}.{op.word.micro_batch}"

@@ -129,7 +129,6 @@ class Runner:
 
     def trace(self, step: int, origin: float) -> list[TraceEvent]:
         """What the last run did, op by op; ``origin`` is the run's start in ``perf_counter`` seconds."""
-        by_id = self.plan.schedule.by_id
         return [
             TraceEvent(
                 step=step,
@@ -137,7 +136,7 @@ class Runner:
                 lane=mark.lane,
                 start=mark.start - origin,
                 end=mark.end - origin,
-                bytes=by_id[name].nbytes,
+                bytes=mark.moved,
             )
             for name, mark in self._executor.marks.items()
         ]

@@ -12,7 +12,7 @@ class SerialExecutor:
     """Runs a schedule in one order that is known to be possible. Same interface as ``Executor``."""
 
     def __init__(
-        self, schedule: Schedule, pools: Pools, act: Callable[[Op], None], streams: HostStreams | CudaStreams
+        self, schedule: Schedule, pools: Pools, act: Callable[[Op], int], streams: HostStreams | CudaStreams
     ) -> None:
         self.schedule = schedule
         self.pools = pools
@@ -30,7 +30,7 @@ class SerialExecutor:
             self.pools.take(op)
             try:
                 with self._streams.run(op.lane, ()) as mark:
-                    self._act(op)
+                    mark.moved = self._act(op)
             except BaseException as error:
                 error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
                 self._streams.synchronize()

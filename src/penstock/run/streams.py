@@ -24,6 +24,8 @@ class Mark:
     end: float = 0.0
     begun: "torch.cuda.Event | None" = None
     done: "torch.cuda.Event | None" = None
+    moved: int = 0
+    """bytes, as counted by whoever moved them"""
 
 
 class HostStreams:
