@@ -40,7 +40,7 @@ def test_bytes_are_predicted_exactly_and_memory_is_not_exceeded(
     case = MODELS["llama"]
     places = budget(tmp_path / "store", **where)
     with wrap(case, places, schedule=schedule, plan=machine(tmp_path)) as engine:
-        stats = [engine.step(micro_batches) for micro_batches in steps_of(case, 2)][-1]
+        stats = [engine.step(micro_batches) for micro_batches in steps_of(case, 2, lengths=(12, 12))][-1]
         prediction = engine.prediction
         assert prediction is not None
         assert prediction.bytes_per_lane() == stats.bytes_moved
@@ -52,6 +52,19 @@ def test_bytes_are_predicted_exactly_and_memory_is_not_exceeded(
         for tier in ("device", "host"):
             assert prediction.peak(0)[tier] <= engine.plan.schedule.peak_bytes(tier)
             assert stats.peak_bytes[tier] <= engine.plan.schedule.peak_bytes(tier)
+
+
+def test_a_shorter_micro_batch_moves_less_than_was_planned_for_the_longest(tmp_path: Path) -> None:
+    case = MODELS["llama"]
+    (step,) = steps_of(case, 1, lengths=(12, 8))
+    where = budget(tmp_path / "store", checkpoints="host")
+    with wrap(case, where, plan=machine(tmp_path)) as engine:
+        stats = engine.step(step)
+        assert engine.prediction is not None
+        planned = engine.prediction.bytes_per_lane()
+    less = {lane for lane in planned if stats.bytes_moved[lane] < planned[lane]}
+    assert less == {"h2d", "d2h"}
+    assert all(stats.bytes_moved[lane] <= planned[lane] for lane in planned)
 
 
 def test_a_stored_profile_is_used_by_default_and_no_profile_predicts_nothing(tmp_path: Path) -> None:

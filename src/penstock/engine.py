@@ -270,6 +270,8 @@ class Engine:
     def prediction(self) -> Simulation | None:
         """What the plan of the last step or evaluation was predicted to do, op by op; None without a machine profile.
 
+        It is for micro-batches that are all as large as the largest: checkpoints of shorter ones are smaller.
+
         Raises:
             ConfigError: there was none yet.
         """
