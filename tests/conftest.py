@@ -1,9 +1,17 @@
 """Fixtures that several files of tests share."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c_works() -> None:
+    """A shell starts its background jobs with Ctrl-C ignored, which processes that tests start would inherit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
