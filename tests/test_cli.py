@@ -271,11 +271,21 @@ def test_the_last_words_are_complete(tmp_path: Path) -> None:
         "8.0000 -> 6.0000",
         "704 MiB",
         "8.0x the memory given",
-        "88 MiB given, 80 MiB used",
+        "88 MiB given, 80 MiB taken",
         "device 60 MiB of 64 MiB",
         str(tmp_path / "trace.json"),
     ):
         assert part in text, part
+
+
+def test_the_bottleneck_in_the_last_words_is_said_of_the_forecast_and_not_of_what_was_measured(tmp_path: Path) -> None:
+    meter = _meter()
+    meter.forecast(1.0, "Compute is the bottleneck.")
+    meter.add(_stats())
+    meter.add(_stats(seconds=2.0))
+    lines = closing(meter, own_bytes=MIB, folder=tmp_path, trace=None, stopped=False).splitlines()
+    at = lines.index("step     2 s, median of 1; 1 s predicted (-50%)")
+    assert lines[at + 1] == "forecast Compute is the bottleneck."
 
 
 LOOP = """

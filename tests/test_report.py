@@ -473,8 +473,9 @@ def test_folders_without_what_a_report_needs_are_errors(tmp_path: Path, capsys: 
     write_run(tmp_path)
     (tmp_path / "trace.json").unlink()
     assert "trace_steps" in error()
-    (tmp_path / "trace.json").write_text("")
-    assert "no step in it" in error()
+    (tmp_path / "trace.json").write_text("[\n")
+    assert "cut off before its first op" in (said := error())
+    assert "trace_steps" not in said
     write_run(tmp_path)
     (tmp_path / "prediction.json").write_text("{")
     assert "prediction.json is not JSON" in error()

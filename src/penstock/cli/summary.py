@@ -44,7 +44,7 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
         f"{outline.parameters / 1e6:.1f}M parameters, {meter.state_bytes / outline.given_bytes:.1f}x the memory given"
     )
     lines.append(
-        f"memory   {format_size(outline.given_bytes)} given, {format_size(meter.peak_bytes)} used at the peak: "
+        f"memory   {format_size(outline.given_bytes)} given, {format_size(meter.peak_bytes)} taken at the peak: "
         + ", ".join(
             f"{tier} {format_size(meter.peak.get(tier, 0))} of {format_size(size)}" for tier, size in given.items()
         )
@@ -63,13 +63,13 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
 
 
 def _foretold(meter: Meter) -> list[str]:
-    """The prediction beside what was measured, where there was one."""
+    """The prediction beside what was measured, where there was one; the bottleneck is that of the predicted step."""
     if meter.predicted is None or not meter.step_seconds:
         return []
     measured = median(meter.step_seconds)
     error = 100 * (meter.predicted / measured - 1)
     words = f"{format_time(measured)}, median of {len(meter.step_seconds)}; {format_time(meter.predicted)} predicted"
-    return [f"step     {words} ({error:+.0f}%). {meter.bottleneck}"]
+    return [f"step     {words} ({error:+.0f}%)", f"forecast {meter.bottleneck}"]
 
 
 def resident_bytes() -> int:

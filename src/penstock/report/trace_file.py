@@ -36,7 +36,8 @@ class Ran:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """One step of a trace. ``memory``: (seconds, bytes in use from then on). ``whole``: the file was not cut in it."""
+    """One step of a trace. ``memory``: (seconds, bytes taken from then on); none of a step that is not
+    ``whole``, which the file was cut in: memory is written last, so a part of it would pass for all."""
 
     step: int
     ops: tuple[Ran, ...]
@@ -87,7 +88,7 @@ class _Open:
             for name, lane, start, end, n in self.ops
         ]
         memory: dict[Tier, list[tuple[float, int]]] = {}
-        for time, tier, amount in self.samples:
+        for time, tier, amount in self.samples if whole else ():
             memory.setdefault(tier, []).append((max(time - origin, 0.0), amount))
         return MeasuredStep(
             step=self.step,
@@ -176,14 +177,17 @@ def read_traces(folder: Path) -> list[MeasuredStep]:
     """The steps of all trace files of a run, by number; of a step that a resumed run has done again, the later one.
 
     Raises:
-        ConfigError: there is no trace with a step in it, or a file is damaged.
+        ConfigError: there is no trace, none has an op in it, or a file is damaged.
     """
     paths = sorted(folder.glob("trace*.json"), key=_first_step)
     steps = {step.step: step for path in paths for step in read_trace(path)}
     if not steps:
-        what = "no trace" if not paths else f"{paths[0].name}, but no step in it"
+        if paths:
+            raise ConfigError(
+                f"{folder} holds {paths[0].name}, but it was cut off before its first op: train until a step is done"
+            )
         raise ConfigError(
-            f"{folder} holds {what}: train with trace_steps above 0 (or leave it out), so that the run keeps one"
+            f"{folder} holds no trace: train with trace_steps above 0 (or leave it out), so that the run keeps one"
         )
     return [steps[number] for number in sorted(steps)]
 
