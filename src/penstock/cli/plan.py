@@ -13,6 +13,7 @@ from penstock.config import OptimizerName, Precision, TrainConfig, parse_size
 from penstock.errors import ConfigError
 from penstock.plan.ask import PlanReport, measured, plan, rated, report
 from penstock.plan.fit import Family
+from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
 from penstock.plan.model import ModelShape
 from penstock.plan.profiles import machine_named
@@ -22,7 +23,7 @@ PLAN_HELP = """\
 penstock plan: the best way to run a model on a machine, and what to expect of it
 
   penstock plan CONFIG.yaml [--SETTING VALUE ...]    plan the run that penstock train would do with this file
-  penstock plan --model NAME [--machine NAME]        plan a model that ships with penstock, or a config.json
+  penstock plan --model NAME [--machine NAME]        plan a model that ships, a config.json or its folder
 
   --machine NAME|FILE    a machine that ships with penstock, or a profile; without it, this machine, as penstock doctor
                          has measured it
@@ -190,19 +191,16 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
 
 
 def _shape(config: TrainConfig, machine: Machine) -> ModelShape:
-    """The model by formula where one is exact, else built on the meta device as ``penstock train`` builds it."""
-    from penstock.plan import meta, transformer
+    """The model that ``penstock train`` builds; one that has no formula is built here too, to refuse what it would."""
+    from penstock.plan import transformer
 
     given = {**config.model.config, "vocab_size": config.data.vocabulary}
-    name = str(config.model.config["model_type"])
     agrees = config.model.config.get("vocab_size", config.data.vocabulary) == config.data.vocabulary
-    shape = transformer.from_config(given, name=name) if agrees else None
-    if shape is not None:
-        return shape
-    from penstock.cli.model import build_model
+    if not agrees or transformer.from_config(given, name="model") is None:
+        from penstock.cli.model import build_model
 
-    build_model(config.model, config.data)  # refuses settings that the type does not know
-    return meta.from_config(given, name=name, kind=machine.device.kind)
+        build_model(config.model, config.data)
+    return model_shape(given, kind=machine.device.kind)
 
 
 def _free_here(paths: Sequence[Path]) -> int:

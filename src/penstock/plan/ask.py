@@ -8,11 +8,11 @@ from typing import Any
 
 from penstock.config import Budget, OptimizerName, Precision, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
-from penstock.plan import meta, shipped, transformer
 from penstock.plan.advice import Advice, advice, refusal
 from penstock.plan.batches import Point, Split, choose, curve, cuts, saturating, splits
 from penstock.plan.fit import Family, Plan
 from penstock.plan.forecast import Forecast, forecast
+from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
 from penstock.plan.model import ModelShape
 from penstock.plan.profiles import find_profile, machine_named
@@ -82,9 +82,9 @@ def plan(
     """Plan the training of a model on a machine. Loads no weights; needs neither the machine nor a GPU.
 
     Args:
-        model: the name of a model that ships (``"gpt-65b"``), the path of a Hugging Face ``config.json``, such a
-            configuration as a mapping, or a ``ModelShape`` (``penstock.plan.meta.from_callable`` makes one of any
-            module).
+        model: the name of a model that ships (``"gpt-65b"``), the path of a Hugging Face ``config.json`` or of its
+            folder, such a configuration as a mapping, or a ``ModelShape`` (``penstock.plan.meta.from_callable`` makes
+            one of any module).
         machine: a profile, its file, or the name of one that ships (``"a100-40g"``); None: what ``penstock doctor`` has
             stored for this host and the budget's directories.
         budget: memory and directories; None: most of the machine's memory, and its drives.
@@ -120,7 +120,7 @@ def plan(
             f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a norm"
         )
     task = Task(
-        shape=shape_of(model, found),
+        shape=_shape_of(model, found),
         machine=found,
         budget=budget,
         sequence_length=sequence_length,
@@ -186,41 +186,10 @@ def measured(paths: tuple[Path, ...]) -> Machine:
     return found
 
 
-def shape_of(model: str | Path | Mapping[str, Any] | ModelShape, machine: Machine) -> ModelShape:
-    """The model that an argument means.
-
-    Raises:
-        ConfigError: no such model, or no such file.
-    """
-    if isinstance(model, Mapping):
-        return from_mapping(model, machine, name=str(model.get("model_type", "model")))
-    if isinstance(model, Path) or (isinstance(model, str) and (model.endswith(".json") or "/" in model)):
-        return from_mapping(_hugging_face(Path(model)), machine, name=Path(model).stem)
-    if isinstance(model, str):
-        return shipped.named(model)
+def _shape_of(model: str | Path | Mapping[str, Any] | ModelShape, machine: Machine) -> ModelShape:
+    if isinstance(model, str | Path | Mapping):
+        return model_shape(model, kind=machine.device.kind)
     return model
-
-
-def from_mapping(config: Mapping[str, Any], machine: Machine, *, name: str) -> ModelShape:
-    """A Hugging Face configuration's model: by formula where one is exact, else from a dry run."""
-    if not isinstance(config.get("model_type"), str):
-        raise ConfigError("the model's configuration has no model_type: it must be one of Hugging Face's")
-    shape = transformer.from_config(config, name=name)
-    return shape or meta.from_config(config, name=name, kind=machine.device.kind)
-
-
-def _hugging_face(path: Path) -> Mapping[str, Any]:
-    import json
-
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read this model's configuration: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: this is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a model's configuration is a JSON object")
-    return {k: v for k, v in data.items() if k not in ("architectures", "transformers_version", "_name_or_path")}
 
 
 def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | None = None) -> PlanReport:

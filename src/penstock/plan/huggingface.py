@@ -83,12 +83,14 @@ def model_shape(
     from penstock.plan.shipped import CONFIGS, named
 
     if isinstance(source, Mapping):
-        return HuggingFaceModel(name=str(source.get("model_type")), config=source, kind=kind, exact=exact)
-    path = Path(source)
-    if str(source) in CONFIGS or not path.exists():
+        config = _typed(source, "the model's configuration")
+        return HuggingFaceModel(name=config["model_type"], config=config, kind=kind, exact=exact)
+    path, is_path = Path(source), isinstance(source, Path) or source.endswith(".json") or "/" in source
+    if str(source) in CONFIGS or not (is_path or path.exists()):
         return replace(named(str(source), kind=kind), exact=exact)
-    file = path / "config.json" if path.is_dir() else path
-    return HuggingFaceModel(name=path.resolve().name, config=_read(file), kind=kind, exact=exact)
+    file = (path / "config.json" if path.is_dir() else path).resolve()
+    name = file.parent.name if file.name == "config.json" else file.stem
+    return HuggingFaceModel(name=name, config=_read(file), kind=kind, exact=exact)
 
 
 def _read(file: Path) -> Mapping[str, Any]:
@@ -98,6 +100,10 @@ def _read(file: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{file}: cannot read this model configuration: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{file}: this model configuration is not JSON ({error})") from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ConfigError(f"{file}: this is no model configuration of Hugging Face: it has no model_type")
+    return _typed(config, f"{file}")
+
+
+def _typed(config: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(config, Mapping) or not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{where}: this is no model configuration of Hugging Face: it has no model_type")
     return config

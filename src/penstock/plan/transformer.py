@@ -403,7 +403,8 @@ def _decoder(
     longest = given.size("max_position_embeddings", positions)
     tied = given.flag("tie_word_embeddings", False)
     plain = given.are(hidden_act="silu", attention_dropout=0.0, attn_implementation="sdpa")
-    if not (plain and given.all_taken) or heads % kv_heads:
+    uneven = heads % kv_heads or (h % heads and head_dim is None) or d % 2  # Hugging Face refuses most of these
+    if not (plain and given.all_taken) or uneven:
         return None
     q, k = heads * d, kv_heads * d
     attention = (q * h, k * h, k * h, h * q, *((q, k, k, h) if attention_bias else ()))
