@@ -18,8 +18,10 @@ from tests.reports import BUDGET, offload_schedule, simulated, write_run, write_
 from penstock.cli import main
 from penstock.cli.report import gather, parse_report
 from penstock.errors import ConfigError
+from penstock.report import colors
 from penstock.report.causes import measured_bars
 from penstock.report.chrome import chrome_trace
+from penstock.report.colors import GROUPS
 from penstock.report.columns import Columns
 from penstock.report.html import in_script
 from penstock.report.metrics_file import read_metrics
@@ -30,7 +32,7 @@ from penstock.report.series import Because, last_of_each_moment, parse_cause
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import MeasuredStep, Ran, choose_step, read_trace, read_traces
 from penstock.run.trace import MemorySample, TraceEvent, TraceWriter
-from penstock.schedule.op import Lane, parse_schedule
+from penstock.schedule.op import _KIND_LANE, Lane, parse_schedule
 from penstock.schedule.world import World
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
@@ -394,6 +396,20 @@ def test_sentences_name_the_bottleneck_and_the_distance_from_the_bound() -> None
     assert "the machine beats its profile" in measured_bottleneck(2.5, work, 3.0)
     assert verdict(2.0, 2.1) == "Predicted 2.1 s, 5.0% too high."
     assert verdict(2.0, 1.9) == "Predicted 1.9 s, 5.0% too low."
+
+
+def test_every_kind_of_op_has_one_colour_and_the_page_has_those_of_the_picture() -> None:
+    kinds = [kind for group in GROUPS for kind in group.kinds]
+    assert sorted(kinds) == sorted(_KIND_LANE)
+    simulation = simulated(offload_schedule(1), 1)
+    groups = _unpacked(simulated_page(simulation, title="one", unit="s"))[0]["groups"]
+    assert [(g["name"], g["light"], g["dark"]) for g in groups[:-1]] == [(g.name, g.light, g.dark) for g in GROUPS]
+    assert {kind for group in groups for kind in group["kinds"]} == set(_KIND_LANE)
+    assert "#" not in _script("colors.js").partition("RAMP")[0], "the script has no colours of its own for them"
+
+
+def _script(name: str) -> str:
+    return (Path(colors.__file__).parent / "page" / name).read_text()
 
 
 # ---- the other forms

@@ -3,11 +3,12 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
 from typing import Any
 
+from penstock.report.colors import GROUPS, OTHER
 from penstock.report.columns import Columns
 
 _SCRIPTS = (
@@ -68,7 +69,7 @@ class Page:
             "timeline": escape(self.timeline),
             "hint": escape(self.hint),
             "sections": self.sections,
-            "facts": in_script(self.facts),
+            "facts": in_script({**self.facts, "groups": [asdict(group) for group in (*GROUPS, OTHER)]}),
             "columns": self.columns.text(),
             "script": "\n".join(_file(name) for name in _SCRIPTS),
         }

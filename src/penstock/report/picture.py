@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import TIERS, Tier
 from penstock.errors import ConfigError, ScheduleError
 from penstock.report.causes import measured_bars
+from penstock.report.colors import GROUP_OF, GROUPS, OTHER, Group
 from penstock.report.prediction import Prediction, predicted_bars
 from penstock.report.series import Bar, rows_of
 from penstock.report.trace_file import MeasuredStep
@@ -18,21 +19,6 @@ from penstock.schedule.op import LANES, parse_word
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS: Mapping[str, tuple[str, str]] = {
-    # the same as in page/colors.js: told apart without red and green
-    "forward": ("#56a5dc", "F"),
-    "recompute and backward": ("#14679f", "B I W"),
-    "last stage and loss": ("#0a3a5e", "E"),
-    "weights": ("#e69f00", "RW UW WW UN"),
-    "gradients": ("#cf4f13", "DG AG WG RG"),
-    "optimizer state and step": ("#0c8f68", "RS WS OP OD"),
-    "checkpoints": ("#b8649a", "DC WC RC UC"),
-    "gradient norm": ("#6b7280", "NG ND NORM"),
-    "collectives": ("#4b5563", "GW GN AR SG GC"),
-    "send and receive": ("#8a93a3", "SA SD RA RD"),
-}
-_GROUP_OF = {kind: group for group, (_, kinds) in _COLORS.items() for kind in kinds.split()}
-_OTHER = "#9ca3af"
 _INK, _MUTED, _TRACK, _BUDGET, _PREDICTED = "#161b22", "#5a6472", "#f3f5f7", "#a3195b", "#b3541e"
 _ROW, _GAP = 1.0, 0.45
 _GRAIN = 1600
@@ -128,12 +114,11 @@ def _draw_bars(
         ax.add_patch(PathPatch(outline, facecolor=color, linewidth=0, snap=False))
 
 
-def _group(bar: Bar) -> str:
-    """The group of ``_COLORS`` that an op is of; empty if its id is no op's, as in a trace of another version."""
+def _group(bar: Bar) -> Group:
     try:
-        return _GROUP_OF[parse_word(bar.id).kind]
+        return GROUP_OF[parse_word(bar.id).kind]
     except ScheduleError:
-        return ""
+        return OTHER
 
 
 def _merged(row: Sequence[Bar], grain: float) -> tuple[list[tuple[float, float]], list[str]]:
@@ -141,7 +126,7 @@ def _merged(row: Sequence[Bar], grain: float) -> tuple[list[tuple[float, float]]
     spans: list[tuple[float, float]] = []
     colors: list[str] = []
     for bar in row:
-        color = _COLORS[group][0] if (group := _group(bar)) else _OTHER
+        color = _group(bar).light
         if colors and colors[-1] == color and bar.start - sum(spans[-1]) < grain:
             spans[-1] = (spans[-1][0], bar.end - spans[-1][0])
         else:
@@ -194,11 +179,11 @@ def _coarse(curve: Sequence[tuple[float, int]], grain: float) -> list[tuple[floa
     return points
 
 
-def _legend(figure: Any, used: set[str], both: bool) -> None:
+def _legend(figure: Any, used: set[Group], both: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(color=color, label=name) for name, (color, _) in _COLORS.items() if name in used]
+    handles: list[Any] = [Patch(color=group.light, label=group.name) for group in GROUPS if group in used]
     if both:
         handles.append(Line2D([], [], color=_PREDICTED, linestyle="--", label="memory predicted"))
         handles.append(Line2D([], [], color="#14679f", label="memory measured"))

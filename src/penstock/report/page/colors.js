@@ -1,18 +1,6 @@
-// Colours, told apart without red and green (after Okabe and Ito); layers by a ramp that grows lighter.
+// Colours: those of penstock.report.colors, of which the last is for all other ops; layers by a ramp that grows lighter.
 
-const GROUPS = [
-  { name: "forward", kinds: ["F"], light: "#56a5dc", dark: "#56b4e9" },
-  { name: "recompute and backward", kinds: ["B", "I", "W"], light: "#14679f", dark: "#2b86c6" },
-  { name: "last stage and loss", kinds: ["E"], light: "#0a3a5e", dark: "#a9d7f5" },
-  { name: "weights", kinds: ["RW", "UW", "WW", "UN"], light: "#e69f00", dark: "#f0b429" },
-  { name: "gradients", kinds: ["DG", "AG", "WG", "RG"], light: "#cf4f13", dark: "#ee7440" },
-  { name: "optimizer state and step", kinds: ["RS", "WS", "OP", "OD"], light: "#0c8f68", dark: "#22b58a" },
-  { name: "checkpoints", kinds: ["DC", "WC", "RC", "UC"], light: "#b8649a", dark: "#d98cbb" },
-  { name: "gradient norm", kinds: ["NG", "ND", "NORM"], light: "#6b7280", dark: "#9aa3b2" },
-  { name: "collectives", kinds: ["GW", "GN", "AR", "SG", "GC"], light: "#4b5563", dark: "#c3cad6" },
-  { name: "send and receive", kinds: ["SA", "SD", "RA", "RD"], light: "#8a93a3", dark: "#8a93a3" },
-  { name: "other", kinds: [""], light: "#9ca3af", dark: "#6b7280" },
-];
+const GROUPS = facts.groups;
 const RAMP = [
   [43, 58, 140],
   [38, 104, 176],

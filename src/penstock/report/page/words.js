@@ -1,7 +1,7 @@
 // An op's id taken apart, and in plain words: the same words as penstock.schedule.op has.
 
 const WORD =
-  /^(?:([FBEIW]|[DWRUG]C|[SR][AD])(\d+)m(\d+)|([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?|(NORM))$/;
+  /^(?:([FBEIW]|[DWRUG]C|[SR][AD])(\d+)m(\d+)|([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?|(NORM|AN))$/;
 const parsedWords = new Map();
 
 function wordOf(id) {
@@ -52,6 +52,7 @@ const SENTENCES = {
   GN: "all-gather of {group}'s new weights",
   AR: "all-reduce of {group}'s gradient",
   SG: "reduce-scatter of {group}'s gradient",
+  AN: "all-reduce of the gradient norm",
   GC: "all-gather of the checkpoint of {stage}",
   SA: "send the activation of {stage}",
   RA: "receive the activation of {stage}",
