@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models import MODELS
 from tests.questions import MACHINE
+from tests.training import budget, steps_of, wrap
 
 import penstock
+from penstock.cli.plan_text import describe
+from penstock.plan import search
 from penstock.plan.machine import Machine
 from penstock.plan.task import Task
 
@@ -66,3 +70,31 @@ def test_heads_that_do_not_divide_the_width_are_refused(changes: dict[str, int])
 def test_a_mapping_without_a_type_is_refused() -> None:
     with pytest.raises(penstock.ConfigError, match=r"the model's configuration: .* has no model_type"):
         planned({"hidden_size": 128})
+
+
+# ---- what runs and prints
+
+
+def test_a_run_is_planned_with_the_threads_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def spy(question: search.Question) -> search.Choice:
+        asked.append(question.io_threads)
+        return chosen(question)
+
+    chosen = search.search
+    monkeypatch.setattr(search, "search", spy)
+    case = MODELS["llama"]
+    machine = replace(MACHINE, drives=(replace(MACHINE.drives[0], path=str(tmp_path)),))
+    with wrap(case, budget(tmp_path / "store"), plan=machine, io_threads=12) as engine:
+        engine.step(steps_of(case, 1)[0])
+    assert asked == [12]
+
+
+def test_short_times_are_printed_in_short_units() -> None:
+    fast = replace(MACHINE, overhead=0.0, device=replace(MACHINE.device, flops={"fp32": 1e13}, h2d=1e12, d2h=1e12))
+    found = penstock.plan(LLAMA, machine=fast, **SPLIT)
+    assert found.forecast.lanes["h2d"].work < 1e-4
+    text = describe(found, wide=False)
+    assert " µs" in text
+    assert "e-0" not in text

@@ -8,6 +8,7 @@ from penstock.plan.ask import PlanReport
 from penstock.plan.batches import Point
 from penstock.plan.forecast import Forecast
 from penstock.plan.model import EFFICIENCY
+from penstock.report.sentence import format_time
 from penstock.schedule.place import FP32
 
 _BAR = 24
@@ -71,10 +72,10 @@ def _step(f: Forecast) -> Iterator[str]:
 
 
 def _table(f: Forecast) -> Iterator[str]:
-    yield f"{'lane':<16}{'per step':>12}{'seconds':>12}{'busy':>8}"
+    yield f"{'lane':<16}{'per step':>12}{'work':>12}{'busy':>8}"
     for lane, x in f.lanes.items():
         moved = format_size(x.nbytes) if x.nbytes and lane != "cpu" else ""
-        yield f"{_LANES[lane]:<16}{moved:>12}{_plain(x.work):>12}{x.busy / f.step_seconds:>8.0%}"
+        yield f"{_LANES[lane]:<16}{moved:>12}{format_time(x.work):>12}{x.busy / f.step_seconds:>8.0%}"
 
 
 def _memory(f: Forecast) -> Iterator[str]:
@@ -180,12 +181,8 @@ def _flops(rate: float) -> str:
     return f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
 
 
-def _plain(seconds: float) -> str:
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
-
-
 def _seconds(seconds: float) -> str:
-    return f"{_plain(seconds)} s" if seconds < 600 else f"{seconds / 60:.3g} min"
+    return format_time(seconds) if seconds < 600 else f"{seconds / 60:.3g} min"
 
 
 def _rate(rate: float) -> str:

@@ -115,10 +115,19 @@ class Choice:
         return self.simulation.time
 
 
-def best(request: Request, machine: Machine, times: StageTimes, optimizer: str, keep: Placement | None = None) -> Plan:
+def best(
+    request: Request,
+    machine: Machine,
+    times: StageTimes,
+    optimizer: str,
+    keep: Placement | None = None,
+    *,
+    io_threads: int = 4,
+) -> Plan:
     """The plan that ``search`` chooses for a request as it is, cheap enough for the start of a run.
 
-    ``keep``: a placement of weights and state that is already in memory and is not to be changed.
+    ``keep``: a placement of weights and state that is already in memory and is not to be changed. ``io_threads``: as
+    ``penstock.wrap``.
 
     Raises:
         BudgetError: nothing fits; says the smallest budget of each tier that works.
@@ -134,6 +143,7 @@ def best(request: Request, machine: Machine, times: StageTimes, optimizer: str, 
         times=times,
         optimizer=optimizer,
         families=(request.family,),
+        io_threads=io_threads,
     )
     return search(question).plan
 

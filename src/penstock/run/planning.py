@@ -223,7 +223,8 @@ class Planning:
         machine = self._shared.machine
         if machine is None or times is None:
             return fit(request, keep)
-        return best(request, machine, times, self._shared.optimizer, keep)
+        shared = self._shared
+        return best(request, machine, times, shared.optimizer, keep, io_threads=shared.io_threads)
 
     def _probe(self, micro_batch: Mapping[str, Any], *, train: bool) -> Probed:
         """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them
