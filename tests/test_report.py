@@ -27,7 +27,7 @@ from penstock.report.html import in_script
 from penstock.report.metrics_file import read_metrics
 from penstock.report.prediction import Prediction, parse_prediction
 from penstock.report.run_page import run_page, thinned
-from penstock.report.sentence import bottleneck, measured_bottleneck, verdict
+from penstock.report.sentence import bottleneck, format_time, measured_bottleneck, verdict
 from penstock.report.series import Because, last_of_each_moment, parse_cause
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import MeasuredStep, Ran, choose_step, read_trace, read_traces
@@ -305,6 +305,7 @@ def test_a_page_says_bytes_exactly_and_errors_relative_to_the_measurement(tmp_pa
     rows = {row[0]: row[1:] for row in (re.findall(r">([^<>]+)</t[hd]>", line) for line in page.splitlines()) if row}
     assert rows["read"][2] == "exact"
     assert rows["compute"][5].startswith("-9.")  # step 2 took 1.1 times what was predicted
+    assert "device memory taken, peak" in page
     assert "of 1\u00a0MiB, predicted" in page
 
 
@@ -326,8 +327,45 @@ def test_a_page_of_a_cut_trace_says_so(tmp_path: Path) -> None:
     path.write_bytes(raw[: len(raw) // 2])
     page = run_page(gather(tmp_path, None))
     assert "trace.json was cut off in step 1" in page
-    assert "too high" not in page, "a part of a step says nothing on the prediction of all of it"
     assert "of another schedule" not in page
+    assert "up to the cut" in page
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9, 0.99])
+@pytest.mark.parametrize("predict", [True, False])
+def test_a_part_of_a_step_is_compared_with_nothing(tmp_path: Path, share: float, predict: bool) -> None:
+    """No bottleneck, no error, no share, no bound, no memory, whether the cut is among the ops or among the memory."""
+    write_run(tmp_path, steps=1, predict=predict)
+    path = tmp_path / "trace.json"
+    raw = path.read_bytes()
+    path.write_bytes(raw[: int(share * len(raw))])
+    page = run_page(gather(tmp_path, 1)).partition('<script type="application/json"')[0].partition("<body>")[2]
+    assert "Step 1 was cut" in page
+    for word in ("bottleneck", "too high", "too low", "error", "%", "predicted", "bound", "share", "memory taken"):
+        assert word not in page, word
+
+
+def test_a_page_tells_the_time_of_all_steps_from_that_of_the_one_shown(tmp_path: Path) -> None:
+    """The first is what a run's last words say: the median without the step that plans. Each has its own error."""
+    prediction = write_run(tmp_path, steps=3)
+    lines = [
+        {"step": step, "loss": 1.0, "seconds": seconds * prediction.time, "tokens": 8}
+        for step, seconds in ((1, 50.0), (2, 2.0), (3, 2.0), (4, 3.0))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = gather(tmp_path, 2)
+    page = run_page(report).replace("\u00a0", " ")
+    figures = dict(re.findall(r"<dt>([^<]+)</dt><dd>(.*?)</dd>", page))
+    said = format_time(prediction.time)
+    all_steps = (
+        f"{format_time(2 * prediction.time)}<small>median of 3 after the first; {said} predicted (-50.0%)</small>"
+    )
+    assert figures["time of a step"] == all_steps
+    error = prediction.time / report.step.time - 1
+    assert -0.2 < error < -0.05
+    shown = f"{format_time(report.step.time)}<small>from first op to last; {said} predicted ({error:+.1%})</small>"
+    assert figures["step 2, op by op"] == shown
+    assert f"This step was predicted to take {said}: {-error:.1%} too low." in page
 
 
 EVIL = '</script><script>alert("x")</script ><!-- <script &amp;\u2028'
@@ -394,8 +432,8 @@ def test_sentences_name_the_bottleneck_and_the_distance_from_the_bound() -> None
     assert bottleneck(0.0, {}, {}) == "The step has no work in it."
     assert "1.25 times its lower bound of 2 s" in measured_bottleneck(2.5, work, 2.0)
     assert "the machine beats its profile" in measured_bottleneck(2.5, work, 3.0)
-    assert verdict(2.0, 2.1) == "Predicted 2.1 s, 5.0% too high."
-    assert verdict(2.0, 1.9) == "Predicted 1.9 s, 5.0% too low."
+    assert verdict(2.0, 2.1) == "This step was predicted to take 2.1 s: 5.0% too high."
+    assert verdict(2.0, 1.9) == "This step was predicted to take 1.9 s: 5.0% too low."
 
 
 def test_every_kind_of_op_has_one_colour_and_the_page_has_those_of_the_picture() -> None:

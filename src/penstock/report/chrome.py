@@ -42,7 +42,7 @@ def _process(pid: int, name: str, bars: Sequence[Bar], memory: Curves) -> Iterat
     for tier, curve in memory.items():
         for time, amount in curve:
             ts = round(time * _MICRO, 3)
-            yield {"ph": "C", "pid": pid, "name": f"{tier} bytes", "ts": ts, "args": {"in use": amount}}
+            yield {"ph": "C", "pid": pid, "name": f"{tier} bytes", "ts": ts, "args": {"taken": amount}}
 
 
 def _slice(pid: int, tid: int, bar: Bar) -> dict[str, Any]:

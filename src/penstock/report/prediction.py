@@ -17,7 +17,7 @@ from penstock.sim.result import Simulation
 
 VERSION = 1
 Curve = tuple[tuple[float, int], ...]
-"""(seconds since the step's start, bytes in use from then on)."""
+"""(seconds since the step's start, bytes taken from then on)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ _POINTS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What is known of a run. ``budget``: bytes that tiers were given. ``steps``: how many of its steps are traced."""
+    """What is known of a run. ``budget``: bytes that tiers were given. ``traced``: how many of its steps are traced."""
 
     name: str
     description: str
@@ -32,8 +32,14 @@ class Report:
     budget: Mapping[Tier, int]
 
     @property
-    def median_seconds(self) -> float | None:
-        return median(m.seconds for m in self.metrics) if self.metrics else None
+    def settled(self) -> Sequence[StepMetrics]:
+        """The steps that times are taken from: all but the first, which plans and warms up."""
+        return self.metrics[1:]
+
+    @property
+    def compared(self) -> Prediction | None:
+        """The prediction, if the step shown is whole: a part of one has nothing that it could be compared with."""
+        return self.prediction if self.step.whole else None
 
 
 def run_page(report: Report) -> str:
@@ -76,8 +82,10 @@ def run_page(report: Report) -> str:
 
 
 def _sentence(report: Report) -> str:
-    step, prediction = report.step, report.prediction
-    if prediction is None or not step.whole:  # a part of a step has no time to compare
+    step, prediction = report.step, report.compared
+    if not step.whole:
+        return f"Step {step.step} was cut: this is its beginning, from which nothing follows for the whole of it."
+    if prediction is None:
         return measured_bottleneck(step.time, step.busy, None)
     said = measured_bottleneck(step.time, step.busy, prediction.lower_bound)
     return f"{said} {verdict(step.time, prediction.time)}"
@@ -90,10 +98,9 @@ def _notes(report: Report) -> list[str]:
     if not report.step.whole:
         notes.append(
             f"{report.step.file} was cut off in step {report.step.step}: what is shown ends at the cut, so its times "
-            "and sums are those of a part of the step."
-            + ("" if report.step.memory else " Memory is written after a step's ops, so there is none.")
+            "and sums are those of a part of the step. Memory is written after a step's ops, so there is none."
         )
-    elif report.prediction is not None and (strange := _strangers(report.step, report.prediction)):
+    elif report.compared is not None and (strange := _strangers(report.step, report.compared)):
         notes.append(f"The prediction is of another schedule than the step ran: {strange}.")
     return notes
 
@@ -110,29 +117,57 @@ def _strangers(step: MeasuredStep, prediction: Prediction) -> str:
 
 
 def _figures(report: Report) -> list[Figure]:
-    step, prediction = report.step, report.prediction
-    remark = (
-        f"predicted {format_time(prediction.time)}"
-        if prediction
-        else f"one of {report.traced} traced"
-        if report.traced > 1
-        else "the only one traced"
-    )
-    figures = [Figure(name=f"step {step.step}", value=format_time(step.time), remark=remark)]
-    if prediction is not None:
+    return [*_times(report), *_rate_of_all(report), *_peaks(report)]
+
+
+def _times(report: Report) -> list[Figure]:
+    """All steps first, whose median is what a run's last words compare with the prediction; then the one shown."""
+    step, figures = report.step, []
+    if report.settled:
+        middle = median(m.seconds for m in report.settled)
         figures.append(
-            Figure(name="lower bound", value=format_time(prediction.lower_bound), remark="busiest lane alone")
+            Figure(
+                name="time of a step",
+                value=format_time(middle),
+                remark=f"median of {len(report.settled)} after the first{_foretold(report.prediction, middle)}",
+            )
         )
-    if rates := [m.tokens / m.seconds for m in report.metrics if m.seconds > 0]:
-        figures.append(Figure(name="tokens per second", value=f"{median(rates):,.0f}", remark="median of all steps"))
-    for tier in TIERS:
-        peak = step.peak.get(tier, 0)
-        if peak:
-            given = report.budget.get(tier)
-            remark = f"of {format_size(given)}" if given else ""
-            if prediction is not None and tier in prediction.peak:
-                remark = f"{remark}, predicted {format_size(prediction.peak[tier])}".removeprefix(", ")
-            figures.append(Figure(name=f"{tier} memory, peak", value=format_size(peak), remark=remark))
+    if not step.whole:
+        return [*figures, Figure(name=f"step {step.step}, up to the cut", value=format_time(step.time))]
+    span = "from first op to last" + _foretold(report.compared, step.time)
+    figures.append(Figure(name=f"step {step.step}, op by op", value=format_time(step.time), remark=span))
+    if report.compared is not None:
+        bound = format_time(report.compared.lower_bound)
+        figures.append(Figure(name="lower bound", value=bound, remark="busiest lane alone"))
+    return figures
+
+
+def _foretold(prediction: Prediction | None, seconds: float) -> str:
+    """What was predicted in place of a measured time, after other words on it."""
+    if prediction is None:
+        return ""
+    return f"; {format_time(prediction.time)} predicted ({_error(prediction.time, seconds)})"
+
+
+def _rate_of_all(report: Report) -> list[Figure]:
+    rates = [m.tokens / m.seconds for m in report.settled if m.seconds > 0]
+    return (
+        [Figure(name="tokens per second", value=f"{median(rates):,.0f}", remark="median of the same steps")]
+        if rates
+        else []
+    )
+
+
+def _peaks(report: Report) -> list[Figure]:
+    figures = []
+    for tier, peak in ((tier, report.step.peak.get(tier, 0)) for tier in TIERS):
+        if not peak:
+            continue
+        given = report.budget.get(tier)
+        remark = f"of {format_size(given)}" if given else ""
+        if report.compared is not None and tier in report.compared.peak:
+            remark = f"{remark}, predicted {format_size(report.compared.peak[tier])}".removeprefix(", ")
+        figures.append(Figure(name=f"{tier} memory taken, peak", value=format_size(peak), remark=remark))
     return figures
 
 
@@ -148,23 +183,15 @@ def _sections(report: Report) -> str:
 
 
 def _lane_table(report: Report) -> str:
-    step, prediction = report.step, report.prediction
+    step, prediction = report.step, report.compared
     if prediction is None:
-        rows = [
-            [
-                lane,
-                _size(step.bytes_per_lane[lane]),
-                _rate(step, lane),
-                format_time(step.busy[lane]),
-                _share(step, lane),
-            ]
-            for lane in step.lanes
-        ]
-        alone = ("lane", "bytes", "rate while busy", "busy", "share of the step")
-        return table(alone, rows, caption="Bytes moved and time busy per lane, as measured")
+        rows = [_measured(step, lane) for lane in step.lanes]
+        heads = ["lane", "bytes", "rate while busy", "busy", *(["share of the step"] if step.whole else [])]
+        until = "as measured" if step.whole else "as measured up to the cut"
+        return table(heads, rows, caption=f"Bytes moved and time busy per lane, {until}")
     lanes = [lane for lane in LANES if lane in step.busy or prediction.busy.get(lane, 0.0)]
     rows = [_compared(step, prediction, lane) for lane in lanes]
-    heads = (
+    heads = [
         "lane",
         "bytes predicted",
         "bytes measured",
@@ -174,8 +201,13 @@ def _lane_table(report: Report) -> str:
         "error",
         "rate while busy",
         "share of the step",
-    )
+    ]
     return table(heads, rows, caption="Bytes moved and time busy per lane; errors are relative to the measurement")
+
+
+def _measured(step: MeasuredStep, lane: Lane) -> list[str]:
+    cells = [lane, _size(step.bytes_per_lane[lane]), _rate(step, lane), format_time(step.busy[lane])]
+    return [*cells, _share(step, lane)] if step.whole else cells
 
 
 def _compared(step: MeasuredStep, prediction: Prediction, lane: Lane) -> list[str]:
@@ -217,7 +249,6 @@ def _curves(report: Report) -> dict[str, object]:
         "loss": thinned([(m.step, m.loss) for m in metrics]),
         "validation": [(m.step, m.validation) for m in metrics if m.validation is not None],
         "seconds": thinned([(m.step, m.seconds) for m in metrics]),
-        "median": report.median_seconds,
         "predicted": None if report.prediction is None else report.prediction.time,
         "shown": report.step.step,
     }

@@ -68,13 +68,14 @@ def measured_bottleneck(time: float, busy: Mapping[Lane, float], lower_bound: fl
         return first
     bound = format_time(lower_bound)
     if time < lower_bound:
-        return f"{first} The step is faster than its predicted lower bound of {bound}: the machine beats its profile."
-    return f"{first} The step takes {time / lower_bound:.3g} times its lower bound of {bound}."
+        return f"{first} This step is faster than its predicted lower bound of {bound}: the machine beats its profile."
+    return f"{first} This step takes {time / lower_bound:.3g} times its lower bound of {bound}."
 
 
 def verdict(measured: float, predicted: float) -> str:
-    """How right a predicted time was; the error is relative to the measurement."""
+    """How right a step's predicted time was; the error is relative to the measurement."""
     error = predicted / measured - 1
     if abs(error) < 0.0005:
-        return f"Predicted {format_time(predicted)}, as measured."
-    return f"Predicted {format_time(predicted)}, {abs(error):.1%} too {'high' if error > 0 else 'low'}."
+        return f"This step was predicted to take {format_time(predicted)}, as it did."
+    way = "high" if error > 0 else "low"
+    return f"This step was predicted to take {format_time(predicted)}: {abs(error):.1%} too {way}."

@@ -122,7 +122,11 @@ def _figures(time: float, kinds: Sequence[_Rank], unit: str, *, several: bool) -
         figures.append(Figure(name="compute idle", value=f"{max(idle):.0%}", remark=remark))
     peaks = {tier: max(kind.peak[tier] for kind in kinds) for tier in TIERS}
     return figures + [
-        Figure(name=f"{tier} memory, peak", value=_amount(most, unit), remark="highest of any rank" if several else "")
+        Figure(
+            name=f"{tier} memory taken, peak",
+            value=_amount(most, unit),
+            remark="highest of any rank" if several else "",
+        )
         for tier, most in peaks.items()
         if most
     ]
@@ -166,4 +170,4 @@ def _rank_table(time: float, kinds: Sequence[_Rank], of_rank: Sequence[int], uni
             for name, of in (("lowest", min), ("median", median), ("highest", max))
         ]
     heads = ["rank", "last op ends", "compute busy", "compute idle", *(f"{tier} peak" for tier in tiers)]
-    return table(heads, rows, caption="When each rank ends, how long it computes, and the most memory that it holds")
+    return table(heads, rows, caption="When each rank ends, how long it computes, and the most memory that it takes")

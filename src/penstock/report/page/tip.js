@@ -46,7 +46,7 @@ class Tip {
       .map((curve) => {
         const i = Math.max(firstAbove(curve.time, time, 0, curve.time.length) - 1, 0);
         const name = curve.dashed ? "predicted" : "measured";
-        return [facts.kind === "run" ? name : "held", formatAmount(curve.amount[i])];
+        return [facts.kind === "run" ? name : "taken", formatAmount(curve.amount[i])];
       });
     if (found.part.limit) rows.push(["budget", formatAmount(found.part.limit)]);
     delete this.box.dataset.op;
