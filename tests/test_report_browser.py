@@ -153,6 +153,27 @@ def test_it_opens_in_silence_with_prediction_above_measurement(opened: Page) -> 
     assert opened.page.locator("table caption").count() == 1
 
 
+def test_memory_that_does_not_change_is_drawn_over_the_whole_step(opened: Page) -> None:
+    """The curve of host memory is one point: what is below it is filled to both ends, and what is above it is not."""
+    points, above, *below = opened.js(
+        """() => {
+            const { base, ratio, gutter, bands, sides, width } = penstock.timeline;
+            const { y, parts: [part] } = bands.find((band) => band.label === "host memory");
+            const copy = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+            const color = (x, share) => {
+                const at = 26 + y + part.y + part.height * share;
+                copy.drawImage(base, -Math.round(x * ratio), -Math.round(at * ratio));
+                return copy.getImageData(0, 0, 1, 1).data.join();
+            };
+            const places = [gutter + 3, (gutter + width) / 2, width - 20];
+            return [sides[1].memory.host.amount.length, color(width / 3, 0.03), ...places.map((x) => color(x, 0.7))];
+        }"""
+    )
+    assert points == 1
+    assert len(set(below)) == 1
+    assert above not in below
+
+
 def test_the_wheel_zooms_around_the_pointer_and_only_there(opened: Page) -> None:
     low, high = opened.view()
     x, y = opened.middle()

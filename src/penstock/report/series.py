@@ -15,6 +15,9 @@ from penstock.sim.result import Simulation
 _POOL = re.compile(r"pool (\S+)(?: \(given by (\S+)\))?")
 _OTHER_RANK = re.compile(r"(\d+):(\S+)")
 
+_ROUNDED = 2e-9
+"""Seconds that ops which touch may seem to overlap by in a trace: it has starts and durations in whole nanoseconds."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
@@ -97,7 +100,9 @@ def rows_of(bars: Sequence[Bar]) -> list[list[Bar]]:
     """Ops by start, each in the first row that is free by then; a lane that does one thing at a time has one row."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
-        slack = 1e-9 * abs(bar.start)  # ends and starts that are one number may differ in its last digits
+        slack = max(
+            _ROUNDED, 1e-9 * abs(bar.start)
+        )  # ends and starts that are one number may differ in its last digits
         free = next((row for row in rows if row[-1].end <= bar.start + slack), None)
         if free is None:
             rows.append([bar])

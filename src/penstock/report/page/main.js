@@ -1,6 +1,6 @@
 // Puts the page to work. `window.penstock` is for a browser's console, and for tests.
 
-function drawLegend(paint) {
+function drawLegend(paint, sides) {
   const list = document.getElementById("legend");
   list.replaceChildren();
   for (const { name, fills } of paint.legend()) {
@@ -10,7 +10,7 @@ function drawLegend(paint) {
     item.append(document.createTextNode(name));
   }
   if (facts.kind !== "run" || facts.sides.length < 2) return;
-  for (const name of ["predicted", "measured"]) {
+  for (const { name } of sides.filter(({ memory }) => Object.keys(memory).length)) {
     list.appendChild(element("li")).append(element("i", `key ${name}`), document.createTextNode(`memory ${name}`));
   }
 }
@@ -50,13 +50,13 @@ async function start() {
   timeline.onView = () => showRange(timeline);
   const theme = (isDark) => {
     paint.apply(isDark);
-    drawLegend(paint);
+    drawLegend(paint, sides);
     timeline.draw();
   };
   if (facts.kind === "simulated") rankRows(timeline);
   else timeline.layout(runBands);
   new Control(timeline, tip);
-  drawLegend(paint);
+  drawLegend(paint, sides);
   showRange(timeline);
   if (facts.curves) drawCurves(tip);
   dark.addEventListener("change", () => theme(dark.matches));
