@@ -100,9 +100,8 @@ def rows_of(bars: Sequence[Bar]) -> list[list[Bar]]:
     """Ops by start, each in the first row that is free by then; a lane that does one thing at a time has one row."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
-        slack = max(
-            _ROUNDED, 1e-9 * abs(bar.start)
-        )  # ends and starts that are one number may differ in its last digits
+        # Ends and starts that are one number may differ in its last digits.
+        slack = max(_ROUNDED, 1e-9 * abs(bar.start))
         free = next((row for row in rows if row[-1].end <= bar.start + slack), None)
         if free is None:
             rows.append([bar])
