@@ -1,19 +1,25 @@
 """What ``penstock plan`` and ``penstock.plan`` are asked for is what they plan, or an error that says why not."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.models import MODELS
-from tests.questions import MACHINE
+from tests.questions import DRIVE, MACHINE
 from tests.training import budget, steps_of, wrap
 
 import penstock
+from penstock.cli import main
+from penstock.cli.display import choose_display
 from penstock.cli.plan_text import describe
+from penstock.cli.settings import load
+from penstock.cli.train import _machine
 from penstock.plan import search
 from penstock.plan.machine import Machine
+from penstock.plan.profiles import find_profile, on_directories, save_profile
 from penstock.plan.task import Task
 
 LLAMA: dict[str, Any] = {
@@ -70,6 +76,141 @@ def test_heads_that_do_not_divide_the_width_are_refused(changes: dict[str, int])
 def test_a_mapping_without_a_type_is_refused() -> None:
     with pytest.raises(penstock.ConfigError, match=r"the model's configuration: .* has no model_type"):
         planned({"hidden_size": 128})
+
+
+# ---- drives
+
+
+def two_drives(*paths: Path | str) -> Machine:
+    """Reads of 1 MB/s times the drive's number."""
+    return replace(MACHINE, drives=tuple(replace(DRIVE, path=str(p), read=(i + 1) * 1e6) for i, p in enumerate(paths)))
+
+
+def test_a_named_machine_has_as_many_drives_as_the_budget_has_directories(tmp_path: Path) -> None:
+    machine = two_drives("/nvme0", "/nvme1")
+    one = planned(machine=machine, budget=penstock.Budget(device="64MiB", host="64MiB", disk=tmp_path))
+    assert [d.path for d in one.machine.drives] == [str(tmp_path)]
+    assert one.disk_free == DRIVE.free
+    assert len(planned(machine=machine).machine.drives) == 2
+    three = penstock.Budget(device="64MiB", host="64MiB", disk=[tmp_path / name for name in "abc"])
+    with pytest.raises(penstock.ConfigError, match="has 2 drives, but 3 directories are given"):
+        planned(machine=machine, budget=three)
+
+
+def test_a_directory_is_on_the_drive_that_was_measured_there(tmp_path: Path) -> None:
+    machine = two_drives(tmp_path / "a", "/proc", tmp_path / "b")
+    found = on_directories(machine, [tmp_path / "other", tmp_path / "b", Path("/proc/1")])
+    assert [d.read for d in found.drives] == [1e6, 3e6, 2e6]
+
+
+SETTINGS = """\
+run: {run}
+model: {{config: {{model_type: llama, hidden_size: 128, intermediate_size: 352, num_hidden_layers: 3,
+  num_attention_heads: 4, max_position_embeddings: 256}}}}
+data: {{source: stdlib, vocabulary: 1024, sequence_length: 64}}
+optimizer: {{lr: 1e-3}}
+budget: {{device: 64MiB, host: 64MiB, disk: "{{run}}/store"}}
+steps: 4
+micro_batches: 2
+micro_batch_size: 2
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(SETTINGS.format(run=tmp_path / "run"))
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of profiles."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def stored_as(path: Path, machine: Machine) -> Path:
+    path.write_text(machine.to_json())
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> str:
+    """What a plan prints: its answer (0), or why it is refused (2)."""
+    assert main(["plan", *map(str, words)]) == code
+    captured = capsys.readouterr()
+    return captured.out if code == 0 else captured.err
+
+
+def test_a_settings_file_is_planned_with_its_own_number_of_drives(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = stored_as(config.parent / "m.json", two_drives("/nvme0", "/nvme1"))
+    data = json.loads(said(capsys, 0, config, "--machine", file, "--json"))
+    assert data["memory"]["budget"]["disk"] == DRIVE.free
+    disks = f"[{config.parent / 'a'}, {config.parent / 'b'}]"
+    data = json.loads(said(capsys, 0, config, "--machine", file, "--json", "--budget.disk", disks))
+    assert data["memory"]["budget"]["disk"] == 2 * DRIVE.free
+
+
+# ---- kinds of device
+
+
+def test_a_stored_profile_of_another_kind_is_not_used(cache: Path, tmp_path: Path) -> None:
+    on_cpu = two_drives(tmp_path)
+    on_gpu = replace(on_cpu, device=GPU.device)
+    save_profile(on_gpu)
+    assert find_profile([tmp_path], kind="cpu") is None
+    assert find_profile([tmp_path], kind="cuda") == find_profile([tmp_path]) == on_gpu
+    case = MODELS["llama"]
+    with wrap(case, budget(tmp_path / "gpu")) as engine:
+        engine.step(steps_of(case, 1)[0])
+        assert engine.prediction is None
+    save_profile(on_cpu)
+    assert find_profile([tmp_path], kind="cpu") == on_cpu
+    assert find_profile([tmp_path], kind="cuda") == on_gpu
+
+
+def test_a_named_machine_of_another_kind_than_the_device_is_refused(
+    config: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(penstock.ConfigError, match=r"device='cpu', but the profile of small .* computes on cuda"):
+        wrap(MODELS["llama"], budget(config.parent), plan=GPU)
+    file = stored_as(config.parent / "gpu.json", GPU)
+    assert "device='cpu', but the profile of small" in said(capsys, 2, config, "--device", "cpu", "--machine", file)
+    assert "It fits" in said(capsys, 0, config, "--device", "cuda:0", "--machine", file)
+    assert "It fits" in said(capsys, 0, config, "--machine", file)
+    save_profile(two_drives(config.parent))
+    assert "not been measured" in said(capsys, 2, config, "--device", "cuda")
+    assert "It fits" in said(capsys, 0, config, "--device", "cpu")
+
+
+def test_training_measures_anew_where_the_stored_profile_is_of_another_kind(
+    config: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = two_drives(config.parent)
+    save_profile(replace(made, device=GPU.device))
+    monkeypatch.setattr("penstock.doctor.examine.examine", lambda *asked: made)
+    found = _machine(load(config, [("device", "cpu")]), choose_display(sys.stdout))
+    assert found is not None
+    assert found.device.kind == "cpu"
+    assert "no profile for this kind of device yet: measuring it" in capsys.readouterr().out
+
+
+# ---- damaged profiles
+
+
+def test_a_damaged_profile_stops_nobody_but_those_who_need_it(cache: Path, tmp_path: Path) -> None:
+    good = two_drives(tmp_path)
+    damaged = save_profile(two_drives("/proc"))
+    save_profile(good)
+    damaged.write_text("{")
+    with pytest.warns(UserWarning, match=f"left out: {damaged}: this is not JSON"):
+        assert find_profile([tmp_path], kind="cpu") == good
+    with pytest.raises(penstock.ConfigError, match=f"{damaged}: this is not JSON"):
+        find_profile([Path("/proc")])
+    with pytest.warns(UserWarning, match="left out"):
+        assert find_profile([Path("/proc")], kind="cuda") is None
 
 
 # ---- what runs and prints

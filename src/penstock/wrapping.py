@@ -12,7 +12,8 @@ from penstock.engine import Engine
 from penstock.errors import ConfigError
 from penstock.optim.spec import OptimizerSpec
 from penstock.plan.machine import Machine
-from penstock.plan.profiles import find_profile
+from penstock.plan.meta import Kind
+from penstock.plan.profiles import check_device, find_profile, on_directories
 from penstock.run.device import resolve_device
 from penstock.run.precision import DTYPES
 from penstock.schedule.check import check
@@ -57,10 +58,11 @@ def wrap(
         seed: of dropout and of initialisation.
         io_threads: threads that help with disk transfers, 1 to 32. Changes no result.
         overlap: False runs everything one op at a time: the oracle.
-        plan: the machine to plan for. ``"auto"``: the profile that ``penstock doctor`` has stored for this machine and
-            the budget's directories. With a profile, placement, chunk size and depths are those that are predicted to
-            be fastest, and ``Engine.prediction`` tells what was predicted. Without one (None, or none is stored) state
-            is placed by an order of preference, and nothing is predicted. Changes no result.
+        plan: the machine to plan for. ``"auto"``: the profile that ``penstock doctor`` has stored for this machine
+            with this kind of device and the budget's directories. With a profile, placement, chunk size and depths are
+            those that are predicted to be fastest, and ``Engine.prediction`` tells what was predicted. Without one
+            (None, or none is stored) state is placed by an order of preference, and nothing is predicted. Changes no
+            result.
 
     Raises:
         ConfigError, BudgetError, ModelError, StoreError: see their messages.
@@ -98,8 +100,19 @@ def wrap(
         seed=seed,
         io_threads=io_threads,
         overlap=overlap,
-        machine=find_profile(budget.disk_paths) if plan == "auto" else plan,
+        machine=_machine(plan, where, budget),
     )
+
+
+def _machine(plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget) -> Machine | None:
+    """The machine to plan for, which computes on the kind of device that the run does, on the budget's directories."""
+    if plan is None:
+        return None
+    kind: Kind = "cpu" if device.type == "cpu" else "cuda"
+    if plan == "auto":
+        return find_profile(budget.disk_paths, kind=kind)
+    check_device(plan, kind)
+    return on_directories(plan, budget.disk_paths)
 
 
 def _model_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:

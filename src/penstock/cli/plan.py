@@ -15,8 +15,9 @@ from penstock.plan.ask import PlanReport, measured, plan, rated, report
 from penstock.plan.fit import Family
 from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
+from penstock.plan.meta import Kind
 from penstock.plan.model import ModelShape
-from penstock.plan.profiles import machine_named
+from penstock.plan.profiles import check_device, machine_named, on_directories
 from penstock.plan.task import MOMENTS, Task, free_bytes, own_budget
 
 PLAN_HELP = """\
@@ -159,7 +160,7 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
             "penstock plan chooses one: give --schedule vertical or horizontal"
         )
     paths = config.budget.disk_paths
-    machine = machine_named(options["machine"]) if "machine" in options else measured(paths)
+    machine = _machine(config, options.get("machine"))
     free = _size(options, "disk-free")
     if free is None:
         free = free_bytes(machine) if "machine" in options else _free_here(paths)
@@ -188,6 +189,18 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
         )
         found = replace(found, notes=(*found.notes, note))
     return found
+
+
+def _machine(config: TrainConfig, asked: str | None) -> Machine:
+    """The machine that is named, or this one with the device that the settings name, with the budget's directories."""
+    device, paths = config.device, config.budget.disk_paths
+    if asked is None:
+        kind = next((kind for kind in get_args(Kind) if device is not None and device.startswith(kind)), None)
+        return measured(paths, kind=kind)
+    machine = on_directories(machine_named(asked), paths)
+    if device is not None:
+        check_device(machine, device)
+    return machine
 
 
 def _shape(config: TrainConfig, machine: Machine) -> ModelShape:

@@ -26,6 +26,7 @@ from penstock.engine import Engine
 from penstock.errors import ConfigError
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec, Override
 from penstock.plan.machine import Machine
+from penstock.plan.meta import Kind
 from penstock.plan.profiles import find_profile, save_profile
 from penstock.report.prediction import Prediction
 from penstock.run.device import resolve_device
@@ -126,15 +127,19 @@ def _machine(config: TrainConfig, display: Display) -> Machine | None:
     """The profile to plan for: the one that is stored, else a quick one that is made and stored now."""
     if config.plan is None:
         return None
-    paths = config.budget.disk_paths
-    found = find_profile(paths)
+    paths, device = config.budget.disk_paths, resolve_device(config.device)
+    kind: Kind = "cpu" if device.type == "cpu" else "cuda"
+    found = find_profile(paths, kind=kind)
     if found is None:
         from penstock.doctor import examine
 
-        display.say("This machine has no profile yet: measuring it, once (penstock doctor does it more thoroughly)")
+        other = " for this kind of device" if find_profile(paths) is not None else ""
+        display.say(
+            f"This machine has no profile{other} yet: measuring it, once (penstock doctor does it more thoroughly)"
+        )
         existing = dict.fromkeys(next(p for p in (path, *path.parents) if p.is_dir()) for path in paths)
-        save_profile(examine.examine(list(existing), examine.QUICK, resolve_device(config.device), display.working))
-        found = find_profile(paths)
+        save_profile(examine.examine(list(existing), examine.QUICK, device, display.working))
+        found = find_profile(paths, kind=kind)
     return found
 
 

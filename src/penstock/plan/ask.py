@@ -9,13 +9,14 @@ from typing import Any
 from penstock.config import Budget, OptimizerName, Precision, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.plan.advice import Advice, advice, refusal
-from penstock.plan.batches import Point, Split, choose, curve, cuts, saturating, splits
+from penstock.plan.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
 from penstock.plan.fit import Family, Plan
 from penstock.plan.forecast import Forecast, forecast
 from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
+from penstock.plan.meta import Kind
 from penstock.plan.model import ModelShape
-from penstock.plan.profiles import find_profile, machine_named
+from penstock.plan.profiles import find_profile, machine_named, on_directories
 from penstock.plan.roofline import Roofline, roofline
 from penstock.plan.search import Choice, search
 from penstock.plan.task import MOMENTS, Task, free_bytes, own_budget
@@ -86,7 +87,8 @@ def plan(
             folder, such a configuration as a mapping, or a ``ModelShape`` (``penstock.plan.meta.from_callable`` makes
             one of any module).
         machine: a profile, its file, or the name of one that ships (``"a100-40g"``); None: what ``penstock doctor`` has
-            stored for this host and the budget's directories.
+            stored for this host and the budget's directories. It computes with as many of its drives as the budget has
+            directories.
         budget: memory and directories; None: most of the machine's memory, and its drives.
         batch: sequences in a step; it is cut into micro-batches as is best. None with no ``micro_batches``: the
             smallest batch with which more would gain less than 3%.
@@ -161,26 +163,25 @@ def rated(machine: Machine, tbw: float) -> Machine:
 
 
 def _machine(machine: str | Path | Machine | None, budget: Budget | None) -> Machine:
-    if isinstance(machine, Machine):
-        return machine
-    if machine is not None:
-        return machine_named(str(machine))
     paths = () if budget is None else budget.disk_paths
-    return measured(paths)
+    if machine is None:
+        return measured(paths)
+    return on_directories(machine if isinstance(machine, Machine) else machine_named(str(machine)), paths)
 
 
-def measured(paths: tuple[Path, ...]) -> Machine:
-    """The stored profile of this host and the directories.
+def measured(paths: tuple[Path, ...], *, kind: Kind | None = None) -> Machine:
+    """The stored profile of this host and the directories. ``kind``: of the device that computes; None: any.
 
     Raises:
         ConfigError: there is none; says how to make one.
     """
-    found = find_profile(paths)
+    found = find_profile(paths, kind=kind)
     if found is None:
         where = " ".join(f"--path {path}" for path in paths)
         raise ConfigError(
             "this machine has not been measured"
             + (f" with {', '.join(map(str, paths))}" if paths else "")
+            + (f" and device={kind!r}" if kind else "")
             + f": run penstock doctor{' ' + where if where else ''}, or plan for another machine with --machine"
         )
     return found
@@ -199,6 +200,8 @@ def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | Non
         BudgetError: it does not fit; says the smallest change that makes it fit.
     """
     if split is not None:
+        if split[1] > MOST_MICRO_BATCHES:
+            raise ConfigError(f"{split[1]} micro-batches: at most {MOST_MICRO_BATCHES} can be planned; use larger ones")
         question = task.question(*split)
         try:
             choice = search(question)
@@ -240,6 +243,8 @@ def _halves(batch: int) -> Iterator[int]:
 
 def _beyond(found: Forecast) -> Iterator[str]:
     """What loading, saving or resuming takes beyond the budget that training keeps to."""
+    if found.beyond_machine is not None:
+        yield f"it does not fit into the machine: {found.beyond_machine}"
     given: dict[Tier, int] = {"device": found.task.budget.device_bytes, "host": found.task.budget.host_bytes}
     for tier, size in given.items():
         for phase, sizes in found.memory.items():

@@ -1,7 +1,8 @@
 """Where machine profiles are: those that ``penstock doctor`` has measured here, and those that ship with the package.
 
     $XDG_CACHE_HOME or ~/.cache
-      penstock/machines/HOST/PATHS-xxxxxxxx.json    one for each set of directories that was measured together
+      penstock/machines/HOST/PATHS-KIND-xxxxxxxx.json    one for each kind of device (cpu, cuda) and each set of
+                                                         directories that was measured together
 
 A cache folder is often shared by the machines of a cluster, so profiles are kept by host. A drive is found again for
 any directory on its file system, because a drive is as fast in one directory as in another.
@@ -12,14 +13,17 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import get_args
 
 from penstock.errors import ConfigError
 from penstock.plan.machine import Drive, Machine, load_machine, parse_machine
+from penstock.plan.meta import Kind
 
 _HOW = "penstock doctor --path DIR measures this machine"
 
@@ -32,12 +36,13 @@ def profile_folder() -> Path:
 
 
 def save_profile(machine: Machine) -> Path:
-    """Write a measured profile to where ``find_profile`` looks; an older one of the same directories is replaced.
+    """Write a measured profile to where ``find_profile`` looks; an older one of the same directories and kind of
+    device is replaced.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    target = profile_folder() / _file_name([drive.path for drive in machine.drives])
+    target = profile_folder() / _file_name([drive.path for drive in machine.drives], machine.device.kind)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
@@ -60,24 +65,26 @@ def _not_stored(target: Path, error: OSError) -> str:
     return f"the profile cannot be stored as {target}: {error.strerror}. Set XDG_CACHE_HOME to a folder you may write"
 
 
-def _file_name(paths: Sequence[str]) -> str:
-    """Readable, and different for different sets of directories."""
+def _file_name(paths: Sequence[str], kind: Kind) -> str:
+    """Readable, and different for different sets of directories and kinds of device."""
     words = "-".join(re.sub(r"[^A-Za-z0-9]+", "-", path).strip("-") for path in paths) or "no-disk"
     digest = hashlib.sha256("\0".join(sorted(paths)).encode()).hexdigest()[:8]
-    return f"{words[:80]}-{digest}.json"
+    return f"{words[:80]}-{kind}-{digest}.json"
 
 
-def find_profile(paths: Sequence[Path] = ()) -> Machine | None:
+def find_profile(paths: Sequence[Path] = (), *, kind: Kind | None = None) -> Machine | None:
     """What was measured here, newest first, with a drive for each of ``paths``, in that order; None if there is none.
 
     A profile that has all directories is taken before several that have some each. Without ``paths``: the newest
-    profile with its own drives. Directories need not exist yet.
+    profile with its own drives. Directories need not exist yet. ``kind``: of the device that computes; None: any. What
+    is damaged or from another version is left out with a warning, unless it is of just these directories.
 
     Raises:
-        ConfigError: a stored profile is damaged or from another version: names it.
+        ConfigError: the stored profile of these directories is damaged or from another version: names it.
     """
-    files = sorted(profile_folder().glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
-    machines = [load_machine(file) for file in files]
+    kinds: tuple[Kind, ...] = get_args(Kind) if kind is None else (kind,)
+    asked = {_file_name([str(path.resolve()) for path in paths], one) for one in kinds}
+    machines = [machine for machine in _stored(asked) if machine.device.kind in kinds]
     if not machines:
         return None
     if not paths:
@@ -93,6 +100,20 @@ def find_profile(paths: Sequence[Path] = ()) -> Machine | None:
     return replace(machines[0], drives=tuple(drive for drive in found if drive is not None))
 
 
+def _stored(needed: Collection[str]) -> Iterator[Machine]:
+    """Every stored profile that can be read, newest first. ``needed``: names of files that must be readable."""
+    files = sorted(profile_folder().glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    for file in files:
+        try:
+            machine = load_machine(file)
+        except ConfigError as error:
+            if file.name in needed:
+                raise
+            warnings.warn(f"a stored machine profile is left out: {error}", stacklevel=3)
+        else:
+            yield machine
+
+
 def _drive_for(path: Path, drives: Sequence[Drive]) -> Drive | None:
     """The drive that was measured in this directory, or else on its file system; its path is then ``path``."""
     real = path.resolve()
@@ -101,6 +122,55 @@ def _drive_for(path: Path, drives: Sequence[Drive]) -> Drive | None:
         here = _file_system(real)
         same = next((drive for drive in drives if _file_system(Path(drive.path)) == here), None)
     return None if same is None else replace(same, path=str(real))
+
+
+def on_directories(machine: Machine, paths: Sequence[Path]) -> Machine:
+    """A machine that was named, with as many of its drives as a budget has directories, in their order.
+
+    A directory is on the drive that was measured there, else on one of its file system, else on the next that is left:
+    the machine may be another one. Without ``paths`` the machine keeps its drives.
+
+    Raises:
+        ConfigError: it has fewer drives.
+    """
+    if not paths:
+        return machine
+    if len(paths) > len(machine.drives):
+        there = f"{len(machine.drives) or 'no'} drive{'s' * (len(machine.drives) != 1)}"
+        wanted = "a directory is" if len(paths) == 1 else f"{len(paths)} directories are"
+        raise ConfigError(
+            f"the profile of {machine.name} has {there}, but {wanted} given as budget.disk: give one directory for "
+            "each drive, or plan for a machine with more drives"
+        )
+    left, found = list(machine.drives), dict[int, Drive]()
+    for fits in (_is_there, _is_beside, lambda path, drive: True):
+        for i, path in enumerate(paths):
+            drive = next((drive for drive in left if i not in found and fits(path.resolve(), drive)), None)
+            if drive is not None:
+                left.remove(drive)
+                found[i] = replace(drive, path=str(path.resolve()))
+    return replace(machine, drives=tuple(found[i] for i in range(len(paths))))
+
+
+def _is_there(path: Path, drive: Drive) -> bool:
+    return Path(drive.path) == path
+
+
+def _is_beside(path: Path, drive: Drive) -> bool:
+    return Path(drive.path).is_dir() and _file_system(Path(drive.path)) == _file_system(path)
+
+
+def check_device(machine: Machine, device: str) -> None:
+    """Refuse to plan for a machine that computes on another kind of device than ``device`` (``"cpu"``, ``"cuda:0"``).
+
+    Raises:
+        ConfigError: it does.
+    """
+    if device.partition(":")[0] != machine.device.kind:
+        raise ConfigError(
+            f"device={device!r}, but the profile of {machine.name} is of a machine that computes on "
+            f"{machine.device.kind}: choose another device or another machine"
+        )
 
 
 def _file_system(path: Path) -> int | None:
