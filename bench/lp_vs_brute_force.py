@@ -22,8 +22,9 @@ from penstock.plan.fit import Family, Request, base_placement, settings_of
 from penstock.plan.lane_loads import GroupClass, Home, Loads, Walk, by_lane
 from penstock.plan.model import ModelShape
 from penstock.plan.profiles import shipped_machine
+from penstock.plan.question import Question
 from penstock.plan.rounding import PATTERNS, Limits, assign
-from penstock.plan.search import Question, search
+from penstock.plan.search import search
 from penstock.plan.shipped import CONFIGS
 from penstock.plan.task import Task, free_bytes
 from penstock.plan.transformer import from_config

@@ -4,7 +4,7 @@ from penstock.config import Budget
 from penstock.plan.fit import Family, Request
 from penstock.plan.machine import Device, Drive, Host, Machine
 from penstock.plan.model import StageTimes
-from penstock.plan.search import Question
+from penstock.plan.question import Question
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
 

@@ -166,6 +166,18 @@ def test_a_plan_for_null_says_that_the_run_would_place_otherwise(
     assert "plan: null" in answered(capsys, config, "--plan", "null")
 
 
+def test_nothing_fits_that_takes_more_than_the_machine_has(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", "gpt-175b", "--machine", "a100-40g", "--batch", 16, "--json")
+    data = json.loads(answered(capsys, *options))
+    assert data["fits"] is True
+    assert max(sizes["device"] for phase, sizes in data["memory"].items() if phase != "budget") <= 40 << 30
+    small = config.parent / "small.json"  # a settings file's budget may be more than a machine has
+    small.write_text(replace(MACHINE, device=replace(MACHINE.device, memory=1 << 20)).to_json())
+    text = answered(capsys, config, "--machine", small)
+    assert "It fits into the budget, but not into the machine." in text
+    assert "note: it does not fit into the machine: " in text
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--machine NAME|FILE" in answered(capsys, "--help")
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.models import MODELS
+from tests.programs import transformer
 from tests.tape_reference import Bench
 from tests.training import budget, steps_of, wrap
 from torch import nn
@@ -185,3 +186,20 @@ def test_arrays_are_those_that_the_engine_keeps(tmp_path: Path) -> None:
         assert [(a.group, a.nbytes) for a in found] == [(p.group, p.nbytes) for p in parts]
         assert [a.state for a in found] == [not p.name.startswith("weights") for p in parts]
         assert sum(page_up(p.nbytes) for p in parts) == sum(page_up(a.nbytes) for a in found)
+
+
+def test_scratch_is_on_disk_beside_a_snapshot() -> None:
+    program = transformer(2)
+    everywhere: tuple[Tier, ...] = ("disk",) * len(program.groups)
+    place = Placement(weights=everywhere, state=everywhere, gradients="disk", checkpoints="disk")
+
+    def disk(scratch: int) -> dict[Phase, int]:
+        step: dict[Tier, int] = {"device": 0, "host": 0}
+        peaks = peaks_outside_steps(program, FORM, place, step=step, disk=True, host_bytes=0, slots=2, scratch=scratch)
+        return {phase: sizes["disk"] for phase, sizes in peaks.items()}
+
+    none, some = disk(0), disk(1000)
+    assert {phase: some[phase] - none[phase] for phase in none if some[phase] != none[phase]} == {
+        "save": 1000,
+        "resume": 1000,
+    }

@@ -1,23 +1,27 @@
 """The search's choice fits and beats the fixed order of preference and a grid; what is said about it is true."""
 
+import time
 from dataclasses import replace
 from itertools import product
 
 import pytest
 from bench.lp_vs_brute_force import WITHIN, brute_force
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.programs import transformer
 from tests.questions import DRIVE, MACHINE, question, times_for
 
-from penstock.config import Budget
+from penstock.config import Budget, format_size
 from penstock.errors import BudgetError, ConfigError
-from penstock.plan.advice import advice, refusal, smallest
+from penstock.plan.advice import advice, refusal, round_up, smallest
 from penstock.plan.ask import plan, report
 from penstock.plan.batches import choose, curve, saturating, splits
 from penstock.plan.fit import fit, fitted
 from penstock.plan.forecast import forecast
 from penstock.plan.machine import Machine
+from penstock.plan.profiles import machine_named
 from penstock.plan.roofline import moved_per_parameter, roofline
-from penstock.plan.search import best, estimate, search
+from penstock.plan.search import best, estimate, fits, search
 from penstock.plan.shipped import named
 from penstock.plan.task import DEVICE_TEMPORARIES, Task, free_bytes, own_budget
 from penstock.plan.transformer import from_config
@@ -337,3 +341,94 @@ def test_bf16_wear_is_14_bytes_per_parameter_when_all_state_is_on_disk() -> None
     assert found.forecast.wear.per_parameter == pytest.approx(14, rel=2e-3)
     assert named("gpt-13b").name == "gpt-13b"
     assert own_budget(machine, device=None, host=None).disk_paths
+
+
+# ---- what a machine has room for, and how large a schedule may be
+
+
+def large(name: str, machine: str, host: int | None = None) -> Task:
+    found = machine_named(machine)
+    return Task(
+        shape=named(name),
+        machine=found,
+        budget=own_budget(found, device=None, host=host),
+        sequence_length=2048,
+        precision="bf16",
+        optimizer="adamw",
+        moments=2,
+        waits=False,
+        families=("vertical", "horizontal"),
+        disk_free=free_bytes(found),
+    )
+
+
+def test_a_plan_takes_no_more_than_the_machine_has_in_any_phase() -> None:
+    asked = large("gpt-175b", "a100-40g")
+    assert estimate(asked.question(2, 4), "vertical") is not None
+    assert estimate(asked.question(8, 8), "vertical") is None, "a probe of eight sequences takes 53 GiB"
+    assert {s.micro_batch_size for s in splits(asked, 64)} == {1, 2, 4}
+    with pytest.raises(BudgetError, match=r"probe takes 53\.3 GiB of device memory, and the machine has 40 GiB"):
+        report(asked, split=(8, 8))
+
+
+def test_a_budget_of_all_host_memory_leaves_room_for_a_snapshots_buffer() -> None:
+    small = replace(MACHINE, host=replace(MACHINE.host, memory=24 * MIB))
+    asked = task(machine=small, host=24 * MIB)
+    choice = search(asked.question(2, 2))
+    found = forecast(asked, choice, 2)
+    assert found.beyond_machine is None
+    assert found.memory["save"]["host"] <= 24 * MIB
+    assert forecast(
+        replace(asked, machine=replace(small, host=replace(small.host, memory=MIB))), choice, 2
+    ).beyond_machine
+
+
+def test_the_smallest_change_for_a_large_model_is_one_that_the_search_can_use() -> None:
+    asked = large("gpt-65b", "a100-40g", host=500 * MIB)
+    question = asked.question(1, 16)
+    text = str(refusal(asked, 1, 16, BudgetError("-")))
+    size = float(text.split("more host (")[1].split(" GiB in all")[0])
+    assert fits(
+        replace(question, request=replace(question.request, budget=replace(asked.budget, host=int(size * 2**30))))
+    )
+    assert f"{format_size(round_up(int(size * 2**30) - 500 * MIB))} more host" in text
+
+
+@given(st.integers(min_value=1, max_value=1 << 50))
+def test_sizes_are_rounded_up_to_what_is_printed(nbytes: int) -> None:
+    rounded = round_up(nbytes)
+    number, unit = format_size(rounded).split()
+    assert nbytes <= rounded <= nbytes * 1.02
+    assert rounded == int(float(number) * 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit))
+
+
+def test_small_chunks_are_tried_where_nothing_else_fits() -> None:
+    asked = task(device=8 * MIB, host=6 * MIB)
+    question = replace(asked.question(2, 2), simulated_ops=400)
+    choice = search(question)
+    assert len(choice.plan.schedule.ops) > question.simulated_ops // 4
+    assert choice.plan.host_bytes <= 6 * MIB
+
+
+def test_schedules_of_too_many_ops_are_refused_before_anything_is_simulated() -> None:
+    asked = large("gpt-13b", "a100-40g")
+    started = time.process_time()
+    with pytest.raises(BudgetError, match=r"more than 80,000 ops.*fewer and larger micro-batches"):
+        search(asked.question(1, 1024))
+    with pytest.raises(ConfigError, match="5000 micro-batches: at most 1024 can be planned"):
+        report(asked, split=(1, 5000))
+    with pytest.raises(BudgetError, match="larger ones are not planned"):
+        report(large("gpt-175b", "rtx4090-24g"), batch=64)
+    assert time.process_time() - started < 15
+
+
+def test_the_curve_ends_where_micro_batches_do() -> None:
+    assert curve(task(), 1, until=4096)[-1].batch == 256
+
+
+def test_a_directory_on_disk_is_offered_only_if_it_helps() -> None:
+    words = "a directory on disk"
+    host = replace(task(host=8 * MIB), budget=Budget(device=8 * MIB, host=8 * MIB), families=("vertical",))
+    assert words in str(refusal(host, 2, 2, BudgetError("-"))).lower()
+    device = replace(host, budget=Budget(device=1 * MIB, host=400 * MIB))
+    assert words not in str(refusal(device, 2, 2, BudgetError("-"))).lower()

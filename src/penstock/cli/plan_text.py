@@ -43,8 +43,9 @@ def _head(f: Forecast) -> Iterator[str]:
     task = f.task
     yield f"{task.shape.name}, {_count(f.parameters)} parameters, {task.precision}, {task.optimizer}"
     yield f"on {task.machine.name}"
+    fits = "It fits" if f.beyond_machine is None else "It fits into the budget, but not into the machine"
     yield (
-        f"It fits. {f.choice.request.family} schedule, {f.micro_batches} micro-batch{'es' * (f.micro_batches > 1)} of "
+        f"{fits}. {f.choice.request.family} schedule, {f.micro_batches} micro-batch{'es' * (f.micro_batches > 1)} of "
         f"{f.micro_batch_size} x {task.sequence_length:,} tokens"
         + (", optimizer waits for the gradient norm" if task.waits else "")
         + (f", delay {f.choice.plan.settings.delay:g}" if f.choice.plan.settings.delay else "")

@@ -6,6 +6,7 @@ where a step is so short that filling and draining the lanes counts. Where nothi
 it fit is found by bisection.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,8 +14,9 @@ from itertools import product
 from penstock.config import TIERS, Tier, format_size
 from penstock.errors import BudgetError
 from penstock.plan.fit import Family
-from penstock.plan.machine import Machine
-from penstock.plan.search import Choice, Question, estimate, search, smallest_program
+from penstock.plan.machine import Drive, Machine
+from penstock.plan.question import Question
+from penstock.plan.search import Choice, estimate, fits, hopeless, search, smallest_program
 from penstock.plan.task import Task
 
 WORTH_SAYING = 1.02
@@ -24,6 +26,8 @@ _MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
 _MOST = 1 << 52
 """bytes beyond which a tier is no answer"""
 _STEPS = 16
+_DRIVE = Drive(path="a drive", read=1e9, write=1e9, read_both=1e9, write_both=1e9, free=_MOST)
+"""stands for one that is not there, when all that is asked is whether something would fit"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,18 +153,67 @@ def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetEr
     """The error for what does not fit: each tier's smallest growth that makes it fit, the smallest one first."""
     growth: list[tuple[int, str]] = []
     question = task.question(micro_batch_size, micro_batches)
+    if (never := hopeless(question)) is not None:
+        return BudgetError(f"{_cut(task, micro_batch_size, micro_batches)} cannot be planned: {never}")
     for tier in _tiers(task):
-        needed = smallest(question, tier)
-        if needed is not None and needed > _given(task, tier):
-            more = needed - _given(task, tier)
+        given = _given(task, tier)
+        needed = _verified(task, micro_batch_size, micro_batches, tier, smallest(question, tier))
+        if needed is not None and needed > given:
+            more = round_up(needed - given)
             growth.append((more, f"{format_size(more)} more {tier} ({format_size(needed)} in all)"))
     if not growth:
-        smaller = f" More of one tier alone does not help. {why}"
-        return BudgetError(_does_not_fit(task, micro_batch_size, micro_batches) + smaller)
+        words = " More of one tier alone does not help."
+        if _fits_on_disk(task, micro_batch_size, micro_batches):
+            words += " A directory on disk (budget.disk) does."
+        return BudgetError(f"{_does_not_fit(task, micro_batch_size, micro_batches)}{words} {why}")
     first, *others = [words for _, words in sorted(growth)]
     text = f"{_does_not_fit(task, micro_batch_size, micro_batches)} The smallest change that makes it fit: {first}"
-    others += [] if task.budget.disk_paths else ["a directory on disk (budget.disk)"]
+    if _fits_on_disk(task, micro_batch_size, micro_batches):
+        others.append("a directory on disk (budget.disk)")
     return BudgetError(text + (f"; or {', or '.join(others)}" if others else ""))
+
+
+def _verified(task: Task, size: int, count: int, tier: Tier, needed: int | None) -> int | None:
+    """A size of a tier as it is printed, not below ``needed``, with which the search does find something."""
+    for _ in range(_STEPS):
+        if needed is None:
+            return None
+        needed = round_up(needed)
+        if fits(_with(task, tier, needed).question(size, count)):
+            return needed
+        needed += max(needed // 64, 1)
+    return None
+
+
+def round_up(nbytes: int) -> int:
+    """The least size with three digits in the unit in which it is printed that is no smaller."""
+    unit = 1
+    while nbytes / unit >= 999.5 and unit < 1 << 40:
+        unit *= 1024
+    digits = max(2 - math.floor(math.log10(max(nbytes / unit, 1))), 0)
+    return nbytes if unit == 1 else int(math.ceil(nbytes / unit * 10**digits) / 10**digits * unit)
+
+
+def _with(task: Task, tier: Tier, nbytes: int) -> Task:
+    if tier == "disk":
+        return replace(task, disk_free=nbytes)
+    device, host = (nbytes if tier == name else _given(task, name) for name in TIERS[:2])
+    return replace(task, budget=replace(task.budget, device=device, host=host))
+
+
+def _fits_on_disk(task: Task, size: int, count: int) -> bool:
+    """Whether a directory on disk, where there is none, makes it fit: on the machine's drives, or on one with room."""
+    if task.budget.disk_paths:
+        return False
+    known = bool(task.machine.drives)
+    drives = task.machine.drives or (_DRIVE,)
+    there = replace(
+        task,
+        machine=replace(task.machine, drives=drives),
+        budget=replace(task.budget, disk=[drive.path for drive in drives]),
+        disk_free=task.disk_free if known else _MOST,
+    )
+    return fits(there.question(size, count))
 
 
 def _tiers(task: Task) -> tuple[Tier, ...]:
@@ -170,8 +223,15 @@ def _tiers(task: Task) -> tuple[Tier, ...]:
 
 def _does_not_fit(task: Task, size: int, count: int) -> str:
     given = ", ".join(f"{format_size(_given(task, tier))} of {tier}" for tier in _tiers(task))
+    question = task.question(size, count)
+    large = fits(replace(question, most_ops=None))
+    but = f" with a schedule of at most {question.most_ops:,} ops, and larger ones are not planned" if large else ""
+    return f"{_cut(task, size, count)} does not fit in {given}{but}."
+
+
+def _cut(task: Task, size: int, count: int) -> str:
     cut = f"{count} micro-batches" if count > 1 else "one micro-batch"
-    return f"{task.shape.name} with {cut} of {size} x {task.sequence_length} tokens does not fit in {given}."
+    return f"{task.shape.name} with {cut} of {size} x {task.sequence_length} tokens"
 
 
 def _given(task: Task, tier: Tier) -> int:
@@ -180,10 +240,13 @@ def _given(task: Task, tier: Tier) -> int:
 
 def smallest(question: Question, tier: Tier) -> int | None:
     """The smallest size of a tier with which something fits, to one part in 256 upwards; None if none does."""
-    programs = [smallest_program(replace(question.request, family=family), question) for family in question.families]
+    requests = [replace(question.request, family=family) for family in question.families]
+    programs = [lp for request in requests if (lp := smallest_program(request, question)) is not None]
+    if not programs:
+        return None
     index = TIERS.index(tier)
 
-    def fits(nbytes: int, *, integer: bool = False) -> bool:
+    def enough(nbytes: int, *, integer: bool = False) -> bool:
         for lp in programs:
             lp.budget[index] = nbytes
             for tiers in product(lp.checkpoint_tiers, lp.gradient_tiers):
@@ -191,9 +254,9 @@ def smallest(question: Question, tier: Tier) -> int | None:
                     return True
         return False
 
-    size = _bisect(fits, max(int(programs[0].budget[index]), 1 << 20))
+    size = _bisect(enough, max(int(programs[0].budget[index]), 1 << 20))
     for _ in range(_STEPS):  # shares fit in a little less than whole groups
-        if size is None or fits(size, integer=True):
+        if size is None or enough(size, integer=True):
             return size
         size += size // 256
     return size

@@ -15,7 +15,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
     return {
         "model": {"name": task.shape.name, "parameters": f.parameters},
         "machine": task.machine.name,
-        "fits": True,
+        "fits": f.beyond_machine is None,
         "step": {
             "seconds": f.step_seconds,
             "tokens": f.tokens,

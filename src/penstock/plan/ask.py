@@ -9,6 +9,7 @@ from typing import Any
 from penstock.config import Budget, OptimizerName, Precision, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.plan.advice import Advice, advice, refusal
+from penstock.plan.arguments import check_amounts, check_choices, check_disk, check_sources, check_split
 from penstock.plan.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
 from penstock.plan.fit import Family, Plan
 from penstock.plan.forecast import Forecast, forecast
@@ -106,14 +107,21 @@ def plan(
         BudgetError: it does not fit; says the smallest change that makes it fit.
         ModelError: the model cannot be run block by block.
     """
-    _check_batch(batch, micro_batches, micro_batch_size, sequence_length)
-    if momentum and optimizer != "sgd":
-        raise ConfigError(f"momentum has no effect with optimizer={optimizer!r}: leave it out")
+    check_sources(model, machine, budget)
+    check_choices(precision=precision, optimizer=optimizer, momentum=momentum, schedule=schedule)
+    check_split(
+        batch=batch,
+        micro_batches=micro_batches,
+        micro_batch_size=micro_batch_size,
+        sequence_length=sequence_length,
+    )
+    check_amounts(clip_grad_norm=clip_grad_norm, disk_free=disk_free, tbw=tbw)
     found = _machine(machine, budget)
-    if tbw is not None:
-        found = rated(found, tbw)
     if budget is None:
         budget = own_budget(found, device=None, host=None)
+    check_disk(budget, disk_free=disk_free, tbw=tbw)
+    if tbw is not None:
+        found = rated(found, tbw)
     if precision is None:
         precision = "bf16" if found.device.kind == "cuda" else "fp32"
     waits = clip_grad_norm is not None or precision == "fp16"
@@ -136,29 +144,8 @@ def plan(
     return report(task, batch=batch, split=None if micro_batches is None else (micro_batch_size or 1, micro_batches))
 
 
-def _check_batch(
-    batch: int | None, micro_batches: int | None, micro_batch_size: int | None, sequence_length: int
-) -> None:
-    if (micro_batches is None) != (micro_batch_size is None):
-        raise ConfigError("micro_batches and micro_batch_size belong together: give both, or batch")
-    if micro_batches is not None and batch is not None:
-        raise ConfigError("batch is cut into micro-batches by the planner: give it without micro_batches")
-    for name, value in (
-        ("batch", batch),
-        ("micro_batches", micro_batches),
-        ("micro_batch_size", micro_batch_size),
-        ("sequence_length", sequence_length),
-    ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}: must be at least 1")
-
-
 def rated(machine: Machine, tbw: float) -> Machine:
-    """The machine with another rating of its drives, in terabytes; raises ConfigError."""
-    if not tbw > 0:
-        raise ConfigError(f"tbw={tbw:g}: must be more than 0, the terabytes that a drive's maker rates it for")
-    if not machine.drives:
-        raise ConfigError(f"tbw has no effect: {machine.name} has no drives")
+    """The machine with another rating of its drives, in terabytes."""
     return replace(machine, drives=tuple(replace(drive, tbw=tbw) for drive in machine.drives))
 
 

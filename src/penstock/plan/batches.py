@@ -3,17 +3,20 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from penstock.errors import ConfigError
+from penstock.errors import BudgetError, ConfigError
 from penstock.plan.fit import Family
 from penstock.plan.search import Choice, estimate, search
-from penstock.plan.task import Task
+from penstock.plan.task import MOST_OPS, Task
 
 _LARGEST_BATCH = 4096
 _MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _MICRO_BATCHES = 256
-"""more than so many make schedules too large to be worth a simulation"""
+"""A batch is cut into no more than so many: more make schedules too large to be worth a simulation."""
+MOST_MICRO_BATCHES = 1024
+"""Above so many even those that are asked for are refused: a plan for them takes too long."""
 _EQUAL = 1.005
 _A_FEW = 4
+_TRIED = 2
 _GOOD_ENOUGH = 1.01
 _WORTH = 1.03
 _SAMPLES = (64, 8, 1)
@@ -78,13 +81,24 @@ def choose(task: Task, batch: int) -> tuple[Choice, Split]:
     best: tuple[Choice, Split] | None = None
     least = min((split.seconds for split in found), default=0.0)
     first = cuts(batch)[0]
-    for split in found[:2] or [Split(micro_batch_size=first[0], micro_batches=first[1], seconds=0.0)]:
-        if best is not None and (split.seconds > least * _EQUAL or best[0].seconds <= least * _GOOD_ENOUGH):
+    refusal: BudgetError | None = None
+    tried = 0
+    for split in found or [Split(micro_batch_size=first[0], micro_batches=first[1], seconds=0.0)]:
+        if best is not None and (
+            tried == _TRIED or split.seconds > least * _EQUAL or best[0].seconds <= least * _GOOD_ENOUGH
+        ):
             break
-        choice = search(task.question(split.micro_batch_size, split.micro_batches))
+        try:
+            choice = search(task.question(split.micro_batch_size, split.micro_batches))
+        except BudgetError as error:  # shares fit, but no whole groups
+            refusal = error
+            continue
+        tried += 1
         if best is None or choice.seconds < best[0].seconds:
             best = choice, split
-    assert best is not None
+    if best is None:
+        assert refusal is not None
+        raise refusal
     return best
 
 
@@ -99,7 +113,7 @@ def saturating(task: Task) -> int:
         search(task.question(1, 1))  # says why
     assert at_once is not None
     batch, best = 1, _rate(task, task.families[0], 1, 1)
-    while batch < _LARGEST_BATCH:
+    while batch < min(_LARGEST_BATCH, at_once * _MICRO_BATCHES):
         more = _rate(task, task.families[0], 2 * batch, min(at_once, 2 * batch))
         if best is not None and (more is None or more < best * _WORTH):
             break
@@ -108,14 +122,18 @@ def saturating(task: Task) -> int:
 
 
 def curve(task: Task, micro_batch_size: int, *, until: int, also: int | None = None) -> list[Point]:
-    """Tokens/s over the global batch, doubled up to ``until`` sequences in micro-batches of ``micro_batch_size``.
+    """Tokens/s over the global batch, doubled up to ``until`` sequences in micro-batches of ``micro_batch_size``, or
+    to as many as a batch may be cut into. By the linear program alone, however many ops a schedule would have.
 
     ``also``: another batch to have in it, a multiple of ``micro_batch_size``.
     """
+    until = min(until, _MICRO_BATCHES * micro_batch_size)
     doubled = {1 << power for power in range(until.bit_length())}
     points = []
     for batch in sorted(doubled | ({also} if also else set())):
-        rates = {family: _rate(task, family, batch, min(micro_batch_size, batch)) for family in _FAMILIES}
+        rates = {
+            family: _rate(task, family, batch, min(micro_batch_size, batch), most_ops=None) for family in _FAMILIES
+        }
         points.append(Point(batch=batch, tokens=batch * task.sequence_length, tokens_per_second=rates))
     return points
 
@@ -123,7 +141,9 @@ def curve(task: Task, micro_batch_size: int, *, until: int, also: int | None = N
 _FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
 
 
-def _rate(task: Task, family: Family, batch: int, micro_batch_size: int) -> float | None:
+def _rate(
+    task: Task, family: Family, batch: int, micro_batch_size: int, *, most_ops: int | None = MOST_OPS
+) -> float | None:
     question = replace(task, families=(family,)).question(micro_batch_size, batch // micro_batch_size)
-    seconds = estimate(question, family)
+    seconds = estimate(replace(question, most_ops=most_ops), family)
     return None if seconds is None else batch * task.sequence_length / seconds

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.config import Tier
+from penstock.config import Tier, format_size
 from penstock.plan.lane_loads import Loads, limits_of
 from penstock.plan.outside import peaks_outside_steps
 from penstock.plan.search import Choice
@@ -128,8 +128,20 @@ class Forecast:
             disk=self.choice.request.bottom == "disk",
             host_bytes=task.budget.host_bytes,
             slots=task.budget.slots,
+            scratch=self.scratch_bytes,
         )
         return {"train": train} | {str(phase): sizes for phase, sizes in outside.items()}
+
+    @property
+    def beyond_machine(self) -> str | None:
+        """What takes more memory than the machine has, a step or a phase outside of it; None: nothing does."""
+        machine = self.task.machine
+        sizes_there: Mapping[Tier, int] = {"device": machine.device.memory, "host": machine.host.memory}
+        for tier, there in sizes_there.items():
+            for phase, sizes in self.memory.items():
+                if sizes[tier] > there:
+                    return f"{phase} takes {format_size(sizes[tier])} of {tier}, and it has {format_size(there)}"
+        return None
 
     @cached_property
     def simulated_peak(self) -> Mapping[Tier, int]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.config import TIERS, Tier
+from penstock.config import TIERS, Tier, format_size
 from penstock.schedule.place import BOUNCE, FP32, Format, Placement, page_up
 from penstock.schedule.program import Program
 
@@ -64,6 +64,7 @@ def peaks_outside_steps(
     disk: bool,
     host_bytes: int,
     slots: int,
+    scratch: int = 0,
     from_meta: bool = True,
 ) -> dict[Phase, Peaks]:
     """Bytes that each tier holds at most in each phase outside of steps.
@@ -74,6 +75,8 @@ def peaks_outside_steps(
         disk: whether there is a disk tier; all arrays have their extents there.
         host_bytes: the budget of host memory, which is filled first where there is no disk.
         slots: copies of every array on disk (``Budget.slots``); a snapshot has one.
+        scratch: bytes on disk for checkpoints and gradients that wait there, from the first step on
+            (``Request.scratch_bytes``).
         from_meta: whether the engine initialises the model. The check that everything was filled takes one byte for
             each element of a parameter; the group's largest is taken to be all of it.
 
@@ -106,10 +109,20 @@ def peaks_outside_steps(
         "load": peaks(start["device"], start["host"] + filling),
         "probe": peaks(start["device"] + _probing(program, form, first, parts), start["host"] + BOUNCE),
         "place": peaks(placing["device"], placing["host"] + (BOUNCE if first != wanted else 0)),
-        "save": peaks(step["device"], step["host"] + BOUNCE, stored),
-        "resume": peaks(max(start["device"], step["device"]), max(start["host"], step["host"]) + BOUNCE),
+        "save": peaks(step["device"], step["host"] + BOUNCE, stored + scratch),
+        "resume": peaks(max(start["device"], step["device"]), max(start["host"], step["host"]) + BOUNCE, scratch),
         "close": peaks(final["device"], final["host"] + (BOUNCE if disk else 0)),
     }
+
+
+def beyond(peaks: Mapping[Phase, Peaks], room: Mapping[Tier, int]) -> str | None:
+    """The first phase that takes more of a tier than there is room for, in words; None: there is room for all."""
+    for phase, sizes in peaks.items():
+        for tier, there in room.items():
+            if sizes[tier] > there:
+                taken = format_size(sizes[tier])
+                return f"{phase} takes {taken} of {tier} memory, and the machine has {format_size(there)}"
+    return None
 
 
 def _held(sizes: Sequence[int], tiers: Sequence[Tier]) -> Peaks:

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.plan.costs import Disk
 from penstock.plan.lane_loads import bound, limits_of
-from penstock.plan.search import Question
+from penstock.plan.question import Question
 from penstock.schedule.op import LOCAL_LANES
 from penstock.schedule.place import FP32, Depths, Format
 

@@ -13,19 +13,20 @@ What is simulated is counted in ops, not seconds, so that the same question has 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 
 from penstock.config import Tier, format_size
 from penstock.errors import BudgetError, ConfigError
-from penstock.plan.costs import machine_costs
 from penstock.plan.fit import Family, Plan, Request, base_placement, fit, fitted, settings_of
 from penstock.plan.lane_loads import Loads, Walk, bound
 from penstock.plan.machine import Machine
 from penstock.plan.model import StageTimes
+from penstock.plan.outside import beyond
 from penstock.plan.placement_lp import PlacementLP, Shares, Waits
+from penstock.plan.question import Question
 from penstock.plan.rounding import PATTERNS, Limits, Pattern, Rounding
 from penstock.schedule.place import Depths, Placement, Settings
 from penstock.schedule.program import ALIGN
@@ -34,8 +35,6 @@ from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 
-SIMULATED_OPS = 50_000
-"""How many ops all simulations of one search may have together; the first is done whatever it takes."""
 SIMULATIONS = 16
 
 _CHUNKS = tuple(2**power for power in range(16, 29))
@@ -56,31 +55,6 @@ _HOPELESS = 1.02
 """Above so much of the best simulated time an estimate, which takes phases one after the other, rules a plan out."""
 _EQUAL, _GOOD_ENOUGH, _PROMISING = 1.005, 1.01, 1.05
 _ONE_EACH = Costs(name="number of ops", seconds=lambda op: 1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked: a request, the machine's costs, and how far the search may go.
-
-    ``disk_free``: bytes that may be used on disk; None: enough. ``delays``: delay ratios that the executor can run.
-    """
-
-    request: Request
-    machine: Machine
-    times: StageTimes
-    optimizer: str
-    families: tuple[Family, ...] = ("vertical", "horizontal")
-    delays: tuple[float, ...] = (0.0,)
-    disk_free: int | None = None
-    io_threads: int = 4
-    simulated_ops: int = SIMULATED_OPS
-
-    @cached_property
-    def costs(self) -> Costs:
-        request = self.request
-        return machine_costs(
-            self.machine, request.program, request.form, self.times, self.optimizer, io_threads=self.io_threads
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +137,25 @@ def estimate(question: Question, family: Family) -> float | None:
     return None if math.isinf(seconds) else seconds
 
 
-def smallest_program(request: Request, question: Question, walk: Walk | None = None) -> PlacementLP:
-    """The linear program that asks for the least memory: small chunks, and no more buffers than a step needs."""
-    settings = settings_of(request, base_placement(request), _CHUNKS[0], _SHALLOWEST)
-    return PlacementLP(request, settings, question.costs, disk_free=question.disk_free, walk=walk)
+def fits(question: Question) -> bool:
+    """Whether the search would find anything, without a simulation."""
+    return _Search(question).fits()
+
+
+def hopeless(question: Question) -> str | None:
+    """Why nothing fits whatever the sizes of tiers are, and what to do; None: their sizes decide."""
+    search = _Search(question)
+    requests = [replace(question.request, family=family) for family in question.families]
+    if question.unstartable is None and all(search.smallest(request) is None for request in requests):
+        return search.too_many_ops()
+    return question.unstartable
+
+
+def smallest_program(request: Request, question: Question) -> PlacementLP | None:
+    """The linear program that asks for the least memory of those that the search may use: the smallest chunks, and no
+    more buffers than a step needs. None: even the largest chunks make too many ops.
+    """
+    return _Search(question).smallest(request)
 
 
 class _Search:
@@ -182,10 +171,17 @@ class _Search:
         self.counters: dict[tuple[object, ...], Loads] = {}
         self.seen: dict[tuple[Family, Settings], float] = {}
         self.best: tuple[float, Proposal, Plan, Simulation] | None = None
+        self.misplaced: str | None = None
 
     def run(self) -> Choice:
+        if self.q.unstartable is not None:
+            raise BudgetError(self.q.unstartable)
         requests = [replace(self.q.request, family=family) for family in self.q.families]
-        proposals = [p for request in self._promising(requests) for p in self.proposals(request)]
+        if all(self._least_chunk(request) is None for request in requests):
+            raise BudgetError(self.too_many_ops())
+        promising = self._promising(requests)
+        proposals = [p for request in promising for p in self.proposals(request)]
+        proposals = proposals or [p for request in promising for p in self._small(request)]
         possible = min((p.estimate for p in proposals), default=math.inf)
         # Of estimates that are as good as equal first the fewest ops: large chunks let the lanes run further ahead, and
         # leave more simulations to come.
@@ -196,9 +192,10 @@ class _Search:
         if not self._settled(possible):
             for proposal in self.greedy(requests):
                 self._try(proposal)
-        while not self._settled(possible) and self._improve():
+        while self.best is not None and not self._settled(possible) and self._improve():
             pass
-        assert self.best is not None
+        if self.best is None:
+            raise BudgetError(self.misplaced or "nothing fits")
         _, proposal, plan, simulation = self.best
         return Choice(
             question=self.q,
@@ -225,23 +222,51 @@ class _Search:
 
     def proposals(self, request: Request) -> list[Proposal]:
         """What the linear programs propose for every delay and chunk size."""
-        found: list[Proposal] = []
-        base = base_placement(request)
-        for delay in self.q.delays if request.family == "vertical" else (0.0,):
-            for chunk in self._chunk_sizes(request):
-                settings = self._deepest(replace(settings_of(request, base, chunk, Depths()), delay=delay), request)
-                if settings is not None:
-                    lp = self._program(settings, request)
-                    for shares in lp.solve_whole()[:_TIERS_TRIED]:
-                        found += self._rounded(lp, shares, PATTERNS)
-        return found
+        delays = self.q.delays if request.family == "vertical" else (0.0,)
+        return [p for d, chunk in product(delays, self._chunk_sizes(request)) for p in self._at(request, chunk, d)]
+
+    def _at(self, request: Request, chunk: int, delay: float = 0.0) -> list[Proposal]:
+        """What the linear program proposes for one delay and chunk size."""
+        option = replace(settings_of(request, base_placement(request), chunk, Depths()), delay=delay)
+        settings = self._deepest(option, request)
+        if settings is None:
+            return []
+        lp = self._program(settings, request)
+        return [p for shares in lp.solve_whole()[:_TIERS_TRIED] for p in self._rounded(lp, shares, PATTERNS)]
+
+    def _small(self, request: Request) -> list[Proposal]:
+        """Proposals for the largest chunks that fit, where those of which several can be simulated do not."""
+        least = self._least_chunk(request)
+        sizes = [] if least is None else [chunk for chunk in _CHUNKS[::-1] if chunk >= least]
+        return next((found for chunk in sizes if (found := self._at(request, chunk))), [])
+
+    def fits(self) -> bool:
+        if self.q.unstartable is not None:
+            return False
+        requests = [replace(self.q.request, family=family) for family in self.q.families]
+        for request in requests:
+            least = self._least_chunk(request)
+            if least is not None and self._at(request, least):
+                return True
+        try:
+            return bool(self.greedy(requests))
+        except BudgetError:
+            return False
+
+    def smallest(self, request: Request) -> PlacementLP | None:
+        """As ``smallest_program``."""
+        chunk = self._least_chunk(request)
+        if chunk is None:
+            return None
+        return self._program(settings_of(request, base_placement(request), chunk, _SHALLOWEST), request)
 
     def least(self, request: Request) -> float:
         """Seconds of the best shares, for the first chunk size that fits and without a delay; infinite if none does."""
-        if smallest_program(request, self.q, self._walk(request)).relaxed is None:
+        smallest = None if self.q.unstartable else self.smallest(request)
+        if smallest is None or smallest.relaxed is None:
             return math.inf
         base = base_placement(request)
-        for chunk in _FEW_CHUNKS:
+        for chunk in (*(c for c in _FEW_CHUNKS if c > smallest.s.chunk), smallest.s.chunk):
             settings = self._deepest(settings_of(request, base, chunk, Depths()), request)
             solved = [] if settings is None else self._program(settings, request).solve_whole()
             if solved:
@@ -302,7 +327,10 @@ class _Search:
                 refusal = error
                 continue
             if self.limits.exceeded(request, settings) is None:
-                found.append(self._proposal(settings, request, "last"))
+                if self.q.most_ops is None or self._size(request, settings) <= self.q.most_ops:
+                    found.append(self._proposal(settings, request, "last"))
+                else:
+                    refusal = BudgetError(self.too_many_ops())
             else:
                 refusal = BudgetError(_too_little_disk(request, settings, self.limits))
         if refusal is not None and not found and self.best is None:
@@ -312,11 +340,31 @@ class _Search:
     # ---- sizes of schedules
 
     def _chunk_sizes(self, request: Request) -> Sequence[int]:
-        """Chunk sizes whose schedules can be simulated a few times, from small to large; the largest in any case."""
+        """Chunk sizes whose schedules can be simulated a few times, from small to large; or the largest, if it may."""
         base = settings_of(request, base_placement(request), _CHUNKS[-1], Depths())
         sizes = sorted({min(chunk, base.chunk) for chunk in _CHUNKS})
         few = [s for s in sizes if self._size(request, replace(base, chunk=s)) <= self.q.simulated_ops // _FIRST]
-        return few or sizes[-1:]
+        return few or [size for size in sizes[-1:] if self._allowed(request, size)]
+
+    def _least_chunk(self, request: Request) -> int | None:
+        """The smallest chunks whose schedule is allowed; None if even that of the largest is not."""
+        first: int = bisect_left(_CHUNKS, True, key=lambda chunk: self._allowed(request, chunk))
+        return _CHUNKS[first] if first < len(_CHUNKS) else None
+
+    def _allowed(self, request: Request, chunk: int) -> bool:
+        """Whether a schedule with such chunks, and everything as low as it goes, has few enough ops."""
+        most = self.q.most_ops
+        if most is None:
+            return True
+        if 2 * request.micro_batches * len(request.program.stages) > most:  # forwards and backwards alone
+            return False
+        return self._size(request, settings_of(request, base_placement(request), chunk, Depths())) <= most
+
+    def too_many_ops(self) -> str:
+        return (
+            f"{self.q.request.micro_batches} micro-batches make a schedule of more than {self.q.most_ops:,} ops, the "
+            "most that is planned: use fewer and larger micro-batches"
+        )
 
     def _size(self, request: Request, settings: Settings) -> int:
         """Number of ops of a schedule."""
@@ -333,6 +381,12 @@ class _Search:
         hopeless = self.best is not None and proposal.estimate >= self.best[0] * _HOPELESS
         if key in self.seen or hopeless or self._spent(self._size(proposal.request, proposal.settings)):
             return False
+        if self.q.room is not None:
+            device, host = proposal.request.peaks(proposal.settings)
+            why = beyond(self.q.peaks(proposal.settings.place, {"device": device, "host": host}), self.q.room)
+            if why is not None:
+                self.misplaced = why
+                return False
         plan = proposal.request.plan(proposal.settings)
         simulation = simulate(World.of(plan.schedule), self.q.costs)
         self.ops += len(plan.schedule.ops)
@@ -430,14 +484,7 @@ def _changes(settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
     for chunk in (settings.chunk * 2, settings.chunk // 2 // ALIGN * ALIGN):
         if _CHUNKS[0] <= chunk <= _CHUNKS[-1]:
             yield replace(settings, chunk=chunk)
-    for name in (
-        "weights",
-        "state",
-        "gradients",
-        "stage_out",
-        "stage_in",
-        "checkpoints",
-    ):  # the likeliest to help first
+    for name in ("weights", "state", "gradients", "stage_out", "stage_in", "checkpoints"):  # likeliest to help first
         depth = getattr(settings.depths, name)
         for other in (depth + 1, depth - 1):
             if 1 <= other <= _DEEPEST:

@@ -1,21 +1,24 @@
 """What is to be trained, on which machine, within which budget: the input of a plan, before batch sizes are chosen."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from penstock.config import Budget, OptimizerName, Precision, format_size
+from penstock.config import Budget, OptimizerName, Precision, Tier, format_size
 from penstock.errors import ConfigError
 from penstock.plan.fit import Family, Request
 from penstock.plan.machine import Machine
 from penstock.plan.model import ModelProfile, ModelShape, stage_times
-from penstock.plan.search import Question
-from penstock.schedule.place import Format
+from penstock.plan.question import Question
+from penstock.schedule.place import BOUNCE, Format
 
 MOMENTS: Mapping[OptimizerName, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 """fp32 tensors of state beside the master copy; SGD with momentum has one more."""
 
 DEVICE_TEMPORARIES = 32 << 20
 """Bytes that an optimizer step on an accelerator needs besides its arguments (``optim.fallback`` has the same)."""
+
+MOST_OPS = 80_000
+"""Ops of the largest schedule that is planned: it takes some 3 s to build and simulate."""
 
 _TOKEN_BYTES = 2 * 8
 """int64 token and label"""
@@ -81,7 +84,7 @@ class Task:
         profile = self.profile(micro_batch_size)
         request = Request(
             program=profile.program,
-            budget=self.budget,
+            budget=self.step_budget,
             form=self.form,
             micro_batches=micro_batches,
             wait=self.waits,
@@ -96,7 +99,24 @@ class Task:
             optimizer=self.rate_name,
             families=self.families,
             disk_free=self.disk_free,
+            most_ops=MOST_OPS,
+            room=self.room,
         )
+
+    @property
+    def room(self) -> Mapping[Tier, int]:
+        """Bytes of memory that phases outside of steps may take: the machine's, or a budget that is larger."""
+        machine, budget = self.machine, self.budget
+        return {
+            "device": max(budget.device_bytes, machine.device.memory),
+            "host": max(budget.host_bytes, machine.host.memory),
+        }
+
+    @property
+    def step_budget(self) -> Budget:
+        """The budget, with room in host memory for the buffer through which a snapshot goes."""
+        most = self.room["host"] - BOUNCE
+        return self.budget if self.budget.host_bytes <= most else replace(self.budget, host=max(most, 1))
 
 
 def own_budget(machine: Machine, *, device: str | int | None, host: str | int | None) -> Budget:
