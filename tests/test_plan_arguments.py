@@ -197,6 +197,61 @@ def test_training_measures_anew_where_the_stored_profile_is_of_another_kind(
     assert "no profile for this kind of device yet: measuring it" in capsys.readouterr().out
 
 
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"schedule": "diagonal"}, "schedule='diagonal': must be one of vertical, horizontal"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0: must be a number of more than 0"),
+        ({"clip_grad_norm": "1"}, "clip_grad_norm='1': must be a number"),
+        ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan: must be a number"),
+        ({"batch": True, "micro_batches": None, "micro_batch_size": None}, "batch=True: must be a whole number"),
+        ({"batch": "8", "micro_batches": None, "micro_batch_size": None}, "batch='8': must be a whole number"),
+        ({"micro_batches": 2.0}, "micro_batches=2.0: must be a whole number"),
+        ({"sequence_length": None}, "sequence_length=None: must be a whole number"),
+        ({"batch": 4}, "give it without micro_batches"),
+        ({"micro_batches": None}, "belong together"),
+        ({"disk_free": "1GiB"}, "disk_free='1GiB': must be a whole number of at least 0"),
+        ({"disk_free": -1}, "disk_free=-1: must be a whole number"),
+        ({"tbw": "much"}, "tbw='much': must be a number"),
+        ({"tbw": 0}, "tbw=0: must be a number of more than 0"),
+        ({"optimizer": "adagrad"}, "optimizer='adagrad': must be one of adamw, adam, sgd, lion"),
+        ({"optimizer": ["adamw"]}, r"optimizer=\['adamw'\]: must be one of"),
+        ({"optimizer": "sgd", "momentum": 0.9}, "momentum=0.9: must be True or False"),
+        ({"momentum": True}, "momentum has no effect with optimizer='adamw'"),
+        ({"precision": "fp8"}, "precision='fp8': must be one of fp32, bf16, fp16"),
+        ({"model": 65}, "model=65: must be a name"),
+        ({"model": None}, "model=None: must be a name"),
+        ({"machine": 3}, "machine=3: must be a name"),
+        ({"budget": {"device": "1GiB"}}, "budget=.*: must be a penstock.Budget"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(penstock.ConfigError, match=said):
+        planned(**given)
+
+
+@pytest.mark.parametrize("given", [{"tbw": 600.0}, {"disk_free": 1 << 30}])
+def test_what_is_said_of_a_disk_that_is_not_there_is_refused(given: dict[str, Any]) -> None:
+    no_disk = penstock.Budget(device="64MiB", host="64MiB")
+    for asked in ({"budget": no_disk}, {"machine": replace(MACHINE, drives=())}):
+        with pytest.raises(penstock.ConfigError, match=f"{next(iter(given))} has no effect without a disk tier"):
+            planned(**asked, **given)
+
+
+def test_flags_without_effect_are_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = stored_as(config.parent / "m.json", MACHINE)
+    here = (config, "--machine", file)
+    for flag in (("--tbw", 600), ("--disk-free", "1GiB")):
+        assert "no effect without a disk tier" in said(capsys, 2, *here, "--budget.disk", "null", *flag)
+    for flag in (("--micro_batches", 3), ("--micro-batch-size", 3)):
+        assert f"give it without {flag[0].replace('_', '-')}" in said(capsys, 2, *here, "--batch", 8, *flag)
+    assert "--machine is given twice" in said(capsys, 2, *here, "--machine", "a100-40g")
+    assert "--micro-batches is given twice" in said(capsys, 2, *here, "--micro-batches", 2, "--micro_batches", 3)
+
+
 # ---- damaged profiles
 
 

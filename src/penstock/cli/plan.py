@@ -11,6 +11,7 @@ from typing import Any, get_args
 from penstock.cli.settings import load
 from penstock.config import OptimizerName, Precision, TrainConfig, parse_size
 from penstock.errors import ConfigError
+from penstock.plan.arguments import check_disk
 from penstock.plan.ask import PlanReport, measured, plan, rated, report
 from penstock.plan.fit import Family
 from penstock.plan.huggingface import model_shape
@@ -103,6 +104,7 @@ def parse_plan(words: Sequence[str]) -> PlanArguments:
     settings = tuple((key, value) for key, value in given if key not in own and key != "model")
     if models and settings:
         raise ConfigError(f"--{settings[0][0]} is not an option of penstock plan --model. Try: penstock plan --help")
+    _check_flags([key.replace("-", "_") for key, _ in given])
     return PlanArguments(
         config=Path(files[0]) if files else None,
         model=models[0] if models else None,
@@ -110,6 +112,16 @@ def parse_plan(words: Sequence[str]) -> PlanArguments:
         settings=settings,
         as_json=as_json,
     )
+
+
+def _check_flags(keys: Sequence[str]) -> None:
+    """Refuse flags of which one would have no effect. ``keys``: with underscores."""
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(f"--{twice[0].replace('_', '-')} is given twice: keep one")
+    if "batch" in keys and (cut := {"micro_batches", "micro_batch_size"} & set(keys)):
+        raise ConfigError(
+            f"--batch is cut into micro-batches by the planner: give it without --{min(cut).replace('_', '-')}"
+        )
 
 
 def run_plan(arguments: PlanArguments) -> int:
@@ -161,10 +173,10 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
         )
     paths = config.budget.disk_paths
     machine = _machine(config, options.get("machine"))
-    free = _size(options, "disk-free")
+    free, tbw = _size(options, "disk-free"), _number(options, "tbw")
+    check_disk(config.budget, disk_free=free, tbw=tbw)
     if free is None:
         free = free_bytes(machine) if "machine" in options else _free_here(paths)
-    tbw = _number(options, "tbw")
     if tbw is not None:
         machine = rated(machine, tbw)
     precision = config.precision or ("bf16" if machine.device.kind == "cuda" else "fp32")
