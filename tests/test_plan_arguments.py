@@ -103,6 +103,12 @@ def test_a_directory_is_on_the_drive_that_was_measured_there(tmp_path: Path) -> 
     assert [d.read for d in found.drives] == [1e6, 3e6, 2e6]
 
 
+def test_a_run_on_a_named_machine_needs_a_drive_for_each_directory(tmp_path: Path) -> None:
+    two = penstock.Budget(device="64MiB", host="64MiB", disk=[tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(penstock.ConfigError, match="has 1 drive, but 2 directories are given"):
+        wrap(MODELS["llama"], two, plan=MACHINE)
+
+
 SETTINGS = """\
 run: {run}
 model: {{config: {{model_type: llama, hidden_size: 128, intermediate_size: 352, num_hidden_layers: 3,
@@ -181,7 +187,7 @@ def test_a_named_machine_of_another_kind_than_the_device_is_refused(
     assert "It fits" in said(capsys, 0, config, "--device", "cuda:0", "--machine", file)
     assert "It fits" in said(capsys, 0, config, "--machine", file)
     save_profile(two_drives(config.parent))
-    assert "not been measured" in said(capsys, 2, config, "--device", "cuda")
+    assert "another kind of device than cuda" in said(capsys, 2, config, "--device", "cuda")
     assert "It fits" in said(capsys, 0, config, "--device", "cpu")
 
 

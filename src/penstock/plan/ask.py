@@ -163,6 +163,11 @@ def measured(paths: tuple[Path, ...], *, kind: Kind | None = None) -> Machine:
         ConfigError: there is none; says how to make one.
     """
     found = find_profile(paths, kind=kind)
+    if found is None and kind is not None and find_profile(paths) is not None:
+        raise ConfigError(
+            f"what is stored of this machine is for another kind of device than {kind}: penstock train measures it "
+            "anew when it starts, or plan for another machine with --machine"
+        )
     if found is None:
         where = " ".join(f"--path {path}" for path in paths)
         raise ConfigError(
