@@ -16,7 +16,7 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.plan.advice import advice, refusal, round_up, smallest
 from penstock.plan.ask import plan, report
 from penstock.plan.batches import choose, curve, saturating, splits
-from penstock.plan.fit import fit, fitted
+from penstock.plan.fit import Request, fit, fitted
 from penstock.plan.forecast import forecast
 from penstock.plan.machine import Machine
 from penstock.plan.profiles import machine_named
@@ -26,7 +26,7 @@ from penstock.plan.shipped import named
 from penstock.plan.task import DEVICE_TEMPORARIES, Task, free_bytes, own_budget
 from penstock.plan.transformer import from_config
 from penstock.schedule.check import check
-from penstock.schedule.place import BOUNCE, Format
+from penstock.schedule.place import BOUNCE, Format, Settings
 from penstock.schedule.world import World
 from penstock.sim.simulate import simulate
 
@@ -402,12 +402,18 @@ def test_sizes_are_rounded_up_to_what_is_printed(nbytes: int) -> None:
     assert rounded == int(float(number) * 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit))
 
 
-def test_small_chunks_are_tried_where_nothing_else_fits() -> None:
-    asked = task(device=8 * MIB, host=6 * MIB)
-    question = replace(asked.question(2, 2), simulated_ops=400)
-    choice = search(question)
-    assert len(choice.plan.schedule.ops) > question.simulated_ops // 4
-    assert choice.plan.host_bytes <= 6 * MIB
+def test_small_chunks_are_tried_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(request: Request) -> Settings:
+        raise BudgetError("the fixed order of preference takes nothing")
+
+    monkeypatch.setattr("penstock.plan.search.fitted", nothing)
+    asked = task(device=8 * MIB, host=MIB)
+    least = smallest(asked.question(2, 2), "host")
+    assert least is not None
+    tight = replace(asked, budget=replace(asked.budget, host=least)).question(2, 2)
+    choice = search(replace(tight, simulated_ops=400))
+    assert len(choice.plan.schedule.ops) > 400 // 4, "more than what several simulations have room for"
+    assert choice.plan.host_bytes <= least
 
 
 def test_schedules_of_too_many_ops_are_refused_before_anything_is_simulated() -> None:
