@@ -34,6 +34,7 @@ class _Rank:
     __slots__ = (
         "active",
         "arrived",
+        "counts",
         "done",
         "finished",
         "free",
@@ -66,6 +67,7 @@ class _Rank:
         self.starving: dict[int, set[int]] = {}  # pool -> lanes whose next op wants a buffer of it
         self.done = 0
         self.active: dict[int, float] = {}  # op -> work left, where lanes share
+        self.counts = [0] * lanes  # of those, by lane
         self.now = 0.0  # the moment that ``active`` is true of
         self.version = 0
 
@@ -97,6 +99,7 @@ class _Run:
         self.sharing = not costs.serial and bool(costs.contention or any(w > 1 for w in costs.widths.values()))
         self.widths = [1 if costs.serial else costs.widths.get(lane, 1) for lane in LANES]
         self.slows = [[costs.contention.get((a, b), 0.0) for b in LANES] for a in LANES]
+        self.speeds: dict[tuple[int, ...], list[float]] = {}  # by how many ops each lane has under way
         self.waiting: dict[tuple[str, str], list[tuple[_Rank, int]]] = {}  # a collective's ranks that have arrived
 
     def run(self) -> Simulation:
@@ -171,6 +174,7 @@ class _Run:
         if self.sharing:
             self._progress(rank, now)
             rank.active[i] = rank.t.seconds[i]
+            rank.counts[lane] += 1
             self._plan_next(rank)
         else:
             self.sequence += 1
@@ -238,34 +242,34 @@ class _Run:
 
     # ---- lanes that share
 
-    def _speed(self, rank: _Rank, counts: list[int], lane: int) -> float:
-        slows = self.slows[lane]
-        slow = 1.0 + sum([slows[b] for b, n in enumerate(counts) if n and b != lane])
-        return 1.0 / (slow * counts[lane])
+    def _speeds(self, rank: _Rank) -> list[float]:
+        """Of each lane's ops, with what is under way on the rank now."""
+        counts = tuple(rank.counts)
+        speeds = self.speeds.get(counts)
+        if speeds is None:
+            speeds = self.speeds[counts] = [
+                1.0 / (n * (1.0 + sum(self.slows[lane][b] for b, m in enumerate(counts) if m and b != lane)))
+                if n
+                else 0.0
+                for lane, n in enumerate(counts)
+            ]
+        return speeds
 
     def _progress(self, rank: _Rank, now: float) -> None:
         """Take what has been done since the last change off the work that is left."""
         elapsed = now - rank.now
         rank.now = now
         if elapsed > 0:
-            lane_of, counts = rank.t.lane, self._counts(rank)
-            speeds = [self._speed(rank, counts, lane) if n else 0.0 for lane, n in enumerate(counts)]
+            lane_of, speeds = rank.t.lane, self._speeds(rank)
             for i in rank.active:
                 rank.active[i] -= elapsed * speeds[lane_of[i]]
-
-    def _counts(self, rank: _Rank) -> list[int]:
-        counts = [0] * len(rank.t.queues)
-        for i in rank.active:
-            counts[rank.t.lane[i]] += 1
-        return counts
 
     def _plan_next(self, rank: _Rank) -> None:
         """Note when the next op of a rank will be done, if nothing changes before."""
         rank.version += 1
         if not rank.active:
             return
-        lane_of, counts = rank.t.lane, self._counts(rank)
-        speeds = [self._speed(rank, counts, lane) if n else 1.0 for lane, n in enumerate(counts)]
+        lane_of, speeds = rank.t.lane, self._speeds(rank)
         soonest = min([left / speeds[lane_of[i]] for i, left in rank.active.items()])
         self.sequence += 1
         heapq.heappush(self.heap, (rank.now + max(soonest, 0.0), self.sequence, rank.index, -1, rank.version))
@@ -277,6 +281,7 @@ class _Run:
         over = [i for i, left in rank.active.items() if left <= max(nearest, 0.0) + 1e-12]
         for i in over:
             del rank.active[i]
+            rank.counts[rank.t.lane[i]] -= 1
         for i in over:
             self._end(rank, i, now)
         self._plan_next(rank)
