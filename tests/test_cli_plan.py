@@ -269,3 +269,10 @@ def test_bad_words(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], s
 def test_a_schedule_of_ones_own_is_for_simulate(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (config.parent / "own.txt").write_text("")
     assert "penstock simulate" in refused(capsys, config, "--schedule", config.parent / "own.txt")
+
+
+def test_a_delay_is_advice_and_never_part_of_a_plan() -> None:
+    """Where the disk bounds the step, delaying a share of it would help; the engine cannot run that."""
+    report = penstock.plan("gpt-65b", machine="a100-40g", batch=16)
+    assert any(a.change.startswith("α = 0.25") and a.gain > 1.02 for a in report.advice)
+    assert report.plan.settings.delay == 0.0

@@ -25,6 +25,8 @@ _SIMULATED, _SMALL, _OPS = 3, 4_000, 5_000
 _MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
 _MOST = 1 << 52
 """bytes beyond which a tier is no answer"""
+_DELAYS = (0.25, 0.5)
+"""delay ratios that are weighed; the engine cannot run one yet, so it is never part of a plan"""
 _STEPS = 16
 _DRIVE = Drive(path="a drive", read=1e9, write=1e9, read_both=1e9, write_both=1e9, free=_MOST)
 """stands for one that is not there, when all that is asked is whether something would fit"""
@@ -46,6 +48,7 @@ class _Variant:
     micro_batch_size: int
     micro_batches: int
     family: Family | None = None
+    delay: float = 0.0
 
     @property
     def sequences(self) -> int:
@@ -53,7 +56,7 @@ class _Variant:
 
     def question(self, chosen: Family) -> Question:
         question = replace(self.task, families=(self.family or chosen,))
-        return question.question(self.micro_batch_size, self.micro_batches)
+        return replace(question.question(self.micro_batch_size, self.micro_batches), delays=(self.delay,))
 
 
 def advice(task: Task, micro_batch_size: int, choice: Choice) -> tuple[Advice, ...]:
@@ -124,6 +127,10 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
         free = replace(budget, weights=None, state=None, gradients=None, checkpoints=None)
         words = ", ".join(f"budget.{kind}" for kind in pins)
         yield variant(f"tiers chosen by the planner instead of {words}", replace(task, budget=free))
+    if chosen == "vertical":
+        for delay in _DELAYS:
+            words = f"α = {delay:g}: that share of the optimizer's work in the next forward (not in this version)"
+            yield replace(variant(words, task), delay=delay)
     if chosen == "horizontal":
         yield replace(variant("schedule: vertical instead of horizontal", task), family="vertical")
 

@@ -261,13 +261,18 @@ class _Search:
         return self._program(settings_of(request, base_placement(request), chunk, _SHALLOWEST), request)
 
     def least(self, request: Request) -> float:
-        """Seconds of the best shares, for the first chunk size that fits and without a delay; infinite if none does."""
+        """Seconds of the best shares, for the first chunk size that fits and the best delay; infinite if none does."""
+        delays = self.q.delays if request.family == "vertical" else (0.0,)
+        return min(self._least(request, delay) for delay in delays)
+
+    def _least(self, request: Request, delay: float) -> float:
         smallest = None if self.q.unstartable else self.smallest(request)
         if smallest is None or smallest.relaxed is None:
             return math.inf
         base = base_placement(request)
         for chunk in (*(c for c in _FEW_CHUNKS if c > smallest.s.chunk), smallest.s.chunk):
-            settings = self._deepest(settings_of(request, base, chunk, Depths()), request)
+            option = replace(settings_of(request, base, chunk, Depths()), delay=delay)
+            settings = self._deepest(option, request)
             solved = [] if settings is None else self._program(settings, request).solve_whole()
             if solved:
                 return solved[0].seconds
