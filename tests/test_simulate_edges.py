@@ -174,3 +174,13 @@ def test_whoever_has_read_enough_hears_nothing(words: str) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() in (1, 141)
+
+
+@pytest.mark.parametrize("family", [["zero-bubble", "--virtual-stages", "2"], ["dualpipe-v"]])
+def test_a_rank_where_a_pipeline_folds_holds_two_stages(family: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--layers", "16", "--ranks", "4", "--micro-batches", "8", "--json"]
+    found = {}
+    for costs in ("unit", "puzzle"):
+        assert main(["simulate", *family, *shape, "--costs", costs]) == 0
+        found[costs] = [rank["in_flight_peak"] for rank in json.loads(capsys.readouterr().out)["ranks"]]
+    assert found["puzzle"] == found["unit"]

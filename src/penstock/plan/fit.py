@@ -19,7 +19,7 @@ from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.op import Schedule, peak_bytes
 from penstock.schedule.place import FP32, Depths, Format, Placement, Settings, page_up
 from penstock.schedule.program import ALIGN, Program
-from penstock.schedule.provision import Provision
+from penstock.schedule.provision import Provision, fixed_bytes
 from penstock.schedule.route import Route
 from penstock.schedule.vertical import vertical, vertical_route
 
@@ -164,22 +164,13 @@ class Request:
 
     def fixed(self, place: Placement) -> tuple[tuple[Tier, str, int], ...]:
         """(tier, what, bytes) that the whole step holds besides its pools."""
-        stages = self.program.stages
-        working = max(max(s.forward_peak, s.backward_peak) for s in stages)
-        alive = self.route.at_once
-        tiers: tuple[Tier, ...] = ("device", "host")
-        weights = {t: sum(g.numel for g in self.program.groups if place.weights[g.index] == t) for t in tiers}
-        trained = {t: sum(g.trainable for g in self.program.groups if place.state[g.index] == t) for t in tiers}
-        per_element = FP32 * (self.form.moments + self.form.split)
-        return (
-            ("device", "inputs", self.inputs),
-            ("device", "working", working),
-            ("device", "kept", alive * sum(s.kept for s in stages)),
-            ("device", "optimizer", self.step_temporaries if trained["device"] else 0),
-            ("device", "weights", weights["device"] * self.form.weight_bytes),
-            ("device", "state", trained["device"] * per_element),
-            ("host", "weights", weights["host"] * self.form.weight_bytes),
-            ("host", "state", trained["host"] * per_element),
+        return fixed_bytes(
+            self.program,
+            self.form,
+            place,
+            self.route.at_once,
+            inputs=self.inputs,
+            step_temporaries=self.step_temporaries,
         )
 
 
