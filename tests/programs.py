@@ -1,6 +1,6 @@
 """Small transformers, placements and schedules as plain data: what the tests of planning and running share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
@@ -111,6 +111,8 @@ def random_case(seed: int, *, largest: int = 4) -> Case:
         wait=train and rng.random() < 0.5,
         train=train,
     )
+    if settings.wait and rng.random() < 0.4:
+        settings = replace(settings, speculate=True)
     return Case(
         program=program, settings=settings, family=rng.choice(("vertical", "horizontal")) if train else "vertical"
     )

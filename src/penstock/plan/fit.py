@@ -59,7 +59,8 @@ class Plan:
             total = sum(sizes.values())
             return ", ".join(f"{100 * n / total:.0f}% {tier}" for tier, n in sizes.items() if n)
 
-        wait = f"wait on {place.gradients}" if self.settings.wait else "are stepped as they come"
+        waiting = [self.settings.waits(g.index) for g in self.program.groups if g.trainable]
+        wait = f"wait on {place.gradients}" if any(waiting) else "are stepped as they come"
         return "\n".join(
             (
                 f"state {format_size(self.state_bytes)}",
@@ -76,8 +77,8 @@ class Plan:
 class Request:
     """What is to be fitted.
 
-    ``inputs``: bytes of all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the
-    device besides the state, where state steps there.
+    ``wait``, ``speculate``: as in ``Settings``. ``inputs``: bytes of all micro-batches on the device.
+    ``step_temporaries``: bytes that the optimizer needs on the device besides the state, where state steps there.
     """
 
     program: Program
@@ -85,6 +86,7 @@ class Request:
     form: Format
     micro_batches: int
     wait: bool
+    speculate: bool = False
     train: bool = True
     family: Family = "vertical"
     inputs: int = 0
@@ -110,6 +112,10 @@ class Request:
         return vertical_route(self.program, self.micro_batches, train=self.train)
 
     @property
+    def speculates(self) -> bool:
+        return self.speculate and self.wait and self.train
+
+    @property
     def one_by_one(self) -> bool:
         return self.train and self.family == "horizontal"
 
@@ -122,8 +128,13 @@ class Request:
         """Bytes on disk that a step needs besides the state: checkpoints and gradients that wait there."""
         place, stages = settings.place, self.program.stages
         gradients = checkpoints = 0
-        if (settings.wait or settings.delay) and place.gradients == "disk":  # with a delay alone, a share of them
-            stepped = (g for g in self.program.groups if place.state[g.index] != "device")
+        if place.gradients == "disk":
+            # with a delay alone, a share of each: but the extents are as large as the gradients
+            stepped = (
+                g
+                for g in self.program.groups
+                if place.state[g.index] != "device" and (settings.waits(g.index) or settings.delay)
+            )
             gradients = sum(g.trainable * FP32 for g in stepped)
         if self.train and place.checkpoints == "disk":
             checkpoints = self.route.at_once * sum(page_up(s.checkpoint) for s in stages[:-2])
@@ -293,6 +304,7 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) 
         place=place,
         depths=depths,
         wait=request.wait and request.train,
+        speculate=request.speculates,
         train=request.train,
     )
 
@@ -321,7 +333,8 @@ def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
     if place.checkpoints == "host" and budget.checkpoints is None and request.bottom == "disk":
         checkpoints.append("disk")
     gradients: list[Literal["host", "disk"]] = [place.gradients]
-    if place.gradients == "host" and budget.gradients is None and request.bottom == "disk" and settings.wait:
+    waiting = any(settings.waits(g.index) for g in request.program.groups if g.trainable)
+    if place.gradients == "host" and budget.gradients is None and request.bottom == "disk" and waiting:
         gradients.append("disk")
     for spill, away in product(gradients, checkpoints):
         for chunk, depths in product(_CHUNKS, _HOST_DEPTHS):

@@ -56,12 +56,14 @@ class Walk:
     | ``classes`` | all groups, those that are alike together |
     """
 
-    def __init__(self, request: Request, *, wait: bool) -> None:
+    def __init__(self, request: Request, *, wait: bool, speculate: bool = False) -> None:
+        """``wait``, ``speculate``: as in ``Settings``."""
         self.request = request
         self.route = request.route
         self.groups = request.program.groups
         self.wait = wait
-        self.split_last = request.one_by_one and not wait and request.micro_batches > 1
+        self.speculate = speculate
+        self.split_last = request.one_by_one and (speculate or not wait) and request.micro_batches > 1
         self.phases = (
             "start",
             "forward",
@@ -113,9 +115,9 @@ class Walk:
         """... that the way of a visit's gradients to the host falls into."""
         return self.phase("tail") if index >= self._tail else self.compute_phase(index)
 
-    def step_phase(self, g: int) -> int:
-        """... that a group is stepped in, if it is not delayed."""
-        return self.phase("update") if self.wait else self.gradient_phase(self.route.last_visit[g])
+    def step_phase(self, g: int, *, waits: bool) -> int:
+        """... that a group is stepped in, if it is not delayed. ``waits``: for the norm."""
+        return self.phase("update") if waits else self.gradient_phase(self.route.last_visit[g])
 
     def steps(self, g: int) -> bool:
         """Whether a group is trained."""
@@ -167,8 +169,8 @@ class Loads:
 
     def __init__(self, request: Request, settings: Settings, costs: Costs, walk: Walk | None = None) -> None:
         """``walk``: the request's, if there is one already."""
-        self.walk = walk or Walk(request, wait=settings.wait)
-        assert self.walk.wait == settings.wait
+        self.walk = walk or Walk(request, wait=settings.wait, speculate=settings.speculate)
+        assert (self.walk.wait, self.walk.speculate) == (settings.wait, settings.speculate)
         self.request = request
         self.s = settings
         self.route = request.route
@@ -216,7 +218,7 @@ class Loads:
         counts = Counter((v.kind, v.stage, self.walk.compute_phase(i), len(v.micro_batches)) for i, v in visits)
         for (kind, stage, phase, items), n in counts.items():
             self._add(load, phase, f"{kind}{stage}m0", 0, n, items)
-        if self.s.wait:
+        if self.s.wait and not self.s.speculate:
             self._add(load, self.walk.phase("update"), "NORM", 0, 1)
         return load
 
@@ -236,7 +238,7 @@ class Loads:
             if home[1] == "device":
                 self._on_device(load, g)
             else:
-                self._gradient_load(load, g, gradients)
+                self._gradient_load(load, g, home, gradients)
                 self._step_load(load, g, home, gradients)
         return load
 
@@ -254,9 +256,15 @@ class Loads:
         done = self.walk.gradient_phase(self.route.gradient_visits[g][-1])
         if self.s.wait:
             self._add(load, done, f"ND{g}", 0, 1)
-        self._add(load, self.walk.step_phase(g), f"OD{g}", 0, 1)
+        self._add(load, self.walk.step_phase(g, waits=self.s.wait), f"OD{g}", 0, 1)
 
-    def _gradient_load(self, load: Load, g: int, gradients: Tier) -> None:
+    def waits(self, home: Home) -> bool:
+        """``Settings.waits`` of a group with this home."""
+        form = self.s.form
+        on_disk = home_state_on_disk(home, form.moments, split=form.split)
+        return self.s.wait and not (self.s.speculate and on_disk == form.state_slot_bytes)
+
+    def _gradient_load(self, load: Load, g: int, home: Home, gradients: Tier) -> None:
         route, nbytes = self.route, self.groups[g].trainable * FP32
         n = chunk_count(self.groups[g].trainable, self.s.chunk)
         seen: set[int] = set()
@@ -268,12 +276,12 @@ class Loads:
             seen.add(stage)
         done = self.walk.gradient_phase(route.gradient_visits[g][-1])
         self._add(load, done, f"AG{g}.0@sum1", 3 * nbytes, n, len(route.uses[g]) - 1)
-        if self.s.wait:
-            self._add(load, done, f"NG{g}.0", nbytes, n)
+        waiting = 1.0 if self.waits(home) else self.s.delay
+        self._add(load, done, f"NG{g}.0", nbytes, n, waiting)
         if gradients == "disk":  # the norm waits for its parts, and not for gradients to be on disk
             late = self.walk.wait and done == self.walk.phase("tail")
             written = self.walk.phase("update") if late else done
-            self._add(load, written, f"WG{g}.0", nbytes, n, 1.0 if self.s.wait else self.s.delay)
+            self._add(load, written, f"WG{g}.0", nbytes, n, waiting)
 
     def _step_load(self, load: Load, g: int, home: Home, gradients: Tier) -> None:
         form, numel = self.s.form, self.groups[g].trainable
@@ -285,10 +293,11 @@ class Loads:
         moves.append(("OP", FP32 + 2 * form.state_slot_bytes + (form.weight_bytes if form.split else 0)))
         if form.split and home[0] != "host":
             moves.append(("WW" if home[0] == "disk" else "UN", form.weight_bytes))
-        for phase, share in ((self.walk.step_phase(g), 1.0 - late), (self.walk.first[g], late)):
+        waits = self.waits(home)
+        for phase, share in ((self.walk.step_phase(g, waits=waits), 1.0 - late), (self.walk.first[g], late)):
             for kind, width in moves:
                 self._add(load, phase, f"{kind}{g}.0", width * numel, n, share)
-            if gradients == "disk" and (self.s.wait or phase == self.walk.first[g]):
+            if gradients == "disk" and (waits or phase == self.walk.first[g]):
                 self._add(load, phase, f"RG{g}.0", FP32 * numel, n, share)
 
     def _none(self) -> Load:

@@ -150,15 +150,15 @@ class PlacementLP:
                 by_tier["device"] += nbytes
             else:
                 held = chunk_count(group.trainable, self.s.chunk) * self.s.chunk * FP32
-                by_tier["host"] += held * self._uses_held(g, gradients)
+                by_tier["host"] += held * self._uses_held(g, home, gradients)
                 by_tier["disk"] += nbytes * (gradients == "disk")
         return np.array([by_tier[tier] for tier in TIERS])
 
-    def _uses_held(self, g: int, gradients: Waits) -> float:
+    def _uses_held(self, g: int, home: Home, gradients: Waits) -> float:
         """How many gradients of a group are held in host memory: one for each stage that uses it, or a share."""
-        provision, late = self._provisions[gradients], self.s.delay
+        provision, late, waits = self._provisions[gradients], self.s.delay, self.loads.waits(home)
         return sum(
-            late * provision.held(g, use, delayed=True) + (1 - late) * provision.held(g, use, delayed=False)
+            late * provision.held(g, use, waits=True) + (1 - late) * provision.held(g, use, waits=waits)
             for use in range(len(self.loads.route.uses[g]))
         )
 
@@ -178,7 +178,9 @@ class PlacementLP:
 
     def _base_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
         option = self._settings(checkpoints, gradients)
-        total = np.array([*self.request.peaks(option), self.request.space_bytes(option)])
+        total = np.array([*self.request.peaks(option), self.request.space_bytes(option)], dtype=np.float64)
+        if self.s.speculate and gradients == "disk":  # with a group's state in memory, gradients come back from disk
+            total[1] += self.s.depths.stage_out * self.s.chunk * FP32
         found: Sizes = total - self._at_the_bottom(gradients)
         return found
 

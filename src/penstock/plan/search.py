@@ -309,7 +309,9 @@ class _Search:
 
     def _walk(self, request: Request) -> Walk:
         if request.family not in self.walks:
-            self.walks[request.family] = Walk(request, wait=request.wait and request.train)
+            self.walks[request.family] = Walk(
+                request, wait=request.wait and request.train, speculate=request.speculates
+            )
         return self.walks[request.family]
 
     def _proposal(self, settings: Settings, request: Request, pattern: Pattern) -> Proposal:

@@ -147,6 +147,7 @@ class Builder:
             ops=tuple(self.ops),
             fixed=tuple(item for item in fixed if item[2]),
             carried=tuple(self.carried),
+            speculative=self.s.speculate and self.s.wait and self.s.train,
         )
 
 

@@ -8,7 +8,9 @@
 4. an op that only reads a buffer comes after every op that only writes it (no use before load);
 5. a pool is taken from in one order whatever the timing, which makes rule 1's proof hold for every timing;
 6. outside the pools: weights are read where they are at home before the optimizer replaces them, what waits on disk is
-   written before it is read, and the norm comes after all of its parts and before every optimizer step;
+   written before it is read, and the norm comes after all of its parts and before every optimizer step (in a
+   speculative schedule not before those whose state comes from disk and goes back there); the commit of the step before
+   comes after all that it has left to do and before anything of this step is written;
 7. ops of one group, or of one stage and micro-batch, are in the order that their words mean: the forward, the backward
    (of the input, then of the weights), the gradient's sums, one optimizer step, and the way home of what it has made;
 8. between ranks: every send has one recv of the same on its peer and the other way round, and a collective is on every

@@ -50,6 +50,5 @@ def horizontal(
             waits = activations.up(following.stage - 1, [m])
         loads.until(i + settings.depths.weights)
         updates.gradients_down(i)
-    if settings.wait:
-        updates.steps_after_norm()
+    updates.steps_after_norm()
     return builder.finish(name, fixed)

@@ -54,7 +54,7 @@ class Loads:
                 for c in b.trained_chunks(g):
                     if c.index in late:
                         done, _ = self.updates.step_delayed(g, c)
-                        last = self.updates.home(g, c, [done])
+                        last = self.updates.home_delayed(g, c, [done])
                 b.ready[visit.name].append(last)
 
     def _group(self, g: int, visit: Visit, late: frozenset[int], *, first: bool) -> str:
@@ -66,7 +66,7 @@ class Loads:
             if first and c.index in late:
                 done, new = self.updates.step_delayed(g, c)
                 last = self._up(g, c, visit, after=[done], takes=takes, into=into[0], reads=new, gives=[])
-                self.updates.home(g, c, [done, last] if new else [done])
+                self.updates.home_delayed(g, c, [done, last] if new else [done])
             elif self.b.s.place.weights[g] == "disk":
                 staged = f"i{g}.{c.index}@{visit.name}"
                 read = self._read(g, c, visit, staged)

@@ -19,6 +19,7 @@ An op's *id* is a short word that says everything about it; no two ops of a sche
 | ``GW5@F3`` ``GN5`` | net | all-gather of group 5's weights for a visit; of its new weights after a sharded step |
 | ``AR5`` ``SG5@B3`` | net | all-reduce, reduce-scatter of group 5's gradient |
 | ``AN`` | net | all-reduce of the norm |
+| ``CM`` | write | commit of the step before, whose delayed steps are all on disk now |
 | ``GC3m0`` | net | all-gather of a checkpoint of stage 3 that is kept in parts (ZeRO-R) |
 | ``SA3m0`` ``RA3m0`` | send, recv | the activation that stage 3 puts out, to the peer, from the peer |
 | ``SD3m0`` ``RD3m0`` | send, recv | the gradient with respect to it |
@@ -66,11 +67,13 @@ _SHOWN = 24
 _COMPUTE = re.compile(r"([FBEIW])(\d+)m(\d+)")
 _GROUP = re.compile(r"([A-Z]{2})(\d+)(?:\.(\d+))?(?:@([A-Za-z0-9_]+))?")
 _CHECKPOINT = re.compile(r"(\w\w)(\d+)m(\d+)")
+_ALONE = frozenset({"NORM", "AN", "CM"})
+"""Words of ops that there is one of."""
 _OF_STAGES = {"DC", "WC", "RC", "UC", "GC", "SA", "RA", "SD", "RD"}
 _KIND_LANE: dict[str, Lane] = {
     **dict.fromkeys(("F", "B", "E", "I", "W", "ND", "OD"), "compute"),
     **dict.fromkeys(("RW", "RG", "RS", "RC"), "read"),
-    **dict.fromkeys(("WG", "WS", "WW", "WC"), "write"),
+    **dict.fromkeys(("WG", "WS", "WW", "WC", "CM"), "write"),
     **dict.fromkeys(("UW", "UN", "UC"), "h2d"),
     **dict.fromkeys(("DG", "DC"), "d2h"),
     **dict.fromkeys(("AG", "NG", "OP", "NORM"), "cpu"),
@@ -99,7 +102,7 @@ def parse_word(text: str) -> Word:
     Raises:
         ScheduleError: the text names no op.
     """
-    if text in ("NORM", "AN"):
+    if text in _ALONE:
         return Word(kind=text, lane=_KIND_LANE[text])
     pattern = _COMPUTE if text[1:2].isdigit() else _CHECKPOINT if text[:2] in _OF_STAGES else _GROUP
     match = pattern.fullmatch(text)
@@ -267,6 +270,9 @@ class Schedule:
     """(tier, what, bytes) that the whole step holds: resident weights and state, working memory."""
     carried: tuple[Carried, ...] = ()
     """Buffers that are held when the step starts, as the step before has left them, and when it ends."""
+    speculative: bool = False
+    """Whether steps of chunks that come from disk and go back there need not come after the norm: see
+    ``Settings.speculate``."""
 
     @cached_property
     def by_id(self) -> dict[str, Op]:
@@ -294,7 +300,8 @@ class Schedule:
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:
-        yield f"schedule {self.name} micro-batches {self.micro_batches} chunk {self.chunk}"
+        header = f"schedule {self.name} micro-batches {self.micro_batches} chunk {self.chunk}"
+        yield f"{header} speculative" if self.speculative else header
         for tier, what, nbytes in self.fixed:
             yield f"fixed {tier} {what} {nbytes}"
         yield from map(str, self.pools)
@@ -309,7 +316,7 @@ def reserved_bytes(schedule: Schedule) -> dict[Tier, int]:
     return {tier: peak_bytes(owned, schedule.fixed, tier) for tier in TIERS}
 
 
-_HEADER = re.compile(r"schedule (\S+) micro-batches (\d+) chunk (\d+)")
+_HEADER = re.compile(r"schedule (\S+) micro-batches (\d+) chunk (\d+)( speculative)?")
 _FIXED = re.compile(r"fixed (\S+) (\S+) (\d+)")
 _CARRY = re.compile(r"carry (\S+) (\S+) (\S+)")
 
@@ -336,7 +343,9 @@ def parse_schedule(text: str, *, first_line: int = 1) -> Schedule:
             if header is None:
                 header = _HEADER.fullmatch(line)
                 if header is None:
-                    raise ScheduleError("the first line must be 'schedule NAME micro-batches M chunk ELEMENTS'")
+                    raise ScheduleError(
+                        "the first line must be 'schedule NAME micro-batches M chunk ELEMENTS [speculative]'"
+                    )
                 micro_batches, chunk = parse_number(header[2]), parse_number(header[3])
             elif line.startswith("fixed "):
                 match = _FIXED.fullmatch(line)
@@ -364,4 +373,5 @@ def parse_schedule(text: str, *, first_line: int = 1) -> Schedule:
         ops=tuple(ops),
         fixed=tuple(fixed),
         carried=tuple(carried),
+        speculative=header[4] is not None,
     )

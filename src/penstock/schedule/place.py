@@ -112,6 +112,10 @@ class Placement:
         master = self.state[group] if form.split else self.weights[group]
         return FP32 * (master == "disk") + FP32 * form.moments * (self.state[group] == "disk")
 
+    def all_on_disk(self, group: int, form: Format) -> bool:
+        """Whether the whole of a group's state, master copy and moments, lives on disk."""
+        return self.state_on_disk(group, form) == form.state_slot_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Depths:
@@ -141,7 +145,10 @@ class Settings:
     place: Placement
     depths: Depths
     wait: bool
-    """Whether the optimizer waits for the global gradient norm (clipping, or fp16's overflow check)."""
+    """Whether the numbers of a step depend on the global gradient norm (clipping, or fp16's overflow check)."""
+    speculate: bool = False
+    """Whether groups whose state is on disk step before that norm is known, beside what the last commit names: a step
+    that should have been another one is dropped, and run again. Groups with state in memory wait all the same."""
     train: bool = True
     delay: float = 0.0
     """The delay ratio, 0 to 1: which share of the chunks that step in host memory takes its step in the next step's
@@ -149,3 +156,7 @@ class Settings:
     ranks: int = 1
     """Data-parallel ranks. Each has an even part of every group's weights and state (ZeRO-3): it brings its part to the
     device, all gather the whole for each visit, and scatter the sum of their gradients. Nothing lives on the device."""
+
+    def waits(self, group: int) -> bool:
+        """Whether a group's optimizer step waits for the global gradient norm."""
+        return self.wait and not (self.speculate and self.place.all_on_disk(group, self.form))

@@ -101,11 +101,14 @@ class Provision:
         """Trainable groups that step in host memory: their gradients go down."""
         return (g for g in self.route.gradient_visits if self.s.place.state[g] != "device")
 
-    def held(self, g: int, use: int, *, delayed: bool = False) -> bool:
-        """Whether the host gradient of a group's ``use``-th stage outlives the visit that makes it."""
+    def held(self, g: int, use: int, *, waits: bool) -> bool:
+        """Whether the host gradient of a group's ``use``-th stage outlives the visit that makes it.
+
+        ``waits``: its step comes later, after the norm or in the next step.
+        """
         route, visits = self.route, self.route.gradient_visits[g]
-        waits = (self.s.wait or delayed) and self.s.place.gradients == "host"
-        last = use == 0 and (waits or len(route.uses[g]) > 1 or route.last_visit[g] > visits[-1])
+        stays = waits and self.s.place.gradients == "host"
+        last = use == 0 and (stays or len(route.uses[g]) > 1 or route.last_visit[g] > visits[-1])
         return last or (g, route.uses[g][use]) in route.summed
 
     def trained_count(self, g: int) -> int:
@@ -116,7 +119,7 @@ class Provision:
         """How many chunks of a group's gradient of its ``use``-th stage are held."""
         late = len(self.delayed.get(g, ()))
         on_time = self.trained_count(g) - late
-        return late * self.held(g, use, delayed=True) + on_time * self.held(g, use, delayed=False)
+        return late * self.held(g, use, waits=True) + on_time * self.held(g, use, waits=self.s.waits(g))
 
     def _delayed(self) -> dict[int, frozenset[int]]:
         if not self.s.delay:
@@ -148,8 +151,8 @@ class Provision:
             for g in self.delayed:
                 if route.gradient_visits[g][-1] == i:
                     now -= sum(self.held_count(g, use) for use in range(1, len(route.uses[g])))
-                if route.last_visit[g] == i and not self.s.wait:
-                    now -= (self.trained_count(g) - len(self.delayed[g])) * self.held(g, 0, delayed=False)
+                if route.last_visit[g] == i and not self.s.waits(g):
+                    now -= (self.trained_count(g) - len(self.delayed[g])) * self.held(g, 0, waits=False)
         return most
 
     def _share(self) -> list[Pool]:
@@ -271,7 +274,8 @@ class Provision:
             (g, route.uses[g][use]) in route.summed or self.held_count(g, use) < self.trained_count(g)
             for g, use in uses
         )
-        back = place.gradients == "disk" and ((self.s.wait and bool(streamed)) or any(self.delayed.values()))
+        waiting = any(self.s.waits(g) for g in streamed) or any(self.delayed.values())
+        back = place.gradients == "disk" and waiting
         state = any(place.state_on_disk(g, form) for g in streamed)
         leaves = form.split and any(place.weights[g] != "host" for g in streamed)
 

@@ -15,7 +15,9 @@ The order of additions is the same in every schedule: micro-batches in order wit
 backward order. That is why the schedule does not change the numbers.
 
 A delayed chunk is stepped when its group is needed for the first time in the next step, by ``Loads``. The ids of its
-ops are those of any step: each chunk has one in every step, with this step's gradient or the one before's.
+ops are those of any step: each chunk has one in every step, with this step's gradient or the one before's. Once all of
+them are on disk the step before is complete: ``CM`` commits it, and only then may a chunk of this step be written,
+since that overwrites what the commit before names.
 """
 
 from penstock.schedule.build import EVERYONE, Builder
@@ -32,6 +34,10 @@ class Updates:
         self.s = builder.s
         self._normed: list[str] = []
         self._norm = ""  # op after which the global norm is known
+        self._waited_for = any(self.s.waits(g) for g in self.b.route.gradient_visits)
+        self._late = sum(map(len, self.b.provision.delayed.values()))  # delayed chunks to come
+        self._late_writes: list[str] = []
+        self._commit: list[str] = []  # the op that commits the step before, once there is one
         self._final: dict[str, str] = {}  # H buffer u0 -> op that completes it
         self._down: dict[str, str] = {}  # H buffer -> op that last wrote it
         self.written: dict[tuple[int, int], str] = {}
@@ -40,7 +46,7 @@ class Updates:
     def host_gradient(self, g: int, c: Chunk, use: int) -> tuple[str, str]:
         """Name and pool of the host buffer for one stage's gradient of a chunk."""
         name = f"H{g}.{c.index}u{use}"
-        held = self.b.provision.held(g, use, delayed=c.index in self._delayed(g))
+        held = self.b.provision.held(g, use, waits=self.s.waits(g) or c.index in self._delayed(g))
         return name, self.b.provision.held_pool if held else "gradients_out"
 
     def gradients_down(self, index: int) -> None:
@@ -53,9 +59,9 @@ class Updates:
         route = self.b.route
         for g in sorted({*self.b.gradients(visit), *self.b.reads(visit)} & route.gradient_visits.keys()):
             completed = route.gradient_visits[g][-1] == index
-            stepped = route.last_visit[g] == index and not self.s.wait
+            stepped = route.last_visit[g] == index and not self.s.waits(g)
             if self.s.place.state[g] == "device":
-                if completed and self.s.wait:
+                if completed and self._waited_for:
                     self._normed.append(self.b.emit(f"ND{g}", reads=[f"G{g}"]))
                 if stepped:
                     self._step_on_device(g)
@@ -109,19 +115,24 @@ class Updates:
         for use in range(1, len(self.b.route.uses[g])):
             part = f"H{g}.{c.index}u{use}"
             op = self._add(f"{g}.{c.index}@sum{use}", total, part, after=[op, self._down[part]], numel=c.numel)
-        if self.s.wait:
+        late = c.index in self._delayed(g)
+        if self._waited_for or late:  # else the step itself computes it in passing
             op = self.b.emit(f"NG{g}.{c.index}", after=[op], reads=[total], nbytes=c.numel * FP32)
             self._normed.append(op)
-        if self.s.place.gradients == "disk" and (self.s.wait or c.index in self._delayed(g)):
+        if self.s.place.gradients == "disk" and (self.s.waits(g) or late):
             op = self.b.emit(f"WG{g}.{c.index}", after=[op], reads=[total], gives=[total], nbytes=c.numel * FP32)
         self._final[total] = op
 
     def steps_after_norm(self) -> None:
-        """Emit the global norm and every group's step after it (only when the optimizer waits)."""
+        """Emit the global norm and the steps that wait for it, if any does."""
+        if not self._waited_for:
+            return
         self._norm = self.b.emit("NORM", after=self._normed)
         if self.s.ranks > 1:
             self._norm = self.b.emit("AN", after=[self._norm], nbytes=(self.s.ranks - 1) * NORM_BYTES, group=EVERYONE)
         for g in sorted(self.b.route.gradient_visits):
+            if not self.s.waits(g):
+                continue
             if self.s.place.state[g] == "device":
                 self._step_on_device(g)
                 continue
@@ -133,7 +144,7 @@ class Updates:
     def _before_step(self, g: int) -> list[str]:
         """What a group's step waits for besides its gradient: the norm if it waits, and who reads its weights last."""
         route = self.b.route
-        first = [self._norm] if self.s.wait else []
+        first = [self._norm] if self.s.waits(g) else []
         if route.last_visit[g] > route.gradient_visits[g][-1]:  # else its own gradient comes after that op
             first.append(route.visits[route.last_visit[g]].ops()[-1])
         return first
@@ -148,11 +159,21 @@ class Updates:
         """Emit one chunk's step in this step's backward, or after its norm."""
         tag = f"{g}.{c.index}"
         gradient, after = f"H{tag}u0", self._final[f"H{tag}u0"]
-        if self.s.wait and self.s.place.gradients == "disk":
+        if self.s.waits(g) and self.s.place.gradients == "disk":
             gradient = f"R{tag}"
             after = self._back(g, c, gradient, [after])
         done, _ = self._arithmetic(g, c, gradient, [after, *first])
         self.home(g, c, [done])
+
+    def home_delayed(self, g: int, c: Chunk, after: list[str]) -> str:
+        """``home`` of a delayed chunk; after the last of them the step before is committed."""
+        before = len(self.b.ops)
+        last = self.home(g, c, after)
+        self._late_writes += [op.id for op in self.b.ops[before:] if op.lane == "write"]
+        self._late -= 1
+        if not self._late and self._late_writes:
+            self._commit = [self.b.emit("CM", after=self._late_writes)]
+        return last
 
     def step_delayed(self, g: int, c: Chunk) -> tuple[str, list[str]]:
         """Emit one chunk's step with the gradient that the step before has left, without ``home``.
@@ -209,11 +230,11 @@ class Updates:
         if on_disk:
             state = [f"S{tag}"]
             readers = after[:1] if leaves else after
-            last = self.b.emit(f"WS{tag}", after=readers, reads=state, gives=state, nbytes=on_disk)
+            last = self.b.emit(f"WS{tag}", after=[*readers, *self._commit], reads=state, gives=state, nbytes=on_disk)
         if leaves:
             new = [f"O{tag}"]
-            kind = "WW" if self.s.place.weights[g] == "disk" else "UN"
-            last = self.b.emit(f"{kind}{tag}", after=after, reads=new, gives=new, nbytes=c.numel * form.weight_bytes)
+            kind, first = ("WW", [*after, *self._commit]) if self.s.place.weights[g] == "disk" else ("UN", after)
+            last = self.b.emit(f"{kind}{tag}", after=first, reads=new, gives=new, nbytes=c.numel * form.weight_bytes)
         if self.s.place.weights[g] == "disk":
             self.written[g, c.index] = last
         return last

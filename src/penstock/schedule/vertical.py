@@ -47,6 +47,6 @@ def vertical(
             waits = activations.up(following.stage - 1, everyone)
         loads.until(i + settings.depths.weights)
         updates.gradients_down(i)
-    if settings.train and settings.wait:
+    if settings.train:
         updates.steps_after_norm()
     return builder.finish(name if settings.train else "evaluate", fixed)

@@ -40,7 +40,8 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[str]) -> None:
         word, needs = op.word, []
         if word.kind in ("OP", "OD"):
             if left.isdisjoint(op.reads):
-                needs = readers[word.group, word.chunk] + ([norm] if norm else [])
+                waits = norm is not None and not _speculates(schedule, op)
+                needs = readers[word.group, word.chunk] + ([norm] if norm and waits else [])
             else:
                 for other in readers[word.group, word.chunk]:
                     for made in _made(schedule, op, other):
@@ -57,6 +58,28 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[str]) -> None:
             needs = [] if left.intersection(op.writes) else [writer]
         for other in needs:
             _check_after(other, op, clocks)
+    _check_commit(schedule, left, clocks)
+
+
+def _speculates(schedule: Schedule, step: Op) -> bool:
+    """Whether an optimizer step need not know the norm: what it changes comes from disk, and goes back beside it."""
+    tag = step.id[2:]
+    return schedule.speculative and f"RS{tag}" in schedule.by_id and f"WS{tag}" in schedule.by_id
+
+
+def _check_commit(schedule: Schedule, left: set[str], clocks: Clocks) -> None:
+    """``CM`` comes after all that the step before has left is written, and before anything of this step is."""
+    late = {op.id[2:] for op in schedule.ops if op.word.kind == "OP" and not left.isdisjoint(op.reads)}
+    writes = [op for op in schedule.ops if op.word.kind in ("WS", "WW")]
+    commit = schedule.by_id.get("CM")
+    for op in writes:
+        if commit is not None and op.id[2:] in late:
+            _check_after(op, commit, clocks)
+        elif commit is not None:
+            _check_after(commit, op, clocks)
+        elif op.id[2:] in late:
+            message = f"op {op.id} ends the step before, which no op CM commits"
+            raise ScheduleError(message, op=op.id)
 
 
 def _check_after(first: Op, second: Op, clocks: Clocks) -> None:
