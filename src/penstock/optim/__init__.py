@@ -2,6 +2,6 @@
 
 ``spec`` says what the user asked for, ``formula`` fixes the arithmetic of each optimizer, ``kernels`` runs it in one
 pass over memory (``library`` finds the native code, ``native/`` is its source, ``fallback`` is the same in torch),
-``facade`` is what ``torch.optim.lr_scheduler`` sees. May import: ``config``, ``errors``,
-``schedule.program``.
+``crossing`` copies between host and device with a cast on the device, ``facade`` is what ``torch.optim.lr_scheduler``
+sees. May import: ``config``, ``errors``, ``schedule.program``.
 """

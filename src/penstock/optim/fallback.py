@@ -29,23 +29,36 @@ def step(
     master: torch.Tensor,
     moments: tuple[torch.Tensor, ...],
     out: torch.Tensor | None,
+    grad_dtype: torch.dtype = torch.float32,
 ) -> None:
     """``kernels.step`` without the norm."""
     for part in _parts(master):
-        p = _update(kind, s, grad[part], master[part], tuple(moment[part] for moment in moments))
+        p = _update(kind, s, _rounded(grad[part], grad_dtype), master[part], tuple(moment[part] for moment in moments))
         master[part].copy_(p)
         if out is not None:
             cast(out[part], p)
 
 
-def partial_norms(grad: torch.Tensor, partials: NDArray[np.float64]) -> None:
+def partial_norms(grad: torch.Tensor, partials: NDArray[np.float64], grad_dtype: torch.dtype = torch.float32) -> None:
     """``kernels.partial_norms``. Waits for the device."""
-    partials[:] = fold_squares(grad).cpu().numpy()
+    partials[:] = fold_squares(grad, grad_dtype).cpu().numpy()
 
 
-def fold_squares(grad: torch.Tensor) -> torch.Tensor:
-    """The partials of ``grad`` ([n] fp32 or bf16, n a multiple of ``BLOCK``), [n / BLOCK] double on its device."""
-    return torch.cat([_fold(grad[part]) for part in _parts(grad)])
+def fold_squares(grad: torch.Tensor, grad_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The partials of ``grad`` ([n] fp32 or bf16, n a multiple of ``BLOCK``), [n / BLOCK] double on its device.
+
+    ``grad_dtype``: as in ``kernels.step``.
+    """
+    return torch.cat([_fold(_rounded(grad[part], grad_dtype)) for part in _parts(grad)])
+
+
+def _rounded(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient as it is read: a new tensor where it is wider than ``dtype``."""
+    if dtype == torch.float32 or grad.dtype == dtype:
+        return grad
+    rounded = torch.empty_like(grad, dtype=dtype)
+    cast(rounded, grad)
+    return rounded
 
 
 def _fold(grad: torch.Tensor) -> torch.Tensor:

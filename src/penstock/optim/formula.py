@@ -3,7 +3,8 @@
 All of it is fp32, each operation rounded on its own (to nearest, ties to even), in the order written: nothing is
 contracted to a fused multiply-add and nothing reassociated. Denormals are kept. g, p, m, v are one element's
 gradient, master weight and moments; the other names are the fields of ``Scalars``, computed once per step in double
-and rounded to fp32. Every optimizer starts with  g = float(gradient) * grad_scale.
+and rounded to fp32. Every optimizer starts with  g = float(gradient) * grad_scale,  of the gradient after its rounding
+to ``grad_dtype``.
 
 | kind | moments | step |
 |---|---|---|

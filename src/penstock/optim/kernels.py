@@ -20,6 +20,7 @@ from penstock.optim.norm import BLOCK
 
 _FP32, _BF16, _FP16 = torch.float32, torch.bfloat16, torch.float16
 _CODES = {_FP32: 0, _BF16: 1, _FP16: 2, None: 3}  # enum DType in native/kernels.h
+_ROUNDED = 4  # there, too: fp32 that is rounded to bf16 as it is read
 
 
 def backend() -> Literal["native", "torch"]:
@@ -35,6 +36,7 @@ def step(
     master: torch.Tensor,
     moments: tuple[torch.Tensor, ...],
     out: torch.Tensor | None = None,
+    grad_dtype: torch.dtype = _FP32,
     grad_scale: float = 1.0,
     partials: NDArray[np.float64] | None = None,
     threads: int = 1,
@@ -43,18 +45,21 @@ def step(
 
     Args:
         grad: [n] fp32 or bf16; multiplied by ``grad_scale`` first, in fp32.
+        grad_dtype: fp32, or bf16: ``grad`` is rounded to it as it is read, before anything else. The bits are those of
+            a ``cast`` to bf16 before the step, without the pass over memory.
         master: [n] fp32, updated.
         moments: ``hyper.moments`` tensors [n] fp32, updated. Zero before the first step.
         out: [n] bf16 or fp16, receives the rounded new master.
-        partials: [n / BLOCK] double, receives the sums of squares of ``grad`` as read, before ``grad_scale``.
-            Needs n to be a multiple of ``BLOCK``.
+        partials: [n / BLOCK] double, receives the sums of squares of ``grad`` as read (rounded, where it is),
+            before ``grad_scale``. Needs n to be a multiple of ``BLOCK``.
 
     Raises:
-        ValueError: a tensor has another shape, dtype, device or layout than this.
+        ValueError: a tensor has another shape, dtype, device or layout than this, or ``grad_dtype`` is another.
     """
     n = master.numel()
     _check("master", master, n, master.device, _FP32)
     _check("grad", grad, n, master.device, _FP32, _BF16)
+    grad_code = _read_code(grad, grad_dtype)
     if len(moments) != hyper.moments:
         raise ValueError(f"{hyper.kind} has {hyper.moments} moments, not {len(moments)}")
     for moment in moments:
@@ -67,8 +72,8 @@ def step(
     native = _native_for(master)
     if native is None:
         if partials is not None:
-            fallback.partial_norms(grad, partials)
-        fallback.step(hyper.kind, values, grad=grad, master=master, moments=moments, out=out)
+            fallback.partial_norms(grad, partials, grad_dtype)
+        fallback.step(hyper.kind, values, grad=grad, master=master, moments=moments, out=out, grad_dtype=grad_dtype)
         return
     first, second = (*(moment.data_ptr() for moment in moments), None, None)[:2]
     args = library.StepArgs(
@@ -81,19 +86,25 @@ def step(
         library.Scalars(*vars(values).values()),
     )
     out_code = _CODES[None if out is None else out.dtype]
-    native.penstock_step(library.KINDS[hyper.kind], _CODES[grad.dtype], out_code, ctypes.byref(args), n, threads)
+    native.penstock_step(library.KINDS[hyper.kind], grad_code, out_code, ctypes.byref(args), n, threads)
 
 
-def partial_norms(grad: torch.Tensor, partials: NDArray[np.float64], threads: int = 1) -> None:
-    """Sums of squares of each ``BLOCK`` elements of ``grad`` ([n] fp32 or bf16): ``partials`` is [n / BLOCK] double."""
+def partial_norms(
+    grad: torch.Tensor, partials: NDArray[np.float64], threads: int = 1, *, grad_dtype: torch.dtype = _FP32
+) -> None:
+    """Sums of squares of each ``BLOCK`` elements of ``grad`` ([n] fp32 or bf16): ``partials`` is [n / BLOCK] double.
+
+    ``grad_dtype``: as in ``step``. The sums are those of the rounded gradient.
+    """
     n = grad.numel()
     _check("grad", grad, n, grad.device, _FP32, _BF16)
+    code = _read_code(grad, grad_dtype)
     _check_partials(partials, n)
     native = _native_for(grad)
     if native is None:
-        fallback.partial_norms(grad, partials)
+        fallback.partial_norms(grad, partials, grad_dtype)
     else:
-        native.penstock_norms(_CODES[grad.dtype], grad.data_ptr(), partials.ctypes.data, n, threads)
+        native.penstock_norms(code, grad.data_ptr(), partials.ctypes.data, n, threads)
 
 
 def add(acc: torch.Tensor, x: torch.Tensor, threads: int = 1) -> None:
@@ -122,6 +133,13 @@ def cast(dst: torch.Tensor, src: torch.Tensor, threads: int = 1) -> None:
 
 def _native_for(tensor: torch.Tensor) -> ctypes.CDLL | None:
     return library.native() if tensor.device.type == "cpu" else None
+
+
+def _read_code(grad: torch.Tensor, grad_dtype: torch.dtype) -> int:
+    """How native code reads a gradient that is to be rounded to ``grad_dtype``."""
+    if grad_dtype not in (_FP32, _BF16):
+        raise ValueError(f"grad_dtype is {grad_dtype}: must be {_FP32} or {_BF16}")
+    return _ROUNDED if (grad.dtype, grad_dtype) == (_FP32, _BF16) else _CODES[grad.dtype]
 
 
 def _check(name: str, tensor: torch.Tensor, n: int, device: torch.device, *dtypes: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock.optim.formula import Kind
 from penstock.optim.formula import Scalars as ScalarValues
 
-ABI = 1  # penstock_abi() in native/api.cpp
+ABI = 2  # penstock_abi() in native/api.cpp
 LEVELS = ("baseline", "avx2", "avx512")
 Level = Literal["baseline", "avx2", "avx512"]
 KINDS: dict[Kind, int] = {"adamw": 0, "adam": 1, "sgd": 2, "momentum": 3, "nesterov": 4, "lion": 5}  # enum Kind

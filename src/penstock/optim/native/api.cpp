@@ -41,8 +41,9 @@ void each_range(size_t n, int threads, const F& f) {
 
 using namespace penstock;
 
-// Raised whenever a signature below changes, so that a stale library is refused and not called wrongly.
-EXPORT int penstock_abi() { return 1; }
+// Raised whenever a signature below changes, or what it accepts, so that a stale library is refused and not called
+// wrongly.
+EXPORT int penstock_abi() { return 2; }
 
 EXPORT int penstock_best_level() { return best_level(); }
 

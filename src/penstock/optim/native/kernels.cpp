@@ -25,6 +25,9 @@ struct Float16 {
   uint16_t bits;
 };
 struct None {};
+struct Rounded {  // a float in memory that is read as the bfloat16 it rounds to
+  float value;
+};
 
 INLINE uint32_t bits_of(float f) {
   uint32_t u;
@@ -80,6 +83,8 @@ INLINE Float16 round_to<Float16>(float f) {
   const uint32_t over = u >= (127u + 16u) << 23 ? (0x7c00u | sign) : finite;
   return {static_cast<uint16_t>(u > 0x7f800000u ? 0x7e00u : over)};
 }
+
+INLINE float load(Rounded r) { return load(round_to<BFloat16>(r.value)); }
 
 // One element's step. `m` and `v` are the moments, where the optimizer has them.
 template <Kind K>
@@ -196,6 +201,7 @@ void step_to(DType out, const StepArgs& args, size_t begin, size_t end) {
 template <Kind K>
 void step_from(DType grad, DType out, const StepArgs& args, size_t begin, size_t end) {
   if (grad == kBFloat16) return step_to<K, BFloat16>(out, args, begin, end);
+  if (grad == kRounded) return step_to<K, Rounded>(out, args, begin, end);
   step_to<K, float>(out, args, begin, end);
 }
 
@@ -218,6 +224,7 @@ void norms_range(const void* x, double* partials, size_t begin, size_t end) {
 
 void norms(DType type, const void* x, double* partials, size_t begin, size_t end) {
   if (type == kBFloat16) return norms_range<BFloat16>(x, partials, begin, end);
+  if (type == kRounded) return norms_range<Rounded>(x, partials, begin, end);
   norms_range<float>(x, partials, begin, end);
 }
 

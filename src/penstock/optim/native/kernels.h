@@ -6,7 +6,8 @@
 
 namespace penstock {
 
-enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kNone = 3 };
+// kRounded: floats in memory, each rounded to bfloat16 as it is read. Only what is read can be of it.
+enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kNone = 3, kRounded = 4 };
 enum Kind : int { kAdamW = 0, kAdam = 1, kSGD = 2, kMomentum = 3, kNesterov = 4, kLion = 5, kKinds = 6 };
 
 constexpr size_t kBlock = 4096;  // elements of one partial of the gradient norm
@@ -17,12 +18,12 @@ struct Scalars {
 };
 
 struct StepArgs {
-  const void* grad;           // float or bfloat16
+  const void* grad;           // float, bfloat16 or float that is rounded
   float* master;
   float* first;               // exp_avg or momentum_buffer; null for plain SGD
   float* second;              // exp_avg_sq; null unless Adam or AdamW
   void* out;                  // bfloat16 or float16 copy of the new master; null: none
-  double* partials;           // one per kBlock elements of grad, before grad_scale; null: none
+  double* partials;           // one per kBlock elements of grad as read, before grad_scale; null: none
   Scalars scalars;
 };
 
