@@ -3,10 +3,8 @@
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from penstock.cli import main, settings
 from penstock.cli.arguments import parse_train
 from penstock.cli.display import PlainDisplay, choose_display, clock
 from penstock.cli.meter import Meter, Outline, metrics_of
-from penstock.cli.run_folder import MetricsFile, claim
+from penstock.cli.run_folder import MetricsFile, claim, write_settings
 from penstock.cli.summary import closing
 from penstock.cli.terminal import TerminalDisplay, sparkline
 from penstock.config import Budget, DataConfig, EvaluateConfig, ModelConfig, OptimizerConfig, Tier, TrainConfig
@@ -152,6 +150,8 @@ def test_overwrite_removes_a_runs_files_and_store_and_nothing_else(tmp_path: Pat
 def test_resume_keeps_everything(tmp_path: Path) -> None:
     config = _earlier_run(tmp_path)
     claim(replace(config, steps=9), "resume")
+    assert settings.load(tmp_path / "config.yaml").steps == 5, "written before the store is known to be free"
+    write_settings(tmp_path, replace(config, steps=9))
     assert (tmp_path / "metrics.jsonl").read_text() == "precious"
     assert Store.exists(config.budget.disk_paths)
     assert settings.load(tmp_path / "config.yaml").steps == 9
@@ -286,50 +286,3 @@ def test_the_bottleneck_in_the_last_words_is_said_of_the_forecast_and_not_of_wha
     lines = closing(meter, own_bytes=MIB, folder=tmp_path, trace=None, stopped=False).splitlines()
     at = lines.index("step     2 s, median of 1; 1 s predicted (-50%)")
     assert lines[at + 1] == "forecast Compute is the bottleneck."
-
-
-LOOP = """
-import sys, time
-from penstock.cli.display import PlainDisplay
-from penstock.cli.interrupt import Interrupt
-display = PlainDisplay(sys.stdout)
-with Interrupt(display.notice, display.last_words) as interrupt:
-    print("ready", flush=True)
-    while not (interrupt.requested and sys.argv[1] == "whole steps"):
-        time.sleep(0.01)
-print("stopped", flush=True)
-sys.exit(interrupt.exit_code)
-"""
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_one_signal_ends_the_loop_after_its_step(number: signal.Signals, code: int) -> None:
-    with _loop("whole steps") as process:
-        os.kill(process.pid, number)
-        out, err = process.communicate(timeout=20)
-    assert process.returncode == code
-    assert "stopped" in out
-    assert "Stopping after this step" in err
-
-
-def test_a_second_ctrl_c_stops_at_once() -> None:
-    with _loop("endless step") as process:
-        assert process.stderr is not None
-        os.kill(process.pid, signal.SIGINT)
-        assert "Stopping after this step" in process.stderr.readline()
-        time.sleep(0.1)
-        assert process.poll() is None
-        os.kill(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert "stopped" not in out
-    assert "in the middle of a step" in err
-
-
-def _loop(behaviour: str) -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [sys.executable, "-c", LOOP, behaviour], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process

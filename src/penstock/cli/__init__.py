@@ -1,6 +1,6 @@
-"""The command line: ``penstock train``. Settings, the run's folder, the display and the training loop around an engine.
+"""The command line: ``penstock train`` and its relatives.
 
-May import everything.
+Settings, the run's folder, the display and the training loop around an engine. May import everything.
 """
 
 import errno
@@ -11,17 +11,20 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TextIO
 
-from penstock.cli.arguments import USAGE, parse_train, train_help
+from penstock.cli.arguments import USAGE, parse_resume, parse_train, train_help
 from penstock.cli.display import fail
+from penstock.cli.run_folder import Start, settings_of
 from penstock.cli.settings import dump, load
+from penstock.config import TrainConfig
 from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, StoreError
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0: done. 2: asked for what cannot be, with nothing trained. 1: failed on the way. 130: ended by Ctrl-C. 141: whoever
-    read the output has seen enough, as a shell says of a program that a closed pipe ends.
+    0: done. 2: asked for what cannot be, with nothing trained. 1: failed on the way. 128 and a signal's number:
+    ended by it after a step, so 130 for Ctrl-C. 141: whoever read the output has seen enough, as a shell says of a
+    program that a closed pipe ends.
     """
     words = sys.argv[1:] if words is None else list(words)
     warnings.showwarning = _show_warning
@@ -52,6 +55,9 @@ def _outcome(words: Sequence[str]) -> int:
         return 2
     except (StoreError, NonFiniteError) as error:
         fail(str(error))
+        return 1
+    except MemoryError as error:
+        fail(str(error) or "out of memory")
         return 1
     except KeyboardInterrupt:  # before training began or after it ended; in between it is a request
         fail("interrupted")
@@ -98,7 +104,7 @@ def _doctor(words: Sequence[str]) -> int:
     if {"--help", "-h"} & set(words):
         print(USAGE, end="")
         return 0
-    # What is measured is what a run of `penstock train` will see: see `_train`.
+    # What is measured is what a run of `penstock train` will see: see `_run`.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from penstock.cli.doctor import doctor, parse_doctor
 
@@ -114,6 +120,18 @@ def _train(words: Sequence[str]) -> int:
     if arguments.print_config:
         print(dump(config), end="")
         return 0
+    return _run(config, arguments.start)
+
+
+def _resume(words: Sequence[str]) -> int:
+    if {"--help", "-h"} & set(words):
+        print(USAGE, end="")
+        return 0
+    arguments = parse_resume(words)
+    return _run(settings_of(arguments.run, arguments.flags), "resume")
+
+
+def _run(config: TrainConfig, start: Start) -> int:
     # Threads of torch that wait by spinning take the cores from the lanes' own threads. OpenMP reads this when torch is
     # loaded, which is here: on a busy two-core machine it makes a step several times faster (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -125,7 +143,7 @@ def _train(words: Sequence[str]) -> int:
         raise ConfigError(
             f"penstock train needs {error.name}, which is not installed: pip install 'penstock[hf]'"
         ) from error
-    return train(config, arguments.start)
+    return train(config, start)
 
 
 def _simulate(words: Sequence[str]) -> int:
@@ -146,4 +164,11 @@ def _report(words: Sequence[str]) -> int:
     return report(parse_report(words))
 
 
-_COMMANDS = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "doctor": _doctor}
+_COMMANDS = {
+    "train": _train,
+    "resume": _resume,
+    "plan": _plan,
+    "simulate": _simulate,
+    "report": _report,
+    "doctor": _doctor,
+}

@@ -17,6 +17,7 @@ penstock: trains language models that do not fit in memory
       --resume         go on with the run that is in the folder
       --print-config   print the resolved settings and stop
   penstock train --help                              every setting
+  penstock resume RUN [--SETTING VALUE ...]          go on with the run in the folder RUN, with the settings it has
   penstock plan CONFIG.yaml | --model NAME           what a run will do on a machine, and what would help
   penstock plan --help                               its options
   penstock simulate NAME|FILE [--costs MACHINE] ...  how long a schedule takes, and what memory it holds when
@@ -49,13 +50,55 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
     Raises:
         ConfigError: no file or several, a flag without a value, or switches that contradict each other.
     """
+    files, flags, switches = _take_apart(words, _SWITCHES)
+    if len(files) != 1:
+        found = "none" if not files else " and ".join(files)
+        raise ConfigError(f"penstock train takes one settings file, and was given {found}. {_HINT}")
+    if switches >= {"--overwrite", "--resume"}:
+        raise ConfigError("--overwrite removes the earlier run and --resume goes on with it: give one of them")
+    return TrainArguments(
+        config=Path(files[0]),
+        flags=flags,
+        start="overwrite" if "--overwrite" in switches else "resume" if "--resume" in switches else "new",
+        print_config="--print-config" in switches,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeArguments:
+    """``penstock resume``. ``run``: the folder of a run. ``flags``: as for ``penstock train``."""
+
+    run: Path
+    flags: tuple[tuple[str, str], ...] = ()
+
+
+def parse_resume(words: Sequence[str]) -> ResumeArguments:
+    """Take apart the words after ``penstock resume``.
+
+    Raises:
+        ConfigError: no folder or several, a flag without a value, or one that names another folder.
+    """
+    folders, flags, _ = _take_apart(words, ())
+    if len(folders) != 1:
+        found = "none" if not folders else " and ".join(folders)
+        raise ConfigError(f"penstock resume takes one run's folder, and was given {found}. Try: penstock --help")
+    for key, value in flags:
+        if key == "run":
+            raise ConfigError(
+                f"--run {value}: penstock resume goes on in {folders[0]}, the folder it is given: drop it"
+            )
+    return ResumeArguments(run=Path(folders[0]), flags=flags)
+
+
+def _take_apart(words: Sequence[str], known: Sequence[str]) -> tuple[list[str], tuple[tuple[str, str], ...], set[str]]:
+    """Words into files, settings as flags, and the switches that are ``known``."""
     files: list[str] = []
     flags: list[tuple[str, str]] = []
     switches: set[str] = set()
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        if word in _SWITCHES:
+        if word in known:
             switches.add(word)
         elif word.startswith("--") and "=" in word:
             key, _, value = word.removeprefix("--").partition("=")
@@ -66,17 +109,7 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
             flags.append((word.removeprefix("--"), rest.pop(0)))
         else:
             files.append(word)
-    if len(files) != 1:
-        found = "none" if not files else " and ".join(files)
-        raise ConfigError(f"penstock train takes one settings file, and was given {found}. {_HINT}")
-    if switches >= {"--overwrite", "--resume"}:
-        raise ConfigError("--overwrite removes the earlier run and --resume goes on with it: give one of them")
-    return TrainArguments(
-        config=Path(files[0]),
-        flags=tuple(flags),
-        start="overwrite" if "--overwrite" in switches else "resume" if "--resume" in switches else "new",
-        print_config="--print-config" in switches,
-    )
+    return files, tuple(flags), switches
 
 
 _HINT = "Try: penstock train --help"

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, TextIO
 
 from penstock.cli.meter import Meter
@@ -50,10 +50,10 @@ class PlainDisplay:
         self._meter = None
 
     def notice(self, text: str) -> None:
-        os.write(2, f"{text}\n".encode())
+        write_now(2, f"{text}\n")
 
     def last_words(self) -> None:
-        os.write(2, b"Stopped at once, in the middle of a step.\n")
+        write_now(2, "Stopped at once, in the middle of a step.\n")
 
 
 def choose_display(out: TextIO) -> Display:
@@ -63,6 +63,12 @@ def choose_display(out: TextIO) -> Display:
 
         return TerminalDisplay(out)
     return PlainDisplay(out)
+
+
+def write_now(output: int, text: str) -> None:
+    """Write past all buffers, for signal handlers: an output that nobody reads any more must not end the step."""
+    with suppress(OSError):
+        os.write(output, text.encode())
 
 
 def step_line(meter: Meter) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.cli.run_folder import settings_file
 from penstock.cli.settings import load
 from penstock.config import Tier, TrainConfig
 from penstock.errors import ConfigError
@@ -108,15 +109,7 @@ def gather(folder: Path, step: int | None) -> Report:
     Raises:
         ConfigError: it is not a run's folder, holds no trace, or a file in it is damaged.
     """
-    settings = folder / "config.yaml"
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise ConfigError(f"{folder} {what}: give the folder of a run, which penstock train writes (its run setting)")
-    if not settings.is_file():
-        raise ConfigError(
-            f"{folder} is not the folder of a run: it has no config.yaml. Give the folder that penstock train wrote"
-        )
-    config = load(settings)
+    config = load(settings_file(folder))
     steps = read_traces(folder)
     prediction = read_prediction(folder / "prediction.json")
     return Report(

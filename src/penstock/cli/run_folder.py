@@ -1,9 +1,12 @@
 """The folder of one run: who may write into it, and what is written there."""
 
 import json
+import logging
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -11,22 +14,66 @@ from typing import Any, Literal, Self
 from penstock.cli.settings import dump, load
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError, StoreError
+from penstock.report.metrics_file import lines_until
 from penstock.report.prediction import Prediction
+from penstock.store.directory import sync_directory
 from penstock.store.store import Store
+
+log = logging.getLogger("penstock")
 
 Start = Literal["new", "overwrite", "resume"]
 
 _SETTINGS = "config.yaml"
 _PREDICTION = "prediction.json"
-_FILES = (_SETTINGS, _PREDICTION, "report.html", "metrics.jsonl", "tokenizer.json", "train.tokens", "validation.tokens")
+_METRICS = "metrics.jsonl"
+_FILES = (_SETTINGS, _PREDICTION, "report.html", _METRICS, "tokenizer.json", "train.tokens", "validation.tokens")
+_PARTIAL = ".partial"
 _TRACES = "trace*.json"
 
 
+def settings_file(folder: Path) -> Path:
+    """The resolved settings of the run in a folder.
+
+    Raises:
+        ConfigError: there is no run there.
+    """
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {what}: give the folder of a run, which penstock train writes (its run setting)")
+    if not (folder / _SETTINGS).is_file():
+        raise ConfigError(
+            f"{folder} is not the folder of a run: it has no {_SETTINGS}. Give the folder that penstock train wrote"
+        )
+    return folder / _SETTINGS
+
+
+def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
+    """The settings of the run in a folder, with flags laid over them.
+
+    They name the folder as it was called when the run began. If it is called otherwise now (it was moved, or the
+    current directory is another), what they say is in it is looked for where it is now.
+
+    Raises:
+        ConfigError: there is no run there, or its settings or the flags cannot be read.
+    """
+    config = load(settings_file(folder), flags)
+    before = Path(config.run)
+    if before.resolve() == folder.resolve():
+        return config
+    moved = tuple(
+        str(folder / path.relative_to(before)) if path.is_relative_to(before) else str(path)
+        for path in config.budget.disk_paths
+    )
+    disk = None if not moved else moved[0] if len(moved) == 1 else moved
+    return replace(config, run=str(folder), budget=replace(config.budget, disk=disk))
+
+
 def claim(config: TrainConfig, start: Start) -> Path:
-    """Make the run's folder ready and write the resolved settings into it.
+    """Make the run's folder ready and, but for ``resume``, write the resolved settings into it.
 
     ``new`` wants a folder with nothing in it and no state on disk. ``overwrite`` removes an earlier run's own files
-    and its store, and nothing else. ``resume`` wants an earlier run on the same data.
+    and its store, and nothing else. ``resume`` wants an earlier run on the same data; it changes nothing, as that run
+    may still be under way: who resumes it calls ``write_settings`` once its store is theirs.
 
     Raises:
         ConfigError: what is there is not what ``start`` wants, or the folder cannot be made.
@@ -50,7 +97,8 @@ def claim(config: TrainConfig, start: Start) -> Path:
         if start == "overwrite":
             discard(config)
             folder.mkdir(exist_ok=True)
-        (folder / _SETTINGS).write_text(dump(config), encoding="utf-8")
+        if start != "resume":
+            write_settings(folder, config)
     except StoreError:
         raise
     except OSError as error:
@@ -65,11 +113,12 @@ def discard(config: TrainConfig) -> None:
         StoreError: the store is in use or cannot be removed.
     """
     folder = Path(config.run)
-    for path in [*(folder / name for name in _FILES), *folder.glob(_TRACES)]:
-        path.unlink(missing_ok=True)
     stores = [path for path in config.budget.disk_paths if Store.exists([path])]
     if stores:
-        Store.delete(stores)
+        Store.delete(stores)  # first: it is refused where the run is still under way
+    own = [folder / f"{name}{ending}" for name in _FILES for ending in ("", _PARTIAL)]
+    for path in [*own, *folder.glob(_TRACES)]:
+        path.unlink(missing_ok=True)
     for path in [*config.budget.disk_paths, folder]:
         with suppress(OSError):  # not there, or something else is in it: not ours to remove
             path.rmdir()
@@ -81,7 +130,9 @@ _REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or
 def _check_same_data(config: TrainConfig, folder: Path) -> None:
     """A resumed run goes on where it was in its text, so all that decides what a step sees must be as it was."""
     if not (folder / _SETTINGS).exists():
-        raise ConfigError(f"run={config.run!r}: there is no run in this folder to resume. Leave out --resume")
+        raise ConfigError(
+            f"run={config.run!r}: there is no run in this folder to resume. Start one: penstock train CONFIG.yaml"
+        )
     before = load(folder / _SETTINGS)
     for key in ("data", "micro_batches", "micro_batch_size", "seed"):
         if getattr(before, key) != getattr(config, key):
@@ -95,7 +146,7 @@ def _check_same_data(config: TrainConfig, folder: Path) -> None:
 
 def has_steps(folder: Path) -> bool:
     """Whether a step has been done in this folder."""
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / _METRICS
     return metrics.exists() and metrics.stat().st_size > 0
 
 
@@ -109,16 +160,44 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
+def write_settings(folder: Path, config: TrainConfig) -> None:
+    """Write the resolved settings, whole or not at all: without them a run cannot be resumed."""
+    _replace(folder / _SETTINGS, dump(config))
+
+
 def write_prediction(folder: Path, prediction: Prediction) -> None:
     """Put what was predicted beside the trace of what happens; replaces an earlier plan's."""
-    (folder / _PREDICTION).write_text(prediction.to_json(), encoding="utf-8")
+    _replace(folder / _PREDICTION, prediction.to_json())
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that whoever looks, after a kill too, finds the old one or the new one."""
+    partial = path.with_name(path.name + _PARTIAL)
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_directory(path.parent)
 
 
 class MetricsFile:
     """``metrics.jsonl``: one line of JSON per step, on disk as soon as the step is done. Adds to what is there."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+    def __init__(self, folder: Path, *, done: int = 0) -> None:
+        """``done``: steps that the run goes on after. Lines of later ones are dropped: they will be done again.
+
+        Raises:
+            ConfigError: the lines that are there cannot be read.
+        """
+        path = folder / _METRICS
+        lines, unreadable = lines_until(path, done)
+        if unreadable:
+            log.warning("%s: lines that cannot be read are dropped: %d", path, unreadable)
+        text = "".join(f"{line}\n" for line in lines)
+        if path.exists() and path.read_bytes() != text.encode():
+            _replace(path, text)
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append a line. A number that JSON has no word for (an overflowed norm) becomes null."""

@@ -1,7 +1,6 @@
 """The live view of a run on a terminal, drawn with rich."""
 
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.display import clock, loss_notes
+from penstock.cli.display import clock, loss_notes, write_now
 from penstock.cli.meter import Meter
 from penstock.config import format_size
 
@@ -60,7 +59,7 @@ class TerminalDisplay:
         self._notice = text  # drawn by the refresh thread: a signal handler must not wait for the console's lock
 
     def last_words(self) -> None:
-        os.write(1, b"\x1b[?25h\nStopped at once, in the middle of a step.\n")  # the cursor back first
+        write_now(1, "\x1b[?25h\nStopped at once, in the middle of a step.\n")  # the cursor back first
 
     def _draw(self, meter: Meter) -> RenderableType:
         parts: list[RenderableType] = [self._head(meter)]

@@ -1,6 +1,8 @@
 """``penstock train``: from a settings file to a trained model, step by step, with everything it did written down."""
 
+import logging
 import math
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,7 +18,18 @@ from penstock.cli.display import Display, choose_display
 from penstock.cli.interrupt import Interrupt
 from penstock.cli.meter import Meter, Outline, metrics_of
 from penstock.cli.model import build_model, parameter_count
-from penstock.cli.run_folder import MetricsFile, Start, claim, discard, has_steps, trace_path, write_prediction
+from penstock.cli.out_of_memory import explain, is_out_of_memory
+from penstock.cli.pace import Pace
+from penstock.cli.run_folder import (
+    MetricsFile,
+    Start,
+    claim,
+    discard,
+    has_steps,
+    trace_path,
+    write_prediction,
+    write_settings,
+)
 from penstock.cli.schedule_file import read_world
 from penstock.cli.summary import closing, opening, reset_peak_resident, resident_bytes
 from penstock.config import LrScheduleConfig, OptimizerConfig, OptimizerName, Tier, TrainConfig
@@ -35,6 +48,8 @@ from penstock.schedule.op import Schedule
 from penstock.sim.result import Simulation
 from penstock.wrapping import wrap
 
+log = logging.getLogger("penstock")
+
 _OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD, "lion": Lion}
 
 
@@ -50,6 +65,7 @@ class Stretch:
     validation: Batches | None
     first: int
     meter: Meter
+    pace: Pace
 
     @property
     def trace(self) -> Path | None:
@@ -61,6 +77,7 @@ def train(config: TrainConfig, start: Start) -> int:
 
     Raises:
         ConfigError, BudgetError, ModelError, StoreError, NonFiniteError: as they come.
+        MemoryError: no memory was left, of the device's or the process's memory.
     """
     display = choose_display(sys.stdout)
     schedule = _schedule(config.schedule)
@@ -70,9 +87,13 @@ def train(config: TrainConfig, start: Start) -> int:
     try:
         make_engine = partial(_engine, model, optimizer, config, schedule, _machine(config, display))
         return _train(config, display, folder, make_engine, parameter_count(model))
-    except BaseException:
-        if start != "resume" and not has_steps(folder):  # so that the next try does not need --overwrite
+    except BaseException as error:
+        begun = start == "resume" or has_steps(folder)
+        memory = explain(error, config, begun=begun) if is_out_of_memory(error) else None
+        if not begun:  # so that the next try does not need --overwrite
             discard(config)
+        if memory is not None:
+            raise MemoryError(memory) from error
         raise
 
 
@@ -89,6 +110,8 @@ def _train(
     with ExitStack() as stack:
         with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):
             engine = stack.enter_context(make_engine())
+        _check_unfinished(config, engine.step_count)
+        write_settings(folder, config)
         given: dict[Tier, int] = {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
         stretch = Stretch(
             config=config,
@@ -101,10 +124,22 @@ def _train(
             meter=Meter(
                 outline=Outline(steps=config.steps, parameters=parameters, given=given, first=engine.step_count)
             ),
+            pace=Pace(),
         )
         code = _steps(stretch)
     display.say(closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0))
     return code
+
+
+def _check_unfinished(config: TrainConfig, done: int) -> None:
+    """Raises:
+    ConfigError: there is no step left to do.
+    """
+    if done >= config.steps:
+        raise ConfigError(
+            f"run={config.run!r} is complete: {done} steps are done and steps is {config.steps}. To go on, raise it: "
+            f"penstock resume {shlex.quote(config.run)} --steps {2 * done}"
+        )
 
 
 def _schedule(asked: Literal["vertical", "horizontal"] | Path) -> Literal["vertical", "horizontal"] | Schedule:
@@ -205,13 +240,11 @@ def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
 def _steps(stretch: Stretch) -> int:
     """The training loop. Returns the exit code."""
     config, display, engine, first = stretch.config, stretch.display, stretch.engine, stretch.first
-    if first >= config.steps:
-        raise ConfigError(f"run={config.run!r} has done {first} steps already: raise steps={config.steps} to go on")
     factor = lr_factor(config.lr_schedule, config.steps)
     scheduler = LambdaLR(engine.optimizer, lambda index: factor(first + index))
     reset_peak_resident()
     with ExitStack() as stack:
-        metrics = stack.enter_context(MetricsFile(stretch.folder))
+        metrics = stack.enter_context(MetricsFile(stretch.folder, done=first))
         trace = stack.enter_context(TraceWriter(stretch.trace, steps=config.trace_steps)) if stretch.trace else None
         interrupt = stack.enter_context(Interrupt(display.notice, display.last_words))
         display.begin(stretch.meter)
@@ -219,11 +252,14 @@ def _steps(stretch: Stretch) -> int:
         known: Simulation | None = None
         for index in range(first, config.steps):
             stats = engine.step(stretch.train.step(index))
+            interrupt.leave_lost_terminal()
             scheduler.step()
             if trace is not None:
                 trace.step(engine.trace, engine.counters)
             stretch.meter.planned(engine.plan.state_bytes, engine.plan.disk_bytes)
             known = _foretell(stretch, known)
+            if slow := stretch.pace.check(stats, known):
+                log.warning(slow)
             held_out = None if interrupt.requested else _evaluate(stretch, index + 1)
             stretch.meter.add(stats, held_out)
             metrics.write(metrics_of(stats, held_out))

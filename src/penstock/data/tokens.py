@@ -50,7 +50,7 @@ def tokenize(config: DataConfig, folder: Path, *, held_out: float | None) -> Tok
     boundary = nbytes if held_out is None else int(nbytes * (1 - held_out))
     dtype = np.dtype("<u2") if config.vocabulary <= 1 << 16 else np.dtype("<u4")
     names = ["train.tokens"] if held_out is None else ["train.tokens", "validation.tokens"]
-    files = [(folder / name).open("wb") for name in names]
+    files = [(folder / f"{name}.partial").open("wb") for name in names]
     seen = 0
     try:
         for ids, piece in _encode(tokenizer, pieces(paths, config.limit_bytes)):
@@ -60,6 +60,8 @@ def tokenize(config: DataConfig, folder: Path, *, held_out: float | None) -> Tok
     finally:
         for file in files:
             file.close()
+    for name in names:  # never in place: a run that is under way here would lose the text under its feet
+        (folder / f"{name}.partial").replace(folder / name)
     arrays = [_map(folder / name, dtype) for name in names]
     validation = None if held_out is None else arrays[1]
     return TokenizedText(tokenizer=tokenizer, train=arrays[0], validation=validation, nbytes=seen)

@@ -26,12 +26,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     Raises:
         ConfigError: a line that is not the last cannot be read.
     """
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the metrics: {error.strerror}") from error
+    lines = _lines(path)
     found: dict[int, StepMetrics] = {}
     for number, line in enumerate(lines, start=1):
         try:
@@ -42,6 +37,38 @@ def read_metrics(path: Path) -> list[StepMetrics]:
             raise ConfigError(f"{path}, line {number}: not a step's metrics ({error!r})") from None
         found[metrics.step] = metrics
     return [found[step] for step in sorted(found)]
+
+
+def lines_until(path: Path, last: int) -> tuple[list[str], int]:
+    """The lines of the steps up to ``last``, each once and in order, and how many lines could not be read.
+
+    What a run that goes on after step ``last`` keeps: it does the later steps again. The torn last line that a kill
+    leaves is not counted as unreadable. No lines without a file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    lines = _lines(path)
+    found: dict[int, str] = {}
+    unreadable = 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            step = _metrics(json.loads(line)).step
+        except (KeyError, TypeError, ValueError, OverflowError):
+            unreadable += number < len(lines)
+            continue
+        if step <= last:
+            found[step] = line
+    return [found[step] for step in sorted(found)], unreadable
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the metrics: {error.strerror}") from error
 
 
 def _metrics(record: Any) -> StepMetrics:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from penstock.store.layout import ALIGN
 from penstock.store.packed import PackedFile
+from penstock.store.stalls import Stalls
 from penstock.store.striping import Piece, Striping
 
 REQUEST = 8 << 20  # bytes of one system call at most; smaller ones were slower with two requests in flight
@@ -59,6 +60,7 @@ class StripedFiles:
         self._threads = io_threads * len(files)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="penstock-io")
         self._lock = threading.Lock()
+        self._stalls = Stalls()
         self.bytes_read = 0
         self.bytes_written = 0
 
@@ -81,7 +83,9 @@ class StripedFiles:
         def work() -> None:
             try:
                 while piece := _next(pieces):
-                    move(self.files[piece.file], piece.offset, view[piece.start : piece.start + piece.nbytes])
+                    file = self.files[piece.file]
+                    with self._stalls.request(file.path, move.__name__, piece.nbytes):
+                        move(file, piece.offset, view[piece.start : piece.start + piece.nbytes])
             except BaseException:
                 pieces.clear()  # the others finish what they are at, and take no more
                 raise
@@ -98,10 +102,12 @@ class StripedFiles:
     def flush(self) -> None:
         """Return when everything written is on the drives themselves."""
         for file in self.files:
-            file.flush()
+            with self._stalls.request(file.path, "flush", 0):
+                file.flush()
 
     def close(self) -> None:
         self._pool.shutdown()
+        self._stalls.close()
         for file in self.files:
             file.close()
 

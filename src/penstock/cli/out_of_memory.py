@@ -1,0 +1,55 @@
+"""Running out of memory in the middle of a run, in words: what to lower, what is safe, how to go on."""
+
+import errno
+import shlex
+from collections.abc import Sequence
+
+import torch
+
+from penstock.config import TrainConfig
+from penstock.errors import StoreError
+from penstock.run.device import resolve_device
+from penstock.store.store import Store
+
+_TORCH = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+"""What torch's allocators and CUDA's say in a plain RuntimeError."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory: Python's, the system's, or torch's."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH)
+
+
+def explain(error: BaseException, config: TrainConfig, *, begun: bool) -> str:
+    """The message. ``begun``: the run has steps to go on from. Its engine must be closed by now."""
+    on_device = "cuda" in str(error).lower()
+    keys = ["device"] if on_device else ["host"]
+    if not on_device and resolve_device(config.device).type == "cpu":
+        keys.insert(0, "device")  # there it is the same memory
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    return (
+        f"out of memory on the {'device' if on_device else 'host'}: {reason.rstrip('.')}. "
+        "A budget does not count Python, torch, the model's own code or other programs. "
+        + (_go_on(config, keys) if begun else f"No step was done. {_lower(config, keys)}, or micro_batch_size")
+    )
+
+
+def _go_on(config: TrainConfig, keys: Sequence[str]) -> str:
+    """What is safe, and the command that goes on."""
+    try:
+        with Store.open([path for path in config.budget.disk_paths if Store.exists([path])]) as store:
+            last = store.last_commit()
+    except StoreError as error:
+        return f"Whether the state on disk is whole cannot be said: {error}"
+    if last is None or not last["whole"]:
+        return "State was in memory, and what is on disk is not one step's state: go on from a snapshot, or start over"
+    again = f"penstock resume {shlex.quote(config.run)} " + " ".join(f"--budget.{key} SIZE" for key in keys)
+    return f"The last commit, step {last['step']}, is intact. {_lower(config, keys)}, and go on from it: {again}"
+
+
+def _lower(config: TrainConfig, keys: Sequence[str]) -> str:
+    return "Lower " + " or ".join(f"budget.{key} (now {getattr(config.budget, key)})" for key in keys)

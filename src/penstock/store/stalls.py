@@ -1,0 +1,105 @@
+"""Notices requests that do not come back: a drive that stalls is said to, while it does and when it is over."""
+
+import itertools
+import logging
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from penstock.config import format_size
+
+LATE = 5.0
+"""Seconds after which a request counts as late: at 8 MiB each even a slow drive has had them done long before."""
+
+log = logging.getLogger("penstock")
+
+
+class Request:
+    """A request under way, as a context. It costs an entry in a dict and a look at the clock."""
+
+    __slots__ = ("_key", "_stalls", "began", "nbytes", "path", "verb")
+
+    def __init__(self, stalls: "Stalls", path: Path, verb: str, nbytes: int) -> None:
+        self._stalls = stalls
+        self.path, self.verb, self.nbytes = path, verb, nbytes
+
+    def __enter__(self) -> None:
+        self.began = time.monotonic()
+        self._key = self._stalls.add(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stalls.remove(self._key)
+
+
+class Stalls:
+    """Watches the requests of one store. ``request`` is thread-safe.
+
+    A thread looks at what is under way a few times in ``late`` seconds. It starts with the first request and ends at
+    ``close``; a process does not wait for it. A file stalls from its first late request until none of its requests is
+    late: that is said once when it begins and once when it is over.
+    """
+
+    def __init__(self, late: float = LATE) -> None:
+        self._late = late
+        self._under_way: dict[int, Request] = {}
+        self._numbers = itertools.count()
+        self._stalled: dict[Path, Request] = {}
+        self._closing = threading.Event()
+        self._start = threading.Lock()
+        self._watcher: threading.Thread | None = None
+
+    def request(self, path: Path, verb: str, nbytes: int) -> Request:
+        """The context of one request: ``verb`` of ``nbytes`` on the file ``path``."""
+        return Request(self, path, verb, nbytes)
+
+    def add(self, request: Request) -> int:
+        """Begin to watch a request; returns what ``remove`` takes."""
+        if self._watcher is None:
+            self._begin()
+        key = next(self._numbers)
+        self._under_way[key] = request
+        return key
+
+    def remove(self, key: int) -> None:
+        """It has come back."""
+        del self._under_way[key]
+
+    def close(self) -> None:
+        """End the watcher. No request may be under way."""
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _begin(self) -> None:
+        with self._start:
+            if self._watcher is None:
+                watcher = threading.Thread(target=self._watch, name="penstock-stalls", daemon=True)
+                watcher.start()
+                self._watcher = watcher
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self._late / 5):
+            self._look(time.monotonic())
+        self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        late: dict[Path, Request] = {}
+        for request in self._under_way.copy().values():  # oldest first
+            if now - request.began >= self._late:
+                late.setdefault(request.path, request)
+        for path, request in late.items():
+            if path not in self._stalled:
+                self._stalled[path] = request
+                log.warning(_begun(request, now))
+        for path in [path for path in self._stalled if path not in late]:
+            first = self._stalled.pop(path)
+            log.warning("%s: goes on after a stall of %.0f s", path, now - first.began)
+
+
+def _begun(request: Request, now: float) -> str:
+    what = f"{request.verb} of {format_size(request.nbytes)}" if request.nbytes else request.verb
+    return (
+        f"{request.path}: a {what} has been under way for {now - request.began:.0f} s: the drive stalls or is very "
+        "slow. Waiting for it; the kernel's log (dmesg) may say why"
+    )

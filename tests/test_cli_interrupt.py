@@ -1,0 +1,97 @@
+"""Signals: the first ends a run after its step, the second at once, and a terminal that is gone fails nothing."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LOOP = """
+import sys, time
+from penstock.cli.display import PlainDisplay
+from penstock.cli.interrupt import Interrupt
+display = PlainDisplay(sys.stdout)
+with Interrupt(display.notice, display.last_words) as interrupt:
+    print("ready", flush=True)
+    while not (interrupt.requested and sys.argv[1] == "whole steps"):
+        time.sleep(0.01)
+print("stopped", flush=True)
+sys.exit(interrupt.exit_code)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_one_signal_ends_the_loop_after_its_step(number: signal.Signals, code: int) -> None:
+    with _loop("whole steps") as process:
+        os.kill(process.pid, number)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert "stopped" in out
+    assert "Stopping after this step" in err
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    with _loop("endless step") as process:
+        assert process.stderr is not None
+        os.kill(process.pid, signal.SIGINT)
+        assert "Stopping after this step" in process.stderr.readline()
+        time.sleep(0.1)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "stopped" not in out
+    assert "in the middle of a step" in err
+
+
+def test_a_terminal_that_closes_with_two_signals_at_once_is_one_request() -> None:
+    with _loop("endless step") as process:
+        assert process.stderr is not None
+        os.kill(process.pid, signal.SIGHUP)
+        assert "Stopping after this step" in process.stderr.readline()
+        os.kill(process.pid, signal.SIGHUP)
+        time.sleep(0.2)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    """``nohup`` starts a program with SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = _loop("whole steps")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with process:
+        os.kill(process.pid, signal.SIGHUP)
+        time.sleep(0.2)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+
+
+def test_a_run_whose_terminal_is_gone_still_ends_after_its_step(tmp_path: Path) -> None:
+    """What it has to say fails with EIO there; the step and the exit code must not."""
+    after = tmp_path / "after"
+    body = f"{LOOP.rpartition('sys.exit')[0]}open({str(after)!r}, 'w').write(str(interrupt.exit_code))\n"
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", body, "whole steps"])
+    assert b"ready" in os.read(terminal, 100)
+    os.close(terminal)
+    assert os.waitpid(child, 0)[1] == 0
+    assert after.read_text() == "129"
+
+
+def _loop(behaviour: str) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP, behaviour], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process

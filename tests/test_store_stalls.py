@@ -1,0 +1,112 @@
+"""A drive that does not answer is said to, once, and when it is over; at no other time."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from penstock.store import transfer
+from penstock.store.layout import ALIGN, Layout
+from penstock.store.stalls import Stalls
+from penstock.store.store import Store
+from penstock.store.transfer import aligned_bytes
+
+SIZE = 64 * ALIGN
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """One whose requests count as late after a moment, in pieces of 4 KiB."""
+    monkeypatch.setattr(transfer, "Stalls", partial(Stalls, late=0.2))
+    with Store.create([tmp_path / "store"], Layout.build([("a", SIZE, 1)]), model={}) as store:
+        monkeypatch.setattr(store._files, "_request", ALIGN)
+        yield store
+
+
+def _stalling(
+    call: str, patch: pytest.MonkeyPatch, go_on: Callable[[], bool], calls: range = range(1)
+) -> Callable[..., object]:
+    """``os.<call>``, that waits until ``go_on()`` when it is called for the times in ``calls``."""
+    real: Callable[..., object] = getattr(os, call)
+    number = iter(range(1 << 30))
+
+    def stall(*args: object) -> object:
+        if next(number) in calls:
+            while not go_on():
+                time.sleep(0.01)
+        return real(*args)
+
+    patch.setattr(os, call, stall)
+    return real
+
+
+def _watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "penstock-stalls"]
+
+
+@pytest.mark.parametrize(
+    ("call", "verb", "what"),
+    [("preadv", "read", "read of 4 KiB"), ("pwritev", "write", "write of 4 KiB"), ("fdatasync", "flush", "flush")],
+)
+def test_a_stall_is_said_while_it_lasts_and_when_it_is_over(
+    call: str, verb: str, what: str, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Several requests of a file that wait together are one stall."""
+    caplog.set_level(logging.WARNING, "penstock")
+    _stalling(call, monkeypatch, lambda: len(caplog.messages) > 0, range(1 if verb == "flush" else 4))
+    if verb == "flush":
+        store.flush()
+    else:
+        getattr(store, verb)("a", 0, aligned_bytes(SIZE))
+    store.close()
+    begun, over = caplog.messages
+    assert begun.startswith(f"{store.paths[0] / 'penstock.store'}: a {what} has been under way for 0 s")
+    assert over == f"{store.paths[0] / 'penstock.store'}: goes on after a stall of 0 s"
+
+
+def test_two_stalls_are_said_twice(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "penstock")
+    said = iter((1, 3))
+    wanted = [0]
+    real = _stalling("pwritev", monkeypatch, lambda: len(caplog.messages) >= wanted[0], range(2))
+    assert real is not os.pwritev
+    for _ in range(2):
+        wanted[0] = next(said)
+        store.write("a", 0, aligned_bytes(ALIGN))
+        while len(caplog.messages) < wanted[0] + 1:
+            time.sleep(0.01)
+    assert ["goes on" in message for message in caplog.messages] == [False, True, False, True]
+
+
+def test_requests_that_come_back_are_not_said_and_nothing_is_left_at_the_end(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "penstock")
+    for _ in range(20):
+        store.write("a", 0, aligned_bytes(SIZE))
+        store.read("a", 0, aligned_bytes(SIZE))
+    assert len(_watchers()) == 1
+    assert not store._files._stalls._under_way
+    store.close()
+    assert not _watchers()
+    assert not caplog.messages
+
+
+def test_a_process_does_not_wait_for_the_watcher_of_a_store_that_was_not_closed(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from penstock.store.store import Store;"
+        "from penstock.store.layout import Layout; from penstock.store.transfer import aligned_bytes;"
+        "s = Store.create([Path(sys.argv[1])], Layout.build([('a', 4096, 1)]), model={});"
+        "s.write('a', 0, aligned_bytes(4096))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], timeout=20, check=False)
+    assert done.returncode == 0
