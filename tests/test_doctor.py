@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.machines import GIB, SMALL, drive, gpu, host
+from tests.test_machine_profile import CROSSING
 
 from penstock.cli import main
 from penstock.cli.doctor import describe, parse_doctor
@@ -63,6 +64,7 @@ def test_json_is_the_profile_and_nothing_else_and_is_stored(
     assert [d.path for d in machine.drives] == [str(folder)]
     assert {"fp32", "bf16", "fp16"} == machine.device.flops.keys()
     assert machine.overhead > 0
+    assert machine.crossing is not None
     assert f"Disk {folder}: reading, writing, and both at once: " in err
     assert "Traceback" not in err
     (stored,) = profile_folder().iterdir()
@@ -191,6 +193,7 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
         name="box",
         host=host(nodes=2, lockable=GIB),
         device=gpu(node=1, optimizer={"adamw.fp32": 5e9}),
+        crossing=CROSSING,
         drives=(drive(path="/mnt/a-rather-long-name/of/a/directory", node=0), drive(path="/b", kind="hdd", read=9.9e7)),
         contention={"cpu+read": 0.25, "read+cpu": 0.1},
         overhead=2e-5,
@@ -201,6 +204,8 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
     assert "GPU; 24 GiB, on NUMA node 1" in text
     assert "8, on 2 NUMA nodes" in text
     assert "1,000        5,000" in text
+    assert "    gradients, cast by the device               9,000          1,100" in text
+    assert "    gradients are 1.29x as fast if the device casts them; weights are as fast either way" in text
     (row,) = (line.split() for line in text.splitlines() if "rather" in line)
     assert " ".join(row) == "/mnt/a-rather-long-name/of/a/directory 5 3 4 + 2.5 500 GiB ssd, NUMA node 0"
     assert "0.099" in text
@@ -220,4 +225,8 @@ def test_a_gpu_is_measured(tmp_path: Path) -> None:
     assert 1e9 < device.h2d_both <= device.h2d
     assert 1e9 < device.d2h_both <= device.d2h
     assert device.optimizer.keys() == machine.host.optimizer.keys()
+    crossing = machine.crossing
+    assert crossing is not None
+    assert crossing.grad_bf16 > crossing.grad_fp32 > 0.7 * device.d2h / 4
+    assert crossing.weights_bf16 > crossing.weights_fp32 > 2e8
     assert not any("compute" in pair for pair in machine.contention)

@@ -2,16 +2,19 @@
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from penstock.doctor import contention, device, optimizer, overhead, work
+from penstock.doctor import contention, crossing, device, optimizer, overhead, work
 from penstock.doctor.pace import Load, Span, rate, rates
 from penstock.errors import StoreError
+from penstock.optim import kernels
 
 CPU = torch.device("cpu")
 
@@ -89,6 +92,62 @@ def test_steps_step(one_thread: None) -> None:
         for state in steps._states:
             assert torch.equal(state[4].view(torch.bfloat16)[: work.CHUNK], state[1].bfloat16())
         before = [tensor.clone() for tensor in after]
+
+
+def test_what_crosses_has_the_dtypes_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, torch.dtype, torch.dtype, int]] = []
+
+    def moved(how: str) -> Callable[..., None]:
+        def move(target: torch.Tensor, source: torch.Tensor, *staging: object) -> None:
+            assert target.data_ptr() != source.data_ptr()
+            seen.append((how, source.dtype, target.dtype, target.numel()))
+
+        return move
+
+    monkeypatch.setattr(work, "copy", moved("copy"))
+    monkeypatch.setattr(work, "copy_cast", moved("cast"))
+    fp32, bf16, n = torch.float32, torch.bfloat16, work.CHUNK
+    with ExitStack() as closing:
+        loads = work.crossings(CPU, closing)
+        for load in loads:
+            assert load.amount == n
+            load.workers[0]()
+    assert dict(zip([load.name for load in loads], seen, strict=True)) == {
+        "grad_bf16": ("cast", fp32, bf16, n),
+        "grad_fp32": ("copy", fp32, fp32, n),
+        "weights_bf16": ("copy", bf16, bf16, n),
+        "weights_fp32": ("cast", fp32, bf16, n),
+    }
+
+
+def test_the_bytes_of_a_gradient_to_measure_with_are_one_in_either_dtype() -> None:
+    """Else a step in bf16 would meet denormals, which are slow."""
+    steps = work.Steps(CPU, threads=1)
+    gradient = steps._states[0][0]
+    halves = gradient.view(torch.bfloat16)
+    assert (halves == gradient[0].bfloat16()).all()
+    assert float(halves[0]) == pytest.approx(1e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("reads", [torch.float32, torch.bfloat16])
+def test_steps_read_the_gradient_in_the_dtype_that_is_measured(
+    reads: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[torch.dtype, int, torch.dtype]] = []
+    real = kernels.step
+
+    def step(*arguments: Any, **named: Any) -> None:
+        seen.append((named["grad"].dtype, named["grad"].numel(), named["grad_dtype"]))
+        real(*arguments, **named)
+
+    monkeypatch.setattr(kernels, "step", step)
+    work.Steps(CPU, threads=1).load("adamw", torch.bfloat16, grad=reads, grad_dtype=torch.bfloat16).workers[0]()
+    assert seen == [(reads, work.CHUNK, torch.bfloat16)]
+
+
+def test_every_way_across_has_a_rate() -> None:
+    found = crossing.measure(CPU, 0.01, 1, threads=1)
+    assert min(vars(found).values()) > 1e6
 
 
 def test_every_optimizer_has_a_rate_in_every_precision() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.plan import profiles
-from penstock.plan.machine import Device, Drive, Host, Machine, Network, load_machine, parse_machine
+from penstock.plan.machine import Crossing, Device, Drive, Host, Machine, Network, load_machine, parse_machine
 
 
 def drive(path: Path | str, **changes: Any) -> Drive:
@@ -47,11 +47,31 @@ def machine(*drives: Drive, **changes: Any) -> Machine:
     return replace(made, **changes)
 
 
+CROSSING = Crossing(
+    grad_bf16=9e9,
+    grad_fp32=5e9,
+    weights_bf16=1e10,
+    weights_fp32=4e9,
+    step=1e9,
+    step_grad_bf16=1.1e9,
+    step_grad_rounded=9e8,
+    step_no_copy=1.2e9,
+)
+
+
 def test_the_text_form_parses_back() -> None:
     made = machine(drive("/a"), drive("/b", node=0, tbw=None, kind="hdd"))
     assert parse_machine(made.to_json(), "x") == made
     alone = replace(machine(), network=None)
     assert parse_machine(alone.to_json(), "x") == alone
+    measured = replace(alone, crossing=CROSSING)
+    assert parse_machine(measured.to_json(), "x") == measured
+
+
+def test_a_profile_from_before_there_was_a_crossing_has_none() -> None:
+    data = json.loads(machine().to_json())
+    del data["crossing"]
+    assert parse_machine(json.dumps(data), "x") == machine()
 
 
 Data = dict[str, Any]
@@ -74,6 +94,8 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no lane": (lambda d: d["contention"].update({"cpu+gpu": 1}), r"contention\.cpu\+gpu: a pair of lanes is written"),
     "missing": (lambda d: d["device"].pop("h2d"), r"key device\.h2d is missing"),
     "missing in a drive": (lambda d: d["drives"][0].pop("write_both"), r"key drives\[0\]\.write_both is missing"),
+    "missing in a crossing": (lambda d: d["crossing"].pop("step"), r"key crossing\.step is missing"),
+    "zero in a crossing": (lambda d: d["crossing"].update(grad_bf16=0), r"crossing\.grad_bf16=0 must be more than 0"),
     "missing part": (lambda d: d.pop("host"), "key host is missing"),
     "unknown": (lambda d: d["host"].update(gpus=1), r"unknown key host\.gpus\. Known: cores, memory"),
     "unknown at the top": (lambda d: d.update(date="today"), "unknown key date"),
@@ -115,7 +137,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_right_is_refused_by_its_key(name: str) -> None:
     change, message = WRONG[name]
-    data = json.loads(machine(drive("/a")).to_json())
+    data = json.loads(machine(drive("/a"), crossing=CROSSING).to_json())
     change(data)
     with pytest.raises(ConfigError, match=f"box.json: {message}"):
         parse_machine(json.dumps(data), "box.json")

@@ -141,7 +141,7 @@ def test_in_one_memory_the_cast_is_the_copy(narrow: torch.dtype) -> None:
     source = wild_case("sgd", None).grad
     expected, target = torch.empty(len(source), dtype=narrow), torch.zeros(len(source), dtype=narrow)
     kernels.cast(expected, source)
-    copy_cast(target, source, None, threads=2)
+    copy_cast(target, source, None)
     assert_same_bits([target], [expected])
     with pytest.raises(ValueError, match="staging: must be None where source and target are both on cpu"):
         copy_cast(target, source, torch.empty(len(source), dtype=narrow))

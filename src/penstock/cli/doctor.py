@@ -10,7 +10,8 @@ from pathlib import Path
 from penstock.cli.display import choose_display
 from penstock.config import format_size
 from penstock.errors import ConfigError
-from penstock.plan.machine import Device, Drive, Host, Machine
+from penstock.plan.crossing import faster_casts
+from penstock.plan.machine import Crossing, Device, Drive, Host, Machine
 from penstock.plan.profiles import save_profile
 
 _SWITCHES = ("--quick", "--sustained", "--json")
@@ -96,6 +97,8 @@ def describe(machine: Machine) -> str:
     """A profile for people: what was measured, and what is wrong."""
     lines = ["", machine.name, *_host(machine.host), *_device(machine.device), *_lanes(machine)]
     lines += ["", *_optimizer(machine)]
+    if machine.crossing is not None:
+        lines += ["", *_crossing(machine.crossing)]
     if machine.drives:
         lines += ["", *_drives(machine.drives)]
     if machine.contention:
@@ -154,6 +157,20 @@ def _optimizer(machine: Machine) -> Iterator[str]:
     for kind in kinds:
         numbers = [rates.get(f"{kind}.{precision}", 0.0) for rates in places.values() for precision in precisions]
         yield _row(f"  {kind}", "".join(f"{number / 1e6:>13,.0f}" for number in numbers))
+
+
+def _crossing(crossing: Crossing) -> Iterator[str]:
+    """What goes between device and optimizer in bf16 precision, by who casts it."""
+    rows = {
+        "gradients, cast by the device": (crossing.grad_bf16, crossing.step_grad_bf16),
+        "gradients, cast by the optimizer": (crossing.grad_fp32, crossing.step_grad_rounded),
+        "weights, cast by the optimizer": (crossing.weights_bf16, crossing.step),
+        "weights, cast by the device": (crossing.weights_fp32, crossing.step_no_copy),
+    }
+    yield f"  {'million parameters/s':<36}{'link and cast':>15}{'AdamW on host':>15}"
+    for name, numbers in rows.items():
+        yield f"    {name:<34}" + "".join(f"{number / 1e6:>15,.0f}" for number in numbers)
+    yield f"    {faster_casts(crossing)}"
 
 
 def _drives(drives: Sequence[Drive]) -> Iterator[str]:

@@ -7,6 +7,7 @@ work.py        the kinds of work that the engine's lanes do, as small pieces to 
 disk.py        a directory's read, write and simultaneous rates, with the store's own code
 device.py      matrix products and copies to and from what computes
 optimizer.py   parameters per second of every optimizer
+crossing.py    gradients from the device to the optimizer and weights back, cast on either side
 contention.py  how lanes slow each other
 overhead.py    what an op costs besides its work
 findings.py    what is wrong, in words

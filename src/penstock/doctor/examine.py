@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.doctor import contention, device, disk, mounts, optimizer, overhead, system, work
+from penstock.doctor import contention, crossing, device, disk, mounts, optimizer, overhead, system, work
 from penstock.doctor.disk import DiskRates, Scratch
 from penstock.doctor.findings import Seen, findings
 from penstock.doctor.mounts import Mount
@@ -17,7 +17,7 @@ from penstock.doctor.pace import Load, Span, rate
 from penstock.doctor.system import System
 from penstock.errors import BudgetError, ConfigError, StoreError
 from penstock.optim import kernels
-from penstock.plan.machine import Device, Drive, Host, Machine
+from penstock.plan.machine import Crossing, Device, Drive, Host, Machine
 from penstock.run import numa
 from penstock.run.memory import HostSlab
 from penstock.schedule.op import Lane
@@ -84,6 +84,7 @@ def examine(paths: Sequence[Path], effort: Effort, where: torch.device, working:
             name=socket.gethostname(),
             host=host,
             device=_device(host, effort, where, working),
+            crossing=_crossing(effort, where, working),
             drives=tuple(each.drive for each in disks),
         )
         first = disks[0] if disks and disks[0].rates.read > _NOTICED else None
@@ -192,6 +193,11 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working) -
         node=numa.gpu_node(pci) if pci is not None and host.nodes > 1 else None,
         **vars(links),
     )
+
+
+def _crossing(effort: Effort, where: torch.device, working: Working) -> Crossing:
+    with working("Gradients to the optimizer and weights back, cast on either side"):
+        return crossing.measure(where, effort.seconds, effort.rounds, threads=numa.thread_count(where))
 
 
 def _lanes(where: torch.device, scratch: Scratch | None, closing: ExitStack) -> dict[Lane, Load]:

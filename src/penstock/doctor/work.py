@@ -4,7 +4,7 @@ Pieces have the size of the engine's largest chunk, and walk through more memory
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from penstock.doctor.pace import Load
 from penstock.optim import kernels
+from penstock.optim.crossing import copy_cast
 from penstock.optim.formula import Hyper, Kind
 from penstock.run.memory import DeviceSlab, HostSlab
 from penstock.run.moves import copy
@@ -26,6 +27,8 @@ _QUEUED = 8
 """copies to or from a GPU that are queued before they are waited for, as lanes do"""
 _STATES = 4
 """chunks of optimizer state that are walked through; 128 MiB for AdamW in fp32"""
+_GRADIENT = 0.0010011944686993957
+"""Both halves of its fp32 are the bf16 nearest to it, so that its bytes are gradients of that size in either dtype."""
 
 
 def _round(length: int) -> Iterator[int]:
@@ -36,38 +39,61 @@ def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
     return [flat[i * CHUNK * FP32 :][: CHUNK * FP32] for i in range(_ROUND)]
 
 
-def copies(name: str, device: torch.device, closing: ExitStack) -> Load:
-    """Copies between host and device, in the direction that ``name`` says (``h2d``, ``d2h``); bytes.
-
-    ``closing`` gives page-locked memory back when it ends.
-    """
+def _both_sides(device: torch.device, closing: ExitStack) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Bytes of chunks in host memory, page-locked beside a GPU, and on the device."""
     with near(device):
         host_slab = HostSlab(_ROUND * CHUNK * FP32, pin=device.type == "cuda")
         device_slab = DeviceSlab(_ROUND * CHUNK * FP32, device)
         host_slab.bytes.fill_(1)
         device_slab.bytes.fill_(1)
     closing.callback(host_slab.close)
-    host, there = _pieces(host_slab.bytes), _pieces(device_slab.bytes)
-    targets, sources = (there, host) if name == "h2d" else (host, there)
+    return _pieces(host_slab.bytes), _pieces(device_slab.bytes)
+
+
+def _moving(name: str, device: torch.device, move: Callable[[int], None], amount: float) -> Load:
+    """What a lane between host and device does: ``move(i)`` moves chunk i, which is ``amount``."""
     place = _round(_ROUND)
     if device.type == "cpu":
-
-        def one() -> None:
-            i = next(place)
-            copy(targets[i], sources[i])
-
-        return Load(name=name, workers=[one], amount=CHUNK * FP32)
-
+        return Load(name=name, workers=[lambda: move(next(place))], amount=amount)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def queued() -> None:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             for _ in range(_QUEUED):
-                i = next(place)
-                copy(targets[i], sources[i])
+                move(next(place))
         stream.synchronize()
 
-    return Load(name=name, workers=[queued], amount=_QUEUED * CHUNK * FP32)
+    return Load(name=name, workers=[queued], amount=_QUEUED * amount)
+
+
+def copies(name: str, device: torch.device, closing: ExitStack) -> Load:
+    """Copies between host and device, in the direction that ``name`` says (``h2d``, ``d2h``); bytes.
+
+    ``closing`` gives page-locked memory back when it ends.
+    """
+    host, there = _both_sides(device, closing)
+    targets, sources = (there, host) if name == "h2d" else (host, there)
+    return _moving(name, device, lambda i: copy(targets[i], sources[i]), CHUNK * FP32)
+
+
+def crossings(device: torch.device, closing: ExitStack) -> tuple[Load, ...]:
+    """Gradients from the device and weights to it, in bf16 and in fp32; parameters.
+
+    Named as the fields of ``penstock.plan.machine.Crossing``. ``closing``: as in ``copies``.
+    """
+    host, there = _both_sides(device, closing)
+    host_wide, there_wide = ([piece.view(torch.float32) for piece in side] for side in (host, there))
+    host_narrow, there_narrow = ([piece.view(torch.bfloat16)[:CHUNK] for piece in side] for side in (host, there))
+    narrow = wide = None
+    if device.type == "cuda":
+        narrow, wide = (torch.empty(CHUNK, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
+    moves: dict[str, Callable[[int], None]] = {
+        "grad_bf16": lambda i: copy_cast(host_narrow[i], there_wide[i], narrow),
+        "grad_fp32": lambda i: copy(host_wide[i], there_wide[i]),
+        "weights_bf16": lambda i: copy(there_narrow[i], host_narrow[i]),
+        "weights_fp32": lambda i: copy_cast(there_narrow[i], host_wide[i], wide),
+    }
+    return tuple(_moving(name, device, move, CHUNK) for name, move in moves.items())
 
 
 def host_copies() -> Load:
@@ -124,13 +150,25 @@ class Steps:
     def __init__(self, device: torch.device, *, threads: int) -> None:
         self._device = device
         self._threads = threads
-        self._states = [[self._array(value) for value in (1e-3, 1.0, 0.0, 1e-6, 0.0)] for _ in range(_STATES)]
+        self._states = [[self._array(value) for value in (_GRADIENT, 1.0, 0.0, 1e-6, 0.0)] for _ in range(_STATES)]
 
     def _array(self, value: float) -> torch.Tensor:
         return DeviceSlab(CHUNK * FP32, self._device).bytes[: CHUNK * FP32].view(torch.float32).fill_(value)
 
-    def load(self, kind: Kind, out: torch.dtype | None = None) -> Load:
-        """Steps of one optimizer; parameters. ``out``: dtype of the copy beside the master, if there is one."""
+    def load(
+        self,
+        kind: Kind,
+        out: torch.dtype | None = None,
+        *,
+        grad: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype = torch.float32,
+        name: str = "cpu",
+    ) -> Load:
+        """Steps of one optimizer; parameters.
+
+        ``out``: dtype of the copy beside the master, if there is one. ``grad``: dtype of the gradient in memory;
+        ``grad_dtype``: what it is rounded to as it is read.
+        """
         hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
         place, count = _round(_STATES), itertools.count(1)
 
@@ -139,12 +177,13 @@ class Steps:
             kernels.step(
                 hyper,
                 next(count),
-                grad=gradient,
+                grad=gradient.view(grad)[:CHUNK],
                 master=master,
                 moments=(first, second)[: hyper.moments],
                 out=None if out is None else copied.view(out)[:CHUNK],
+                grad_dtype=grad_dtype,
                 threads=self._threads,
             )
             wait_for(self._device)
 
-        return Load(name="cpu", workers=[one], amount=CHUNK)
+        return Load(name=name, workers=[one], amount=CHUNK)

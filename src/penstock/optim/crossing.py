@@ -9,18 +9,17 @@ import torch
 from penstock.optim import kernels
 
 
-def copy_cast(target: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | None, threads: int = 1) -> None:
+def copy_cast(target: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | None) -> None:
     """``target`` becomes ``source`` in its own dtype; the cast is done on the device, on the current stream.
 
     From a device, ``source`` is rounded into ``staging``, which crosses; to a device, ``source`` crosses as it is into
     ``staging`` and is rounded there. Between the two ends nothing waits: neither end nor ``staging`` may be used by
     anything that is not ordered behind the current stream. Where host and device are one memory, the cast is the copy,
-    and needs no ``staging``.
+    needs no ``staging``, and runs in the calling thread: a lane that copies must not wait for the optimizer's threads.
 
     Args:
         target, source: [n] of fp32, bf16 or fp16, at most one of them on an accelerator. The other is page-locked.
         staging: [n] on that accelerator, of the dtype that crosses: ``target``'s from it, ``source``'s to it.
-        threads: for a cast on the CPU.
 
     Raises:
         ValueError: ``staging`` is missing where it is needed, there where it is not, or does not fit.
@@ -28,7 +27,7 @@ def copy_cast(target: torch.Tensor, source: torch.Tensor, staging: torch.Tensor 
     if source.device == target.device:
         if staging is not None:
             raise ValueError(f"staging: must be None where source and target are both on {source.device}")
-        kernels.cast(target, source, threads)
+        kernels.cast(target, source)
         return
     down = target.device.type == "cpu"
     device, dtype = (source.device, target.dtype) if down else (target.device, source.dtype)

@@ -13,6 +13,7 @@ from itertools import product
 
 from penstock.config import TIERS, Tier, format_size
 from penstock.errors import BudgetError
+from penstock.plan.crossing import with_faster_link
 from penstock.plan.fit import Family
 from penstock.plan.machine import Drive, Machine
 from penstock.plan.question import Question
@@ -107,7 +108,9 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
         words = "a second drive like the first" if n == 1 else f"{2 * n} such drives instead of {n}"
         yield variant(words, replace(task, machine=drives, disk_free=2 * task.disk_free))
     if machine.device.kind == "cuda":
-        yield variant("a link between host and device twice as fast", replace(task, machine=_faster_link(machine)))
+        yield variant(
+            "a link between host and device twice as fast", replace(task, machine=with_faster_link(machine, 2.0))
+        )
     yield variant("a device that computes twice as fast", replace(task, machine=_faster_device(machine)))
     rates = {name: 2 * rate for name, rate in machine.host.optimizer.items()}
     faster = replace(machine, host=replace(machine.host, optimizer=rates))
@@ -138,14 +141,6 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
 def _more(now: int, step: int) -> int:
     """A step that is worth a thought: the usual one, or as much again of a small budget."""
     return step if now >= step else now
-
-
-def _faster_link(machine: Machine) -> Machine:
-    device = machine.device
-    faster = replace(
-        device, h2d=2 * device.h2d, d2h=2 * device.d2h, h2d_both=2 * device.h2d_both, d2h_both=2 * device.d2h_both
-    )
-    return replace(machine, device=faster)
 
 
 def _faster_device(machine: Machine) -> Machine:

@@ -69,6 +69,35 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """Parameters/s between the device's buffers and the optimizer on the host, by where fp32 becomes bf16.
+
+    The first four are the link's: of a gradient and of weights, by the dtype that crosses. The others are of an AdamW
+    step on the host beside bf16 weights, by what it reads and writes. A plan that casts gradients on the device takes
+    ``grad_bf16`` and ``step_grad_bf16``; one that lets the optimizer round them, ``grad_fp32`` and
+    ``step_grad_rounded``. Weights that the optimizer casts: ``step``, then ``weights_bf16``; that the device casts:
+    ``step_no_copy``, then ``weights_fp32``.
+    """
+
+    grad_bf16: float
+    """cast on the device, then 2 bytes over d2h; one after the other"""
+    grad_fp32: float
+    """4 bytes over d2h"""
+    weights_bf16: float
+    """2 bytes over h2d"""
+    weights_fp32: float
+    """4 bytes over h2d, then cast on the device"""
+    step: float
+    """reads an fp32 gradient as it is, writes the bf16 copy"""
+    step_grad_bf16: float
+    """reads a bf16 gradient, writes the bf16 copy"""
+    step_grad_rounded: float
+    """reads an fp32 gradient and rounds it to bf16, writes the bf16 copy"""
+    step_no_copy: float
+    """reads an fp32 gradient as it is, writes no copy beside the master"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Network:
     """Links between ranks. ``bandwidth``: bytes/s that a rank sends, and receives; ``latency``: seconds."""
 
@@ -82,6 +111,7 @@ class Machine:
 
     ``contention["a+b"]``: see ``penstock.sim.costs.Costs.contention``, for the pairs that the rates above do not tell:
     on a machine without a GPU, ``compute``, ``cpu``, ``h2d`` and ``d2h`` share cores and memory.
+    ``crossing``: None in a profile that does not tell; ``penstock.plan.crossing`` derives it then.
     ``overhead``: seconds that an op costs besides its work. ``warnings``: what doctor found wrong, in words.
     """
 
@@ -89,6 +119,7 @@ class Machine:
     host: Host
     device: Device
     drives: tuple[Drive, ...] = ()
+    crossing: Crossing | None = None
     network: Network | None = None
     contention: Mapping[str, float] = field(default_factory=dict)
     overhead: float = 0.0
@@ -131,7 +162,8 @@ def load_machine(path: Path) -> Machine:
     return parse_machine(text, str(path))
 
 
-_PARTS: dict[str, type] = {"host": Host, "device": Device, "network": Network}
+_PARTS: dict[str, type] = {"host": Host, "device": Device, "network": Network, "crossing": Crossing}
+_MAY_BE_NULL = {"network", "crossing"}
 _KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
 _WHOLE = {"cores", "memory", "lockable", "free", "node", "nodes"}
 _MAY_BE_ZERO = {"latency", "overhead", "free", "lockable", "node", "contention"}
@@ -160,7 +192,7 @@ def _build(kind: type, data: Any, where: str, at: str) -> Any:
 
 def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
     if name in _PARTS:
-        return None if value is None and name == "network" else _build(_PARTS[name], value, where, at)
+        return None if value is None and name in _MAY_BE_NULL else _build(_PARTS[name], value, where, at)
     if name == "drives":
         return tuple(_build(Drive, drive, where, f"{at}[{i}]") for i, drive in enumerate(_list(value, where, at)))
     if name == "warnings":
