@@ -99,6 +99,7 @@ class CommitLog:
         self._paths = (directory / "commit.0", directory / "commit.1")
         self._store = store
         self._sequence, self._record = self._newest()
+        _write_again(self._paths[self._sequence % 2])
 
     @staticmethod
     def create(directory: Path, store: str) -> None:
@@ -149,3 +150,20 @@ class CommitLog:
         except OSError as e:
             raise store_error(f"{path}: commit failed: {e.strerror}: the commit before it still stands", e) from e
         self._sequence, self._record = sequence, json.loads(json.dumps(record))
+
+
+def _write_again(path: Path) -> None:
+    """Make a record durable that can be read: a process may have been killed, or told of an error, before it was.
+
+    Were it lost in a power cut later, the record before it would count, of which the run that goes on overwrites the
+    slots. The bytes are the same, so a power cut in this very moment leaves either record whole.
+    """
+    try:
+        with open(path, "r+b") as file:
+            text = file.read()
+            file.seek(0)
+            file.write(text)
+            file.flush()
+            os.fdatasync(file.fileno())
+    except OSError as e:
+        raise store_error(f"{path} cannot be made durable: {e.strerror}: check the drive", e) from e
