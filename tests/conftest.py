@@ -2,9 +2,44 @@
 
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
+
+FINDINGS = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--campaign", action="store_true", help="hit runs with as many faults as docs/reliability.md says")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Campaign:
+    """How many cases of a fault to make, and where to say what came of them."""
+
+    full: bool
+    findings: list[str]
+
+    def cases(self, few: int, many: int) -> int:
+        return many if self.full else few
+
+    def found(self, line: str) -> None:
+        """For the end of pytest's output."""
+        self.findings.append(line)
+
+
+@pytest.fixture
+def campaign(pytestconfig: pytest.Config) -> Campaign:
+    findings = pytestconfig.stash.setdefault(FINDINGS, [])
+    return Campaign(full=pytestconfig.getoption("--campaign"), findings=findings)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--campaign") and FINDINGS in config.stash:
+        terminalreporter.section("faults")
+        for line in config.stash[FINDINGS]:
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True, scope="session")

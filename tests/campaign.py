@@ -1,0 +1,114 @@
+"""The run that every fault of the campaign hits: small, with all state on disk, and known step by step.
+
+A ``Setting`` is a way to train. Its ``numbers`` decide the bits; its ``how`` must not, so what a run should have done is
+known from a run without it (``truth``). To put a new way through every fault, add it to ``SETTINGS``.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.models import VOCABULARY, Case, causal_lm
+from tests.training import MicroBatches, budget, state_of, steps_of, wrap
+from torch import nn
+
+import penstock
+
+
+class Net(nn.Module):
+    """Blocks with dropout, and a running mean, so that random state and the model's buffers have to survive as well.
+
+    Each array of a block takes several pages, so a write can be torn; running it needs no more than torch.
+    """
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 24)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 96), nn.ReLU(), nn.Dropout(0.2), nn.Linear(96, 24)) for _ in range(2)
+        )
+        self.head = nn.Linear(24, VOCABULARY)
+        self.register_buffer("mean", torch.zeros(24))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)).to(self.mean.dtype), 0.1)
+        x = x - self.mean.to(x.dtype)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+CASE = Case(build=Net, micro_batch=causal_lm, blocks=2, loss_fn=lambda m, mb: m(**mb))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A way to train."""
+
+    numbers: Mapping[str, Any]
+    """arguments of ``wrap`` that decide the bits"""
+    how: Mapping[str, Any] = field(default_factory=dict)
+    """arguments of ``wrap`` that must not"""
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    """arguments of ``Budget``"""
+    lag: int = 0
+    """steps that may be lost although ``step`` had returned"""
+
+
+SETTINGS = {
+    "fp32": Setting(numbers={"precision": "fp32", "clip_grad_norm": None}),
+    "bf16, clipped": Setting(numbers={"precision": "bf16", "clip_grad_norm": 1.25}),
+}
+
+
+def open_run(setting: Setting, store: Path) -> penstock.Engine:
+    """A new run, or the one that is in ``store``."""
+    return wrap(CASE, budget(store, **setting.budget), **setting.numbers, **setting.how)
+
+
+@cache
+def step_data(step: int) -> MicroBatches:
+    """The micro-batches of a step, the same ones in every run."""
+    return steps_of(CASE, 1, first=step, lengths=(12, 8))[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """What a run that nothing happens to does: (loss, norm) of each step, and the state after each, 0 being the start."""
+
+    numbers: dict[int, tuple[float, float]]
+    states: dict[int, dict[str, torch.Tensor]]
+
+
+def truth(setting: Setting, steps: int, folder: Path) -> Truth:
+    """``folder`` is for its store."""
+    numbers, states = {}, {}
+    with wrap(CASE, budget(folder / "truth"), **setting.numbers) as engine:
+        states[0] = state_of(engine)
+        for step in range(1, steps + 1):
+            stats = engine.step(step_data(step))
+            numbers[step] = (stats.loss, stats.grad_norm)
+            states[step] = state_of(engine)
+    return Truth(numbers=numbers, states=states)
+
+
+def go_on(engine: penstock.Engine, last: int) -> dict[int, tuple[float, float]]:
+    """Train up to step ``last``; (loss, norm) of each step taken."""
+    found = {}
+    for step in range(engine.step_count + 1, last + 1):
+        stats = engine.step(step_data(step))
+        found[step] = (stats.loss, stats.grad_norm)
+    return found
+
+
+def digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """What stands for a state's bits where it is too long."""
+    return {n: hashlib.sha256(t.flatten().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in state.items()}
