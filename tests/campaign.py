@@ -1,7 +1,7 @@
 """The run that every fault of the campaign hits: small, with all state on disk, and known step by step.
 
-A ``Setting`` is a way to train. Its ``numbers`` decide the bits; its ``how`` must not, so what a run should have done is
-known from a run without it (``truth``). To put a new way through every fault, add it to ``SETTINGS``.
+A ``Setting`` is a way to train. Its ``numbers`` decide the bits; its ``how`` must not, so what a run should have done
+is known from a run without it (``truth``). To put a new way through every fault, add it to ``SETTINGS``.
 """
 
 import hashlib
@@ -82,7 +82,7 @@ def step_data(step: int) -> MicroBatches:
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """What a run that nothing happens to does: (loss, norm) of each step, and the state after each, 0 being the start."""
+    """What a run that nothing happens to does: (loss, norm) of each step, and the state after each; 0 is the start."""
 
     numbers: dict[int, tuple[float, float]]
     states: dict[int, dict[str, torch.Tensor]]

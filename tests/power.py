@@ -1,5 +1,6 @@
 """A power cut, replayed from a log: what a drive may hold when everything that was not flushed is up to chance."""
 
+import itertools
 import random
 import shutil
 import threading
@@ -40,7 +41,7 @@ class _Write(_Event):
         """Some of its sectors, in any order."""
         first, end, sector = self.offset, self.offset + len(self.data), rng.choice(SECTORS)
         cuts = [first, *range(first // sector * sector + sector, end, sector), end]
-        pieces = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if rng.random() < 0.5]
+        pieces = [(a, b) for a, b in itertools.pairwise(cuts) if rng.random() < 0.5]
         rng.shuffle(pieces)
         return [
             _Write(began=self.began, ended=self.ended, file=self.file, offset=a, data=self.data[a - first : b - first])
