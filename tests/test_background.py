@@ -67,9 +67,9 @@ class Run:
         return {name: self.residence.array(name).to("cpu", copy=True) for name in self.names}
 
     def commit(self) -> None:
-        self.commits += 1
-        self.store.commit({"slots": self.slots.record(), "number": self.commits})
+        self.store.commit({"slots": self.slots.record(), "number": self.commits + 1})
         self.slots.committed()
+        self.commits += 1
 
     def committed(self) -> State:
         """What a run that opens the store would find."""
@@ -268,7 +268,7 @@ def test_pieces_are_written_in_the_order_of_the_changes(
     run = make("both")
     gate = Gate(monkeypatch)
     gate.open()
-    run.background.begin((1, 3), run.commit)
+    run.background.begin((1, 3), lambda: None)
     run.background.wait()
 
     def extent(offset: int) -> tuple[int, str, int]:
