@@ -17,7 +17,7 @@ from penstock.plan.crossing import with_faster_link
 from penstock.plan.fit import Family
 from penstock.plan.machine import Drive, Machine
 from penstock.plan.question import Question
-from penstock.plan.search import Choice, estimate, fits, hopeless, search, smallest_program
+from penstock.plan.search import Choice, estimate, fits, hopeless, search, smallest_programs
 from penstock.plan.task import Task
 
 WORTH_SAYING = 1.02
@@ -26,8 +26,6 @@ _SIMULATED, _SMALL, _OPS = 3, 4_000, 5_000
 _MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
 _MOST = 1 << 52
 """bytes beyond which a tier is no answer"""
-_DELAYS = (0.25, 0.5)
-"""delay ratios that are weighed; the engine cannot run one yet, so it is never part of a plan"""
 _STEPS = 16
 _DRIVE = Drive(path="a drive", read=1e9, write=1e9, read_both=1e9, write_both=1e9, free=_MOST)
 """stands for one that is not there, when all that is asked is whether something would fit"""
@@ -49,15 +47,14 @@ class _Variant:
     micro_batch_size: int
     micro_batches: int
     family: Family | None = None
-    delay: float = 0.0
 
     @property
     def sequences(self) -> int:
         return self.micro_batch_size * self.micro_batches
 
     def question(self, chosen: Family) -> Question:
-        question = replace(self.task, families=(self.family or chosen,))
-        return replace(question.question(self.micro_batch_size, self.micro_batches), delays=(self.delay,))
+        task = replace(self.task, families=(self.family or chosen,))
+        return task.question(self.micro_batch_size, self.micro_batches)
 
 
 def advice(task: Task, micro_batch_size: int, choice: Choice) -> tuple[Advice, ...]:
@@ -83,10 +80,10 @@ def advice(task: Task, micro_batch_size: int, choice: Choice) -> tuple[Advice, .
 def _simulated(variant: _Variant, now: _Variant, choice: Choice) -> Advice | None:
     """The advice with a simulated gain; None where shares would fit, but no whole groups do."""
     try:
-        seconds = search(replace(variant.question(choice.request.family), simulated_ops=_OPS)).seconds
+        seconds = search(replace(variant.question(choice.request.family), simulated_ops=_OPS)).expected_seconds
     except BudgetError:
         return None
-    gain = choice.seconds / seconds * variant.sequences / now.sequences
+    gain = choice.expected_seconds / seconds * variant.sequences / now.sequences
     return Advice(change=variant.change, gain=gain, simulated=True)
 
 
@@ -124,18 +121,22 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
         words = f"{2 * count} micro-batches of {size // 2} sequences instead of {count} of {size}"
         yield variant(words, task, size=size // 2, count=2 * count)
     if task.waits and task.precision != "fp16":
-        yield variant("no gradient clipping, so that the optimizer need not wait", replace(task, waits=False))
+        yield variant("no gradient clipping, so that the optimizer need not wait", _unclipped(task))
     pins = [kind for kind in ("weights", "state", "gradients", "checkpoints") if getattr(budget, kind) is not None]
     if pins:
         free = replace(budget, weights=None, state=None, gradients=None, checkpoints=None)
         words = ", ".join(f"budget.{kind}" for kind in pins)
         yield variant(f"tiers chosen by the planner instead of {words}", replace(task, budget=free))
-    if chosen == "vertical":
-        for delay in _DELAYS:
-            words = f"α = {delay:g}: that share of the optimizer's work in the next forward (not in this version)"
-            yield replace(variant(words, task), delay=delay)
+    if task.speculate is False and task.may_speculate:
+        yield variant("speculate: steps before the norm is known", replace(task, speculate=None))
+    if task.delay is not None and chosen == "vertical":
+        yield variant("a delay that the planner chooses", replace(task, delay=None))
     if chosen == "horizontal":
         yield replace(variant("schedule: vertical instead of horizontal", task), family="vertical")
+
+
+def _unclipped(task: Task) -> Task:
+    return replace(task, waits=False, speculate=None)
 
 
 def _more(now: int, step: int) -> int:
@@ -242,8 +243,7 @@ def _given(task: Task, tier: Tier) -> int:
 
 def smallest(question: Question, tier: Tier) -> int | None:
     """The smallest size of a tier with which something fits, to one part in 256 upwards; None if none does."""
-    requests = [replace(question.request, family=family) for family in question.families]
-    programs = [lp for request in requests if (lp := smallest_program(request, question)) is not None]
+    programs = smallest_programs(question)
     if not programs:
         return None
     index = TIERS.index(tier)

@@ -85,7 +85,7 @@ def choose(task: Task, batch: int) -> tuple[Choice, Split]:
     tried = 0
     for split in found or [Split(micro_batch_size=first[0], micro_batches=first[1], seconds=0.0)]:
         if best is not None and (
-            tried == _TRIED or split.seconds > least * _EQUAL or best[0].seconds <= least * _GOOD_ENOUGH
+            tried == _TRIED or split.seconds > least * _EQUAL or best[0].expected_seconds <= least * _GOOD_ENOUGH
         ):
             break
         try:
@@ -94,7 +94,7 @@ def choose(task: Task, batch: int) -> tuple[Choice, Split]:
             refusal = error
             continue
         tried += 1
-        if best is None or choice.seconds < best[0].seconds:
+        if best is None or choice.expected_seconds < best[0].expected_seconds:
             best = choice, split
     if best is None:
         assert refusal is not None

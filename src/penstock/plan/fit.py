@@ -14,6 +14,7 @@ from typing import Literal
 
 from penstock.config import Budget, Tier, format_size
 from penstock.errors import BudgetError, ConfigError, ScheduleError
+from penstock.plan.means import check_means, no_speculation
 from penstock.schedule.check import check_readers
 from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.op import Schedule, peak_bytes
@@ -77,8 +78,10 @@ class Plan:
 class Request:
     """What is to be fitted.
 
-    ``wait``, ``speculate``: as in ``Settings``. ``inputs``: bytes of all micro-batches on the device.
-    ``step_temporaries``: bytes that the optimizer needs on the device besides the state, where state steps there.
+    ``wait``, ``speculate``, ``delay``: as in ``Settings``; of the latter two None leaves the choice to the planner,
+    and where there is nothing to choose by (``fit``) what can speculates, and nothing is delayed. ``inputs``: bytes of
+    all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the device besides the
+    state, where state steps there.
     """
 
     program: Program
@@ -86,7 +89,8 @@ class Request:
     form: Format
     micro_batches: int
     wait: bool
-    speculate: bool = False
+    speculate: bool | None = False
+    delay: float | None = 0.0
     train: bool = True
     family: Family = "vertical"
     inputs: int = 0
@@ -111,9 +115,20 @@ class Request:
             return horizontal_route(self.program, self.micro_batches)
         return vertical_route(self.program, self.micro_batches, train=self.train)
 
-    @property
+    @cached_property
     def speculates(self) -> bool:
-        return self.speculate and self.wait and self.train
+        """Whether groups with all state on disk step before the norm is known."""
+        return self.speculate is not False and self.may_speculate
+
+    @cached_property
+    def may_speculate(self) -> bool:
+        """Whether anything could, if it is not forbidden."""
+        return self.train and no_speculation(self.budget, self.form, wait=self.wait) is None
+
+    def check_means(self) -> None:
+        """As ``means.check_means``; an evaluation steps nothing and has no means."""
+        if self.train:
+            check_means(self.speculate, self.delay, self.budget, self.form, wait=self.wait, horizontal=self.one_by_one)
 
     @property
     def one_by_one(self) -> bool:
@@ -197,8 +212,9 @@ def fitted(request: Request, keep: Placement | None = None) -> Settings:
 
     Raises:
         BudgetError: nothing fits; says the smallest budget of each tier that works.
-        ConfigError: the budget pins what cannot be combined.
+        ConfigError: the budget pins what cannot be combined, or nothing can speculate or be delayed as asked.
     """
+    request.check_means()
     settings = _fit_device(request, base_placement(request) if keep is None else keep)
     if keep is None:
         settings = _to_device(request, settings)
@@ -306,6 +322,7 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) 
         wait=request.wait and request.train,
         speculate=request.speculates,
         train=request.train,
+        delay=(request.delay or 0.0) if request.train else 0.0,
     )
 
 
@@ -333,7 +350,7 @@ def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
     if place.checkpoints == "host" and budget.checkpoints is None and request.bottom == "disk":
         checkpoints.append("disk")
     gradients: list[Literal["host", "disk"]] = [place.gradients]
-    waiting = any(settings.waits(g.index) for g in request.program.groups if g.trainable)
+    waiting = settings.delay > 0 or any(settings.waits(g.index) for g in request.program.groups if g.trainable)
     if place.gradients == "host" and budget.gradients is None and request.bottom == "disk" and waiting:
         gradients.append("disk")
     for spill, away in product(gradients, checkpoints):

@@ -1,16 +1,17 @@
 """What is asked of the search for a plan."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.config import Tier
 from penstock.plan.costs import machine_costs
 from penstock.plan.fit import Family, Request, base_placement
 from penstock.plan.machine import Machine
+from penstock.plan.means import DELAYS, REPEATS, steps_early
 from penstock.plan.model import StageTimes
 from penstock.plan.outside import Peaks, Phase, beyond, peaks_outside_steps
-from penstock.schedule.place import Placement
+from penstock.schedule.place import Placement, Settings
 from penstock.sim.costs import Costs
 
 SIMULATED_OPS = 50_000
@@ -21,9 +22,10 @@ SIMULATED_OPS = 50_000
 class Question:
     """What is asked: a request, the machine's costs, and how far the search may go.
 
-    ``disk_free``: bytes that may be used on disk; None: enough. ``delays``: delay ratios that the executor can run.
-    ``most_ops``: ops of the largest schedule that may be chosen; None: any. ``room``: bytes of device and host memory
-    for what comes before and after steps (``outside``); None: enough.
+    The request's ``speculate`` and ``delay`` are forced, or None to be chosen: ``delays`` are those to begin with, and
+    ``repeats`` is the share of steps that is expected to be run again if anything speculates. ``disk_free``: bytes that
+    may be used on disk; None: enough. ``most_ops``: ops of the largest schedule that may be chosen; None: any.
+    ``room``: bytes of device and host memory for what comes before and after steps (``outside``); None: enough.
     """
 
     request: Request
@@ -31,12 +33,38 @@ class Question:
     times: StageTimes
     optimizer: str
     families: tuple[Family, ...] = ("vertical", "horizontal")
-    delays: tuple[float, ...] = (0.0,)
+    delays: tuple[float, ...] = DELAYS
+    repeats: float = REPEATS
     disk_free: int | None = None
     io_threads: int = 4
     most_ops: int | None = None
     room: Mapping[Tier, int] | None = None
     simulated_ops: int = SIMULATED_OPS
+
+    @cached_property
+    def requests(self) -> tuple[Request, ...]:
+        """The request in each family, waiting for the norm and speculating as far as either may be chosen.
+
+        Raises:
+            ConfigError: what is forced cannot be.
+        """
+        late = bool(self.request.delay)
+        families = [f for f in self.families if f == "vertical" or not late] or list(self.families)
+        free = self.request.speculate is None and self.request.may_speculate
+        means = (False, True) if free else (self.request.speculates,)
+        forced = replace(self.request, family=families[0])
+        forced.check_means()
+        return tuple(replace(forced, family=family, speculate=early) for family in families for early in means)
+
+    def delays_of(self, request: Request) -> tuple[float, ...]:
+        """The delay ratios to begin with: the one that is forced, or those that the family can have."""
+        if request.delay is not None:
+            return (request.delay,)
+        return (0.0,) if request.one_by_one else self.delays
+
+    def expected(self, seconds: float, settings: Settings) -> float:
+        """Seconds of a step on average, where one with these settings takes ``seconds``: some are run twice."""
+        return seconds * (1 + self.repeats) if steps_early(self.request.program, settings) else seconds
 
     @cached_property
     def unstartable(self) -> str | None:

@@ -7,6 +7,7 @@ from penstock.config import Budget, OptimizerName, Precision, Tier, format_size
 from penstock.errors import ConfigError
 from penstock.plan.fit import Family, Request
 from penstock.plan.machine import Machine
+from penstock.plan.means import REPEATS, check_means, no_speculation
 from penstock.plan.model import ModelProfile, ModelShape, stage_times
 from penstock.plan.question import Question
 from penstock.schedule.place import BOUNCE, Format
@@ -32,7 +33,9 @@ class Task:
     """A model, a machine and a budget.
 
     ``waits``: the optimizer waits for the global gradient norm (clipping, or fp16's overflow check). ``families``:
-    schedules that may be chosen. ``disk_free``: bytes on disk that may be used.
+    schedules that may be chosen. ``disk_free``: bytes on disk that may be used. ``speculate``, ``delay``: forced, or
+    None to be chosen; ``repeats``: the share of steps that is expected to be run again if anything speculates, which is
+    none where nothing is clipped: a step that overflows in fp16 is dropped.
     """
 
     shape: ModelShape
@@ -45,6 +48,9 @@ class Task:
     waits: bool
     families: tuple[Family, ...]
     disk_free: int
+    speculate: bool | None = None
+    delay: float | None = None
+    repeats: float = REPEATS
     profiles: dict[int, ModelProfile] = field(default_factory=dict, compare=False, repr=False)
     """those made so far, by sequences in a micro-batch"""
 
@@ -55,12 +61,25 @@ class Task:
                 f"the profile of {self.machine.name} has no optimizer rate {self.rate_name}, only {known}: measure it "
                 "with penstock doctor"
             )
+        check_means(
+            self.speculate,
+            self.delay,
+            self.budget,
+            self.form,
+            wait=self.waits,
+            horizontal="vertical" not in self.families,
+        )
         if self.budget.disk_paths and not self.machine.drives:
             raise ConfigError(f"the profile of {self.machine.name} has no drives, but a directory on disk is given")
 
     @property
     def form(self) -> Format:
         return Format(weight_bytes=4 if self.precision == "fp32" else 2, moments=self.moments)
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether anything could, if it is not forbidden."""
+        return no_speculation(self.budget, self.form, wait=self.waits) is None
 
     @property
     def rate_name(self) -> str:
@@ -88,6 +107,8 @@ class Task:
             form=self.form,
             micro_batches=micro_batches,
             wait=self.waits,
+            speculate=self.speculate,
+            delay=self.delay,
             family=self.families[0],
             inputs=micro_batches * profile.tokens * _TOKEN_BYTES,
             step_temporaries=0 if self.machine.device.kind == "cpu" else DEVICE_TEMPORARIES,
@@ -98,6 +119,7 @@ class Task:
             times=stage_times(profile, self.machine, self.precision),
             optimizer=self.rate_name,
             families=self.families,
+            repeats=self.repeats,
             disk_free=self.disk_free,
             most_ops=MOST_OPS,
             room=self.room,

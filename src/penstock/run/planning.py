@@ -11,6 +11,7 @@ from penstock.errors import BudgetError, ModelError
 from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.plan.costs import machine_costs
 from penstock.plan.fit import Family, Plan, Request, fit, with_schedule
+from penstock.plan.means import REPEATS
 from penstock.plan.model import StageTimes
 from penstock.plan.search import best
 from penstock.run import batch
@@ -116,13 +117,28 @@ _SIZES = ("checkpoint", "gradient", "kept", "forward_peak", "backward_peak")
 class Planning:
     """Holds the plans made so far (one for training, one for evaluation) and the one runner that has memory."""
 
-    def __init__(self, machinery: Machinery, budget: Budget, schedule: Family | Schedule, *, wait: bool) -> None:
-        """``wait``: whether the optimizer waits for the global gradient norm."""
+    def __init__(
+        self,
+        machinery: Machinery,
+        budget: Budget,
+        schedule: Family | Schedule,
+        *,
+        wait: bool,
+        speculate: bool | None = False,
+        delay: float | None = 0.0,
+        repeats: float = REPEATS,
+    ) -> None:
+        """``wait``: whether a step's numbers need the global gradient norm. ``speculate``, ``delay``: as in
+        ``Request``; ``repeats``: as in ``Question``.
+        """
         self.runner: Runner | None = None
         self._shared = machinery
         self._budget = budget
         self._schedule = schedule
         self._wait = wait
+        self._speculate = speculate
+        self._delay = delay
+        self._repeats = repeats
         self._plans: dict[bool, Ready] = {}
         self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
         self._placed: Placement | None = None
@@ -191,6 +207,8 @@ class Planning:
             form=self._shared.residence.form,
             micro_batches=len(micro_batches),
             wait=self._wait,
+            speculate=self._speculate,
+            delay=self._delay,
             train=train,
             family="horizontal" if name == "horizontal" else "vertical",
             inputs=len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches),
@@ -224,7 +242,9 @@ class Planning:
         if machine is None or times is None:
             return fit(request, keep)
         shared = self._shared
-        return best(request, machine, times, shared.optimizer, keep, io_threads=shared.io_threads)
+        return best(
+            request, machine, times, shared.optimizer, keep, io_threads=shared.io_threads, repeats=self._repeats
+        )
 
     def _probe(self, micro_batch: Mapping[str, Any], *, train: bool) -> Probed:
         """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them

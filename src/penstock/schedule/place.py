@@ -1,6 +1,7 @@
 """Where each group's bytes live and how they are cut: the decisions a schedule is built from. Plain data."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 from typing import Literal
 
@@ -56,6 +57,7 @@ def part_of(group: GroupSpec, ranks: int) -> GroupSpec:
     return replace(group, trainable=trainable, frozen=frozen)
 
 
+@lru_cache(maxsize=1 << 14)
 def delayed_share(first: int, count: int, share: float) -> frozenset[int]:
     """Which of ``count`` chunks are delayed, when ``first`` others come before them: as evenly spread as can be.
 

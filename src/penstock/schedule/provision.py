@@ -13,6 +13,7 @@ visit's more, and what rounding up to whole buffers costs. Nothing else grows. W
 where they are: their old values are of no use while a step is delayed, but that memory is not lent out.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.config import Tier
@@ -138,21 +139,27 @@ class Provision:
         start before it is: earlier, if the lanes run ahead, which the count then leaves room for.
         """
         route, place = self.route, self.s.place
-        now = most = sum(map(len, self.delayed.values())) if place.gradients == "host" else 0
+        kept = place.gradients == "host"
+        now = most = sum(map(len, self.delayed.values())) if kept else 0
+        used, summed, stepped = (
+            Counter[int](),
+            Counter[int](),
+            Counter[int](),
+        )  # visit -> buffers that are free after it
+        for g, late in self.delayed.items():
+            used[route.readers[g][0]] += len(late) * kept
+            summed[route.gradient_visits[g][-1]] += sum(self.held_count(g, use) for use in range(1, len(route.uses[g])))
+            if not self.s.waits(g):
+                stepped[route.last_visit[g]] += (self.trained_count(g) - len(late)) * self.held(g, 0, waits=False)
         for i, visit in enumerate(route.visits):
-            if place.gradients == "host":
-                now -= sum(len(late) for g, late in self.delayed.items() if route.readers[g][0] == i)
+            now -= used[i]
             moves = visit.stage > 0 and self.leaves(visit.stage - 1)
             now += parts * len(visit.micro_batches) * moves * ((visit.kind == "F") - (visit.kind == "B"))
             most = max(most, now)
             made = [g for g in route.gradients(visit.kind, visit.stage) if place.state[g] != "device"]
             now += sum(self.held_count(g, route.uses[g].index(visit.stage)) for g in made)
             most = max(most, now)
-            for g in self.delayed:
-                if route.gradient_visits[g][-1] == i:
-                    now -= sum(self.held_count(g, use) for use in range(1, len(route.uses[g])))
-                if route.last_visit[g] == i and not self.s.waits(g):
-                    now -= (self.trained_count(g) - len(self.delayed[g])) * self.held(g, 0, waits=False)
+            now -= summed[i] + stepped[i]
         return most
 
     def _share(self) -> list[Pool]:

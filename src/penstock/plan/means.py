@@ -1,0 +1,72 @@
+"""The means by which a step comes to its numbers when they need the global gradient norm, and what each asks for.
+
+- *Waiting*: every gradient stays where it is, in host memory or on disk, until the norm is known; then the optimizer.
+- *Speculating*: a group whose whole state is on disk in two slots steps at once, into the slots that nothing names yet.
+  A step whose norm is over the limit is dropped and run again, with the factor known. Where fp16 overflows, a step is
+  dropped and not run again.
+- *Delaying*: a share of the steps is taken in the next step's forward (the delay ratio), with or without a norm.
+"""
+
+import math
+
+from penstock.config import Budget, Tier
+from penstock.errors import ConfigError
+from penstock.schedule.place import Format, Settings
+from penstock.schedule.program import Program
+
+REPEATS = 0.05
+"""The share of steps that is expected to be clipped, and so to be run twice if it speculates, where nothing has been
+measured. Clipping is rare after the first hundred steps: SuperOffload (arXiv 2509.21271) reports 0.12% of the steps
+1,000 to 80,000. The first steps are clipped most often, and this leaves room for them."""
+
+DELAYS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+"""delay ratios that are weighed; what lies between them and beyond is found in steps of ``DELAY_STEP``"""
+DELAY_STEP = 0.05
+
+
+def no_speculation(budget: Budget, form: Format, *, wait: bool) -> str | None:
+    """Why no group can step before the norm is known, and what to do; None: one can, if its state is on disk."""
+    if not wait:
+        return "no step needs the norm of its gradients: there is neither clip_grad_norm nor fp16. Leave it out"
+    if not budget.disk_paths:
+        return "a step that may be dropped goes beside the state on disk, and there is no disk: give budget.disk"
+    if budget.slots == 1:
+        return "with budget.slots=1 a step overwrites the only copy of the state: use slots=2"
+    pinned = _pinned_in_memory(budget, form)
+    if pinned is not None:
+        kind, tier = pinned
+        return f"budget.{kind}={tier!r} leaves no group's state on disk: drop the pin"
+    return None
+
+
+def _pinned_in_memory(budget: Budget, form: Format) -> tuple[str, Tier] | None:
+    """The pin that keeps a part of every group's state in memory."""
+    kinds = ["state"] * bool(form.split or form.moments) + ["weights"] * (not form.split)
+    for kind in kinds:
+        tier: Tier | None = getattr(budget, kind)
+        if tier not in (None, "disk"):
+            return kind, tier
+    return None
+
+
+def check_means(
+    speculate: bool | None, delay: float | None, budget: Budget, form: Format, *, wait: bool, horizontal: bool
+) -> None:
+    """Refuse what is asked for and cannot be.
+
+    Raises:
+        ConfigError: ``speculate=True`` where nothing can; a delay that is no share, or with the horizontal schedule.
+    """
+    if speculate and (why := no_speculation(budget, form, wait=wait)) is not None:
+        raise ConfigError(f"speculate=True cannot be: {why}")
+    if delay is None:
+        return
+    if not (math.isfinite(delay) and 0 <= delay <= 1):
+        raise ConfigError(f"delay={delay:g}: must be a share, from 0 to 1, or None to have it chosen")
+    if delay and horizontal:
+        raise ConfigError(f"delay={delay:g} needs schedule='vertical': horizontal goes to every block several times")
+
+
+def steps_early(program: Program, settings: Settings) -> bool:
+    """Whether any group steps before the norm is known, so that a step whose norm is over the limit is run again."""
+    return settings.wait and any(group.trainable and not settings.waits(group.index) for group in program.groups)
