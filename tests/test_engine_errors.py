@@ -301,7 +301,7 @@ def test_a_store_of_an_unknown_format(tmp_path: Path) -> None:
     body = read_document(manifest, "store")
     body["layout"]["format"] = 99
     write_document(manifest, "store", body)
-    with pytest.raises(StoreError, match="format 99, this version of penstock reads format 1"):
+    with pytest.raises(StoreError, match="format 99, this version of penstock reads format 2"):
         wrap(CASE, where)
 
 

@@ -14,7 +14,7 @@ from penstock.errors import BudgetError, ConfigError, ScheduleError
 from penstock.plan.fit import Family, Plan, Request, fit, with_schedule
 from penstock.schedule.check import check
 from penstock.schedule.op import Schedule, parse_schedule
-from penstock.schedule.place import Format, Placement
+from penstock.schedule.place import GRAIN, LARGE_PART, Format, Placement
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
 
 KIB, MIB = 1024, 1024 * 1024
@@ -409,3 +409,12 @@ def test_a_schedule_with_a_chunk_of_parts_is_refused(chunk: int) -> None:
     plan = fit(OWN)
     with pytest.raises(ScheduleError, match=f"chunk of {chunk} elements is not a multiple of 4096"):
         with_schedule(OWN, plan, replace(plan.schedule, chunk=chunk))
+
+
+def test_a_schedule_with_chunks_below_what_has_one_checksum_is_refused() -> None:
+    groups = tuple(replace(g, trainable=LARGE_PART) if g.index == 1 else g for g in OWN.program.groups)
+    budget = replace(OWN.budget, device=64 * MIB, host=64 * MIB)
+    large = replace(OWN, program=replace(OWN.program, groups=groups), budget=budget)
+    plan = fit(large)
+    with pytest.raises(ScheduleError, match=f"chunk of {ALIGN} elements is smaller .* make it {GRAIN} or more"):
+        with_schedule(large, plan, replace(plan.schedule, chunk=ALIGN))

@@ -47,7 +47,7 @@ def test_the_arrays_of_each_format() -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     parts = [part for group in GROUPS for part in parts_of(group, SPLIT, torch.bfloat16)]
-    layout = Layout.build((part.name, part.nbytes, 1) for part in parts)
+    layout = Layout.build(((part.name, part.nbytes, 1) for part in parts), {part.name: part.grid for part in parts})
     with Store.create([tmp_path / "store"], layout, model={}) as made:
         yield made
 

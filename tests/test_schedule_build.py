@@ -10,7 +10,18 @@ from penstock.config import Tier
 from penstock.schedule.check import check
 from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.op import Lane
-from penstock.schedule.place import PAGE, Depths, Format, Placement, Settings, chunks
+from penstock.schedule.place import (
+    LARGE_PART,
+    PAGE,
+    Depths,
+    Format,
+    Placement,
+    Settings,
+    chunk_count,
+    chunks,
+    grain,
+    on_grain,
+)
 from penstock.schedule.program import ALIGN, GroupSpec, Program
 from penstock.schedule.provision import Provision
 from penstock.schedule.vertical import vertical, vertical_route
@@ -266,3 +277,25 @@ def test_chunks_cover_a_group_without_gap_or_mix(trainable: int, frozen: int, la
     for kind in (True, False):
         sizes = [c.numel for c in cut if c.trainable is kind]
         assert max(sizes, default=0) - min(sizes, default=0) <= ALIGN
+
+
+@pytest.mark.parametrize("largest", [1 << 16, 3 << 16, (3 << 16) + ALIGN, 1 << 21, LARGE_PART, LARGE_PART + 5 * ALIGN])
+@pytest.mark.parametrize("numel", [LARGE_PART - ALIGN, LARGE_PART, LARGE_PART + 5 * ALIGN, 5 * LARGE_PART + 3 * ALIGN])
+def test_chunks_of_any_size_begin_where_checksums_do(numel: int, largest: int) -> None:
+    """A store is cut once, and read by plans with chunks of any size that the search may choose."""
+    group = GroupSpec(index=0, name="g", trainable=numel, frozen=numel)
+    cut = chunks(group, largest)
+    for kind, begin in ((True, 0), (False, numel)):
+        part = [c for c in cut if c.trainable is kind]
+        assert len(part) == chunk_count(numel, largest)
+        assert sum(c.numel for c in part) == numel
+        assert all((c.start - begin) % grain(numel) == 0 for c in part)
+        assert 0 < min(c.numel for c in part) <= max(c.numel for c in part) <= largest
+    assert on_grain(group, largest)
+
+
+def test_chunks_below_the_grain_are_for_simulations() -> None:
+    group = GroupSpec(index=0, name="g", trainable=LARGE_PART, frozen=0)
+    assert {c.numel for c in chunks(group, 5 * ALIGN)} <= {4 * ALIGN, 5 * ALIGN}
+    assert not on_grain(group, 5 * ALIGN)
+    assert on_grain(replace(group, trainable=LARGE_PART - ALIGN), 5 * ALIGN)

@@ -16,11 +16,12 @@ import numpy.typing as npt
 import pytest
 
 from penstock.errors import StoreError
-from penstock.store import ALIGN, Layout, Store, aligned_bytes
+from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, digests
 from penstock.store.directory import in_memory
 from penstock.store.striping import Striping
 
-LAYOUT = Layout.build([("weights", 300 * ALIGN, 1), ("state", 100 * ALIGN + 5, 2)])
+GRIDS = {name: (Region(nbytes=blocks * ALIGN, block=ALIGN),) for name, blocks in (("weights", 300), ("state", 101))}
+LAYOUT = Layout.build([("weights", 300 * ALIGN, 1), ("state", 100 * ALIGN + 5, 2)], GRIDS)
 MODEL = {"groups": [{"name": "block", "shapes": [[2, 3], [4]]}], "dtype": "fp32"}
 STRIPE = 4 * ALIGN
 
@@ -71,6 +72,7 @@ def test_what_is_written_is_read_also_after_closing(paths: list[Path]) -> None:
     with Store.create(paths, LAYOUT, model=MODEL, stripe=STRIPE) as store:
         for (name, slot), data in written.items():
             store.write(name, 0, data, slot)
+        store.commit({})
         assert store.stats.bytes_written == LAYOUT.nbytes
     with Store.open(paths) as store:
         assert store.layout == LAYOUT
@@ -443,7 +445,8 @@ def test_striping_is_recorded_not_assumed(tmp_path: Path) -> None:
     with Store.create(paths, LAYOUT, model=MODEL, stripe=ALIGN) as store:
         data = random_bytes(LAYOUT["weights"].stride)
         store.write("weights", 0, data)
+        store.commit({})
     sizes = tuple((path / "penstock.store").stat().st_size for path in paths)
-    assert sizes == Striping(files=2, stripe=ALIGN).file_sizes(LAYOUT.nbytes)
+    assert sizes == Striping(files=2, stripe=ALIGN).file_sizes(digests.area(LAYOUT, 2).end)
     with Store.open(paths) as store:
         assert np.array_equal(read(store, "weights"), data)

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import StoreError
-from penstock.store import ALIGN, Layout, SnapshotWriter, Store, aligned_bytes, packed
+from penstock.store import ALIGN, Layout, Region, SnapshotWriter, Store, aligned_bytes, packed
 
-LAYOUT = Layout.build([("a", 64 * ALIGN, 1)])
+LAYOUT = Layout.build([("a", 64 * ALIGN, 1)], {"a": (Region(nbytes=64 * ALIGN, block=ALIGN),)})
 MIB = 1 << 20
 
 
@@ -145,7 +145,7 @@ except StoreError as e:
 def test_a_limit_on_file_size(tmp_path: Path) -> None:
     path = tmp_path / "d"
     run = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, check=True)
-    assert "4 MiB are needed" in run.stdout
+    assert "4.01 MiB are needed" in run.stdout
     assert "a limit on the size of files" in run.stdout
     assert not path.exists()
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import StoreError
-from penstock.store.layout import ALIGN, Layout, round_up
+from penstock.store.layout import ALIGN, Extent, Layout, Region, round_up
 from penstock.store.striping import Striping
 
+WHOLE = [[4096, 4096]]
 sizes = st.lists(st.tuples(st.integers(1, 5 * ALIGN), st.integers(1, 3)), min_size=1, max_size=6)
 
 
@@ -51,16 +52,54 @@ def test_ranges_outside_of_a_slot_are_refused() -> None:
             extent.address(offset, nbytes, slot)
 
 
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[Extent, int, int]:
+    """An extent cut in one to three regions, and a range of it."""
+    counts = st.tuples(st.integers(1, 9), st.integers(1, 4))
+    grid = tuple(Region(nbytes=n * ALIGN, block=b * ALIGN) for n, b in draw(st.lists(counts, min_size=1, max_size=3)))
+    total = sum(region.nbytes for region in grid)
+    first = draw(st.integers(0, total // ALIGN - 1)) * ALIGN
+    nbytes = draw(st.integers(1, (total - first) // ALIGN)) * ALIGN
+    return Layout.build([("a", total, 1)], {"a": grid})["a"], first, nbytes
+
+
+@given(ranges())
+def test_a_range_touches_the_blocks_that_it_has_bytes_of(case: tuple[Extent, int, int]) -> None:
+    extent, first, nbytes = case
+    every = list(extent.spans())
+    assert [number for number, _ in every] == list(range(extent.blocks))
+    assert [byte for _, span in every for byte in (span.start, span.stop)][1:-1:2] == [s.start for _, s in every[1:]]
+    assert (every[0][1].start, every[-1][1].stop) == (0, extent.stride)
+    touched = [(i, span) for i, span in every if span.start < first + nbytes and first < span.stop]
+    assert list(extent.spans(first, nbytes)) == touched
+
+
+@given(ranges(), st.integers(1, 6))
+def test_an_extent_is_cut_into_ranges_of_whole_blocks(case: tuple[Extent, int, int], most: int) -> None:
+    extent, *_ = case
+    borders = {0} | {span.stop for _, span in extent.spans()}
+    longest = {span.stop: len(span) for _, span in extent.spans()}
+    position = 0
+    for part in extent.ranges(most * ALIGN):
+        assert part.start == position
+        assert part.stop in borders
+        assert len(part) <= max(most * ALIGN, longest[part.stop])
+        position = part.stop
+    assert position == extent.stride
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"format": 2, "extents": []}, "format 2"),
+        ({"format": 1, "extents": []}, "format 1, this version of penstock reads format 2"),
         ([], "format None"),
-        ({"format": 1}, "damaged"),
-        ({"format": 1, "extents": [["a", 0, 4096]]}, "damaged"),
-        ({"format": 1, "extents": [["a", 0, 0, 1]]}, "empty"),
-        ({"format": 1, "extents": [["a", 0, 1, 1], ["a", 4096, 1, 1]]}, "twice"),
-        ({"format": 1, "extents": [["a", 4096, 1, 1]]}, "offsets"),
+        ({"format": 2}, "damaged"),
+        ({"format": 2, "extents": [["a", 0, 4096]]}, "damaged"),
+        ({"format": 2, "extents": [["a", 0, 0, 1, []]]}, "empty"),
+        ({"format": 2, "extents": [["a", 0, 1, 1, WHOLE], ["a", 4096, 1, 1, WHOLE]]}, "twice"),
+        ({"format": 2, "extents": [["a", 4096, 1, 1, WHOLE]]}, "offsets"),
+        ({"format": 2, "extents": [["a", 0, 1, 1, [[8192, 4096]]]]}, "a is cut into blocks that do not cover it"),
+        ({"format": 2, "extents": [["a", 0, 1, 1, [[4096, 512]]]]}, "a is cut into blocks that do not cover it"),
     ],
 )
 def test_wrong_layouts_are_refused(data: object, message: str) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import StoreError
 from penstock.store import ALIGN, SnapshotReader, SnapshotWriter, aligned_bytes
-from penstock.store.snapshot import BLOCK
+from penstock.store.layout import BLOCK
 
 ENTRIES = [("weights", 3 * BLOCK + 5 * ALIGN), ("tiny", 10), ("moments", BLOCK)]
 META = {"step": 7, "random": "abc", "losses": [1.5, 2.25]}

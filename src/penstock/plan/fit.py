@@ -18,7 +18,7 @@ from penstock.plan.means import check_means, no_speculation
 from penstock.schedule.check import check_readers
 from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.op import Schedule, peak_bytes
-from penstock.schedule.place import FP32, Depths, Format, Placement, Settings, page_up
+from penstock.schedule.place import FP32, GRAIN, Depths, Format, Placement, Settings, checksum_bytes, on_grain, page_up
 from penstock.schedule.program import ALIGN, Program
 from penstock.schedule.provision import Provision, fixed_bytes
 from penstock.schedule.route import Route
@@ -157,14 +157,15 @@ class Request:
 
     def space_bytes(self, settings: Settings) -> int:
         """Bytes of disk that a run takes: the store has room for all weights and state, wherever they are at home, in
-        every slot.
+        every slot, and for two tables of checksums.
         """
         if self.bottom != "disk":
             return 0
         width, moments = self.form.weight_bytes, self.form.moments + self.form.split
         groups = self.program.groups
         stored = sum(page_up(g.numel * width) + moments * page_up(g.trainable * FP32) for g in groups)
-        return self.budget.slots * stored + self.scratch_bytes(settings)
+        checksums = 2 * checksum_bytes(groups, moments, self.budget.slots)
+        return self.budget.slots * stored + checksums + self.scratch_bytes(settings)
 
     def disk_bytes(self, place: Placement) -> int:
         """Bytes of weights and state whose home is on disk."""
@@ -235,6 +236,12 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
     """
     if schedule.chunk < ALIGN or schedule.chunk % ALIGN:
         raise ScheduleError(f"the schedule's chunk of {schedule.chunk} elements is not a multiple of {ALIGN}")
+    for group in request.program.groups:
+        if not on_grain(group, schedule.chunk):
+            raise ScheduleError(
+                f"the schedule's chunk of {schedule.chunk} elements is smaller than what has one checksum on disk in "
+                f"group {group.name}: make it {GRAIN} or more"
+            )
     settings = replace(plan.settings, chunk=schedule.chunk)
     if schedule.micro_batches != settings.micro_batches:
         raise ScheduleError(f"the schedule is for {schedule.micro_batches} micro-batches, not {settings.micro_batches}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config import TIERS, Tier, format_size
-from penstock.schedule.place import BOUNCE, FP32, Format, Placement, page_up
+from penstock.schedule.place import BOUNCE, FP32, Format, Placement, checksum_bytes, page_up
 from penstock.schedule.program import Program
 
 Phase = Literal["load", "probe", "place", "save", "resume", "close"]
@@ -74,7 +74,8 @@ def peaks_outside_steps(
             ``Plan.host_bytes``). Pools live on between steps.
         disk: whether there is a disk tier; all arrays have their extents there.
         host_bytes: the budget of host memory, which is filled first where there is no disk.
-        slots: copies of every array on disk (``Budget.slots``); a snapshot has one.
+        slots: copies of every array on disk (``Budget.slots``); a snapshot has one. The checksums of all are there too,
+            in a store twice.
         scratch: bytes on disk for checkpoints and gradients that wait there, from the first step on
             (``Request.scratch_bytes``).
         from_meta: whether the engine initialises the model. The check that everything was filled takes one byte for
@@ -98,7 +99,10 @@ def peaks_outside_steps(
     wanted: list[Tier] = [place.state[p.group] if p.state else place.weights[p.group] for p in parts]
     first: list[Tier] = ["disk"] * len(parts) if disk else _start_in_memory(sizes, host_bytes)
     start, final = _held(sizes, first), _held(sizes, wanted)
-    base = {tier: slots * stored if tier == "disk" and disk else 0 for tier in TIERS}
+    moments = form.moments + form.split
+    checksums = 2 * checksum_bytes(program.groups, moments, slots)
+    saved = stored + checksum_bytes(program.groups, moments, 1)
+    base = {tier: slots * stored + checksums if tier == "disk" and disk else 0 for tier in TIERS}
 
     def peaks(device: int, host: int, more_disk: int = 0) -> Peaks:
         return {"device": device, "host": host, "disk": base["disk"] + more_disk}
@@ -109,7 +113,7 @@ def peaks_outside_steps(
         "load": peaks(start["device"], start["host"] + filling),
         "probe": peaks(start["device"] + _probing(program, form, first, parts), start["host"] + BOUNCE),
         "place": peaks(placing["device"], placing["host"] + (BOUNCE if first != wanted else 0)),
-        "save": peaks(step["device"], step["host"] + BOUNCE, stored + scratch),
+        "save": peaks(step["device"], step["host"] + BOUNCE, saved + scratch),
         "resume": peaks(max(start["device"], step["device"]), max(start["host"], step["host"]) + BOUNCE, scratch),
         "close": peaks(final["device"], final["host"] + (BOUNCE if disk else 0)),
     }

@@ -30,8 +30,7 @@ from penstock.plan.placement_lp import PlacementLP, Waits
 from penstock.plan.proposals import CHUNKS, EQUAL, FIRST, Proposal, Proposals
 from penstock.plan.question import Question
 from penstock.plan.rounding import PATTERNS, Pattern
-from penstock.schedule.place import Placement, Settings
-from penstock.schedule.program import ALIGN
+from penstock.schedule.place import GRAIN, Placement, Settings
 from penstock.schedule.world import World
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
@@ -336,7 +335,7 @@ def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
 
 def _changes(settings: Settings, *, delays: bool) -> Iterator[Settings]:
     """Settings one step away, placement aside; ``delays``: whether the delay may change."""
-    for chunk in (settings.chunk * 2, settings.chunk // 2 // ALIGN * ALIGN):
+    for chunk in (settings.chunk * 2, settings.chunk // 2 // GRAIN * GRAIN):
         if CHUNKS[0] <= chunk <= CHUNKS[-1]:
             yield replace(settings, chunk=chunk)
     for step in (DELAY_STEP, -DELAY_STEP) if delays else ():

@@ -53,7 +53,8 @@ class Home:
         if budget.disk_paths:
             sizes = [(p.name, p.nbytes) for p in parts] + buffers.sizes()
             entries = [(name, nbytes, budget.slots) for name, nbytes in sizes]
-            self.store = self._open(entries, model, io_threads)
+            layout = Layout.build(entries, {p.name: p.grid for p in parts})
+            self.store = self._open(layout, model, io_threads)
         elif (need := sum(p.nbytes for p in parts)) > (have := budget.host_bytes + budget.device_bytes):
             raise BudgetError(
                 f"weights and optimizer state take {format_size(need)}, and the budget gives {format_size(have)} of "
@@ -62,10 +63,10 @@ class Home:
         self.slots = Slots.none() if self.store is None else Slots.of(self.store)
         self.residence = Residence(groups, form, dtype, device, self.store, self.slots, host_bytes=budget.host_bytes)
 
-    def _open(self, entries: Sequence[tuple[str, int, int]], model: dict[str, Any], io_threads: int) -> Store:
+    def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> Store:
         paths = self._budget.disk_paths
         if not Store.exists(paths):
-            return Store.create(paths, Layout.build(entries), model=model, io_threads=io_threads)
+            return Store.create(paths, layout, model=model, io_threads=io_threads)
         store = Store.open(paths, io_threads=io_threads)
         try:
             store.require_model(model)

@@ -23,32 +23,47 @@ from penstock.plan.outside import move_order
 from penstock.run.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.run.numa import near
 from penstock.run.slots import Slots
-from penstock.schedule.place import FP32, Format, Placement
-from penstock.schedule.program import ALIGN, GroupSpec
+from penstock.schedule.place import FP32, Format, Placement, grain
+from penstock.schedule.program import GroupSpec, round_up
+from penstock.store.layout import Grid, Region
 from penstock.store.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One array of a group: ``numel`` elements of ``dtype``."""
+    """One array of a group: ``numel`` elements of ``dtype``, the first ``trainable`` of them with optimizer state."""
 
     name: str
     group: int
     numel: int
+    trainable: int
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def spans(self) -> tuple[range, ...]:
+        """The elements of the trainable and the frozen part, in steps of what has one checksum on disk."""
+        cut = ((0, self.trainable), (self.trainable, self.numel))
+        return tuple(range(start, stop, grain(stop - start)) for start, stop in cut if start < stop)
+
+    @property
+    def grid(self) -> Grid:
+        """The same in bytes: how the array's extent is cut."""
+        size = self.dtype.itemsize
+        return tuple(Region(nbytes=(s.stop - s.start) * size, block=s.step * size) for s in self.spans)
+
 
 def parts_of(group: GroupSpec, form: Format, dtype: torch.dtype) -> tuple[Part, ...]:
     """A group's arrays, weights first."""
     g = group.index
-    parts = [Part(name=f"weights.{g}", group=g, numel=group.numel, dtype=dtype)]
+    parts = [Part(name=f"weights.{g}", group=g, numel=group.numel, trainable=group.trainable, dtype=dtype)]
     if group.trainable:
         names = ([f"master.{g}"] if form.split else []) + [f"moment{i}.{g}" for i in range(form.moments)]
-        parts += [Part(name=name, group=g, numel=group.trainable, dtype=torch.float32) for name in names]
+        n, dtype = group.trainable, torch.float32
+        parts += [Part(name=name, group=g, numel=n, trainable=n, dtype=dtype) for name in names]
     return tuple(parts)
 
 
@@ -150,14 +165,20 @@ class Residence:
         self._same.add(part.name)
 
     def fetch(self, name: str, offset: int, shape: torch.Size) -> torch.Tensor:
-        """A parameter out of an array, from element ``offset`` on, as a new fp32 tensor; reads whole pages."""
+        """A parameter out of an array, from element ``offset`` on, as a new fp32 tensor; reads all that has a checksum
+        with some of it."""
         part, out = self.parts[name], torch.empty(shape, dtype=torch.float32)
         flat, end = out.view(-1), offset + shape.numel()
+        if not shape.numel():
+            return out
         bounce = HostSlab(BOUNCE)
+        span = next(s for s in part.spans if s.start <= offset < s.stop)
+        start = span.start + (offset - span.start) // span.step * span.step
+        stop = min(span.start + round_up(end - span.start, span.step), span.stop)
         step = bounce.nbytes // FP32
         try:
-            for first in range(offset // ALIGN * ALIGN, end, step):
-                piece = bounce.bytes[: min(step, part.numel - first) * part.dtype.itemsize].view(part.dtype)
+            for first in range(start, stop, step):
+                piece = bounce.bytes[: min(step, stop - first) * part.dtype.itemsize].view(part.dtype)
                 self.read(name, first, piece)
                 a, b = max(first, offset), min(first + piece.numel(), end)
                 flat[a - offset : b - offset].copy_(piece[a - first : b - first])
@@ -192,13 +213,14 @@ class Residence:
             bounce.close()
 
     def pieces(self, name: str, bounce: HostSlab, first: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        """Cut an array, from element ``first`` on, into ranges that fit the bounce buffer: (first element, a view to
-        fill or to read)."""
-        part = self.parts[name]
-        step = bounce.nbytes // FP32
-        for start in range(first, part.numel, step):
-            numel = min(step, part.numel - start)
-            yield start, bounce.bytes[: numel * part.dtype.itemsize].view(part.dtype)
+        """Cut an array, from element ``first`` (where the trainable or the frozen part begins) on, into ranges that fit
+        the bounce buffer: (first element, a view to fill or to read)."""
+        part, step = self.parts[name], bounce.nbytes // FP32
+        for span in part.spans:
+            assert step % span.step == 0, f"{bounce.nbytes} bytes are less than what has one checksum"
+            for start in range(max(span.start, first), span.stop, step):
+                numel = min(step, span.stop - start)
+                yield start, bounce.bytes[: numel * part.dtype.itemsize].view(part.dtype)
 
     def _move(self, name: str, tier: Tier) -> None:
         """Copy an array to another tier, and only then let go of where it was: an error on the way loses nothing."""

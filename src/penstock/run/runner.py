@@ -20,9 +20,9 @@ from penstock.run.serial import SerialExecutor
 from penstock.run.streams import CudaStreams, HostStreams
 from penstock.run.trace import MemorySample, TraceEvent
 from penstock.schedule.op import Schedule
-from penstock.schedule.place import FP32
+from penstock.schedule.place import FP32, grain
 from penstock.schedule.program import ALIGN
-from penstock.store.layout import Layout
+from penstock.store.layout import Layout, Region
 from penstock.store.store import Store
 from penstock.tape.groups import ParamGroup
 from penstock.tape.passage import StageFacts
@@ -170,8 +170,14 @@ def _scratch(plan: Plan, shared: Machinery) -> Store | None:
         return None
     if Store.exists(shared.scratch_paths):  # left behind by a run that was killed; a live one holds its lock
         Store.delete(shared.scratch_paths)
-    layout = Layout.build((name, nbytes, 1) for name, nbytes in wanted)
-    return Store.create(shared.scratch_paths, layout, model={"scratch": True}, io_threads=shared.io_threads)
+    grids = {
+        f"gradient.{g.index}": (Region(nbytes=g.trainable * FP32, block=grain(g.trainable) * FP32),)
+        for g in plan.program.groups
+        if g.trainable
+    }
+    layout = Layout.build(((name, nbytes, 1) for name, nbytes in wanted), grids)
+    model = {"scratch": True}
+    return Store.create(shared.scratch_paths, layout, model=model, io_threads=shared.io_threads, passing=True)
 
 
 def _scratch_entries(schedule: Schedule, plan: Plan) -> list[tuple[str, int]]:

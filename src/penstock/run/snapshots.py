@@ -20,9 +20,10 @@ def save(path: Path, residence: Residence, buffers: Buffers, meta: Mapping[str, 
         StoreError: the path exists and may not be overwritten, or the disk is full or fails.
     """
     entries = [(name, page_up(part.nbytes)) for name, part in residence.parts.items()] + buffers.sizes()
+    grids = {name: part.grid for name, part in residence.parts.items()}
     bounce = HostSlab(BOUNCE)
     try:
-        with SnapshotWriter(path, entries, dict(meta), overwrite=overwrite) as writer:
+        with SnapshotWriter(path, entries, dict(meta), overwrite=overwrite, grids=grids) as writer:
             for name in residence.parts:
                 for start, piece in residence.pieces(name, bounce):
                     residence.read(name, start, piece)

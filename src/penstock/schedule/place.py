@@ -1,7 +1,9 @@
 """Where each group's bytes live and how they are cut: the decisions a schedule is built from. Plain data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from math import ceil
 from typing import Literal
 
@@ -13,6 +15,12 @@ PAGE = 4096
 """Bytes to which everything that goes to disk is padded."""
 BOUNCE = 8 << 20
 """Bytes that are moved at a time between tiers, outside of steps."""
+GRAIN = 1 << 16
+"""Elements under one checksum on disk (256 KiB of fp32), and so the smallest chunk, of a large part of a group."""
+CHECKSUM = 8
+"""Bytes of one checksum."""
+LARGE_PART = 1 << 20
+"""Elements from which on a part of a group is large; smaller ones have a checksum for each ``ALIGN`` elements."""
 
 
 def page_up(nbytes: int) -> int:
@@ -30,21 +38,57 @@ class Chunk:
     trainable: bool
 
 
+def grain(numel: int) -> int:
+    """Elements under one checksum on disk, of the trainable or the frozen part of a group that has ``numel`` of them.
+
+    What is read or written begins at a multiple of it within the part, and ends at one or at the part's end. Stores on
+    disk are cut so: another rule needs another number of their format.
+    """
+    return GRAIN if numel >= LARGE_PART else ALIGN
+
+
+def checksum_bytes(groups: Sequence[GroupSpec], moments: int, copies: int) -> int:
+    """Bytes on disk of the checksums of ``copies`` of all weights and of ``moments`` more arrays of what is trained."""
+
+    def blocks(numel: int) -> int:
+        return -(-numel // grain(numel))
+
+    count = sum((1 + moments) * blocks(g.trainable) + blocks(g.frozen) for g in groups)
+    return page_up(CHECKSUM * copies * count)
+
+
 def chunk_count(numel: int, largest: int) -> int:
     """Into how many chunks ``numel`` elements are cut."""
-    return -(-numel // largest)
+    if numel <= largest:
+        return min(numel, 1)
+    unit = _unit(numel, largest)
+    blocks = -(-numel // unit)
+    return -(-blocks // (largest // unit))
+
+
+def _unit(numel: int, largest: int) -> int:
+    """What the chunks of a part are multiples of: its grain, unless that is larger than a chunk may be."""
+    return grain(numel) if largest >= grain(numel) else ALIGN
+
+
+def on_grain(group: GroupSpec, largest: int) -> bool:
+    """Whether chunks of at most ``largest`` elements begin and end where the disk's checksums do."""
+    return all(n <= largest or grain(n) <= largest for n in (group.trainable, group.frozen))
 
 
 def chunks(group: GroupSpec, largest: int) -> tuple[Chunk, ...]:
-    """Cut a group into the fewest, most even chunks of at most ``largest`` elements, each a multiple of ``ALIGN``."""
+    """Cut a group into the fewest, most even chunks of at most ``largest`` elements, each a multiple of the part's
+    ``grain`` but for the last; or of ``ALIGN`` where ``largest`` is below the grain, which no store can take
+    (``on_grain``): only schedules that are simulated have such chunks.
+    """
     assert largest >= ALIGN
     assert largest % ALIGN == 0
     cut: list[Chunk] = []
     for begin, numel, trainable in ((0, group.trainable, True), (group.trainable, group.frozen, False)):
-        count = chunk_count(numel, largest)
-        blocks = numel // ALIGN
-        for i in range(count):
-            start, stop = blocks * i // count * ALIGN, blocks * (i + 1) // count * ALIGN
+        count, unit = chunk_count(numel, largest), _unit(numel, largest)
+        blocks = -(-numel // unit)
+        edges = [min(blocks * i // count * unit, numel) for i in range(count + 1)] if count else []
+        for start, stop in pairwise(edges):
             cut.append(Chunk(index=len(cut), start=begin + start, numel=stop - start, trainable=trainable))
     return tuple(cut)
 

@@ -1,6 +1,7 @@
 """The disk tier: packed, preallocated, striped files with direct I/O, a manifest, a lock and commit records.
 
-layout.py     which bytes live where in one logical address space (pure arithmetic)
+layout.py     which bytes live where in one logical address space, and under which checksum (pure arithmetic)
+digests.py    the checksums of all blocks
 striping.py   the logical address space cut over one file per directory (pure arithmetic)
 packed.py     one preallocated file, read and written directly; every way a transfer can fail
 transfer.py   requests spread over the files by a small thread pool
@@ -12,9 +13,21 @@ snapshot.py   `SnapshotWriter`, `SnapshotReader`: what `engine.save` and `engine
 Imports only config and errors from the rest of the package, and never torch: buffers are numpy arrays or memoryviews.
 """
 
-from penstock.store.layout import ALIGN, Extent, Layout
+from penstock.store.layout import ALIGN, Extent, Grid, Layout, Region
 from penstock.store.snapshot import SnapshotReader, SnapshotWriter
-from penstock.store.store import Store, StoreStats
+from penstock.store.store import Store, StoreStats, Verified
 from penstock.store.transfer import aligned_bytes
 
-__all__ = ["ALIGN", "Extent", "Layout", "SnapshotReader", "SnapshotWriter", "Store", "StoreStats", "aligned_bytes"]
+__all__ = [
+    "ALIGN",
+    "Extent",
+    "Grid",
+    "Layout",
+    "Region",
+    "SnapshotReader",
+    "SnapshotWriter",
+    "Store",
+    "StoreStats",
+    "Verified",
+    "aligned_bytes",
+]

@@ -1,18 +1,39 @@
-"""Which bytes live where in a store's logical address space."""
+"""Which bytes live where in a store's logical address space, and how they are cut into blocks with a checksum each."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.errors import StoreError
 
 ALIGN = 4096  # bytes; direct I/O needs address, offset and length in multiples of the drive's block size
-FORMAT = 1
+BLOCK = 1 << 20  # bytes under one checksum, of an extent that nothing else is said about
+FORMAT = 2
 
 
 def round_up(nbytes: int) -> int:
     """``nbytes`` rounded up to whole ``ALIGN`` blocks."""
     return -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A stretch of an extent, cut from its start into blocks of ``block`` bytes; the last may be shorter."""
+
+    nbytes: int
+    block: int
+
+    def __post_init__(self) -> None:
+        assert min(self.nbytes, self.block) > 0, self
+        assert self.nbytes % ALIGN == self.block % ALIGN == 0, self
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.nbytes // self.block)
+
+
+Grid = tuple[Region, ...]
+"""The regions of an extent, one after another. Reads and writes begin and end at the borders of their blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +44,7 @@ class Extent:
     offset: int
     nbytes: int
     slots: int = 1
+    grid: Grid
 
     @property
     def stride(self) -> int:
@@ -33,12 +55,37 @@ class Extent:
     def end(self) -> int:
         return self.offset + self.slots * self.stride
 
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, each with a checksum, in one slot."""
+        return sum(region.blocks for region in self.grid)
+
     def address(self, offset: int, nbytes: int, slot: int) -> int:
         """Logical address of ``nbytes`` at ``offset`` within ``slot``; the range must lie within the slot."""
         assert 0 <= slot < self.slots, f"{self.name}: slot {slot} of {self.slots}"
         assert 0 <= offset <= offset + nbytes <= self.stride, f"{self.name}: [{offset}, +{nbytes}) of {self.stride}"
         assert offset % ALIGN == nbytes % ALIGN == 0, f"{self.name}: [{offset}, +{nbytes}) is not aligned"
         return self.offset + slot * self.stride + offset
+
+    def spans(self, offset: int = 0, nbytes: int | None = None) -> Iterator[tuple[int, range]]:
+        """(number, bytes of the extent) of each block that the range touches: whole blocks, also where it is not."""
+        stop, number, first = self.stride if nbytes is None else offset + nbytes, 0, 0
+        for region in self.grid:
+            last = first + region.nbytes
+            if offset < last and first < stop:
+                skipped = max(offset - first, 0) // region.block
+                for start in range(first + skipped * region.block, min(stop, last), region.block):
+                    yield number + (start - first) // region.block, range(start, min(start + region.block, last))
+            first, number = last, number + region.blocks
+
+    def ranges(self, most: int) -> Iterator[range]:
+        """The whole extent in ranges of whole blocks, of at most ``most`` bytes or one block each."""
+        first = 0
+        for region in self.grid:
+            last, step = first + region.nbytes, max(most // region.block, 1) * region.block
+            for start in range(first, last, step):
+                yield range(start, min(start + step, last))
+            first = last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +95,18 @@ class Layout:
     extents: tuple[Extent, ...]
 
     @staticmethod
-    def build(entries: Iterable[tuple[str, int, int]]) -> "Layout":
-        """Place ``(name, bytes, slots)`` entries one after another, in the order given."""
+    def build(entries: Iterable[tuple[str, int, int]], grids: Mapping[str, Grid] | None = None) -> "Layout":
+        """Place ``(name, bytes, slots)`` entries one after another, in the order given.
+
+        ``grids``: how an extent is cut into blocks with a checksum each; those without are cut at each ``BLOCK`` bytes.
+        """
         extents: list[Extent] = []
         offset = 0
         for name, nbytes, slots in entries:
             assert min(nbytes, slots) > 0, f"{name}: {nbytes} bytes in {slots} slots"
-            extents.append(Extent(name=name, offset=offset, nbytes=nbytes, slots=slots))
+            grid = (grids or {}).get(name) or (Region(nbytes=round_up(nbytes), block=BLOCK),)
+            assert sum(region.nbytes for region in grid) == round_up(nbytes), f"{name}: {grid} of {nbytes} bytes"
+            extents.append(Extent(name=name, offset=offset, nbytes=nbytes, slots=slots, grid=grid))
             offset = extents[-1].end
         assert len({e.name for e in extents}) == len(extents), "extent names must differ"
         return Layout(extents=tuple(extents))
@@ -75,7 +127,8 @@ class Layout:
         return name in self._by_name
 
     def to_json(self) -> dict[str, object]:
-        return {"format": FORMAT, "extents": [[e.name, e.offset, e.nbytes, e.slots] for e in self.extents]}
+        rows = [[e.name, e.offset, e.nbytes, e.slots, [[r.nbytes, r.block] for r in e.grid]] for e in self.extents]
+        return {"format": FORMAT, "extents": rows}
 
     @staticmethod
     def from_json(data: object) -> "Layout":
@@ -86,16 +139,23 @@ class Layout:
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else None
-            raise StoreError(f"layout has format {found!r}, this version of penstock reads format {FORMAT}")
+            raise StoreError(
+                f"layout has format {found!r}, this version of penstock reads format {FORMAT}: use the version of "
+                "penstock that wrote it"
+            )
         try:
-            rows = [
-                (str(name), int(offset), int(nbytes), int(slots)) for name, offset, nbytes, slots in data["extents"]
-            ]
-        except (KeyError, TypeError, ValueError) as e:
+            rows = [(str(row[0]), int(row[1]), int(row[2]), int(row[3])) for row in data["extents"]]
+            cut = {str(row[0]): [(int(nbytes), int(block)) for nbytes, block in row[4]] for row in data["extents"]}
+        except (IndexError, KeyError, TypeError, ValueError) as e:
             raise StoreError(f"layout is damaged: {e}") from e
-        if any(min(nbytes, slots) <= 0 for _, _, nbytes, slots in rows) or len({row[0] for row in rows}) != len(rows):
+        if any(min(nbytes, slots) <= 0 for _, _, nbytes, slots in rows) or len(cut) != len(rows):
             raise StoreError("layout is damaged: an extent is empty or appears twice")
-        layout = Layout.build((name, nbytes, slots) for name, _, nbytes, slots in rows)
+        for name, _, nbytes, _ in rows:
+            aligned = all(min(n, block) > 0 and n % ALIGN == block % ALIGN == 0 for n, block in cut[name])
+            if not aligned or sum(n for n, _ in cut[name]) != round_up(nbytes):
+                raise StoreError(f"layout is damaged: {name} is cut into blocks that do not cover it")
+        grids = {name: tuple(Region(nbytes=n, block=block) for n, block in pairs) for name, pairs in cut.items()}
+        layout = Layout.build(((name, nbytes, slots) for name, _, nbytes, slots in rows), grids)
         if [e.offset for e in layout.extents] != [offset for _, offset, _, _ in rows]:
             raise StoreError("layout is damaged: the offsets do not follow from the sizes")
         return layout

@@ -1,7 +1,9 @@
 """Small JSON documents with a kind, a format version and a checksum: manifests and commit records."""
 
 import json
+import logging
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import xxhash
 from penstock.errors import StoreError
 from penstock.store.directory import sync_directory
 from penstock.store.packed import store_error
+
+log = logging.getLogger("penstock")
 
 FORMAT = 1
 RESERVE = 256 << 10  # bytes of a commit file from the start, so that no commit needs new space on a full disk
@@ -84,6 +88,21 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Where the checksums that a commit vouches for are: which slot of their area, and the checksum of the table."""
+
+    slot: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    sequence: int
+    record: dict[str, Any] | None
+    table: Table | None
+
+
 class CommitLog:
     """Two files written in turn, so that the newer complete one is always there, whenever the process dies.
 
@@ -98,14 +117,14 @@ class CommitLog:
         """
         self._paths = (directory / "commit.0", directory / "commit.1")
         self._store = store
-        self._sequence, self._record = self._newest()
-        _write_again(self._paths[self._sequence % 2])
+        self._newest = self._find()
+        _write_again(self.path)
 
     @staticmethod
     def create(directory: Path, store: str) -> None:
         """Make both files: record 0 says that nothing has been committed, the other is blank."""
         for name, text in (
-            ("commit.0", encode("commit", {"store": store, "sequence": 0, "record": None})),
+            ("commit.0", encode("commit", {"store": store, "sequence": 0, "record": None, "table": None})),
             ("commit.1", b""),
         ):
             with open(directory / name, "xb", opener=_private) as file:
@@ -113,35 +132,57 @@ class CommitLog:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def _newest(self) -> tuple[int, dict[str, Any] | None]:
-        found: list[tuple[int, dict[str, Any] | None]] = []
-        faults: list[StoreError] = []
+    def _find(self) -> _Entry:
+        found: list[_Entry] = []
+        faults: dict[Path, StoreError] = {}
         for path in self._paths:
             try:
-                body = read_document(path, "commit")
-                if body["store"] != self._store:
-                    raise StoreError(f"{path} belongs to another store: restore the file that was there")
-                found.append((body["sequence"], body["record"]))
+                found.append(self._read(path))
             except StoreError as e:  # one of the two may be blank, or torn by a crash while it was written
-                faults.append(e)
+                faults[path] = e
         if not found:
-            raise StoreError(f"no commit record can be read: {faults[0]}; {faults[1]}: start from a snapshot")
-        return max(found, key=lambda entry: entry[0])
+            said = "; ".join(map(str, faults.values()))
+            raise StoreError(f"no commit record can be read: {said}: start from a snapshot")
+        newest = max(found, key=lambda entry: entry.sequence)
+        for path, fault in faults.items():
+            if not _blank(path):
+                log.warning("%s. Going on from the other commit record, %s", fault, self._place(newest))
+        return newest
+
+    def _read(self, path: Path) -> _Entry:
+        body = read_document(path, "commit")
+        if body["store"] != self._store:
+            raise StoreError(f"{path} belongs to another store: restore the file that was there")
+        table = None if body["table"] is None else Table(**body["table"])
+        return _Entry(sequence=body["sequence"], record=body["record"], table=table)
+
+    def _place(self, entry: _Entry) -> Path:
+        return self._paths[entry.sequence % 2]
 
     @property
     def last(self) -> dict[str, Any] | None:
         """The newest record, or None before the first."""
-        return self._record
+        return self._newest.record
 
-    def append(self, record: dict[str, Any]) -> None:
+    @property
+    def table(self) -> Table | None:
+        """Where the checksums are that belong to the newest record; None: nothing had been written."""
+        return self._newest.table
+
+    @property
+    def path(self) -> Path:
+        """The file of the newest record."""
+        return self._place(self._newest)
+
+    def append(self, record: dict[str, Any], table: Table | None) -> None:
         """Write ``record`` durably over the older of the two.
 
         Raises:
             StoreError: it could not be written; the last one still stands.
         """
-        sequence = self._sequence + 1
-        path = self._paths[sequence % 2]
-        text = encode("commit", {"store": self._store, "sequence": sequence, "record": record})
+        entry = _Entry(sequence=self._newest.sequence + 1, record=json.loads(json.dumps(record)), table=table)
+        path = self._place(entry)
+        text = encode("commit", {"store": self._store} | asdict(entry))
         try:
             with open(path, "r+b") as file:
                 file.write(text.ljust(max(RESERVE, os.fstat(file.fileno()).st_size)))
@@ -149,7 +190,14 @@ class CommitLog:
                 os.fdatasync(file.fileno())
         except OSError as e:
             raise store_error(f"{path}: commit failed: {e.strerror}: the commit before it still stands", e) from e
-        self._sequence, self._record = sequence, json.loads(json.dumps(record))
+        self._newest = entry
+
+
+def _blank(path: Path) -> bool:
+    try:
+        return not path.read_bytes().strip()
+    except OSError:
+        return False
 
 
 def _write_again(path: Path) -> None:

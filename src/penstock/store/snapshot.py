@@ -1,6 +1,7 @@
 """A snapshot: a folder with one packed file and its manifest, written by streaming and complete or not there at all.
 
-Every 1 MiB of an extent has a checksum (xxh3), which is checked whenever any of it is read.
+Every block of an extent has a checksum (xxh3), which is checked whenever any of it is read. All of them lie behind the
+extents.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ import glob
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,17 +21,18 @@ import xxhash
 
 from penstock.config import format_size
 from penstock.errors import StoreError
-from penstock.store import directory, packed
+from penstock.store import digests, directory, packed
+from penstock.store.digests import Digests, Numbers
 from penstock.store.directory import LOCK, DirectoryLock
-from penstock.store.layout import ALIGN, Layout
+from penstock.store.layout import ALIGN, Extent, Grid, Layout
 from penstock.store.packed import PackedFile, store_error
 from penstock.store.records import read_document, write_document
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
 
 DATA = "penstock.snapshot"
 MANIFEST = "snapshot.json"
-BLOCK = 1 << 20  # bytes under one checksum, counted from the extent's start
 
+_VERIFIED = 8 << 20
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL})
@@ -38,28 +40,18 @@ _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL})
 
 @dataclass(kw_only=True)
 class _Progress:
-    """How far an extent has been written: the hash of its last, incomplete block and the checksums before it."""
+    """How far an extent has been written, and the hash of what there is of the block there."""
 
     done: int = 0
     block: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
-    checksums: list[str] = field(default_factory=list)
 
-    def take(self, view: memoryview, stride: int) -> None:
-        for part in _blocks(self.done, len(view)):
-            self.block.update(view[part.start - self.done : part.stop - self.done])
-            if part.stop % BLOCK == 0 or part.stop == stride:
-                self.checksums.append(self.block.hexdigest())
+    def take(self, view: memoryview, extent: Extent, numbers: Numbers) -> None:
+        first, self.done = self.done, self.done + len(view)
+        for number, span in extent.spans(first, len(view)):
+            self.block.update(view[max(span.start - first, 0) : span.stop - first])
+            if span.stop <= self.done:
+                numbers[number] = self.block.intdigest()
                 self.block.reset()
-        self.done += len(view)
-
-
-def _blocks(offset: int, nbytes: int) -> Iterator[range]:
-    """``[offset, offset + nbytes)`` cut at multiples of ``BLOCK``."""
-    start = offset
-    while start < offset + nbytes:
-        stop = min((start // BLOCK + 1) * BLOCK, offset + nbytes)
-        yield range(start, stop)
-        start = stop
 
 
 class SnapshotWriter:
@@ -76,10 +68,13 @@ class SnapshotWriter:
         meta: dict[str, Any],
         *,
         overwrite: bool = False,
+        grids: Mapping[str, Grid] | None = None,
         io_threads: int = 4,
         direct: bool | None = None,
     ) -> None:
         """Reserve the space of all ``entries`` (name, bytes); ``meta`` is anything that JSON has.
+
+        ``grids``: how extents are cut into blocks with a checksum each; those without are cut at each MiB.
 
         Raises:
             StoreError: ``path`` exists (and is no snapshot that may be overwritten), or the disk has no room.
@@ -87,7 +82,9 @@ class SnapshotWriter:
         self._path = Path(os.path.abspath(path))
         self._overwrite = overwrite
         self._meta = meta
-        self.layout = Layout.build((name, nbytes, 1) for name, nbytes in entries)
+        self.layout = Layout.build(((name, nbytes, 1) for name, nbytes in entries), grids)
+        self._area = digests.area(self.layout, slots=1)
+        self._digests = Digests(self.layout)
         self._progress = {e.name: _Progress() for e in self.layout.extents}
         self._check_target()
         if not self._path.parent.is_dir():
@@ -100,10 +97,10 @@ class SnapshotWriter:
             self._lock = DirectoryLock(self._partial)  # so that another save can tell a dead one's leftovers from ours
             undo.callback(self._lock.release)
             self._check_room()
-            packed.allocate(self._partial / DATA, max(self.layout.nbytes, ALIGN))
+            packed.allocate(self._partial / DATA, self._area.end)
             file = PackedFile(self._partial / DATA, direct=direct)
             undo.pop_all()
-        self._files = StripedFiles([file], stripe=BLOCK, io_threads=io_threads)
+        self._files = StripedFiles([file], stripe=ALIGN, io_threads=io_threads)
         self._open = True
 
     def _check_target(self) -> None:
@@ -118,9 +115,9 @@ class SnapshotWriter:
 
     def _check_room(self) -> None:
         free = packed.free_bytes(self._partial)
-        if self.layout.nbytes > free:
+        if self._area.end > free:
             raise StoreError(
-                f"{self._path}: the snapshot needs {format_size(self.layout.nbytes)}, {format_size(free)} are free: "
+                f"{self._path}: the snapshot needs {format_size(self._area.end)}, {format_size(free)} are free: "
                 "free some space, or give another path"
             )
 
@@ -134,7 +131,7 @@ class SnapshotWriter:
         extent, progress = self.layout[name], self._progress[name]
         address = extent.address(offset, len(view), 0)
         assert offset == progress.done, f"{name}: written to {progress.done}, next write at {offset}"
-        progress.take(view, extent.stride)
+        progress.take(view, extent, self._digests.of(extent, 0))
         self._files.write(address, view)
 
     def finish(self) -> None:
@@ -148,9 +145,11 @@ class SnapshotWriter:
             done = self._progress[extent.name].done
             assert done == extent.stride, f"{extent.name}: {done} of {extent.stride} bytes were written"
         try:
+            table = byte_view(self._digests.copy())
+            self._files.write(self._area.offset, table)
             self._files.flush()
-            checksums = {name: progress.checksums for name, progress in self._progress.items()}
-            body = {"meta": self._meta, "layout": self.layout.to_json(), "block": BLOCK, "checksums": checksums}
+            digest = xxhash.xxh3_64_hexdigest(table)
+            body = {"meta": self._meta, "layout": self.layout.to_json(), "digests": digest}
             write_document(self._partial / MANIFEST, "snapshot", body)
             self._check_target()
             replaces = os.path.lexists(self._path)
@@ -233,16 +232,24 @@ class SnapshotReader:
         body = read_document(self._path / MANIFEST, "snapshot")
         self.meta: dict[str, Any] = body["meta"]
         self.layout = Layout.from_json(body["layout"])
-        self._checksums: dict[str, list[str]] = body["checksums"]
-        if body["block"] != BLOCK:
-            raise StoreError(f"{path} has a checksum per {body['block']} bytes, this version of penstock reads {BLOCK}")
+        area = digests.area(self.layout, slots=1)
         file = PackedFile(self._path / DATA, direct=direct, writable=False)
-        if file.nbytes < self.layout.nbytes:
-            file.close()
-            raise StoreError(
-                f"{path} is damaged: {DATA} has {file.nbytes} bytes, its manifest says {self.layout.nbytes}"
-            )
-        self._files = StripedFiles([file], stripe=BLOCK, io_threads=io_threads)
+        self._files = StripedFiles([file], stripe=ALIGN, io_threads=io_threads)
+        try:
+            if file.nbytes < area.end:
+                raise StoreError(f"{path} is damaged: {DATA} has {file.nbytes} bytes, its manifest says {area.end}")
+            pages = aligned_bytes(area.stride)
+            self._files.read(area.offset, byte_view(pages))
+            if xxhash.xxh3_64_hexdigest(pages.data) != body["digests"]:
+                raise StoreError(
+                    f"{path} is damaged: the checksums in {DATA} at offset {area.offset} have changed: check the "
+                    "drive, and use another snapshot"
+                )
+        except BaseException:
+            self._files.close()
+            raise
+        self._digests = Digests(self.layout)
+        self._digests.load(pages)
 
     def read(self, name: str, offset: int, buffer: Buffer) -> None:
         """Fill ``buffer`` from byte ``offset`` of extent ``name``.
@@ -253,18 +260,18 @@ class SnapshotReader:
         view = byte_view(buffer)
         extent = self.layout[name]
         self._files.read(extent.address(offset, len(view), 0), view)
-        for part in _blocks(offset, len(view)):
-            number = part.start // BLOCK
-            whole = range(number * BLOCK, min((number + 1) * BLOCK, extent.stride))
+        numbers, stop = self._digests.of(extent, 0), offset + len(view)
+        for number, span in extent.spans(offset, len(view)):
+            part = range(max(span.start, offset), min(span.stop, stop))
             block = view[part.start - offset : part.stop - offset]
-            if part != whole:  # the checksum is of the whole block: read that, and take our part from what was checked
-                rest = byte_view(aligned_bytes(len(whole)))
-                self._files.read(extent.address(whole.start, len(whole), 0), rest)
-                block[:] = rest[part.start - whole.start : part.stop - whole.start]
+            if part != span:  # the checksum is of the whole block: read that, and take our part from what was checked
+                rest = byte_view(aligned_bytes(len(span)))
+                self._files.read(extent.address(span.start, len(span), 0), rest)
+                block[:] = rest[part.start - span.start : part.stop - span.start]
                 block = rest
-            if xxhash.xxh3_64_hexdigest(block) != self._checksums[name][number]:
+            if xxhash.xxh3_64_intdigest(block) != numbers[number]:
                 raise StoreError(
-                    f"{self._path}: {name} is damaged in bytes {whole.start} to {whole.stop}: its checksum "
+                    f"{self._path}: {name} is damaged in bytes {span.start} to {span.stop}: its checksum "
                     "does not match: check the drive, and use another snapshot"
                 )
 
@@ -274,10 +281,10 @@ class SnapshotReader:
         Raises:
             StoreError: the first damage found.
         """
-        buffer = aligned_bytes(8 * BLOCK)
+        buffer = aligned_bytes(max(max((r.block for e in self.layout.extents for r in e.grid), default=0), _VERIFIED))
         for extent in self.layout.extents:
-            for offset in range(0, extent.stride, len(buffer)):
-                self.read(extent.name, offset, buffer[: min(len(buffer), extent.stride - offset)])
+            for part in extent.ranges(_VERIFIED):
+                self.read(extent.name, part.start, buffer[: len(part)])
 
     def close(self) -> None:
         self._files.close()

@@ -3,37 +3,53 @@
 import os
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import xxhash
+
 from penstock.config import format_size
 from penstock.errors import StoreError
-from penstock.store import directory, packed
+from penstock.store import digests, directory, packed
+from penstock.store.digests import Digests
 from penstock.store.directory import DirectoryLock
-from penstock.store.layout import Layout
+from penstock.store.layout import Extent, Layout
 from penstock.store.packed import PackedFile, store_error
-from penstock.store.records import RESERVE, CommitLog, read_document, write_document
+from penstock.store.records import RESERVE, CommitLog, Table, read_document, write_document
 from penstock.store.striping import Striping
-from penstock.store.transfer import Buffer, StripedFiles, byte_view
+from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
 
 DATA = "penstock.store"
 PARTIAL = "penstock.store.partial"  # what DATA is called until everything else is there
 MANIFEST = "manifest.json"
 STRIPE = 2 << 20  # bytes; a chunk of 8 MiB then keeps four drives busy
 
+_VERIFIED = 8 << 20
+_CHECK = "check the drive and the kernel's log (dmesg)"
 _OWN_FILES = (MANIFEST, f"{MANIFEST}.partial", "commit.0", "commit.1", PARTIAL, DATA)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
-    """Bytes that reads and writes have moved since the store was opened."""
+    """Bytes of extents that have been read and written since the store was opened."""
 
     bytes_read: int
     bytes_written: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """How far ``Store.verify`` has got: ``done`` of ``total`` bytes, the last of them in extent ``name``."""
+
+    name: str
+    done: int
+    total: int
+    damage: tuple[str, ...]
+    """what was found damaged in the last part: file, offset and extent of each run of blocks, in words"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +62,7 @@ class _Manifest:
     stripe: int
     layout: Layout
     model: dict[str, Any]
+    passing: bool
 
     def to_json(self) -> dict[str, object]:
         return vars(self) | {"directories": list(self.directories), "layout": self.layout.to_json()}
@@ -67,6 +84,10 @@ class Store:
 
     ``read`` and ``write`` may be called from several threads at once, also on the same extent as long as the ranges
     differ. Nothing is cached: what ``write`` has taken is with the drive, and durable after ``flush`` or ``commit``.
+
+    Each block of the layout's grid has a checksum, in memory; ``read`` checks every block that it returns, so reads and
+    writes begin and end at blocks' borders. A commit writes all checksums with it. So after a reopening what was
+    written since the last commit counts as damaged.
     """
 
     def __init__(
@@ -77,12 +98,24 @@ class Store:
         commits: CommitLog,
         locks: Sequence[DirectoryLock],
     ) -> None:
+        """Raises:
+        StoreError: the checksums of the last commit cannot be read, or are damaged.
+        """
         self.paths = tuple(paths)
         self.layout = manifest.layout
         self.model = manifest.model
+        self._advice = f"{_CHECK}, and " + (
+            "repeat the step" if manifest.passing else "go on from a snapshot in another directory"
+        )
         self._files = files
         self._commits = commits
         self._locks = tuple(locks)
+        self._area = digests.area(self.layout, slots=2)
+        self._digests = Digests(self.layout)
+        self._beside = StoreStats(bytes_read=0, bytes_written=0)  # what the checksums themselves have moved
+        if commits.table is not None:
+            self._load_digests(commits.table)
+        self._changed = False  # whether the checksums are others than the last commit's
         self._written = False
         self._lost: str | None = None
         self._closed = False
@@ -96,6 +129,7 @@ class Store:
         io_threads: int = 4,
         stripe: int = STRIPE,
         direct: bool | None = None,
+        passing: bool = False,
     ) -> "Store":
         """Reserve the space for ``layout`` in ``paths`` and open it; every byte reads as zero.
 
@@ -105,6 +139,7 @@ class Store:
             io_threads: threads per directory that help the thread that asks.
             stripe: bytes that lie together in one directory, if there are several.
             direct: True insists on O_DIRECT, False does without, None prefers it and warns.
+            passing: what is stored is needed for one step only; says what to do where it is damaged.
 
         Raises:
             StoreError: a directory is missing, not writable, full, in use, or has a store already; nothing is left.
@@ -114,7 +149,7 @@ class Store:
         with _reported("creating a store"), ExitStack() as undo:
             locks = [_claim(path, undo) for path in paths]
             _check_room(paths, layout, stripe)
-            _fill(paths, layout, stripe, model)
+            _fill(paths, layout, stripe, model, passing=passing)
             store = _attach(paths, locks, io_threads=io_threads, direct=direct)
             undo.pop_all()
         return store
@@ -165,7 +200,10 @@ class Store:
 
     @property
     def stats(self) -> StoreStats:
-        return StoreStats(bytes_read=self._files.bytes_read, bytes_written=self._files.bytes_written)
+        return StoreStats(
+            bytes_read=self._files.bytes_read - self._beside.bytes_read,
+            bytes_written=self._files.bytes_written - self._beside.bytes_written,
+        )
 
     @property
     def direct(self) -> bool:
@@ -178,10 +216,29 @@ class Store:
         The buffer's address, its length and ``offset`` are multiples of 4096; an extent is readable to its ``stride``.
 
         Raises:
-            StoreError: the drive failed; names file, offset, bytes asked for and done. The buffer is then undefined.
+            StoreError: the drive failed, or what it gave is not what was written; names file and offset. The buffer is
+                then undefined.
         """
-        view = byte_view(buffer)
-        self._files.read(self.layout[name].address(offset, len(view), slot), view)
+        damage = self._read_damage(self.layout[name], offset, byte_view(buffer), slot)
+        if damage:
+            raise StoreError(f"{damage[0]}: {self._advice}")
+
+    def _read_damage(self, extent: Extent, offset: int, view: memoryview, slot: int) -> list[str]:
+        """Read, and name each run of blocks that is not what was written."""
+        self._files.read(extent.address(offset, len(view), slot), view)
+        wanted, runs = self._digests.of(extent, slot), list[range]()
+        for number, span, digest in digests.blocks_of(extent, offset, view):
+            if digest != wanted[number]:
+                start = runs.pop().start if runs and runs[-1].stop == span.start else span.start
+                runs.append(range(start, span.stop))
+        return [self._damaged(extent, run, slot) for run in runs]
+
+    def _damaged(self, extent: Extent, run: range, slot: int) -> str:
+        where = "; ".join(self._files.places(extent.address(run.start, len(run), slot), len(run)))
+        return (
+            f"{where}: {extent.name} is damaged in bytes {run.start} to {run.stop} of slot {slot}: their checksum is "
+            "not that of what was written there"
+        )
 
     def write(self, name: str, offset: int, buffer: Buffer, slot: int = 0) -> None:
         """Write ``buffer`` to extent ``name`` at byte ``offset`` of ``slot``; blocks until the drive has taken it.
@@ -189,9 +246,36 @@ class Store:
         Raises:
             StoreError: the drive failed; names file, offset, bytes asked for and done. The range is then undefined.
         """
+        view, extent = byte_view(buffer), self.layout[name]
+        address = extent.address(offset, len(view), slot)
+        found = [(number, digest) for number, _, digest in digests.blocks_of(extent, offset, view)]
         self._written = True
-        view = byte_view(buffer)
-        self._files.write(self.layout[name].address(offset, len(view), slot), view)
+        self._files.write(address, view)
+        if found:
+            first = found[0][0]
+            self._digests.of(extent, slot)[first : first + len(found)] = [digest for _, digest in found]
+        self._changed = True
+
+    def verify(self, slots: Mapping[str, int]) -> Iterator["Verified"]:
+        """Read all of the given slot of each extent, 8 MiB at a time, and check it against its checksums.
+
+        ``slots``: extent name to the slot that counts, as ``Slots.of(store).current(name)`` has it. Yields after each
+        part how far it has got, and what was found damaged in the part. What a drive cannot read at all counts as
+        damage too. So a command shows ``done`` of ``total``, collects ``damage``, and has failed if there is any.
+        """
+        total = sum(self.layout[name].stride for name in slots)
+        buffer, done = aligned_bytes(_VERIFIED), 0
+        for name, slot in slots.items():
+            extent = self.layout[name]
+            for part in extent.ranges(_VERIFIED):
+                if len(part) > len(buffer):
+                    buffer = aligned_bytes(len(part))
+                try:
+                    damage = self._read_damage(extent, part.start, buffer[: len(part)].data, slot)
+                except StoreError as error:
+                    damage = [f"{name} cannot be read in bytes {part.start} to {part.stop} of slot {slot}: {error}"]
+                done += len(part)
+                yield Verified(name=name, done=done, total=total, damage=tuple(damage))
 
     def flush(self) -> None:
         """Return when everything written is durable.
@@ -221,9 +305,38 @@ class Store:
         Raises:
             StoreError: the record could not be written; the one before still stands.
         """
-        if self._written or self._lost is not None:
-            self.flush()
-        self._commits.append(record)
+        table, changed = self._commits.table, self._changed
+        self._changed = False  # before the copy: what is written during the commit is not covered by it
+        try:
+            if changed:
+                table = self._write_digests()
+            if self._written or self._lost is not None:
+                self.flush()
+            self._commits.append(record, table)
+        except BaseException:
+            self._changed = changed or self._changed
+            raise
+
+    def _write_digests(self) -> Table:
+        """Write the checksums to the slot of their area that the last commit does not name."""
+        last = self._commits.table
+        slot, view = 0 if last is None else 1 - last.slot, byte_view(self._digests.copy())
+        self._written = True
+        self._files.write(self._area.address(0, len(view), slot), view)
+        self._beside = replace(self._beside, bytes_written=self._beside.bytes_written + len(view))
+        return Table(slot=slot, digest=xxhash.xxh3_64_hexdigest(view))
+
+    def _load_digests(self, table: Table) -> None:
+        pages = aligned_bytes(self._area.stride)
+        address, view = self._area.address(0, len(pages), table.slot), byte_view(pages)
+        self._files.read(address, view)
+        self._beside = replace(self._beside, bytes_read=len(view))
+        if xxhash.xxh3_64_hexdigest(view) != table.digest:
+            raise StoreError(
+                f"{'; '.join(self._files.places(address, len(view)))}: the checksums of the last commit "
+                f"({self._commits.path}) are damaged: {self._advice}"
+            )
+        self._digests.load(pages)
 
     def last_commit(self) -> dict[str, Any] | None:
         """The newest commit record, or None if there was none."""
@@ -290,7 +403,7 @@ def _claim(path: Path, undo: ExitStack) -> DirectoryLock:
 def _check_room(paths: Sequence[Path], layout: Layout, stripe: int) -> None:
     """Refuse before anything is written; directories on one file system share its room."""
     needed: dict[int, int] = {}
-    sizes = Striping(files=len(paths), stripe=stripe).file_sizes(layout.nbytes)
+    sizes = _file_sizes(layout, len(paths), stripe)
     small = 2 * RESERVE  # room for the commits and manifests
     for path, size in zip(paths, sizes, strict=True):
         device = path.stat().st_dev
@@ -304,16 +417,24 @@ def _check_room(paths: Sequence[Path], layout: Layout, stripe: int) -> None:
             )
 
 
-def _fill(paths: Sequence[Path], layout: Layout, stripe: int, model: dict[str, Any]) -> None:
+def _fill(paths: Sequence[Path], layout: Layout, stripe: int, model: dict[str, Any], *, passing: bool) -> None:
     """Reserve the data, describe it, and give the data its name last: a store that has data is complete."""
     identity = uuid.uuid4().hex
     names = tuple(str(path.resolve()) for path in paths)
-    sizes = Striping(files=len(paths), stripe=stripe).file_sizes(layout.nbytes)
+    sizes = _file_sizes(layout, len(paths), stripe)
     for path, size in zip(paths, sizes, strict=True):
         packed.allocate(path / PARTIAL, size)
     CommitLog.create(paths[0], identity)
     for index, path in enumerate(paths):
-        manifest = _Manifest(store=identity, index=index, directories=names, stripe=stripe, layout=layout, model=model)
+        manifest = _Manifest(
+            store=identity,
+            index=index,
+            directories=names,
+            stripe=stripe,
+            layout=layout,
+            model=model,
+            passing=passing,
+        )
         write_document(path / MANIFEST, "store", manifest.to_json())
     for path in paths:
         os.rename(path / PARTIAL, path / DATA)
@@ -350,21 +471,30 @@ def _read_manifests(paths: Sequence[Path]) -> _Manifest:
 def _attach(paths: Sequence[Path], locks: Sequence[DirectoryLock], *, io_threads: int, direct: bool | None) -> Store:
     """Open the files of a complete store whose directories are locked."""
     manifest = _read_manifests(paths)
-    sizes = Striping(files=len(paths), stripe=manifest.stripe).file_sizes(manifest.layout.nbytes)
+    sizes = _file_sizes(manifest.layout, len(paths), manifest.stripe)
     commits = CommitLog(paths[0], manifest.store)
-    with ExitStack() as undo:
+    with ExitStack() as closing:
         files = []
         for path, size in zip(paths, sizes, strict=True):
             memory = directory.in_memory(path)
             if memory:
                 warnings.warn(f"{path} is in memory, not on a drive: what is stored there takes memory", stacklevel=3)
             files.append(PackedFile(path / DATA, direct=False if memory and direct is None else direct))
-            undo.callback(files[-1].close)
+            closing.callback(files[-1].close)
             if files[-1].nbytes != size:
                 raise StoreError(f"{path / DATA} is damaged: it has {files[-1].nbytes} bytes, its manifest says {size}")
-        striped = StripedFiles(files, stripe=manifest.stripe, io_threads=io_threads)
-        undo.pop_all()
-    return Store(paths, manifest, striped, commits, locks)
+        closing.pop_all()
+    striped = StripedFiles(files, stripe=manifest.stripe, io_threads=io_threads)
+    try:
+        return Store(paths, manifest, striped, commits, locks)
+    except BaseException:
+        striped.close()
+        raise
+
+
+def _file_sizes(layout: Layout, files: int, stripe: int) -> tuple[int, ...]:
+    """Bytes of the file in each directory: the extents, and behind them the area of their checksums."""
+    return Striping(files=files, stripe=stripe).file_sizes(digests.area(layout, slots=2).end)
 
 
 def _remove_if_empty(path: Path) -> None:

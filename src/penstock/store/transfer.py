@@ -7,7 +7,7 @@ never waits for a thread, however busy the pool is, and a request of one piece d
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 
@@ -98,6 +98,13 @@ class StripedFiles:
             wait(started)
         for future in started:
             future.result()
+
+    def places(self, address: int, nbytes: int) -> Iterator[str]:
+        """Where a range lies, in words, file by file."""
+        first: dict[int, int] = {}
+        for piece in self._striping.pieces(address, nbytes, nbytes):
+            first.setdefault(piece.file, piece.offset)
+        return (f"{self.files[file].path} at offset {offset}" for file, offset in first.items())
 
     def flush(self) -> None:
         """Return when everything written is on the drives themselves."""

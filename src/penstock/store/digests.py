@@ -1,0 +1,84 @@
+"""The checksums of all blocks of all slots: xxh3 (64 bits), one number each, in memory and in an area of their own.
+
+A block that was never written has the checksum of zeros, which is what new files read as.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from penstock.store.layout import Extent, Layout, round_up
+from penstock.store.transfer import aligned_bytes
+
+NAME = "digests"
+
+Numbers = npt.NDArray[np.uint64]
+
+
+def area(layout: Layout, slots: int) -> Extent:
+    """Where the table of a layout's checksums lies: behind everything else."""
+    nbytes = max(8 * sum(e.slots * e.blocks for e in layout.extents), 1)
+    (alone,) = Layout.build([(NAME, nbytes, slots)]).extents
+    return Extent(name=NAME, offset=layout.nbytes, nbytes=nbytes, slots=slots, grid=alone.grid)
+
+
+def blocks_of(extent: Extent, offset: int, view: memoryview) -> Iterator[tuple[int, range, int]]:
+    """(number, bytes of the extent, checksum) of each block of ``view``, which is the extent from ``offset`` on.
+
+    The view must begin and end at borders of blocks.
+    """
+    stop = offset + len(view)
+    for number, span in extent.spans(offset, len(view)):
+        assert offset <= span.start < span.stop <= stop, (
+            f"{extent.name}: [{offset}, {stop}) cuts the block [{span.start}, {span.stop}), which has one checksum"
+        )
+        yield number, span, xxhash.xxh3_64_intdigest(view[span.start - offset : span.stop - offset])
+
+
+class Digests:
+    """The table. Threads may write different blocks at once."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._first: dict[str, int] = {}
+        total = 0
+        for extent in layout.extents:
+            self._first[extent.name] = total
+            total += extent.slots * extent.blocks
+        self._pages = aligned_bytes(round_up(max(8 * total, 1)))
+        self._numbers: Numbers = self._pages[: 8 * total].view(np.uint64)
+        for extent in layout.extents:
+            blank = _of_zeros(extent)
+            for slot in range(extent.slots):
+                self.of(extent, slot)[:] = blank
+
+    def of(self, extent: Extent, slot: int) -> Numbers:
+        """The checksums of one slot, block by block: a view."""
+        first = self._first[extent.name] + slot * extent.blocks
+        return self._numbers[first : first + extent.blocks]
+
+    def copy(self) -> npt.NDArray[np.uint8]:
+        """The table as it is now, in whole pages."""
+        pages = aligned_bytes(len(self._pages))
+        pages[:] = self._pages
+        return pages
+
+    def load(self, pages: npt.NDArray[np.uint8]) -> None:
+        """Take over what ``copy`` gave."""
+        self._pages[:] = pages
+
+
+def _of_zeros(extent: Extent) -> Numbers:
+    parts = []
+    for region in extent.grid:
+        numbers = np.full(region.blocks, _digest_of_zeros(region.block), np.uint64)
+        numbers[-1] = _digest_of_zeros(region.nbytes - (region.blocks - 1) * region.block)
+        parts.append(numbers)
+    return np.concatenate(parts)
+
+
+@cache
+def _digest_of_zeros(nbytes: int) -> int:
+    return xxhash.xxh3_64_intdigest(bytes(nbytes))
