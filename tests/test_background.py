@@ -47,8 +47,9 @@ class Run:
     """A residence in memory above a store, and what an engine would do with them."""
 
     def __init__(self, path: Path, place: str, device: str = "cpu") -> None:
-        entries = [(part.name, part.nbytes, 2) for group in GROUPS for part in parts_of(group, FORM, DTYPE)]
-        self.store = Store.create([path], Layout.build(entries), model={})
+        parts = [part for group in GROUPS for part in parts_of(group, FORM, DTYPE)]
+        layout = Layout.build([(part.name, part.nbytes, 2) for part in parts], {part.name: part.grid for part in parts})
+        self.store = Store.create([path], layout, model={})
         self.slots = Slots.of(self.store)
         self.residence = Residence(GROUPS, FORM, DTYPE, torch.device(device), self.store, self.slots, host_bytes=0)
         weights, state = zip(*PLACES[place], strict=True)

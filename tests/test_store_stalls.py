@@ -13,19 +13,20 @@ from pathlib import Path
 import pytest
 
 from penstock.store import transfer
-from penstock.store.layout import ALIGN, Layout
+from penstock.store.layout import ALIGN, Layout, Region
 from penstock.store.stalls import Stalls
 from penstock.store.store import Store
 from penstock.store.transfer import aligned_bytes
 
 SIZE = 64 * ALIGN
+LAYOUT = Layout.build([("a", SIZE, 1)], {"a": (Region(nbytes=SIZE, block=ALIGN),)})
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """One whose requests count as late after a moment, in pieces of 4 KiB."""
     monkeypatch.setattr(transfer, "Stalls", partial(Stalls, late=0.2))
-    with Store.create([tmp_path / "store"], Layout.build([("a", SIZE, 1)]), model={}) as store:
+    with Store.create([tmp_path / "store"], LAYOUT, model={}) as store:
         monkeypatch.setattr(store._files, "_request", ALIGN)
         yield store
 
