@@ -42,6 +42,7 @@ def _stalling(
         if next(number) in calls:
             while not go_on():
                 time.sleep(0.01)
+            time.sleep(0.2)  # so that it is looked at more than once
         return real(*args)
 
     patch.setattr(os, call, stall)

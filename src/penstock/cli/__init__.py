@@ -164,9 +164,19 @@ def _report(words: Sequence[str]) -> int:
     return report(parse_report(words))
 
 
+def _verify(words: Sequence[str]) -> int:
+    from penstock.cli.verify import VERIFY_HELP, parse_verify, verify  # another command does not need it
+
+    if {"--help", "-h"} & set(words):
+        print(VERIFY_HELP, end="")
+        return 0
+    return verify(parse_verify(words))
+
+
 _COMMANDS = {
     "train": _train,
     "resume": _resume,
+    "verify": _verify,
     "plan": _plan,
     "simulate": _simulate,
     "report": _report,

@@ -58,11 +58,16 @@ class PlainDisplay:
 
 def choose_display(out: TextIO) -> Display:
     """The live view on a terminal that can redraw, else plain lines."""
-    if out.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+    if can_redraw(out):
         from penstock.cli.terminal import TerminalDisplay  # rich is only worth importing where it draws
 
         return TerminalDisplay(out)
     return PlainDisplay(out)
+
+
+def can_redraw(out: TextIO) -> bool:
+    """Whether an output is a terminal on which lines can be drawn again."""
+    return out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def write_now(output: int, text: str) -> None:

@@ -1,6 +1,7 @@
 """Running out of memory in the middle of a run, in words: what to lower, what is safe, how to go on."""
 
 import errno
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -13,6 +14,10 @@ from penstock.store.store import Store
 
 _TORCH = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 """What torch's allocators and CUDA's say in a plain RuntimeError."""
+
+
+_PLACE = re.compile(r"^\[enforce fail at [^\]]*\] [^.]*\. ")
+"""Torch's own line of code, which its CPU allocator begins with."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -30,7 +35,7 @@ def explain(error: BaseException, config: TrainConfig, *, begun: bool) -> str:
     keys = ["device"] if on_device else ["host"]
     if not on_device and resolve_device(config.device).type == "cpu":
         keys.insert(0, "device")  # there it is the same memory
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    reason = _PLACE.sub("", " ".join(str(error).split()))[:300] or type(error).__name__
     return (
         f"out of memory on the {'device' if on_device else 'host'}: {reason.rstrip('.')}. "
         "A budget does not count Python, torch, the model's own code or other programs. "

@@ -198,9 +198,15 @@ def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
 def _meanings(cls: type) -> dict[str, str]:
     """Field -> meaning, from the ``| field | meaning |`` table in a dataclass's docstring."""
     found: dict[str, str] = {}
-    for line in (cls.__doc__ or "").splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if line.strip().startswith("|") and len(cells) == 2:
+    rows: list[str] = []
+    for line in (line.strip() for line in (cls.__doc__ or "").splitlines()):
+        if rows and rows[-1].startswith("|") and not rows[-1].endswith("|"):
+            rows[-1] += f" {line}"  # a row that goes on in the next line
+        else:
+            rows.append(line)
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if row.startswith("|") and len(cells) == 2:
             for name in cells[0].split(","):
                 found[name.strip().strip("`")] = cells[1].replace("``", "").replace("None:", "null:")
     return found

@@ -9,6 +9,7 @@ from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -83,6 +84,26 @@ class TerminalDisplay:
         bar = ProgressBar(total=steps, completed=meter.done, width=32)
         head.add_row(Text(f"step {meter.done}/{steps}", style="bold"), bar, pace, left)
         return head
+
+
+class ReadingBar:
+    """How much of something has been read."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("reading", total=None)
+
+    def show(self, done: int, total: int) -> None:
+        """Draw ``done`` of ``total`` bytes."""
+        self._progress.update(self._task, completed=done, total=total)
+
+
+@contextmanager
+def reading(out: TextIO) -> Iterator[ReadingBar]:
+    """A bar with bytes, rate and time left, gone when it is over."""
+    columns = (BarColumn(32), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=out, highlight=False), transient=True) as progress:
+        yield ReadingBar(progress)
 
 
 def _loss(meter: Meter) -> RenderableType:

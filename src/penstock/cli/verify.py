@@ -1,0 +1,121 @@
+"""``penstock verify``: reads all that the last commit of a run names, and checks it."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from penstock.cli.display import can_redraw, fail
+from penstock.cli.run_folder import settings_of
+from penstock.config import format_size
+from penstock.errors import ConfigError, StoreError
+from penstock.run.slots import Slots
+from penstock.store.store import DATA, MANIFEST, Store
+
+VERIFY_HELP = """\
+penstock verify: reads all of the last commit of a run, and checks every checksum; changes nothing
+
+  penstock verify RUN            RUN is the folder that penstock train wrote
+  penstock verify DIR [DIR ...]  the directories of a store (budget.disk), in their order
+
+Names every damage that it finds. Exit code 0: whole. 1: damaged, or in use by a run. 2: there is nothing to check.
+"""
+
+_EVERY = 10.0
+"""Seconds between lines of progress where no terminal redraws one."""
+
+
+def parse_verify(words: Sequence[str]) -> tuple[Path, ...]:
+    """The directories of the store that the words after ``penstock verify`` mean.
+
+    Raises:
+        ConfigError: no folder was given, one that is neither a run's nor a store's, or a run without a store.
+    """
+    for word in words:
+        if word.startswith("--"):
+            raise ConfigError(f"penstock verify has no {word}. {_HINT}")
+    folders = tuple(Path(word) for word in words)
+    if not folders:
+        raise ConfigError(f"penstock verify takes a run's folder or the directories of a store. {_HINT}")
+    if all((folder / DATA).exists() or (folder / MANIFEST).exists() for folder in folders):
+        return folders
+    if len(folders) > 1:
+        raise ConfigError(f"penstock verify takes one run's folder, and was given {' and '.join(words)}. {_HINT}")
+    config = settings_of(folders[0])
+    if not config.budget.disk_paths:
+        raise ConfigError(f"{folders[0]} keeps no state on disk (budget.disk): there is nothing to verify")
+    if not Store.exists(config.budget.disk_paths):
+        raise ConfigError(f"{config.budget.disk_paths[0]} holds no store: the run has not begun, or it was removed")
+    return config.budget.disk_paths
+
+
+_HINT = "Try: penstock verify --help"
+
+
+def verify(paths: Sequence[Path]) -> int:
+    """Check a store and say what was found; returns the exit code.
+
+    Raises:
+        ConfigError: nothing has been committed yet.
+        StoreError: the store is in use, cannot be opened, or was stopped within a step.
+    """
+    with Store.open(paths) as store:
+        last, slots = store.last_commit(), Slots.of(store)
+        if last is None:
+            raise ConfigError(f"{paths[0]}: nothing has been committed yet, so there is nothing to verify")
+        if not last["whole"]:
+            raise StoreError(
+                f"{paths[0]}: the run was stopped in or before step {last['step'] + 1} with state in memory: what is "
+                "on disk is not one step's state. Go on from a snapshot, or start over"
+            )
+        current = {extent.name: slots.current(extent.name) for extent in store.layout.extents}
+        began, damage, done = time.perf_counter(), list[str](), 0
+        with _progress(sys.stdout) as bar:
+            for part in store.verify(current):
+                done = part.done
+                damage += part.damage
+                bar.show(part.done, part.total)
+        seconds = time.perf_counter() - began
+    print(
+        f"{', '.join(map(str, paths))}: read {format_size(done)} in {len(current)} extents of step {last['step']}, the "
+        f"last commit, in {seconds:.1f} s ({done / max(seconds, 1e-9) / 1e9:.2g} GB/s)"
+    )
+    if not damage:
+        print("Every checksum is right.")
+        return 0
+    for found in damage:
+        print(f"damaged: {found}")
+    sys.stdout.flush()
+    places = "1 place is" if len(damage) == 1 else f"{len(damage)} places are"
+    fail(f"{places} damaged, and this state cannot be trained on: check the drive, and go on from a snapshot")
+    return 1
+
+
+class _Bar(Protocol):
+    def show(self, done: int, total: int) -> None: ...
+
+
+class _Lines:
+    """A line now and then, for logs and pipes."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._next = time.monotonic() + _EVERY
+
+    def show(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _EVERY
+            print(f"{format_size(done)} of {format_size(total)} read", file=self._out, flush=True)
+
+
+@contextmanager
+def _progress(out: TextIO) -> Iterator[_Bar]:
+    if not can_redraw(out):
+        yield _Lines(out)
+        return
+    from penstock.cli.terminal import reading  # rich is only worth importing where it draws
+
+    with reading(out) as bar:
+        yield bar
