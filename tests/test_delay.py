@@ -12,7 +12,8 @@ from tests.programs import Case, random_case, transformer
 
 from penstock.config import Budget, Tier
 from penstock.errors import ScheduleError
-from penstock.plan.fit import Request, fit, with_schedule
+from penstock.plan.fit import Request, fit
+from penstock.plan.own_schedule import with_schedule
 from penstock.run.moves import Moves
 from penstock.schedule.check import check
 from penstock.schedule.check_world import check_world

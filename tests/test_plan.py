@@ -11,7 +11,8 @@ from tests.programs import CHECKPOINT, transformer
 
 from penstock.config import Budget, Tier
 from penstock.errors import BudgetError, ConfigError, ScheduleError
-from penstock.plan.fit import Family, Plan, Request, fit, with_schedule
+from penstock.plan.fit import Family, Plan, Request, fit
+from penstock.plan.own_schedule import with_schedule
 from penstock.schedule.check import check
 from penstock.schedule.op import Schedule, parse_schedule
 from penstock.schedule.place import GRAIN, LARGE_PART, Format, Placement

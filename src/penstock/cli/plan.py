@@ -16,6 +16,7 @@ from penstock.plan.ask import PlanReport, measured, plan, rated, report
 from penstock.plan.fit import Family
 from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
+from penstock.plan.means import REPEATS
 from penstock.plan.meta import Kind
 from penstock.plan.model import ModelShape
 from penstock.plan.profiles import check_device, machine_named, on_directories
@@ -30,6 +31,8 @@ penstock plan: the best way to run a model on a machine, and what to expect of i
   --machine NAME|FILE    a machine that ships with penstock, or a profile; without it, this machine, as penstock doctor
                          has measured it
   --batch N              sequences in a step; cut into micro-batches as is best
+  --speculate true|false steps what is on disk before the norm of clipping or fp16 is known, or waits (the faster one)
+  --delay X              share of the optimizer's steps that is taken in the next step's forward, 0 to 1 (the fastest)
   --disk-free SIZE       disk space that may be used, if not what the profile says
   --tbw N                terabytes that each drive is rated for, if not what the profile says
   --json                 print everything as JSON
@@ -44,7 +47,7 @@ With --model, also:
   --device SIZE, --host SIZE                         memory that may be used (most of what the machine has)
 """
 
-_BOTH = ("machine", "batch", "disk-free", "tbw")
+_BOTH = ("machine", "batch", "disk-free", "tbw", "speculate", "delay")
 _WITH_MODEL = (
     *_BOTH,
     "micro-batches",
@@ -160,6 +163,8 @@ def _of_model(arguments: PlanArguments) -> PlanReport:
         batch=_whole(options, "batch"),
         disk_free=_size(options, "disk-free"),
         tbw=_number(options, "tbw"),
+        speculate=_truth(options, "speculate"),
+        delay=_share(options, "delay"),
         **more,
     )
 
@@ -191,6 +196,9 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
         waits=config.clip_grad_norm is not None or precision == "fp16",
         families=(config.schedule,),
         disk_free=free,
+        speculate=_truth(options, "speculate"),
+        delay=_share(options, "delay"),
+        repeats=REPEATS if config.clip_grad_norm is not None else 0.0,
     )
     batch = _whole(options, "batch")
     split = (config.micro_batch_size, config.micro_batches) if batch is None else None
@@ -260,6 +268,23 @@ def _number(options: Mapping[str, str], name: str) -> float | None:
     if not 0 < value < float("inf"):
         raise ConfigError(f"--{name} {options[name]}: must be a number of more than 0")
     return value
+
+
+def _share(options: Mapping[str, str], name: str) -> float | None:
+    if name not in options:
+        return None
+    try:
+        value = float(options[name])
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ConfigError(f"--{name} {options[name]}: must be a number from 0 to 1")
+    return value
+
+
+def _truth(options: Mapping[str, str], name: str) -> bool | None:
+    text = _one_of(options, name, ("true", "false"))
+    return None if text is None else text == "true"
 
 
 def _size(options: Mapping[str, str], name: str) -> int | None:

@@ -3,16 +3,22 @@
 from collections.abc import Iterator, Mapping
 
 from penstock.config import Tier, format_size
+from penstock.plan.alternatives import Means
 from penstock.plan.as_json import shares
 from penstock.plan.ask import PlanReport
 from penstock.plan.batches import Point
 from penstock.plan.forecast import Forecast
+from penstock.plan.means import steps_early
 from penstock.plan.model import EFFICIENCY
 from penstock.report.sentence import format_time
 from penstock.schedule.place import FP32
 
 _BAR = 24
 _PHASES = ("train", "load", "probe", "place", "save", "resume")
+_NORM = {
+    True: "optimizer steps before the gradient norm is known",
+    False: "optimizer waits for the gradient norm",
+}
 _LANES: Mapping[str, str] = {
     "compute": "compute",
     "h2d": "host to device",
@@ -29,6 +35,7 @@ def describe(report: PlanReport, *, wide: bool) -> str:
     parts = [
         list(_head(f)),
         list(_step(f)),
+        list(_means(report)),
         list(_table(f)),
         list(_memory(f)),
         list(_disk(f)),
@@ -40,15 +47,15 @@ def describe(report: PlanReport, *, wide: bool) -> str:
 
 
 def _head(f: Forecast) -> Iterator[str]:
-    task = f.task
+    task, settings = f.task, f.choice.plan.settings
     yield f"{task.shape.name}, {_count(f.parameters)} parameters, {task.precision}, {task.optimizer}"
     yield f"on {task.machine.name}"
     fits = "It fits" if f.beyond_machine is None else "It fits into the budget, but not into the machine"
     yield (
         f"{fits}. {f.choice.request.family} schedule, {f.micro_batches} micro-batch{'es' * (f.micro_batches > 1)} of "
         f"{f.micro_batch_size} x {task.sequence_length:,} tokens"
-        + (", optimizer waits for the gradient norm" if task.waits else "")
-        + (f", delay {f.choice.plan.settings.delay:g}" if f.choice.plan.settings.delay else "")
+        + (f", {_NORM[steps_early(f.choice.plan.program, settings)]}" if task.waits else "")
+        + (f", delay {settings.delay:g}" if settings.delay else "")
     )
 
 
@@ -56,6 +63,7 @@ def _step(f: Forecast) -> Iterator[str]:
     yield (
         f"step        {_seconds(f.step_seconds)} for {f.tokens:,} tokens: {_rate(f.tokens_per_second)} tokens/s, "
         f"MFU {f.mfu:.0%} of {_flops(f.peak_flops)}"
+        + (f"; {100 * f.repeats:.3g}% of the steps run twice" if f.repeats else "")
     )
     over = f.step_seconds / f.limit_seconds - 1
     yield (
@@ -72,6 +80,41 @@ def _step(f: Forecast) -> Iterator[str]:
     )
 
 
+def _means(report: PlanReport) -> Iterator[str]:
+    """How the step comes to its numbers, where there is a norm to wait for or a delay."""
+    found = report.alternatives
+    if found.others or report.forecast.task.waits:
+        yield f"{'until the norm is known':<34}{'a step':>10}{'gradients held':>17}{'disk a step':>14}"
+        yield _way(found.chosen) + "  <- this plan"
+        yield from map(_way, found.others)
+        if report.forecast.repeats:
+            share = f"{100 * report.forecast.repeats:.3g}%"
+            yield f"{share} of the steps are expected to be clipped and run twice: that is counted here"
+    if found.chosen.delay:
+        share = f"delay       {found.chosen.delay:g} of the optimizer's steps are taken in the next step's forward"
+        if found.undelayed is None or found.gain_of_delay is None:
+            yield f"{share}; without a delay it does not fit"
+        else:
+            about = "" if found.undelayed.simulated else "~"
+            yield f"{share}: {about}{found.gain_of_delay:.2f}x the tokens/s without"
+
+
+def _way(means: Means) -> str:
+    seconds = f"{'' if means.simulated else '~'}{_seconds(means.seconds)}"
+    return f"  {means.way:<32}{seconds:>10}{format_size(means.held_bytes):>17}{format_size(means.disk_bytes):>14}"
+
+
+def _of_blocks(f: Forecast) -> str:
+    """Which blocks' state lives on the device."""
+    there = f.blocks_on_device
+    names = [stage.name for stage in f.choice.request.program.stages if stage.kind == "call"]
+    count = f"{len(there)} block{'s' * (len(there) > 1)}"
+    if len(there) == len(names):
+        return "state of all blocks on the device, stepped there"
+    where = f"the last {count}" if there == tuple(names[-len(there) :]) else count
+    return f"state of {where} on the device, stepped there"
+
+
 def _table(f: Forecast) -> Iterator[str]:
     yield f"{'lane':<16}{'per step':>12}{'work':>12}{'busy':>8}"
     for lane, x in f.lanes.items():
@@ -83,7 +126,9 @@ def _memory(f: Forecast) -> Iterator[str]:
     place, settings = f.choice.plan.settings.place, f.choice.plan.settings
     yield f"weights     {_shares(shares(f, place.weights, frozen=True))}"
     yield f"optimizer   {_shares(shares(f, place.state, frozen=False))}"
-    waits = f"; gradients wait on {place.gradients}" if f.task.waits else ""
+    if f.blocks_on_device:
+        yield f"            {_of_blocks(f)}"
+    waits = f"; gradients wait on {place.gradients}" if f.gradients_wait else ""
     yield f"checkpoints on {place.checkpoints}{waits}"
     yield f"chunks      of {format_size(settings.chunk * FP32)} in fp32, {len(f.choice.plan.schedule.ops):,} ops a step"
     yield ""

@@ -62,6 +62,14 @@ def check_amounts(*, clip_grad_norm: object, disk_free: object, tbw: object) -> 
         _check_whole("disk_free", disk_free, least=0)
 
 
+def check_asked_means(*, speculate: object, delay: object) -> None:
+    """Raises ConfigError: no answer to whether to speculate, or no number to delay by."""
+    if speculate is not None and not isinstance(speculate, bool):
+        raise ConfigError(f"speculate={_shown(speculate)}: must be True, False or None")
+    if delay is not None and (isinstance(delay, bool) or not isinstance(delay, int | float)):
+        raise ConfigError(f"delay={_shown(delay)}: must be a number from 0 to 1, or None")
+
+
 def check_disk(budget: Budget, *, disk_free: int | None, tbw: float | None) -> None:
     """Raises ConfigError: something is said of a disk tier that is not there."""
     for name, value in (("disk_free", disk_free), ("tbw", tbw)):

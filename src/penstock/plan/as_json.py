@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import TIERS, Tier
+from penstock.plan.alternatives import Alternatives, Means
 from penstock.plan.forecast import Forecast
+from penstock.plan.means import steps_early
 
 if TYPE_CHECKING:
     from penstock.plan.ask import PlanReport
@@ -18,6 +20,8 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
         "fits": f.beyond_machine is None,
         "step": {
             "seconds": f.step_seconds,
+            "expected_seconds": f.choice.expected_seconds,
+            "repeats": f.repeats,
             "tokens": f.tokens,
             "tokens_per_second": f.tokens_per_second,
             "mfu": f.mfu,
@@ -27,6 +31,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "phases": {phase: {"lane": lane, "seconds": s} for phase, (lane, s) in f.phases.items()},
         },
         "plan": _plan(f),
+        "means": _means(report.alternatives),
         "lanes": {
             lane: {"bytes": x.nbytes, "work_seconds": x.work, "busy_seconds": x.busy} for lane, x in f.lanes.items()
         },
@@ -84,14 +89,28 @@ def _plan(f: Forecast) -> dict[str, Any]:
         "precision": task.precision,
         "optimizer": task.optimizer,
         "waits_for_norm": task.waits,
+        "speculates": steps_early(f.choice.plan.program, settings),
         "chunk": settings.chunk,
         "depths": {name: getattr(settings.depths, name) for name in settings.depths.__dataclass_fields__},
         "weights": shares(f, place.weights, frozen=True),
         "state": shares(f, place.state, frozen=False),
         "checkpoints": place.checkpoints,
-        "gradients": place.gradients if task.waits else None,
+        "gradients": place.gradients if f.gradients_wait else None,
         "ops": len(f.choice.plan.schedule.ops),
     }
+
+
+def _means(found: Alternatives) -> dict[str, Any]:
+    return {
+        "chosen": _one_means(found.chosen),
+        "others": [_one_means(means) for means in found.others],
+        "undelayed": None if found.undelayed is None else _one_means(found.undelayed),
+        "gain_of_delay": found.gain_of_delay,
+    }
+
+
+def _one_means(means: Means) -> dict[str, Any]:
+    return {name: getattr(means, name) for name in Means.__dataclass_fields__}
 
 
 def shares(f: Forecast, tiers: tuple[Tier, ...], *, frozen: bool) -> dict[Tier, float]:

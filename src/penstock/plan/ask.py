@@ -9,12 +9,21 @@ from typing import Any
 from penstock.config import Budget, OptimizerName, Precision, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.plan.advice import Advice, advice, refusal
-from penstock.plan.arguments import check_amounts, check_choices, check_disk, check_sources, check_split
+from penstock.plan.alternatives import Alternatives, alternatives
+from penstock.plan.arguments import (
+    check_amounts,
+    check_asked_means,
+    check_choices,
+    check_disk,
+    check_sources,
+    check_split,
+)
 from penstock.plan.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
 from penstock.plan.fit import Family, Plan
 from penstock.plan.forecast import Forecast, forecast
 from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
+from penstock.plan.means import REPEATS
 from penstock.plan.meta import Kind
 from penstock.plan.model import ModelShape
 from penstock.plan.profiles import find_profile, machine_named, on_directories
@@ -34,6 +43,7 @@ class PlanReport:
     | ``forecast`` | the plan's step: time, tokens/s, MFU, bottleneck, bytes, memory, wear |
     | ``curve`` | vertical and horizontal over the global batch, by the linear program |
     | ``roofline`` | what compute, disk, host and link allow with all state on disk |
+    | ``alternatives`` | how a step comes to its numbers (waiting, speculating, a delay), and other ways |
     | ``advice`` | what would make it faster, best first |
     | ``notes`` | what to know about the machine's profile and the budget |
     """
@@ -41,6 +51,7 @@ class PlanReport:
     forecast: Forecast
     curve: tuple[Point, ...]
     roofline: Roofline
+    alternatives: Alternatives
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
 
@@ -78,6 +89,8 @@ def plan(
     momentum: bool = False,
     clip_grad_norm: float | None = None,
     schedule: Family | None = None,
+    speculate: bool | None = None,
+    delay: float | None = None,
     disk_free: int | None = None,
     tbw: float | None = None,
 ) -> PlanReport:
@@ -97,8 +110,11 @@ def plan(
         sequence_length: tokens in a sequence.
         precision: None: bf16 on a GPU, fp32 on a CPU.
         optimizer: its name; ``momentum``: whether ``"sgd"`` has it.
-        clip_grad_norm: None: no clipping, and the optimizer overlaps with the backward.
+        clip_grad_norm: None: no clipping, and the optimizer overlaps with the backward without more ado.
         schedule: a family; None: the better one.
+        speculate: whether what is on disk is stepped before the gradients' norm is known, and a step that is clipped is
+            run again (5% are expected to be); None: if that is faster than waiting. Only with clipping or fp16.
+        delay: the share of the optimizer's steps that is taken in the next step's forward, 0 to 1; None: the fastest.
         disk_free: bytes on disk that may be used; None: what the profile says is free.
         tbw: terabytes that each drive is rated for; None: as in the profile.
 
@@ -116,6 +132,7 @@ def plan(
         sequence_length=sequence_length,
     )
     check_amounts(clip_grad_norm=clip_grad_norm, disk_free=disk_free, tbw=tbw)
+    check_asked_means(speculate=speculate, delay=delay)
     found = _machine(machine, budget)
     if budget is None:
         budget = own_budget(found, device=None, host=None)
@@ -125,7 +142,7 @@ def plan(
     if precision is None:
         precision = "bf16" if found.device.kind == "cuda" else "fp32"
     waits = clip_grad_norm is not None or precision == "fp16"
-    if budget.gradients is not None and not waits:
+    if budget.gradients is not None and not (waits or delay):
         raise ConfigError(
             f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a norm"
         )
@@ -140,6 +157,9 @@ def plan(
         waits=waits,
         families=_FAMILIES if schedule is None else (schedule,),
         disk_free=free_bytes(found) if disk_free is None else disk_free,
+        speculate=speculate,
+        delay=delay,
+        repeats=REPEATS if clip_grad_norm is not None else 0.0,
     )
     return report(task, batch=batch, split=None if micro_batches is None else (micro_batch_size or 1, micro_batches))
 
@@ -210,6 +230,7 @@ def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | Non
         forecast=found,
         curve=tuple(points),
         roofline=roofline(choice.question, task.profile(size).tokens),
+        alternatives=alternatives(choice),
         advice=advice(task, size, choice),
         notes=(*_notes(task), *_beyond(found)),
     )

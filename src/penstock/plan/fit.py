@@ -13,12 +13,11 @@ from itertools import product
 from typing import Literal
 
 from penstock.config import Budget, Tier, format_size
-from penstock.errors import BudgetError, ConfigError, ScheduleError
-from penstock.plan.means import check_means, no_speculation
-from penstock.schedule.check import check_readers
+from penstock.errors import BudgetError, ConfigError
+from penstock.plan.means import check_means, no_speculation, steps_early
 from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.op import Schedule, peak_bytes
-from penstock.schedule.place import FP32, GRAIN, Depths, Format, Placement, Settings, checksum_bytes, on_grain, page_up
+from penstock.schedule.place import FP32, Depths, Format, Placement, Settings, checksum_bytes, page_up
 from penstock.schedule.program import ALIGN, Program
 from penstock.schedule.provision import Provision, fixed_bytes
 from penstock.schedule.route import Route
@@ -222,69 +221,9 @@ def fitted(request: Request, keep: Placement | None = None) -> Settings:
     settings = _fit_host(request, settings)
     if keep is None:
         settings = _to_host(request, settings)
+    if request.speculate is None and not steps_early(request.program, settings):
+        settings = replace(settings, speculate=False)
     return settings
-
-
-def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
-    """The plan with a schedule of the user's own: the same ops on the same buffers, but in the order, with the
-    dependencies and with as many buffers per pool as theirs.
-
-    Raises:
-        ScheduleError: it is for another number of micro-batches, or differs in more than that, or would change the
-            numbers by adding gradients up in another order.
-        BudgetError: its pools do not fit.
-    """
-    if schedule.chunk < ALIGN or schedule.chunk % ALIGN:
-        raise ScheduleError(f"the schedule's chunk of {schedule.chunk} elements is not a multiple of {ALIGN}")
-    for group in request.program.groups:
-        if not on_grain(group, schedule.chunk):
-            raise ScheduleError(
-                f"the schedule's chunk of {schedule.chunk} elements is smaller than what has one checksum on disk in "
-                f"group {group.name}: make it {GRAIN} or more"
-            )
-    settings = replace(plan.settings, chunk=schedule.chunk)
-    if schedule.micro_batches != settings.micro_batches:
-        raise ScheduleError(f"the schedule is for {schedule.micro_batches} micro-batches, not {settings.micro_batches}")
-    wanted = request.build(settings)
-    for missing in wanted.by_id.keys() - schedule.by_id.keys():
-        raise ScheduleError(f"the schedule has no op {missing}, which this model on this budget needs")
-    for extra in schedule.by_id.keys() - wanted.by_id.keys():
-        raise ScheduleError(f"the schedule has an op {extra}, which this model on this budget does not have")
-    for op in wanted.ops:
-        theirs = schedule.by_id[op.id]
-        if replace(theirs, after=op.after) != op:
-            raise ScheduleError(f"op {op.id} moves or touches something else than this model needs: write '{op}'")
-    pools = {pool.name: pool for pool in schedule.pools}
-    for pool in wanted.pools:
-        if pool.name not in pools or replace(pools[pool.name], count=pool.count) != pool:
-            raise ScheduleError(f"the schedule needs a pool like '{pool}'; only its number of buffers may differ")
-    found, sums = _order_of_sums(schedule), _order_of_sums(wanted)
-    for name in sums:
-        if found[name] != sums[name]:
-            raise ScheduleError(
-                f"gradients are added up in {name} by {', '.join(found[name])}, which changes the numbers: keep the "
-                f"order {', '.join(sums[name])}"
-            )
-    check_readers(schedule, request.program, settings.place.weights)
-    own = replace(schedule, fixed=wanted.fixed)
-    limits: tuple[tuple[Tier, int], ...] = (
-        ("device", request.budget.device_bytes),
-        ("host", request.budget.host_bytes),
-    )
-    for tier, most in limits:
-        if own.peak_bytes(tier) > most:
-            raise BudgetError(f"the schedule's pools take {format_size(own.peak_bytes(tier))} of budget.{tier}")
-    return replace(plan, settings=settings, schedule=own)
-
-
-def _order_of_sums(schedule: Schedule) -> dict[str, list[str]]:
-    """For each buffer that gradients are added up in, the ops that add, in order."""
-    sums: dict[str, list[str]] = {}
-    for op in (*schedule.lanes["compute"], *schedule.lanes["cpu"]):
-        if op.word.kind in ("B", "E", "AG"):
-            for name in set(op.reads) & set(op.writes):
-                sums.setdefault(name, []).append(op.id)
-    return sums
 
 
 def tied_groups(program: Program) -> set[int]:
@@ -427,8 +366,10 @@ def _to_device(request: Request, settings: Settings) -> Settings:
 def _to_host(request: Request, settings: Settings) -> Settings:
     """Give what is left of host memory to weights, then to state."""
     place, groups = settings.place, request.program.groups[::-1]
+    # In fp32 the weights are the master copy: a group that speculates has all of its state on disk, or nothing.
+    together = request.speculates and not request.form.split and request.budget.state is None
     if request.budget.weights is None:
-        moves = [(g.index, True, False) for g in groups if place.weights[g.index] == "disk"]
+        moves = [(g.index, True, together and g.trainable > 0) for g in groups if place.weights[g.index] == "disk"]
         settings = _raise(request, settings, "host", moves)
     if request.budget.state is None:
         moves = [(g.index, False, True) for g in groups if g.trainable and place.state[g.index] == "disk"]

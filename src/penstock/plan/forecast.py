@@ -32,7 +32,8 @@ class LaneForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Wear:
-    """What a step writes, and how long the drives last. ``days``: of training without a break; ``steps``: in them."""
+    """What a step writes that is run once, and how long the drives last, with repeated steps. ``days``: of training
+    without a break; ``steps``: in them."""
 
     written_bytes: int
     per_parameter: float
@@ -61,11 +62,31 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float:
+        """Of a step that is run once."""
         return self.choice.seconds
 
     @property
+    def repeats(self) -> float:
+        """The share of steps that is expected to be run twice."""
+        return self.choice.repeats
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether any gradient waits, for the norm or for the next step's forward."""
+        settings, groups = self.choice.plan.settings, self.choice.plan.program.groups
+        return settings.delay > 0 or any(group.trainable and settings.waits(group.index) for group in groups)
+
+    @property
+    def blocks_on_device(self) -> tuple[str, ...]:
+        """Blocks whose optimizer state lives on the device and steps there, in order: their names."""
+        place, stages = self.choice.plan.settings.place, self.choice.request.program.stages
+        blocks = (stage for stage in stages if stage.kind == "call" and stage.gradients)
+        return tuple(block.name for block in blocks if all(place.state[g] == "device" for g in block.gradients))
+
+    @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.step_seconds
+        """Steps that are run twice counted."""
+        return self.tokens / self.choice.expected_seconds
 
     @property
     def peak_flops(self) -> float:
@@ -171,13 +192,14 @@ class Forecast:
         ratings = [drive.tbw for drive in self.task.machine.drives]
         known = [rating for rating in ratings if rating is not None]
         tbw = min(known) if known and len(known) == len(ratings) else None
-        steps = None if tbw is None or not written else len(ratings) * tbw * _TB / written
+        each = written * (1 + self.repeats)
+        steps = None if tbw is None or not written else len(ratings) * tbw * _TB / each
         return Wear(
             written_bytes=written,
             per_parameter=written / self.parameters,
             tbw=tbw,
             steps=steps,
-            days=None if steps is None else steps * self.step_seconds / _DAY,
+            days=None if steps is None else steps * self.choice.expected_seconds / _DAY,
         )
 
 

@@ -10,9 +10,10 @@ from penstock.config import Budget, Tier
 from penstock.errors import BudgetError, ModelError
 from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.plan.costs import machine_costs
-from penstock.plan.fit import Family, Plan, Request, fit, with_schedule
+from penstock.plan.fit import Family, Plan, Request, fit
 from penstock.plan.means import REPEATS
 from penstock.plan.model import StageTimes
+from penstock.plan.own_schedule import means_of, with_schedule
 from penstock.plan.search import best
 from penstock.run import batch
 from penstock.run.runner import Machinery, Runner
@@ -201,14 +202,18 @@ class Planning:
 
     def _request(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
+        speculate, delay = self._speculate, self._delay
+        if isinstance(self._schedule, Schedule):  # what is left open is as the schedule has it
+            early, share = means_of(self._schedule)
+            speculate, delay = early if speculate is None else speculate, share if delay is None else delay
         return Request(
             program=Program(groups=tuple(g.spec for g in self._shared.groups), stages=tuple(stages)),
             budget=self._budget,
             form=self._shared.residence.form,
             micro_batches=len(micro_batches),
             wait=self._wait,
-            speculate=self._speculate,
-            delay=self._delay,
+            speculate=speculate,
+            delay=delay,
             train=train,
             family="horizontal" if name == "horizontal" else "vertical",
             inputs=len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches),
