@@ -1,8 +1,12 @@
 """Fixtures that several files of tests share."""
 
+import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,3 +68,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A mounted ext4 file system of 16 MiB in a file; skips where this process may not mount."""
+    image, mount = tmp_path / "disk.img", tmp_path / "disk"
+    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+        pytest.skip("a small file system needs root and mkfs.ext4")
+    mount.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(mount)], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)

@@ -9,8 +9,9 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,9 @@ class Call:
     name: str
     path: str
     offset: int = 0
+    nbytes: int = 0
     data: memoryview | None = None
-    """what is to be written, or where to read to"""
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.data is None else len(self.data)
+    """what is to be written, or where to read to; only while the call is made"""
 
     @property
     def writes(self) -> bool:
@@ -67,6 +65,21 @@ def _buffered(raw: _Raw, mode: str) -> io.IOBase:
     return io.BufferedReader(raw) if mode == "rb" else io.BufferedWriter(raw)
 
 
+def _made(hook: Hook, call: Call, buffer: Any, go: Go) -> int:
+    """Make a transfer through the hook. An error leaves with no reference to the buffer, as one of the kernel's does:
+    memory that is mapped cannot be given back while there is one.
+    """
+    data = memoryview(buffer).cast("B")
+    failure = None
+    try:
+        return int(hook(replace(call, data=data, nbytes=len(data)), partial(go, data)))
+    except OSError as error:
+        failure = error.with_traceback(None)
+    finally:
+        del data, buffer
+    raise failure
+
+
 @contextmanager
 def intercepted(folder: Path, hook: Hook) -> Iterator[None]:
     """Every system call on a file in ``folder`` goes through ``hook(call, go)``, from whichever thread it is made."""
@@ -78,7 +91,7 @@ def intercepted(folder: Path, hook: Hook) -> Iterator[None]:
         path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.path.realpath(what)
         return path if f"{path}{os.sep}".startswith(root) else None
 
-    def replace(name: str, make: Callable[[str, Any], Any]) -> None:
+    def patch(name: str, make: Callable[[str, Any], Any]) -> None:
         reals[name] = getattr(os, name)
         patched.setattr(os, name, make(name, reals[name]))
 
@@ -86,9 +99,12 @@ def intercepted(folder: Path, hook: Hook) -> Iterator[None]:
         def call(fd: int, views: list[memoryview], offset: int, *flags: int) -> int:
             if (path := path_of(fd)) is None:
                 return int(real(fd, views, offset, *flags))
-            (view,) = (memoryview(v).cast("B") for v in views)
-            found = Call(name=name, path=path, offset=offset, data=view)
-            return int(hook(found, lambda most=None: real(fd, [view[:most]], offset, *flags)))
+            assert len(views) == 1
+
+            def go(data: memoryview, most: int | None = None) -> int:
+                return int(real(fd, [data[:most]], offset, *flags))
+
+            return _made(hook, Call(name=name, path=path, offset=offset), views[0], go)
 
         return call
 
@@ -96,10 +112,12 @@ def intercepted(folder: Path, hook: Hook) -> Iterator[None]:
         def call(fd: int, data: Any, *offset: int) -> int:
             if (path := path_of(fd)) is None:
                 return int(real(fd, data, *offset))
-            view = memoryview(data).cast("B")
+
+            def go(data: memoryview, most: int | None = None) -> int:
+                return int(real(fd, data[:most], *offset))
+
             at = offset[0] if offset else os.lseek(fd, 0, os.SEEK_CUR)
-            found = Call(name=name, path=path, offset=at, data=view)
-            return int(hook(found, lambda most=None: real(fd, view[:most], *offset)))
+            return _made(hook, Call(name=name, path=path, offset=at), data, go)
 
         return call
 
@@ -123,11 +141,11 @@ def intercepted(folder: Path, hook: Hook) -> Iterator[None]:
 
     try:
         for name in ("preadv", "pwritev"):
-            replace(name, vectored)
+            patch(name, vectored)
         for name in ("write", "pwrite"):
-            replace(name, plain)
+            patch(name, plain)
         for name in ("read", "fsync", "fdatasync", "posix_fallocate", "open", "rename", "replace"):
-            replace(name, other)
+            patch(name, other)
         patched.setattr(builtins, "open", opened)
         patched.setattr(io, "open", opened)
         yield
@@ -139,7 +157,7 @@ class Nth:
     """A hook that does something else at one call, counting those that ``counts`` says yes to from 0."""
 
     def __init__(self, number: int, act: Hook, counts: Callable[[Call], bool] = lambda call: True) -> None:
-        self._left = number
+        self.number = number
         self._act = act
         self._counts = counts
         self._lock = threading.Lock()
@@ -148,23 +166,23 @@ class Nth:
 
     @property
     def struck(self) -> bool:
-        return self._left < 0
+        return len(self.calls) > self.number >= 0
 
     def __call__(self, call: Call, go: Go) -> Any:
         if not self._counts(call):
             return go()
         with self._lock:
-            self.calls.append(call)
-            strikes = self._left == 0
-            self._left -= 1
+            strikes = len(self.calls) == self.number
+            self.calls.append(replace(call, data=None))
         return self._act(call, go) if strikes else go()
 
 
 def error(code: int) -> Hook:
-    """The call fails."""
+    """The call fails, as Python says it: with the file's name where the call was given one."""
 
     def act(call: Call, go: Go) -> Any:
-        raise OSError(code, os.strerror(code))
+        named = (call.path,) if call.name in ("open", "rename", "replace") else ()
+        raise OSError(code, os.strerror(code), *named)
 
     return act
 
@@ -183,3 +201,15 @@ def failing(call: str, code: int, patch: pytest.MonkeyPatch, *, after: int = 0) 
     with patch.context() as patched:
         patched.setattr(os, call, fail)
         yield
+
+
+def fill(path: Path) -> None:
+    """Take every block of a disk."""
+    with path.open("wb") as file:
+        end = 0
+        for step in (1 << 20, 1 << 16, 1024):
+            with suppress(OSError):
+                while True:
+                    os.posix_fallocate(file.fileno(), end, step)
+                    end += step
+    assert os.statvfs(path).f_bavail < 4

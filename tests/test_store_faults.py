@@ -1,10 +1,8 @@
 """What goes wrong with disks: full, failing, read-only, without direct I/O; on real file systems, made by root."""
 
-import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.faults import fill
 
 from penstock.errors import StoreError
 from penstock.store import ALIGN, Layout, Region, SnapshotWriter, Store, aligned_bytes, packed
@@ -30,40 +29,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A mounted ext4 file system of 16 MiB in a file; skips where this process may not mount."""
-    image, mount = tmp_path / "disk.img", tmp_path / "disk"
-    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
-        pytest.skip("a small file system needs root and mkfs.ext4")
-    mount.mkdir()
-    image.write_bytes(b"")
-    os.truncate(image, 16 * MIB)
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
-    if subprocess.run(["mount", "-o", "loop", str(image), str(mount)], capture_output=True).returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
-        yield mount
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
 def pattern(nbytes: int) -> Any:
     buffer = aligned_bytes(nbytes)
     buffer[:] = np.arange(nbytes, dtype=np.uint32).view(np.uint8)[:nbytes]
     return buffer
-
-
-def fill(path: Path) -> None:
-    """Take every block of a disk."""
-    with path.open("wb") as file:
-        end = 0
-        for step in (MIB, 16 * ALIGN, 1024):
-            with contextlib.suppress(OSError):
-                while True:
-                    os.posix_fallocate(file.fileno(), end, step)
-                    end += step
-    assert os.statvfs(path).f_bavail < 4
 
 
 # ---- full disks
@@ -103,7 +72,7 @@ def test_a_disk_that_has_room_for_the_data_only(small_disk: Path, monkeypatch: p
         Store.create([small_disk / "d"], layout, model={})
     assert set(small_disk.iterdir()) == before
     monkeypatch.setattr(packed, "free_bytes", lambda _: 1 << 40)
-    with pytest.raises(StoreError, match=r"creating a store failed: .*No space left"):
+    with pytest.raises(StoreError, match=r"d/commit\.\d cannot be written: No space left"):
         Store.create([small_disk / "d"], layout, model={})
     assert set(small_disk.iterdir()) == before
 

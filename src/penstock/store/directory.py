@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.errors import StoreError
-from penstock.store.packed import store_error
+from penstock.store.packed import FULL, store_error
 
 LOCK = "lock"
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
@@ -48,7 +48,8 @@ def make_directory(path: Path) -> bool:
     try:
         path.mkdir(mode=0o700)
     except OSError as e:
-        raise store_error(f"{path} cannot be created: {e.strerror}: give a directory that you may write to", e) from e
+        advice = "free some space" if e.errno in FULL else "give a directory that you may write to"
+        raise store_error(f"{path} cannot be created: {e.strerror}: {advice}", e) from e
     sync_directory(path.parent)
     return True
 
@@ -81,12 +82,19 @@ def _file_system_type(path: Path) -> str:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in ``path`` durable: a renamed file is only safe once its directory is."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Make the names in ``path`` durable: a renamed file is only safe once its directory is.
+
+    Raises:
+        StoreError: they could not be made so.
+    """
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        raise store_error(f"{path}: its names cannot be made durable: {e.strerror}: check the drive", e) from e
 
 
 class DirectoryLock:
@@ -104,7 +112,8 @@ class DirectoryLock:
         except StoreError:
             raise
         except OSError as e:
-            raise store_error(f"{self._path} cannot be locked: {e.strerror}: use a local file system", e) from e
+            advice = "free some space" if e.errno in FULL else "use a local file system"
+            raise store_error(f"{self._path} cannot be locked: {e.strerror}: {advice}", e) from e
         _held.add(self)
 
     def _take(self, directory: Path) -> int:

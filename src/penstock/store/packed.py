@@ -39,19 +39,24 @@ def allocate(path: Path, nbytes: int) -> None:
     Raises:
         StoreError: the disk (or a quota, or a limit on file size) has no room; the caller removes the file.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as e:
-            if e.errno not in _NO_FALLOCATE:
-                raise
-            _write_zeros(fd, nbytes)
-        os.fsync(fd)
+            _reserve(fd, nbytes)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     except OSError as e:
         raise _allocation_error(path, nbytes, e) from e
-    finally:
-        os.close(fd)
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as e:
+        if e.errno not in _NO_FALLOCATE:
+            raise
+        _write_zeros(fd, nbytes)
 
 
 def free_bytes(path: Path) -> int:

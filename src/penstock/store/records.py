@@ -127,10 +127,13 @@ class CommitLog:
             ("commit.0", encode("commit", {"store": store, "sequence": 0, "record": None, "table": None})),
             ("commit.1", b""),
         ):
-            with open(directory / name, "xb", opener=_private) as file:
-                file.write(text.ljust(RESERVE))
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                with open(directory / name, "xb", opener=_private) as file:
+                    file.write(text.ljust(RESERVE))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as e:
+                raise store_error(f"{directory / name} cannot be written: {e.strerror}", e) from e
 
     def _find(self) -> _Entry:
         found: list[_Entry] = []
