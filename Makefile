@@ -8,13 +8,17 @@ READY := .venv/.ready
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt \
 	$(shell find src/penstock/optim/native -type f) $(shell find src/penstock -name __init__.py)
 
-.PHONY: demo test lint bench
+.PHONY: demo test faults lint bench
 
 demo: $(READY)
 	$(BIN)/penstock train examples/demo.yaml --overwrite
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# Every fault of docs/reliability.md, as often as it says there; as root, also on a small file system of its own.
+faults: $(READY)
+	$(BIN)/python -m pytest --campaign tests/test_campaign_*.py
 
 lint: $(READY)
 	$(BIN)/ruff check src tests bench examples

@@ -65,6 +65,12 @@ class Victims:
         self.last = last
         self._context = multiprocessing.get_context("forkserver")
 
+    def start(self) -> None:
+        """Have the server import what processes need, which takes seconds."""
+        process = self._context.Process(target=_nothing)
+        process.start()
+        process.join(60)
+
     def run(self, store: Path, diary: Path, *, after: float | None = None, at: KillPoint | None = None) -> Diary:
         """A process that trains on ``store``; killed ``after`` so many seconds, or ``at`` an instant of a commit."""
         ours, theirs = self._context.Pipe()
@@ -96,6 +102,10 @@ def victims_of_one_thread() -> Iterator[None]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.victims", "torch._dynamo"])
         yield
+
+
+def _nothing() -> None:
+    pass
 
 
 def _train(name: str, last: int, store: Path, diary: Path, ready: Connection, at: KillPoint | None) -> None:
