@@ -35,7 +35,7 @@ def _words(stats: StepStats, prediction: Simulation) -> str:
     planned, moved = prediction.busy(0), prediction.bytes_per_lane()
     lane: Lane = max(planned, key=lambda lane: stats.lane_seconds.get(lane, 0.0) - planned[lane])
     head = (
-        f"step {stats.step} took {format_time(stats.seconds)}, {stats.seconds / prediction.time:.1f}x the "
+        f"step {stats.step} took {format_time(stats.seconds)}, {stats.seconds / prediction.time:.3g}x the "
         f"{format_time(prediction.time)} predicted"
     )
     busy = stats.lane_seconds.get(lane, 0.0)

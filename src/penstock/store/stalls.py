@@ -18,17 +18,18 @@ log = logging.getLogger("penstock")
 class Request:
     """A request under way, as a context. It costs an entry in a dict and a look at the clock."""
 
-    __slots__ = ("_key", "_stalls", "began", "nbytes", "path", "verb")
+    __slots__ = ("_key", "_stalls", "began", "ended", "nbytes", "path", "verb")
 
     def __init__(self, stalls: "Stalls", path: Path, verb: str, nbytes: int) -> None:
         self._stalls = stalls
         self.path, self.verb, self.nbytes = path, verb, nbytes
 
     def __enter__(self) -> None:
-        self.began = time.monotonic()
+        self.began = self.ended = time.monotonic()
         self._key = self._stalls.add(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.ended = time.monotonic()
         self._stalls.remove(self._key)
 
 
@@ -44,7 +45,7 @@ class Stalls:
         self._late = late
         self._under_way: dict[int, Request] = {}
         self._numbers = itertools.count()
-        self._stalled: dict[Path, Request] = {}
+        self._stalled: dict[Path, list[Request]] = {}  # the late requests of each stall
         self._closing = threading.Event()
         self._start = threading.Lock()
         self._watcher: threading.Thread | None = None
@@ -84,17 +85,19 @@ class Stalls:
         self._look(time.monotonic())
 
     def _look(self, now: float) -> None:
-        late: dict[Path, Request] = {}
+        late: dict[Path, list[Request]] = {}
         for request in self._under_way.copy().values():  # oldest first
             if now - request.began >= self._late:
-                late.setdefault(request.path, request)
-        for path, request in late.items():
+                late.setdefault(request.path, []).append(request)
+        for path, requests in late.items():
             if path not in self._stalled:
-                self._stalled[path] = request
-                log.warning(_begun(request, now))
+                log.warning(_begun(requests[0], now))
+            known = self._stalled.setdefault(path, [])
+            known += [request for request in requests if request not in known]
         for path in [path for path in self._stalled if path not in late]:
-            first = self._stalled.pop(path)
-            log.warning("%s: goes on after a stall of %.0f s", path, now - first.began)
+            over = self._stalled.pop(path)
+            length = max(request.ended for request in over) - over[0].began
+            log.warning("%s: goes on after a stall of %.0f s", path, length)
 
 
 def _begun(request: Request, now: float) -> str:
