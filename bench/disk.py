@@ -33,6 +33,8 @@ from penstock.store.transfer import aligned_bytes
 CHUNK = 8 << 20
 REQUIRED = 0.95
 _EXTENT = "bench"
+_PATTERN = np.random.default_rng(0).bytes(512)
+"""What all of the file consists of, whoever has written it last: the store checks what it reads."""
 _HUGE_PAGES = 40  # of 2 MiB: fio keeps depth x 8 MiB per direction and rounds up
 
 Move = Callable[[str, int, npt.NDArray[np.uint8]], None]
@@ -116,6 +118,7 @@ def fio_rates(work: Work, setting: Setting, memory: Sequence[str]) -> Rates:
         "--fallocate=none",
         "--allow_file_create=0",
         "--scramble_buffers=0",  # the store does not make up new bytes between writes either
+        f"--buffer_pattern=0x{_PATTERN.hex()}",
         *memory,
     ]
     jobs = [[f"--name={verb}", f"--rw={verb}"] for verb in ("read", "write") if getattr(work, verb)]
@@ -153,7 +156,7 @@ def measure(store: Store, setting: Setting, rounds: int) -> Samples:
     """The rates of every side at every work, ``rounds`` times in turn; who goes first goes round as well."""
     buffers = [aligned_bytes(CHUNK) for _ in range(2 * setting.depth)]
     for buffer in buffers:
-        buffer[:] = np.random.default_rng(0).integers(0, 256, CHUNK, np.uint8)
+        buffer[:] = _content()
     found: Samples = {}
     with fio_sides() as fio:
         for turn in range(rounds):
@@ -194,6 +197,11 @@ def table(found: Samples) -> tuple[str, float]:
     return "\n".join(lines), worst
 
 
+def _content() -> npt.NDArray[np.uint8]:
+    """A chunk of the file."""
+    return np.tile(np.frombuffer(_PATTERN, np.uint8), CHUNK // len(_PATTERN))
+
+
 def prepare(setting: Setting) -> Store:
     """A store whose whole file has been written once, so that no side pays for first writes."""
     setting.path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +210,7 @@ def prepare(setting: Setting) -> Store:
     layout = Layout.build([(_EXTENT, setting.nbytes, 1)])
     store = Store.create([setting.path], layout, model={}, io_threads=setting.io_threads, direct=True)
     buffer = aligned_bytes(CHUNK)
-    buffer[:] = 1
+    buffer[:] = _content()
     for offset in range(0, setting.nbytes, CHUNK):
         store.write(_EXTENT, offset, buffer)
     store.flush()
