@@ -16,6 +16,9 @@ from penstock.store.snapshot import SnapshotReader, SnapshotWriter
 def save(path: Path, residence: Residence, buffers: Buffers, meta: Mapping[str, Any], *, overwrite: bool) -> None:
     """Write a snapshot; it appears under ``path`` whole or not at all. Needs 8 MiB of memory.
 
+    What is on disk is shared with the store's file where the file system can (reflink), and copied elsewhere. The
+    snapshot's content is the same.
+
     Raises:
         StoreError: the path exists and may not be overwritten, or the disk is full or fails.
     """
@@ -25,13 +28,21 @@ def save(path: Path, residence: Residence, buffers: Buffers, meta: Mapping[str, 
     try:
         with SnapshotWriter(path, entries, dict(meta), overwrite=overwrite, grids=grids) as writer:
             for name in residence.parts:
-                for start, piece in residence.pieces(name, bounce):
-                    residence.read(name, start, piece)
-                    writer.write(name, start * piece.itemsize, numpy_bytes(piece))
+                if not _adopted(writer, name, residence):
+                    for start, piece in residence.pieces(name, bounce):
+                        residence.read(name, start, piece)
+                        writer.write(name, start * piece.itemsize, numpy_bytes(piece))
             buffers.write(writer.write)
             writer.finish()
     finally:
         bounce.close()
+
+
+def _adopted(writer: SnapshotWriter, name: str, residence: Residence) -> bool:
+    """Whether the snapshot has taken an array over by reference: it is on disk, and the file system can."""
+    if residence.store is None or residence.tier_of(name) != "disk":
+        return False
+    return writer.adopt(name, residence.store.lend(name, residence.slots.current(name)))
 
 
 @contextmanager

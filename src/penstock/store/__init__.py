@@ -6,6 +6,7 @@ striping.py   the logical address space cut over one file per directory (pure ar
 packed.py     one preallocated file, read and written directly; every way a transfer can fail
 transfer.py   requests spread over the files by a small thread pool
 directory.py  checks of the directories that the user gives, and their lock
+manifest.py   what a store is made for, and which of its directories is which
 records.py    small checksummed JSON documents: manifest and commit records
 store.py      `Store`: what the executor reads and writes during training
 snapshot.py   `SnapshotWriter`, `SnapshotReader`: what `engine.save` and `engine.load` use

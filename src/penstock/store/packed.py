@@ -4,8 +4,10 @@ A transfer moves every byte or raises `StoreError` with file, offset, bytes aske
 """
 
 import errno
+import fcntl
 import mmap
 import os
+import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,8 @@ from penstock.store.layout import ALIGN
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+_FICLONERANGE = 0x4020940D  # fcntl has it from Python 3.12 on
+_CANNOT_SHARE = frozenset({errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS})
 _ZEROS = 4 << 20  # bytes per write where a file system cannot preallocate
 
 _ADVICE = {
@@ -163,6 +167,26 @@ class PackedFile:
 
     def _failure(self, verb: str, offset: int, asked: int, done: int, reason: str) -> str:
         return f"{self.path}: {verb} of {asked} bytes at offset {offset} stopped after {done} bytes: {reason}"
+
+    def share(self, offset: int, source: "PackedFile", start: int, nbytes: int) -> bool:
+        """Let ``nbytes`` from ``offset`` on be the same blocks of the drive as those of ``source`` from ``start`` on.
+
+        Each file can be written afterwards without changing the other (a reflink). False where the file system has no
+        such thing, or the files are on two of them; the range is then undefined.
+
+        Raises:
+            StoreError: the drive failed, or is full.
+        """
+        request = struct.pack("=qQQQ", source._fd, start, nbytes, offset)
+        try:
+            fcntl.ioctl(self._fd, _FICLONERANGE, request)
+        except OSError as e:
+            if e.errno in _CANNOT_SHARE:
+                return False
+            advice = _ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
+            said = f"{self.path}: sharing of {nbytes} bytes of {source.path} at offset {start} failed"
+            raise store_error(f"{said}: {e.strerror}: {advice}", e) from e
+        return True
 
     def flush(self) -> None:
         """Return when everything written is on the drive itself.

@@ -27,6 +27,7 @@ from penstock.store.directory import LOCK, DirectoryLock
 from penstock.store.layout import ALIGN, Extent, Grid, Layout
 from penstock.store.packed import PackedFile, store_error
 from penstock.store.records import read_document, write_document
+from penstock.store.store import Lent
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
 
 DATA = "penstock.snapshot"
@@ -58,7 +59,8 @@ class SnapshotWriter:
     """Writes a snapshot next to where it will be, and puts it there in ``finish``. A context manager that aborts
     unless ``finish`` was called.
 
-    Each extent is written front to back; different extents may be written by different threads at once.
+    Each extent is written front to back, or adopted; different extents may be written by different threads at once. Its
+    space is reserved at the start, also for what is adopted: the store takes new blocks for that as it goes on.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class SnapshotWriter:
             undo.pop_all()
         self._files = StripedFiles([file], stripe=ALIGN, io_threads=io_threads)
         self._open = True
+        self._sharing = True  # until the file system has refused
 
     def _check_target(self) -> None:
         if not os.path.lexists(self._path):
@@ -133,6 +136,29 @@ class SnapshotWriter:
         assert offset == progress.done, f"{name}: written to {progress.done}, next write at {offset}"
         progress.take(view, extent, self._digests.of(extent, 0))
         self._files.write(address, view)
+
+    def adopt(self, name: str, lent: Lent) -> bool:
+        """Take over all of extent ``name`` from a store by reference: no byte of it is read or written, its blocks on
+        the drive and their checksums are shared until the store writes them the next time.
+
+        False where the file system cannot (most but XFS and Btrfs, and other drives than the store's); it is to be
+        written then. What the store's drive has damaged is found when the snapshot is read.
+
+        Raises:
+            StoreError: the drive failed, or is full.
+        """
+        extent, progress = self.layout[name], self._progress[name]
+        assert progress.done == 0, f"{name}: {progress.done} bytes of it have been written"
+        assert lent.grid == extent.grid, f"{name}: {lent.grid} in the store, {extent.grid} in the snapshot"
+        (target,), offset = self._files.files, extent.offset
+        for file, start, nbytes in lent.stretches:
+            self._sharing = self._sharing and target.share(offset, file, start, nbytes)
+            if not self._sharing:
+                return False
+            offset += nbytes
+        self._digests.of(extent, 0)[:] = lent.digests
+        progress.done = extent.stride
+        return True
 
     def finish(self) -> None:
         """Make everything durable and rename it to its place.

@@ -15,17 +15,16 @@ import xxhash
 from penstock.config import format_size
 from penstock.errors import StoreError
 from penstock.store import digests, directory, packed
-from penstock.store.digests import Digests
+from penstock.store.digests import Digests, Numbers
 from penstock.store.directory import DirectoryLock
-from penstock.store.layout import Extent, Layout
+from penstock.store.layout import Extent, Grid, Layout
+from penstock.store.manifest import DATA as DATA
+from penstock.store.manifest import MANIFEST, PARTIAL, Manifest, difference, read_manifests
 from penstock.store.packed import PackedFile, store_error
-from penstock.store.records import RESERVE, CommitLog, Table, read_document, write_document
+from penstock.store.records import RESERVE, CommitLog, Table, write_document
 from penstock.store.striping import Striping
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
 
-DATA = "penstock.store"
-PARTIAL = "penstock.store.partial"  # what DATA is called until everything else is there
-MANIFEST = "manifest.json"
 STRIPE = 2 << 20  # bytes; a chunk of 8 MiB then keeps four drives busy
 
 _VERIFIED = 8 << 20
@@ -53,30 +52,14 @@ class Verified:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Manifest:
-    """What is in the file ``manifest.json`` of the directory number ``index``."""
+class Lent:
+    """A slot of an extent as a snapshot can take it over without reading it."""
 
-    store: str
-    index: int
-    directories: tuple[str, ...]
-    stripe: int
-    layout: Layout
-    model: dict[str, Any]
-    passing: bool
-
-    def to_json(self) -> dict[str, object]:
-        return vars(self) | {"directories": list(self.directories), "layout": self.layout.to_json()}
-
-    @staticmethod
-    def read(path: Path) -> "_Manifest":
-        body = read_document(path / MANIFEST, "store")
-        try:
-            layout = Layout.from_json(body["layout"])
-            return _Manifest(**body | {"layout": layout, "directories": tuple(body["directories"])})
-        except StoreError as e:
-            raise StoreError(f"{path / MANIFEST}: {e}") from e
-        except (KeyError, TypeError) as e:
-            raise StoreError(f"{path / MANIFEST} is damaged: {e}") from e
+    grid: Grid
+    stretches: tuple[tuple[PackedFile, int, int], ...]
+    """(file, offset, bytes), in order"""
+    digests: Numbers
+    """the checksum of each block"""
 
 
 class Store:
@@ -93,7 +76,7 @@ class Store:
     def __init__(
         self,
         paths: Sequence[Path],
-        manifest: _Manifest,
+        manifest: Manifest,
         files: StripedFiles,
         commits: CommitLog,
         locks: Sequence[DirectoryLock],
@@ -167,7 +150,7 @@ class Store:
         with _reported("opening a store"), ExitStack() as undo:
             for path in paths:
                 directory.check_directory(path)
-            _read_manifests(paths)  # before a lock file is put into a directory that is perhaps not a store at all
+            read_manifests(paths)  # before a lock file is put into a directory that is perhaps not a store at all
             locks = []
             for path in paths:
                 locks.append(DirectoryLock(path))
@@ -277,6 +260,12 @@ class Store:
                 done += len(part)
                 yield Verified(name=name, done=done, total=total, damage=tuple(damage))
 
+    def lend(self, name: str, slot: int) -> Lent:
+        """A slot as it is now: where it lies and its checksums. It must not be written while a snapshot takes it."""
+        extent = self.layout[name]
+        where = self._files.stretches(extent.address(0, extent.stride, slot), extent.stride)
+        return Lent(grid=extent.grid, stretches=tuple(where), digests=self._digests.of(extent, slot).copy())
+
     def flush(self) -> None:
         """Return when everything written is durable.
 
@@ -346,10 +335,10 @@ class Store:
         """Raises:
         StoreError: the store was made for another model; names the first thing that differs.
         """
-        difference = _difference(self.model, model, "")
-        if difference is not None:
+        differs = difference(self.model, model, "")
+        if differs is not None:
             where = ", ".join(map(str, self.paths))
-            raise StoreError(f"{where}: the store was made for another model: {difference}: give another directory")
+            raise StoreError(f"{where}: the store was made for another model: {differs}: give another directory")
 
     def close(self) -> None:
         """Give files and locks back. No read or write may be under way."""
@@ -426,7 +415,7 @@ def _fill(paths: Sequence[Path], layout: Layout, stripe: int, model: dict[str, A
         packed.allocate(path / PARTIAL, size)
     CommitLog.create(paths[0], identity)
     for index, path in enumerate(paths):
-        manifest = _Manifest(
+        manifest = Manifest(
             store=identity,
             index=index,
             directories=names,
@@ -441,36 +430,9 @@ def _fill(paths: Sequence[Path], layout: Layout, stripe: int, model: dict[str, A
         directory.sync_directory(path)
 
 
-def _read_manifests(paths: Sequence[Path]) -> _Manifest:
-    """The manifest of the first directory, when all of them agree and are given in their order."""
-    for path in paths:
-        if not (path / DATA).exists() and not (path / MANIFEST).exists():
-            raise StoreError(f"{path} holds no store: create one, or give the directory of one")
-    found = [_Manifest.read(path) for path in paths]
-    first = found[0]
-    for path, manifest in zip(paths, found, strict=True):
-        if manifest.store != first.store:
-            raise StoreError(f"{paths[0]} and {path} belong to different stores: give the directories of one")
-    missing = [
-        f"number {i + 1} (made as {first.directories[i]})"
-        for i in range(len(first.directories))
-        if i not in {m.index for m in found}
-    ]
-    if missing:
-        raise StoreError(f"the store has {len(first.directories)} directories, missing here: {', '.join(missing)}")
-    order = sorted(range(len(found)), key=lambda i: found[i].index)
-    if order != list(range(len(found))):
-        right = ", ".join(str(paths[i]) for i in order)
-        raise StoreError(f"the store's directories are given in another order than they were made in: give {right}")
-    for path in paths:
-        if not (path / DATA).exists():
-            raise StoreError(f"{path / DATA} is missing: if the store's creation was interrupted, delete the store")
-    return first
-
-
 def _attach(paths: Sequence[Path], locks: Sequence[DirectoryLock], *, io_threads: int, direct: bool | None) -> Store:
     """Open the files of a complete store whose directories are locked."""
-    manifest = _read_manifests(paths)
+    manifest = read_manifests(paths)
     sizes = _file_sizes(manifest.layout, len(paths), manifest.stripe)
     commits = CommitLog(paths[0], manifest.store)
     with ExitStack() as closing:
@@ -505,20 +467,3 @@ def _remove_if_empty(path: Path) -> None:
 def _remove_files(path: Path) -> None:
     for name in _OWN_FILES:
         (path / name).unlink(missing_ok=True)
-
-
-def _difference(ours: object, theirs: object, where: str) -> str | None:
-    """The first place where two JSON values differ, in words; None if they are equal."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in [*ours, *(key for key in theirs if key not in ours)]:
-            place = f"{where}.{key}" if where else str(key)
-            if key not in ours or key not in theirs:
-                return f"{place} is only in {'this model' if key in theirs else 'the store'}"
-            found = _difference(ours[key], theirs[key], place)
-            if found is not None:
-                return found
-        return None
-    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
-        pairs = (_difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(ours, theirs, strict=True)))
-        return next((found for found in pairs if found is not None), None)
-    return None if ours == theirs else f"{where} is {ours!r} in the store and {theirs!r} in this model"

@@ -99,12 +99,17 @@ class StripedFiles:
         for future in started:
             future.result()
 
+    def stretches(self, address: int, nbytes: int) -> Iterator[tuple[PackedFile, int, int]]:
+        """(file, offset, bytes) of each stretch that a range lies in, in order."""
+        for piece in self._striping.pieces(address, nbytes, nbytes):
+            yield self.files[piece.file], piece.offset, piece.nbytes
+
     def places(self, address: int, nbytes: int) -> Iterator[str]:
         """Where a range lies, in words, file by file."""
-        first: dict[int, int] = {}
-        for piece in self._striping.pieces(address, nbytes, nbytes):
-            first.setdefault(piece.file, piece.offset)
-        return (f"{self.files[file].path} at offset {offset}" for file, offset in first.items())
+        first: dict[PackedFile, int] = {}
+        for file, offset, _ in self.stretches(address, nbytes):
+            first.setdefault(file, offset)
+        return (f"{file.path} at offset {offset}" for file, offset in first.items())
 
     def flush(self) -> None:
         """Return when everything written is on the drives themselves."""

@@ -1,0 +1,85 @@
+"""The manifest in each directory of a store: what the store is made for, and which of its directories this one is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import StoreError
+from penstock.store.layout import Layout
+from penstock.store.records import read_document
+
+DATA = "penstock.store"
+PARTIAL = "penstock.store.partial"  # what DATA is called until everything else is there
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What is in the file ``manifest.json`` of the directory number ``index``."""
+
+    store: str
+    index: int
+    directories: tuple[str, ...]
+    stripe: int
+    layout: Layout
+    model: dict[str, Any]
+    passing: bool
+
+    def to_json(self) -> dict[str, object]:
+        return vars(self) | {"directories": list(self.directories), "layout": self.layout.to_json()}
+
+    @staticmethod
+    def read(path: Path) -> "Manifest":
+        body = read_document(path / MANIFEST, "store")
+        try:
+            layout = Layout.from_json(body["layout"])
+            return Manifest(**body | {"layout": layout, "directories": tuple(body["directories"])})
+        except StoreError as e:
+            raise StoreError(f"{path / MANIFEST}: {e}") from e
+        except (KeyError, TypeError) as e:
+            raise StoreError(f"{path / MANIFEST} is damaged: {e}") from e
+
+
+def read_manifests(paths: Sequence[Path]) -> Manifest:
+    """The manifest of the first directory, when all of them agree and are given in their order."""
+    for path in paths:
+        if not (path / DATA).exists() and not (path / MANIFEST).exists():
+            raise StoreError(f"{path} holds no store: create one, or give the directory of one")
+    found = [Manifest.read(path) for path in paths]
+    first = found[0]
+    for path, manifest in zip(paths, found, strict=True):
+        if manifest.store != first.store:
+            raise StoreError(f"{paths[0]} and {path} belong to different stores: give the directories of one")
+    missing = [
+        f"number {i + 1} (made as {first.directories[i]})"
+        for i in range(len(first.directories))
+        if i not in {m.index for m in found}
+    ]
+    if missing:
+        raise StoreError(f"the store has {len(first.directories)} directories, missing here: {', '.join(missing)}")
+    order = sorted(range(len(found)), key=lambda i: found[i].index)
+    if order != list(range(len(found))):
+        right = ", ".join(str(paths[i]) for i in order)
+        raise StoreError(f"the store's directories are given in another order than they were made in: give {right}")
+    for path in paths:
+        if not (path / DATA).exists():
+            raise StoreError(f"{path / DATA} is missing: if the store's creation was interrupted, delete the store")
+    return first
+
+
+def difference(ours: object, theirs: object, where: str) -> str | None:
+    """The first place where two JSON values differ, in words; None if they are equal."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in [*ours, *(key for key in theirs if key not in ours)]:
+            place = f"{where}.{key}" if where else str(key)
+            if key not in ours or key not in theirs:
+                return f"{place} is only in {'this model' if key in theirs else 'the store'}"
+            found = difference(ours[key], theirs[key], place)
+            if found is not None:
+                return found
+        return None
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
+        pairs = (difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(ours, theirs, strict=True)))
+        return next((found for found in pairs if found is not None), None)
+    return None if ours == theirs else f"{where} is {ours!r} in the store and {theirs!r} in this model"
