@@ -12,7 +12,8 @@ from penstock.cli.run_folder import settings_of
 from penstock.config import format_size
 from penstock.errors import ConfigError, StoreError
 from penstock.run.slots import Slots
-from penstock.store.store import DATA, MANIFEST, Store
+from penstock.store.manifest import DATA, MANIFEST
+from penstock.store.store import Store
 
 VERIFY_HELP = """\
 penstock verify: reads all of the last commit of a run, and checks every checksum; changes nothing
