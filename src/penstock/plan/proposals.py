@@ -31,7 +31,9 @@ _SHALLOWEST = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, c
 _TIERS_TRIED = 2
 """combinations of tiers for checkpoints and gradients that are proposed for each size of chunks"""
 _PROMISING = 1.05
-_NO_BETTER = 0.999
+Promising = Sequence[tuple[Request, tuple[float, ...]]]
+"""Requests, each with delays"""
+
 _ONE_EACH = Costs(name="number of ops", seconds=lambda op: 1.0)
 
 
@@ -58,7 +60,7 @@ class Proposals:
 
     # ---- what is worth proposing
 
-    def promising(self) -> list[tuple[Request, tuple[float, ...]]]:
+    def promising(self) -> Promising:
         """Requests that fit and are not clearly worse than another one, each with the delays that are worth a try.
 
         By the relaxed optimum of one size of chunks.
@@ -69,7 +71,7 @@ class Proposals:
 
     def _screened(self, request: Request, delays: Iterable[float]) -> list[tuple[float, float]]:
         """(expected seconds of the relaxed optimum, delay), least first, of the delays from small to large that fit,
-        for as long as more delay is better and there is more to gain than what compute takes."""
+        for as long as more delay is no worse and there is more to gain than what compute takes."""
         found: list[tuple[float, float]] = []
         for delay in delays:
             lp = self._first_fitting(request, delay)
@@ -78,7 +80,7 @@ class Proposals:
             expected, compute = lp.relaxed.seconds * self._runs(request), bound(lp.loads.of_compute, lp.limits)
             best = min(found, default=(math.inf, 0.0))[0]
             found.append((expected, delay))
-            if expected > best * _NO_BETTER or lp.relaxed.seconds <= compute * EQUAL:
+            if expected > best * EQUAL or lp.relaxed.seconds <= compute * EQUAL:
                 break
         return sorted(found)
 
@@ -152,16 +154,20 @@ class Proposals:
             return None
         return self.program(settings_of(request, base_placement(request), chunk, _SHALLOWEST), request)
 
-    def greedy(self, *, needed: bool) -> list[Proposal]:
-        """What ``fit`` takes, so that no choice is worse.
+    def greedy(self, promising: Promising = (), *, needed: bool) -> list[Proposal]:
+        """What ``fit`` takes, so that no choice is worse, and what it takes with the delays that promise something.
 
         Raises:
             BudgetError: it takes nothing, and something is ``needed``: nothing else has been found.
         """
         found, refusal = [], None
-        for request in self.q.requests:
+        plain = [(request, request.delay) for request in self.q.requests]
+        late = [
+            (request, delay) for request, delays in promising for delay in delays if request.delay is None and delay
+        ]
+        for request, delay in (*plain, *late):
             try:
-                settings = fitted(request)
+                settings = fitted(replace(request, delay=delay))
             except BudgetError as error:
                 refusal = error
                 continue
@@ -260,13 +266,13 @@ class Proposals:
 
 
 def _best_delays(screened: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """Of (seconds, delay): the smallest delay that is as good as the best, and none at all beside it, since what is
-    promised for one size of chunks need not hold."""
+    """Of (seconds, delay): the middle of those that are as good as the best, which leaves lanes the most room, and none
+    at all beside it."""
     if not screened:
         return ()
     least = min(screened)[0]
-    first = min(delay for seconds, delay in screened if seconds <= least * EQUAL)
-    return tuple(dict.fromkeys((first, *(delay for _, delay in screened if not delay))))
+    good = sorted(delay for seconds, delay in screened if seconds <= least * EQUAL)
+    return tuple(dict.fromkeys((good[len(good) // 2], *(delay for _, delay in screened if not delay))))
 
 
 def _too_little_disk(request: Request, settings: Settings, limits: Limits) -> str:

@@ -27,7 +27,7 @@ from penstock.plan.means import DELAY_STEP, REPEATS, steps_early
 from penstock.plan.model import StageTimes
 from penstock.plan.outside import beyond
 from penstock.plan.placement_lp import PlacementLP, Waits
-from penstock.plan.proposals import CHUNKS, EQUAL, FIRST, Proposal, Proposals
+from penstock.plan.proposals import CHUNKS, EQUAL, FIRST, Promising, Proposal, Proposals
 from penstock.plan.question import Question
 from penstock.plan.rounding import PATTERNS, Pattern
 from penstock.schedule.place import GRAIN, Placement, Settings
@@ -35,7 +35,7 @@ from penstock.schedule.world import World
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 
-SIMULATIONS = 16
+SIMULATIONS = 24
 
 _DEEPEST = 8
 _BETTER = 0.998
@@ -189,16 +189,18 @@ class _Search:
             raise BudgetError(self.q.unstartable)
         if all(self.proposals.least_chunk(request) is None for request in self.q.requests):
             raise BudgetError(self.proposals.too_many_ops())
-        proposals = self._proposed()
+        promising = self.proposals.promising()
+        proposals = self._proposed(promising)
         possible = min((p.estimate for p in proposals), default=math.inf)
-        # Of estimates that are as good as equal first the fewest ops: large chunks let the lanes run further ahead, and
-        # leave more simulations to come.
-        proposals.sort(key=lambda p: (p.estimate > possible * EQUAL, self._size(p), p.estimate))
+        # Of estimates that are as good as equal first those without a delay, which costs something at the start and at
+        # each evaluation. Then the fewest ops: large chunks let the lanes run further ahead, and leave more simulations
+        # to come.
+        proposals.sort(key=lambda p: (p.estimate > possible * EQUAL, p.settings.delay > 0, self._size(p), p.estimate))
         for proposal in _different(proposals, FIRST):
             if not self._settled(possible):
                 self._try(proposal)
         if not self._settled(possible):
-            for proposal in self.proposals.greedy(needed=self.best is None):
+            for proposal in self.proposals.greedy(promising, needed=self.best is None):
                 self._try(proposal)
         while self.best is not None and not self._settled(possible) and self._improve():
             pass
@@ -217,8 +219,7 @@ class _Search:
             simulated=len(self.seen),
         )
 
-    def _proposed(self) -> list[Proposal]:
-        promising = self.proposals.promising()
+    def _proposed(self, promising: Promising) -> list[Proposal]:
         found = [p for request, delays in promising for p in self.proposals.of(request, delays)]
         return found or [p for request, delays in promising for p in self.proposals.small(request, delays[0])]
 
@@ -316,7 +317,7 @@ def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placemen
 
 
 def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
-    """The best proposals, each with another combination of family, speculation, tiers or pattern; best first."""
+    """The best proposals, each with another combination of family, speculation, delay, tiers or pattern."""
     chosen: list[Proposal] = []
     kinds: set[tuple[object, ...]] = set()
     for p in proposals:
