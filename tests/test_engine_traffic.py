@@ -37,21 +37,26 @@ def padded(elements: int) -> int:
 class Sizes:
     """Elements of the param groups."""
 
-    blocks: int = LAYERS * padded(2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
+    block: int = padded(2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
     embedding: int = VOCABULARY * HIDDEN
     head: int = VOCABULARY * HIDDEN
     norm: int = padded(HIDDEN)
 
     @property
+    def blocks(self) -> int:
+        return LAYERS * self.block
+
+    @property
     def all(self) -> int:
         return self.blocks + self.embedding + self.head + self.norm
 
-    @property
-    def loaded(self) -> int:
-        """Elements that go to the device for one micro-batch: a block for its forward and for its backward, the ends
+    def loaded(self, times: int) -> int:
+        """Elements that go to the device for ``times`` passes: a block for its forward and for its backward, the ends
         once. (An embedding's backward reads no weights; those of the head and the norm follow their forward at once.)
+        The last block's stay for its backward, and the first one's for its forward in the next pass.
         """
-        return 2 * self.blocks + self.embedding + self.head + self.norm
+        ends = self.embedding + self.head + self.norm
+        return times * (2 * self.blocks + ends - self.block) - (times - 1) * self.block
 
 
 SIZES = Sizes()
@@ -73,16 +78,16 @@ def moved(engine: penstock.Engine) -> dict[str, int]:
 def test_bytes_of_each_lane_follow_from_the_formulas(
     precision: str, weight: int, schedule: str, clip: float | None, tmp_path: Path
 ) -> None:
-    """Per parameter: weights twice (2M times if horizontal), gradients down in fp32 once (M times), master and moments
-    read and written once; beside a master copy also the new weights."""
+    """Per parameter: weights twice (2M times if horizontal) but for what stays on the device, gradients down in fp32
+    once (M times), master and moments read and written once; beside a master copy also the new weights."""
     where = budget(tmp_path / "store", checkpoints="device")
     times = 1 if schedule == "vertical" else M
     with wrap(CASE, where, precision=precision, schedule=schedule, clip_grad_norm=clip) as engine:
         stats = run_steps(engine, STEPS).stats[-1]
         wanted = {
-            "h2d": times * weight * SIZES.loaded,
+            "h2d": weight * SIZES.loaded(times),
             "d2h": times * 4 * SIZES.all,
-            "read": times * weight * SIZES.loaded + 12 * SIZES.all,
+            "read": weight * SIZES.loaded(times) + 12 * SIZES.all,
             "write": (12 if precision == "fp32" else 12 + weight) * SIZES.all,
         }
         assert moved(engine) == wanted
@@ -105,7 +110,8 @@ def test_bytes_of_the_cpu_lane(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 def test_bytes_of_checkpoints_and_waiting_gradients(schedule: str, tmp_path: Path) -> None:
-    """Down and up once for each micro-batch: inputs of all blocks (the last one's outputs are used at once)."""
+    """Down and up once for each micro-batch: inputs of all blocks but the last. (Its outputs are used at once, and of
+    its inputs two stay on the device, micro-batch by micro-batch all.)"""
     bytes_of: dict[str, dict[str, int]] = {}
     for name, places in {
         "device": {"checkpoints": "device"},
@@ -116,8 +122,9 @@ def test_bytes_of_checkpoints_and_waiting_gradients(schedule: str, tmp_path: Pat
             engine.step(STEPS[0])
             bytes_of[name] = moved(engine)
     each, base = 4 * CHECKPOINT, bytes_of["device"]
-    both = {lane: base[lane] + LAYERS * M * each for lane in ("d2h", "h2d")}
-    pages = LAYERS * M * padded(each) + 4 * SIZES.all  # a page has as many bytes as a group's padding has elements
+    count = (LAYERS - 1) * M + (M - 2 if schedule == "vertical" else 0)
+    both = {lane: base[lane] + count * each for lane in ("d2h", "h2d")}
+    pages = count * padded(each) + 4 * SIZES.all  # a page has as many bytes as a group's padding has elements
     assert bytes_of["host"] == base | both
     assert bytes_of["disk"] == base | both | {lane: base[lane] + pages for lane in ("read", "write")}
 

@@ -22,8 +22,10 @@ BLOCK, EMBEDDING, HEAD = 64 * ALIGN, 16 * ALIGN, 32 * ALIGN
 BLOCKS, ENDS = LAYERS * BLOCK, EMBEDDING + HEAD
 N = BLOCKS + ENDS
 CHECKPOINT = 10 * PAGE
-BOUNDARIES = LAYERS
-"""Where checkpoints leave: after the embedding and every block but the last."""
+LOADED = 2 * BLOCKS + ENDS - BLOCK
+"""Elements that go to the device in a vertical step: a block's twice, the last one's and the ends' once."""
+LOADED_ONE_BY_ONE = M * LOADED - (M - 1) * BLOCK
+"""... in a horizontal one: the first block's also stay from one micro-batch's backward to the next one's forward."""
 
 PROGRAM = uniform_program(
     LAYERS, block=BLOCK, embedding=EMBEDDING, head=HEAD, checkpoint=CHECKPOINT, working=2 * CHECKPOINT
@@ -47,7 +49,9 @@ def moved(schedule: Schedule) -> dict[Lane, int]:
     return {lane: found[lane] for lane in ("h2d", "d2h", "read", "write")}
 
 
-AWAY = M * BOUNDARIES * CHECKPOINT
+AWAY = (M * (LAYERS - 1) + M - 2) * CHECKPOINT
+"""Vertical: what leaves after the embedding and every block but the last two, and the last block's inputs but two."""
+AWAY_ONE_BY_ONE = M * (LAYERS - 1) * CHECKPOINT
 
 
 @pytest.mark.parametrize("family", ["horizontal", "zero-infinity"])
@@ -55,10 +59,10 @@ def test_horizontal_moves_weights_2m_times_and_gradients_m_times(family: str) ->
     """ZeRO-Infinity: 2M x 2n bytes of weights a block. It brings the sum of gradients up for each addition, which makes
     (2M - 1) x 4n both ways; here the host adds, so M x 4n go down and none come up."""
     schedule = one(family)
-    weights = M * 2 * (2 * BLOCKS + ENDS)
+    weights = 2 * LOADED_ONE_BY_ONE
     assert moved(schedule) == {
-        "h2d": weights + AWAY,
-        "d2h": M * 4 * N + AWAY,
+        "h2d": weights + AWAY_ONE_BY_ONE,
+        "d2h": M * 4 * N + AWAY_ONE_BY_ONE,
         "read": weights + 12 * N,
         "write": (12 + 2) * N,
     }
@@ -69,7 +73,7 @@ def test_horizontal_moves_weights_2m_times_and_gradients_m_times(family: str) ->
 def test_vertical_moves_weights_twice_and_gradients_once() -> None:
     """GreedySnake: 2 x 2n bytes of weights a block, 4n of gradients, whatever M is; on disk 16 read and 14 written for
     each parameter of a block."""
-    weights = 2 * (2 * BLOCKS + ENDS)
+    weights = 2 * LOADED
     assert moved(one("vertical")) == {
         "h2d": weights + AWAY,
         "d2h": 4 * N + AWAY,
@@ -127,11 +131,13 @@ SHARDED = [name for name, family in FAMILIES.items() if "ranks" in family.option
 def test_each_rank_moves_its_part_and_the_network_the_rest(family: str) -> None:
     """ZeRO-3: for each visit of a group an all-gather of its weights, and a reduce-scatter of each gradient."""
     alone, together = one(family, chunks=4), one(family, chunks=4, ranks=RANKS)
-    away = {"h2d": AWAY, "d2h": AWAY, "read": 0, "write": 0}  # every rank has its own micro-batches
+    by_block = FAMILIES[family].order == "vertical"
+    nbytes = AWAY if by_block else AWAY_ONE_BY_ONE
+    away = {"h2d": nbytes, "d2h": nbytes, "read": 0, "write": 0}  # every rank has its own micro-batches
     for lane, nbytes in moved(together).items():
         assert RANKS * (nbytes - away[lane]) == moved(alone)[lane] - away[lane], lane
-    visits = M if FAMILIES[family].order == "horizontal" else 1
-    gathered, scattered = visits * 2 * (2 * BLOCKS + ENDS), visits * 4 * N
+    gathered = 2 * (LOADED if by_block else LOADED_ONE_BY_ONE)
+    scattered = (1 if by_block else M) * 4 * N
     norm = sum(op.nbytes for op in together.ops if op.word.kind == "AN")
     sent = (gathered + scattered) * (RANKS - 1) // RANKS
     assert together.bytes_per_lane()["net"] == sent + norm

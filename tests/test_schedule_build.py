@@ -9,7 +9,7 @@ from tests.programs import CHECKPOINT, random_case, transformer
 from penstock.config import Tier
 from penstock.schedule.check import check
 from penstock.schedule.horizontal import horizontal, horizontal_route
-from penstock.schedule.op import Lane
+from penstock.schedule.op import Lane, Schedule
 from penstock.schedule.place import (
     LARGE_PART,
     PAGE,
@@ -55,6 +55,7 @@ def settings(
 LAYERS = 3
 BLOCKS, ENDS = LAYERS * 12 * ALIGN, 41 * ALIGN
 N = BLOCKS + ENDS
+BLOCK = BLOCKS // LAYERS
 ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
 
 
@@ -63,16 +64,26 @@ def moved(family: str, s: Settings) -> dict[Lane, int]:
     return (vertical if family == "vertical" else horizontal)(program, s).bytes_per_lane()
 
 
+def loaded(family: str, micro_batches: int = 3) -> int:
+    """Elements that go to the device: a block's twice and the ends' once, if horizontal for each micro-batch. The last
+    block's stay there from its forward to its backward; the first one's from one micro-batch's backward to the next
+    one's forward, since only the embedding's come in between.
+    """
+    if family == "vertical":
+        return 2 * BLOCKS + ENDS - BLOCK
+    return micro_batches * (2 * BLOCKS + ENDS) - (2 * micro_batches - 1) * BLOCK
+
+
 @pytest.mark.parametrize(("form", "width"), [(ADAM32, 4), (ADAM16, 2)])
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
 def test_vertical_moves_a_block_twice_and_its_gradient_once_whatever_the_micro_batches(
     form: Format, width: int, micro_batches: int
 ) -> None:
-    """Per parameter of a block: weights up 2 x, fp32 gradient down once (GreedySnake's table). The ends are needed
-    once: the embedding only in the forward, norm and head in one visit that is both."""
+    """Per parameter of a block but the last: weights up 2 x, fp32 gradient down once (GreedySnake's table). The ends
+    are needed once: the embedding only in the forward, norm and head in one visit that is both."""
     s = settings(transformer(LAYERS), "disk", "disk", micro_batches=micro_batches, form=form)
     found = moved("vertical", s)
-    assert found["h2d"] == width * (2 * BLOCKS + ENDS)
+    assert found["h2d"] == width * loaded("vertical")
     assert found["d2h"] == 4 * N
 
 
@@ -84,7 +95,7 @@ def test_horizontal_moves_everything_once_per_micro_batch_and_sums_gradients_on_
     M: int,  # noqa: N803 - M is the field's name for it
 ) -> None:
     found = moved("horizontal", settings(transformer(LAYERS), "disk", "disk", micro_batches=M, form=form))
-    assert found["h2d"] == M * width * (2 * BLOCKS + ENDS)
+    assert found["h2d"] == width * loaded("horizontal", M)
     assert found["d2h"] == M * 4 * N
     # The host sums M gradients: M-1 additions, each of which reads two and writes one.
     step = moved("vertical", settings(transformer(LAYERS), "disk", "disk", form=form))["cpu"]
@@ -93,13 +104,13 @@ def test_horizontal_moves_everything_once_per_micro_batch_and_sums_gradients_on_
 
 def test_fp32_adam_on_disk_reads_4_and_4_and_12_and_writes_12_bytes_per_parameter() -> None:
     found = moved("vertical", settings(transformer(LAYERS), "disk", "disk", form=ADAM32))
-    assert found["read"] == (4 + 4 + 12) * BLOCKS + (4 + 12) * ENDS
+    assert found["read"] == (4 + 4 + 12) * BLOCKS - 4 * BLOCK + (4 + 12) * ENDS
     assert found["write"] == 12 * N
 
 
 def test_bf16_adam_on_disk_reads_2_and_2_and_12_and_writes_12_and_2_bytes_per_parameter() -> None:
     found = moved("vertical", settings(transformer(LAYERS), "disk", "disk", form=ADAM16))
-    assert found["read"] == (2 + 2 + 12) * BLOCKS + (2 + 12) * ENDS
+    assert found["read"] == (2 + 2 + 12) * BLOCKS - 2 * BLOCK + (2 + 12) * ENDS
     assert found["write"] == (12 + 2) * N
 
 
@@ -110,7 +121,7 @@ def test_the_optimizer_step_touches_gradient_state_and_copy_once(moments: int, f
     form = Format(weight_bytes=2 if width == 2 else 4, moments=moments)
     found = moved(family, settings(transformer(LAYERS), "disk", "disk", micro_batches=1, form=form))
     assert found["cpu"] == (4 + 2 * 4 * (1 + moments) + (2 if width == 2 else 0)) * N
-    weights = width * (2 * BLOCKS + ENDS)
+    weights = width * loaded(family, 1)
     assert found["read"] == weights + 4 * (1 + moments) * N
     assert found["write"] == (4 * (1 + moments) + (2 if width == 2 else 0)) * N
 
@@ -135,7 +146,7 @@ def test_only_what_is_on_disk_is_read_and_written(
     form = Format(weight_bytes=2 if width == 2 else 4, moments=2)
     found = moved(family, settings(transformer(LAYERS), weights, state, form=form))
     times = 3 if family == "horizontal" else 1
-    streamed = times * width * (2 * BLOCKS + ENDS)
+    streamed = width * loaded(family)
     assert found["read"] == (streamed if weights == "disk" else 0) + read * N
     assert found["write"] == write * N
     assert found["h2d"] == (2 * N if weights == "device" else streamed)  # new weights go up to where they live
@@ -161,23 +172,100 @@ def test_gradients_that_wait_on_disk_cost_4_bytes_each_way(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
-@pytest.mark.parametrize("M", [1, 4])
+@pytest.mark.parametrize("M", [1, 2, 3, 5])
 def test_a_checkpoint_goes_down_once_and_up_once_but_the_last_blocks_stays(
     family: str,
     M: int,  # noqa: N803 - M is the field's name for it
 ) -> None:
     """Per micro-batch and block boundary one way down and one up, 2MC; the last block's outputs are used by the
-    epilogue at once. Recompute starts from the checkpoint that the backward brings up anyway, so this is less than the
-    3MC that GreedySnake counts for vertical, and the gradients of checkpoints never leave the device."""
+    epilogue at once, and two of its inputs (all, micro-batch by micro-batch) stay. Recompute starts from the checkpoint
+    that the backward brings up anyway, so this is less than the 3MC that GreedySnake counts for vertical, and the
+    gradients of checkpoints never leave the device."""
     stay = settings(transformer(LAYERS), "disk", "disk", micro_batches=M, form=ADAM32)
     host = replace(stay, place=replace(stay.place, checkpoints="host"))
     disk = replace(stay, place=replace(stay.place, checkpoints="disk"))
     a, b, c = moved(family, stay), moved(family, host), moved(family, disk)
-    nbytes = M * LAYERS * CHECKPOINT  # boundaries: the embedding's outputs and those of all blocks but the last
+    last = max(M - 2, 0) if family == "vertical" else 0
+    # boundaries: the embedding's outputs and those of all blocks but the last two, then the inputs of the last
+    count = M * (LAYERS - 1) + last
+    nbytes = count * CHECKPOINT
     assert b == {**a, "h2d": a["h2d"] + nbytes, "d2h": a["d2h"] + nbytes}
-    pages = M * LAYERS * 2 * PAGE
+    pages = count * 2 * PAGE
     assert CHECKPOINT < 2 * PAGE
     assert c == {**b, "read": b["read"] + pages, "write": b["write"] + pages}
+
+
+# ---- what stays on the device
+
+
+def ops_of(schedule: Schedule, kind: str, group: int) -> list[str]:
+    """Visits that bring a group's first chunk."""
+    return [op.id.partition("@")[2] for op in schedule.ops if op.id.startswith(f"{kind}{group}.0@")]
+
+
+@pytest.mark.parametrize("kind", ["RW", "UW"])
+def test_the_last_blocks_weights_come_once_for_forward_and_backward(kind: str) -> None:
+    program = transformer(LAYERS)
+    first, last = len(program.groups) - LAYERS, len(program.groups) - 1
+    by_block = vertical(program, settings(program, "disk", "disk", form=ADAM16))
+    assert ops_of(by_block, kind, last) == [f"F{LAYERS}"]
+    assert ops_of(by_block, kind, last - 1) == [f"F{LAYERS - 1}", f"B{LAYERS - 1}"]
+    assert by_block.by_id[f"B{LAYERS}m2"].gives[0] == f"W{last}@F{LAYERS}"
+    one_by_one = horizontal(program, settings(program, "disk", "disk", form=ADAM16))
+    assert ops_of(one_by_one, kind, last) == [f"F{LAYERS}m{m}" for m in range(3)]
+    assert ops_of(one_by_one, kind, first) == ["F1m0", "B1m0", "B1m1", "B1m2"]
+    assert ops_of(one_by_one, kind, first + 1) == [f"{visit}2m{m}" for m in range(3) for visit in "FB"]
+
+
+@pytest.mark.parametrize("family", ["vertical", "horizontal"])
+@pytest.mark.parametrize("reader", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_stays_takes_no_buffer_more(family: str, reader: bool, depth: int) -> None:
+    """The pools are those of visits that load everything: room for one, and ``depth`` - 1 groups more. Blocks,
+    embedding and head are of one size class, so that with depth 1 the last block has to make room for the head."""
+    program = transformer(LAYERS, reader=reader)
+    s = settings(program, "disk", "disk", micro_batches=4, form=ADAM16)
+    s = replace(s, depths=Depths(weights=depth), place=replace(s.place, checkpoints="host"))
+    schedule = (vertical if family == "vertical" else horizontal)(program, s)
+    check(schedule)
+    pools = {pool.name: pool.count for pool in schedule.pools}
+    assert pools["weights.0"] == depth
+    assert pools["activations"] == (4 if family == "vertical" else 1) + 2
+    visit = "" if family == "vertical" else "m0"
+    kept = ops_of(schedule, "UW", len(program.groups) - 1)[:2] != [f"F{LAYERS}{visit}", f"B{LAYERS}{visit}"]
+    assert kept == (depth > 1)
+
+
+def test_consecutive_visits_of_one_group_load_it_once() -> None:
+    """A block whose weights every call shares, with nothing else in between."""
+    program = transformer(LAYERS)
+    shared = len(program.groups) - 1
+    stages = tuple(
+        replace(stage, forward_reads=(shared,), backward_reads=(shared,), gradients=(shared,))
+        if stage.kind == "call"
+        else stage
+        for stage in program.stages
+    )
+    program = replace(program, stages=stages)
+    for depth, loads in ((1, ["F1", f"B{LAYERS}"]), (2, ["F1"])):
+        s = replace(settings(program, "disk", "disk", form=ADAM16), depths=Depths(weights=depth))
+        schedule = vertical(program, s)
+        check(schedule)
+        assert ops_of(schedule, "UW", shared) == loads
+
+
+def test_two_inputs_of_the_last_block_stay_where_there_is_room_for_two() -> None:
+    program = transformer(LAYERS)
+    s = settings(program, "disk", "disk", micro_batches=5, form=ADAM16)
+    schedule = vertical(program, replace(s, place=replace(s.place, checkpoints="host")))
+    check(schedule)
+    for kind in ("DC", "UC"):
+        found = {(op.word.stage, op.word.micro_batch) for op in schedule.ops if op.word.kind == kind}
+        assert found == {(k, m) for k in range(LAYERS - 1) for m in range(5)} | {(LAYERS - 1, m) for m in range(3)}
+    assert "A2m3" in schedule.by_id["B3m3"].gives
+    assert "a2m2" in schedule.by_id["B3m2"].gives
+    held = next(pool for pool in schedule.pools if pool.name == "checkpoints")
+    assert held.count == 5 * (LAYERS - 1) + 3
 
 
 def test_frozen_parameters_move_up_only() -> None:
@@ -187,7 +275,7 @@ def test_frozen_parameters_move_up_only() -> None:
     trained, all_blocks = (12 + 41) * ALIGN, (12 + 15) * ALIGN
     assert found["d2h"] == 4 * trained
     assert found["write"] == 12 * trained
-    assert found["h2d"] == 4 * (2 * all_blocks + 41 * ALIGN)
+    assert found["h2d"] == 4 * (2 * all_blocks - 15 * ALIGN + 41 * ALIGN)
 
 
 def test_tied_weights_are_stepped_once_after_both_gradients() -> None:

@@ -140,7 +140,7 @@ class Request:
 
     def scratch_bytes(self, settings: Settings) -> int:
         """Bytes on disk that a step needs besides the state: checkpoints and gradients that wait there."""
-        place, stages = settings.place, self.program.stages
+        place, stages, stay = settings.place, self.program.stages, self.route.stay(settings.depths.weights)
         gradients = checkpoints = 0
         if place.gradients == "disk":
             # with a delay alone, a share of each: but the extents are as large as the gradients
@@ -151,7 +151,7 @@ class Request:
             )
             gradients = sum(g.trainable * FP32 for g in stepped)
         if self.train and place.checkpoints == "disk":
-            checkpoints = self.route.at_once * sum(page_up(s.checkpoint) for s in stages[:-2])
+            checkpoints = sum(page_up(s.checkpoint) * stay.leaving(s.index) for s in stages)
         return gradients + checkpoints
 
     def space_bytes(self, settings: Settings) -> int:

@@ -52,7 +52,7 @@ class Walk:
     | attribute | meaning |
     |---|---|
     | ``phases`` | names, in order |
-    | ``visits`` | group -> phase -> how often its weights are needed |
+    | ``loads`` | by depth of the pools of weights, 1 or more: group -> phase -> how often its weights are loaded |
     | ``classes`` | all groups, those that are alike together |
     """
 
@@ -78,11 +78,11 @@ class Walk:
         calls = [i for i, v in enumerate(visits) if stages[v.stage].kind == "call"]
         self._started = calls[0] if calls else 0
         self._tail = calls[-1] if calls and visits[calls[-1]].kind == "B" else len(visits)
-        self.visits: dict[int, Counter[int]] = {}
-        for i, visit in enumerate(visits):
-            for g in self.route.reads(visit.kind, visit.stage):
-                self.visits.setdefault(g, Counter())[self._load_phase(i)] += 1
-        self.first = {g: min(phases) for g, phases in self.visits.items()}
+        self.loads = tuple(
+            {g: Counter(map(self._load_phase, loads)) for g, loads in self.route.stay(depth).loads.items()}
+            for depth in (1, 2)
+        )
+        self.first = {g: min(phases) for g, phases in self.loads[0].items()}
         self.keys = [self._key(group.index) for group in self.groups]
 
     @cached_property
@@ -126,7 +126,8 @@ class Walk:
     def _key(self, g: int) -> tuple[object, ...]:
         """All that a group's loads depend on besides its home."""
         group, route = self.groups[g], self.route
-        size: tuple[object, ...] = (group.trainable, group.frozen, tuple(sorted(self.visits.get(g, {}).items())))
+        loads = (tuple(sorted(loads.get(g, {}).items())) for loads in self.loads)
+        size: tuple[object, ...] = (group.trainable, group.frozen, *loads)
         if g not in route.gradient_visits:
             return size
         return (
@@ -192,8 +193,11 @@ class Loads:
         if tier == "device" or not self.request.train:
             return load
         stages = self.request.program.stages
-        sizes = Counter(s.checkpoint for s in stages[:-2] if s.checkpoint > 0)
-        times = self.s.micro_batches
+        stay = self.route.stay(self.s.depths.weights)
+        sizes: Counter[int] = Counter()
+        for stage in stages:
+            sizes[stage.checkpoint] += stay.leaving(stage.index)
+        times = self.s.micro_batches // self.route.at_once
         walk = self.walk
         out = walk.phase("forward")
         back = {walk.phase("backward"): times}
@@ -232,7 +236,7 @@ class Loads:
 
     def _group_load(self, g: int, home: Home, gradients: Tier) -> Load:
         load, (weights, _) = self._none(), home
-        if weights != "device" and g in self.walk.visits:
+        if weights != "device" and g in self.walk.first:
             self._weight_load(load, g, home)
         if self.walk.steps(g):
             if home[1] == "device":
@@ -245,7 +249,7 @@ class Loads:
     def _weight_load(self, load: Load, g: int, home: Home) -> None:
         group, (weights, state) = self.groups[g], home
         late = self.s.delay if self.walk.steps(g) and state != "device" else 0.0
-        for phase, times in self.walk.visits[g].items():
+        for phase, times in self.walk.loads[self.s.depths.weights > 1][g].items():
             for numel, share in ((group.trainable, late), (group.frozen, 0.0)):
                 n, nbytes = chunk_count(numel, self.s.chunk), self.s.form.weight_bytes * numel
                 self._add(load, phase, f"UW{g}.0@F0", nbytes, n, times)

@@ -54,7 +54,10 @@ class Roofline:
 
 
 def moved_per_parameter(form: Format) -> tuple[int, int]:
-    """Bytes of disk read and written per parameter and step: weights twice and state in, state and new weights out."""
+    """Bytes of disk read and written per parameter and step: weights twice and state in, state and new weights out.
+
+    That is a block's share; weights of the ends and of the last block are read once.
+    """
     state = FP32 * (1 + form.moments)
     return 2 * form.weight_bytes + state, state + (form.weight_bytes if form.split else 0)
 

@@ -6,10 +6,10 @@
     C{k}m{m}   the host copy (and C{k}m{m}.1 ... where it takes several buffers); c{k}m{m} the host copy that was read
                back from disk
 
-The last block's outputs are used by the epilogue at once and never leave.
+The last block's outputs are used by the epilogue at once and never leave; nor do those of its inputs that have room.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from penstock.schedule.build import Buffers, Builder
 from penstock.schedule.place import page_up
@@ -38,7 +38,7 @@ class Activations:
                 if k == last or not self.train:
                     io.gives.append(f"A{k - 1}m{m}")
         if visit.kind == "B" and k > 0 and self.stages[k - 1].checkpoint:
-            name = f"{'a' if self.b.provision.leaves(k - 1) else 'A'}{k - 1}m{m}"
+            name = f"{'a' if m in self.b.provision.leaving(k - 1, visit.micro_batches) else 'A'}{k - 1}m{m}"
             io.reads.append(name)
             io.gives.append(name)
         if self.train and visit.kind in "BE":
@@ -50,12 +50,10 @@ class Activations:
                 io.gives.append(f"D{k}m{m}")
         return io
 
-    def down(self, k: int, micro_batches: Iterable[int]) -> None:
+    def down(self, k: int, micro_batches: Sequence[int]) -> None:
         """Emit the way out of stage k's checkpoints, after stage k+1 has used them."""
-        if k < 0 or not self.b.provision.leaves(k):
-            return
         nbytes = self.stages[k].checkpoint
-        for m in micro_batches:
+        for m in self.b.provision.leaving(k, micro_batches):
             pool = "checkpoints_out" if self.tier == "disk" else self.b.provision.checkpoints_pool
             host = self._host(k, m)
             self.b.emit(
@@ -77,12 +75,10 @@ class Activations:
 
     def up(self, k: int, micro_batches: Sequence[int]) -> dict[int, list[str]]:
         """Emit the way back of the checkpoints that the backward of stage ``k + 1`` reads; what it waits for."""
-        if k < 0 or not self.b.provision.leaves(k):
-            return {}
         nbytes = self.stages[k].checkpoint
         ready: dict[int, list[str]] = {}
         last_stage = len(self.stages) - 1
-        for m in micro_batches:
+        for m in self.b.provision.leaving(k, micro_batches):
             host, after = self._host(k, m), [f"DC{k}m{m}"]
             if self.tier == "disk":
                 host = [f"c{k}m{m}"]

@@ -28,6 +28,7 @@ class Builder:
         self.s = settings
         self.visits = route.visits
         self.provision = Provision(route, settings)
+        self.stay = self.provision.stay
         self.ops: list[Op] = []
         assert settings.ranks == 1 or "device" not in (*settings.place.weights, *settings.place.state)
         self.parts = [part_of(g, settings.ranks) for g in route.program.groups]
@@ -101,8 +102,9 @@ class Builder:
 
     # ---- weights
 
-    def weight_buffer(self, g: int, visit: Visit) -> str:
-        return f"W{g}@{visit.name}"
+    def weight_buffer(self, g: int, index: int) -> str:
+        """What visit ``index`` reads a group's weights from: it has the name of the visit that loaded them."""
+        return f"W{g}@{self.visits[self.stay.source[g, index]].name}"
 
     # ---- gradients
 
@@ -111,31 +113,26 @@ class Builder:
             return f"G{g}"
         return f"G{g}@{visit.name}"
 
-    def compute(self, index: int, waits: dict[int, list[str]], checkpoints: dict[int, "Buffers"]) -> list[str]:
-        """Emit the compute ops of visit ``index``; ``waits`` and ``checkpoints`` are per micro-batch."""
+    def compute(self, index: int, m: int, waits: Iterable[str], checkpoints: "Buffers") -> str:
+        """Emit the compute op of visit ``index`` for micro-batch ``m``."""
         visit = self.visits[index]
-        weights = [self.weight_buffer(g, visit) for g in self.moving(visit)]
-        grads = [self.gradient_buffer(g, visit) for g in self.gradients(visit)]
-        done = []
-        for m in visit.micro_batches:
-            first, last = m == visit.micro_batches[0], m == visit.micro_batches[-1]
-            takes = [
-                (self.gradient_buffer(g, visit), self.provision.gradients_pool[g])
-                for g in self.gradients(visit)
-                if first and (self.s.place.state[g] != "device" or self.route.gradient_visits[g][0] == index)
-            ]
-            io = checkpoints[m]
-            done.append(
-                self.emit(
-                    f"{visit.kind}{visit.stage}m{m}",
-                    after=[*(self.ready.pop(visit.name, []) if first else []), *waits.get(m, [])],
-                    takes=[*takes, *io.takes],
-                    reads=[*weights, *grads, *io.reads],
-                    writes=[*grads, *io.writes],
-                    gives=[*(weights if last else []), *io.gives],
-                )
-            )
-        return done
+        first, last = m == visit.micro_batches[0], m == visit.micro_batches[-1]
+        weights = {g: self.weight_buffer(g, index) for g in self.moving(visit)}
+        grads = {g: self.gradient_buffer(g, visit) for g in self.gradients(visit)}
+        takes = [
+            (name, self.provision.gradients_pool[g])
+            for g, name in grads.items()
+            if first and (self.s.place.state[g] != "device" or self.route.gradient_visits[g][0] == index)
+        ]
+        done = [name for g, name in weights.items() if last and (g, index) in self.stay.gives]
+        return self.emit(
+            f"{visit.kind}{visit.stage}m{m}",
+            after=[*(self.ready.pop(visit.name, []) if first else []), *waits],
+            takes=[*takes, *checkpoints.takes],
+            reads=[*weights.values(), *grads.values(), *checkpoints.reads],
+            writes=[*grads.values(), *checkpoints.writes],
+            gives=[*done, *checkpoints.gives],
+        )
 
     def finish(self, name: str, fixed: tuple[tuple[Tier, str, int], ...]) -> Schedule:
         assert self._taken_from == self.provision.pools.keys(), self._taken_from ^ self.provision.pools.keys()

@@ -1,6 +1,7 @@
 """The horizontal schedule: each micro-batch goes through all blocks before the next one starts (ZeRO-Infinity).
 
-Weights move to the device 2M times a step, and gradients are summed in host memory.
+Weights move to the device 2M times a step, but for what stays there in between (``stay``), and gradients are summed in
+host memory.
 """
 
 from penstock.config import Tier
@@ -41,7 +42,7 @@ def horizontal(
     for i, visit in enumerate(visits):
         (m,) = visit.micro_batches
         loads.until(i)
-        builder.compute(i, waits, {m: activations.buffers(visit, m)})
+        builder.compute(i, m, waits.get(m, []), activations.buffers(visit, m))
         if visit.kind == "F":
             activations.down(visit.stage - 1, [m])
         following = visits[i + 1] if i + 1 < len(visits) else None

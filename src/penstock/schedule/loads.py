@@ -46,10 +46,12 @@ class Loads:
         b, visit = self.b, self.b.visits[index]
         moving = b.moving(visit)
         for g in b.reads(visit):
+            if b.stay.source[g, index] != index:  # still there
+                continue
             late = b.provision.delayed.get(g, frozenset())
             first = b.route.readers[g][0] == index
             if g in moving:
-                b.ready[visit.name].append(self._group(g, visit, late, first=first))
+                b.ready[visit.name].append(self._group(g, index, late, first=first))
             elif first and late:
                 for c in b.trained_chunks(g):
                     if c.index in late:
@@ -57,9 +59,10 @@ class Loads:
                         last = self.updates.home_delayed(g, c, [done])
                 b.ready[visit.name].append(last)
 
-    def _group(self, g: int, visit: Visit, late: frozenset[int], *, first: bool) -> str:
+    def _group(self, g: int, index: int, late: frozenset[int], *, first: bool) -> str:
         """Emit the loads of one group; what a visit that reads it waits for."""
-        whole = self.b.weight_buffer(g, visit), self.b.provision.weights_pool[g]
+        visit = self.b.visits[index]
+        whole = self.b.weight_buffer(g, index), self.b.provision.weights_pool[g]
         into = whole if self.b.s.ranks == 1 else (f"P{g}@{visit.name}", "weight_parts")
         for c in self.b.cuts[g]:
             takes = [into] if c is self.b.cuts[g][0] else []

@@ -5,16 +5,18 @@ Bytes per parameter and step, M micro-batches, bf16 weights and Adam, next to wh
 
 | | ours | theirs |
 |---|---|---|
-| weights up, horizontal | 2M x 2 of blocks, M x 2 of ends | 2M x 2 |
-| weights up, vertical | 2 x 2 of blocks, 2 of ends | 2 x 2 |
+| weights up, horizontal | 2M x 2 of blocks (last block M x 2, first (M + 1) x 2), M x 2 of ends | 2M x 2 |
+| weights up, vertical | 2 x 2 of blocks (last block 2), 2 of ends | 2 x 2 |
 | fp32 gradients, horizontal | M x 4 down; M - 1 sums on the host | (2M - 1) x 4: the sum so far goes up each time |
 | fp32 gradients, vertical | 4 down | 4 down |
-| checkpoints of M micro-batches, C each | M x C down and M x C up | 2MC, vertical 3MC: ours are read once |
+| checkpoints of M micro-batches, C each | M x C down and M x C up (see below) | 2MC, vertical 3MC: ours are read once |
 | gradients of checkpoints, vertical | stay on the device, block by block | 2MC |
-| all on disk, vertical | 2 + 2 + 12 read, 12 + 2 written | the same |
+| all on disk, vertical | 2 + 2 + 12 read (last block 2 + 12), 12 + 2 written | the same |
 | the same with delay ratio a | (2 - a) x 2 + 12 read: new weights go up from the step's own buffer | the same |
 
-The checkpoint between the last block and the head is used at once and never leaves.
+What stays on the device between two visits is not moved: see ``stay``. The checkpoint between the last block and the
+head is used at once and never leaves. That before the last block leaves for all micro-batches but two in the vertical
+schedule, and for none in the horizontal one.
 """
 
 from collections.abc import Mapping

@@ -21,6 +21,7 @@ from penstock.schedule.op import Pool
 from penstock.schedule.place import FP32, Format, Placement, Settings, chunk_count, delayed_share, page_up, part_of
 from penstock.schedule.program import Program
 from penstock.schedule.route import Route
+from penstock.schedule.stay import SPARE
 
 
 def size_classes(sizes: Iterable[int]) -> list[int]:
@@ -81,6 +82,7 @@ class Provision:
     def __init__(self, route: Route, settings: Settings) -> None:
         self.route = route
         self.s = settings
+        self.stay = route.stay(settings.depths.weights)
         self._parts = [part_of(g, settings.ranks) for g in route.program.groups]
         self.weights_pool: dict[int, str] = {}
         self.gradients_pool: dict[int, str] = {}
@@ -153,8 +155,8 @@ class Provision:
                 stepped[route.last_visit[g]] += (self.trained_count(g) - len(late)) * self.held(g, 0, waits=False)
         for i, visit in enumerate(route.visits):
             now -= used[i]
-            moves = visit.stage > 0 and self.leaves(visit.stage - 1)
-            now += parts * len(visit.micro_batches) * moves * ((visit.kind == "F") - (visit.kind == "B"))
+            moves = len(self.leaving(visit.stage - 1, visit.micro_batches))
+            now += parts * moves * ((visit.kind == "F") - (visit.kind == "B"))
             most = max(most, now)
             made = [g for g in route.gradients(visit.kind, visit.stage) if place.state[g] != "device"]
             now += sum(self.held_count(g, route.uses[g].index(visit.stage)) for g in made)
@@ -182,11 +184,10 @@ class Provision:
         self.checkpoints_pool = self.held_pool = best.name
         return [best]
 
-    def leaves(self, k: int) -> bool:
-        """Whether stage k's checkpoint is moved off the device. The last block's is used at once and never leaves."""
-        stages = self.route.program.stages
+    def leaving(self, stage: int, micro_batches: Sequence[int]) -> Sequence[int]:
+        """Those micro-batches, of all under way, whose checkpoint of a stage is moved off the device."""
         away = self.s.train and self.s.place.checkpoints != "device"
-        return away and stages[k].checkpoint > 0 and k < len(stages) - 2
+        return micro_batches[: self.stay.leaving(stage) * away]
 
     # ---- the pools
 
@@ -234,28 +235,31 @@ class Provision:
     def _activations(self) -> Iterator[Pool]:
         """Checkpoints and their gradients on the device (torch's allocator owns the memory), and away from it."""
         bodies, at_once = self.route.program.stages[:-1], self.route.at_once
-        away = sum(self.leaves(k) for k in range(len(bodies)))
         size = max(s.checkpoint for s in bodies)
         gradient = max(s.gradient for s in bodies) if self.s.train else 0
-        # Two more than are under way: one on its way out, one on its way in.
         stay = self.s.train and self.s.place.checkpoints == "device"
         if size:
-            count = at_once * len(bodies) if stay else at_once + 2
+            count = at_once * len(bodies) if stay else at_once + SPARE
             yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
         if gradient:
             yield Pool(name="activation_gradients", tier="device", size=gradient, count=at_once + 1, backed=False)
         if self.checkpoints_pool == "checkpoints":
             yield from self._host_checkpoints("checkpoints")
-        if away and self.s.place.checkpoints == "disk":
+        if self._away and self.s.place.checkpoints == "disk":
             for name in ("checkpoints_out", "checkpoints_in"):
                 yield Pool(name=name, tier="host", size=page_up(size), count=self.s.depths.checkpoints)
 
+    @property
+    def _away(self) -> int:
+        """How many checkpoints are off the device at the end of the forward."""
+        under_way = range(self.route.at_once)
+        return sum(len(self.leaving(k, under_way)) for k in range(len(self.route.program.stages)))
+
     def _host_checkpoints(self, name: str) -> Iterator[Pool]:
         bodies = self.route.program.stages[:-1]
-        away = sum(self.leaves(k) for k in range(len(bodies)))
-        if away and self.s.place.checkpoints == "host":
+        if self._away and self.s.place.checkpoints == "host":
             size = max(s.checkpoint for s in bodies)
-            yield Pool(name=name, tier="host", size=page_up(size), count=away * self.route.at_once)
+            yield Pool(name=name, tier="host", size=page_up(size), count=self._away)
 
     def _held(self, name: str) -> Iterator[Pool]:
         uses = [(g, use) for g in self.streamed() for use in range(len(self.route.uses[g]))]
@@ -269,7 +273,7 @@ class Provision:
         """Whether any chunk of a group's weights is read from disk: a delayed one's first load comes from its step."""
         count = self.trained_count(g) + chunk_count(self._parts[g].frozen, self.s.chunk)
         all_late = len(self.delayed.get(g, ())) == count
-        return self.s.place.weights[g] == "disk" and len(self.route.readers[g]) > all_late
+        return self.s.place.weights[g] == "disk" and len(self.stay.loads[g]) > all_late
 
     def _staging(self) -> Iterator[Pool]:
         """Host chunks on their way between disk, device and optimizer, and gradients that wait on the host."""

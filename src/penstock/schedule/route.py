@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.program import Program
+from penstock.schedule.stay import Stay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,19 @@ class Route:
         self.uses = {g: tuple(dict.fromkeys(stages)) for g, stages in makers.items()}
         made = Counter((g, stage) for g, stages in makers.items() for stage in stages)
         self.summed = {key for key, visits in made.items() if visits > 1}
+        self._stays: dict[int, Stay] = {}
+
+    def stay(self, depth: int) -> Stay:
+        """What stays on the device between visits, with pools of weights ``depth`` buffers deep."""
+        if depth not in self._stays:
+            self._stays[depth] = Stay(
+                self.program,
+                [self.reads(visit.kind, visit.stage) for visit in self.visits],
+                self.readers,
+                at_once=self.at_once,
+                depth=depth,
+            )
+        return self._stays[depth]
 
     def reads(self, kind: str, stage: int) -> tuple[int, ...]:
         """Groups whose weights a visit needs on the device."""

@@ -1,6 +1,7 @@
 """The vertical schedule: all micro-batches go through a block before the next block starts (GreedySnake).
 
-Weights move to the device twice a step whatever the number of micro-batches, gradients leave it once.
+Weights move to the device twice a step whatever the number of micro-batches (the last block's once), gradients leave it
+once.
 """
 
 from penstock.config import Tier
@@ -37,7 +38,8 @@ def vertical(
     waits: dict[int, list[str]] = {}
     for i, visit in enumerate(visits):
         loads.until(i)
-        builder.compute(i, waits, {m: activations.buffers(visit, m) for m in everyone})
+        for m in everyone:
+            builder.compute(i, m, waits.get(m, []), activations.buffers(visit, m))
         if visit.kind == "F":
             activations.down(visit.stage - 1, everyone)
         # What the next backward needs goes up before the weights of the one after it.
