@@ -173,7 +173,7 @@ def test_pins_are_constraints() -> None:
 
 def test_patterns() -> None:
     lp_class = PlacementLP(
-        *(lambda q: (q.request, fitted(q.request), q.costs))(question(transformer(8), form=ADAM16))
+        *(lambda q: (q.request, fitted(q.request), q.costs))(question(transformer(7), form=ADAM16))
     ).classes
     blocks = max(lp_class, key=lambda kind: len(kind.members))
     counts = {("device", "host"): 2, ("host", "host"): 4}

@@ -40,7 +40,10 @@ _LANE = {lane: i for i, lane in enumerate(LOCAL_LANES)}
 
 @dataclass(frozen=True, kw_only=True)
 class GroupClass:
-    """Groups that cost the same wherever they live. ``homes``: those that the budget's pins and the format allow."""
+    """Groups that cost the same wherever they live, but for weights that stay on the device between two visits: those
+    of one block of many, whose loads a class spreads over all. ``homes``: those that the budget's pins and the format
+    allow.
+    """
 
     members: tuple[int, ...]
     homes: tuple[Home, ...]
@@ -88,7 +91,7 @@ class Walk:
     @cached_property
     def classes(self) -> tuple[GroupClass, ...]:
         found: dict[tuple[object, ...], list[int]] = {}
-        for g, key in enumerate(self.keys):
+        for g, (key, _) in enumerate(self.keys):
             found.setdefault(key, []).append(g)
         return tuple(GroupClass(members=tuple(m), homes=self._homes(m[0])) for m in found.values())
 
@@ -123,11 +126,14 @@ class Walk:
         """Whether a group is trained."""
         return self.groups[g].trainable > 0 and g in self.route.gradient_visits
 
-    def _key(self, g: int) -> tuple[object, ...]:
-        """All that a group's loads depend on besides its home."""
+    def _key(self, g: int) -> tuple[tuple[object, ...], object]:
+        """All that a group's loads depend on besides its home: what is alike in a class, and what it need not load."""
+        return self._alike(g), tuple(tuple(sorted(loads.get(g, {}).items())) for loads in self.loads)
+
+    def _alike(self, g: int) -> tuple[object, ...]:
         group, route = self.groups[g], self.route
-        loads = (tuple(sorted(loads.get(g, {}).items())) for loads in self.loads)
-        size: tuple[object, ...] = (group.trainable, group.frozen, *loads)
+        visits = Counter(map(self._load_phase, route.readers.get(g, ())))
+        size: tuple[object, ...] = (group.trainable, group.frozen, tuple(sorted(visits.items())))
         if g not in route.gradient_visits:
             return size
         return (
@@ -187,6 +193,14 @@ class Loads:
         if key not in self._cache:
             self._cache[key] = self._group_load(g, home, gradients)
         return self._cache[key]
+
+    def of_class(self, kind: GroupClass, home: Home, gradients: Tier) -> Load:
+        """What a group of a class asks for on average."""
+        alike = {self.walk.keys[g]: g for g in kind.members}
+        counts = Counter(self.walk.keys[g] for g in kind.members)
+        total = sum((n * self.of_group(alike[key], home, gradients) for key, n in counts.items()), start=self._none())
+        mean: Load = total / len(kind.members)
+        return mean
 
     def of_checkpoints(self, tier: Tier) -> Load:
         load = self._none()

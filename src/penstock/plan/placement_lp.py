@@ -248,7 +248,7 @@ class _Model:
                 kind=k,
                 home=home,
                 gradients=q,
-                load=lp.loads.of_group(kind.members[0], home, q),
+                load=lp.loads.of_class(kind, home, q),
                 sizes=lp.group_sizes(kind.members[0], home, q),
             )
             for k, kind in enumerate(lp.classes)
