@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -87,13 +88,22 @@ class Truth:
     numbers: dict[int, tuple[float, float]]
     states: dict[int, dict[str, torch.Tensor]]
 
+    def after(self, step: int, last: int) -> dict[int, tuple[float, float]]:
+        """The numbers of the steps after ``step``, up to ``last``."""
+        return {s: self.numbers[s] for s in range(step + 1, last + 1)}
 
-def truth(setting: Setting, steps: int, folder: Path) -> Truth:
-    """``folder`` is for its store."""
+
+STEPS = 12
+"""steps of a whole run"""
+
+
+@cache
+def truth(name: str) -> Truth:
+    """Of ``SETTINGS[name]``."""
     numbers, states = {}, {}
-    with wrap(CASE, budget(folder / "truth"), **setting.numbers) as engine:
+    with TemporaryDirectory() as folder, wrap(CASE, budget(Path(folder) / "d"), **SETTINGS[name].numbers) as engine:
         states[0] = state_of(engine)
-        for step in range(1, steps + 1):
+        for step in range(1, STEPS + 1):
             stats = engine.step(step_data(step))
             numbers[step] = (stats.loss, stats.grad_norm)
             states[step] = state_of(engine)

@@ -46,11 +46,11 @@ def test_a_run_on_a_disk_that_others_fill_goes_on_and_only_a_snapshot_has_to_wai
     name: str, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, campaign: Campaign
 ) -> None:
     """Neither a step nor a commit needs new space; a snapshot does, leaves nothing behind, and can be repeated."""
-    known = truth(SETTINGS[name], LAST, tmp_path)
+    known = truth(name)
     with open_run(SETTINGS[name], small_disk / "store") as engine:
         go_on(engine, 1)
         fill(small_disk / "hog")
-        assert go_on(engine, 3) == {s: known.numbers[s] for s in (2, 3)}
+        assert go_on(engine, 3) == known.after(1, 3)
         with pytest.raises(StoreError, match=r"snapshot.*No space left on device: free some space"):
             engine.save(small_disk / "snapshot")
         os.truncate(small_disk / "hog", (small_disk / "hog").stat().st_size - (64 << 10))
@@ -64,7 +64,7 @@ def test_a_run_on_a_disk_that_others_fill_goes_on_and_only_a_snapshot_has_to_wai
         (small_disk / "hog").unlink()
         engine.save(small_disk / "snapshot")
     with open_run(SETTINGS[name], small_disk / "store") as engine:
-        assert go_on(engine, LAST) == {LAST: known.numbers[LAST]}
+        assert go_on(engine, LAST) == known.after(3, LAST)
         assert_same_state(state_of(engine), known.states[LAST])
         engine.load(small_disk / "snapshot")
         assert_same_state(state_of(engine), known.states[3])
@@ -73,7 +73,7 @@ def test_a_run_on_a_disk_that_others_fill_goes_on_and_only_a_snapshot_has_to_wai
 
 def test_a_store_that_does_not_fit_leaves_nothing_and_fits_with_space_again(small_disk: Path, tmp_path: Path) -> None:
     setting = SETTINGS["fp32"]
-    known = truth(setting, 1, tmp_path)
+    known = truth("fp32")
     fill(small_disk / "hog")
     with pytest.raises(StoreError, match=r"store cannot be created: No space left on device: free some space"):
         open_run(setting, small_disk / "store")
@@ -106,9 +106,9 @@ class Slow:
 @pytest.mark.usefixtures("deadline")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_disk_ten_times_slower_changes_nothing_but_the_time(name: str, tmp_path: Path, campaign: Campaign) -> None:
-    known = truth(SETTINGS[name], LAST, tmp_path)
+    known = truth(name)
     with intercepted(tmp_path / "store", Slow(10)), open_run(SETTINGS[name], tmp_path / "store") as engine:
-        assert go_on(engine, LAST) == known.numbers
+        assert go_on(engine, LAST) == known.after(0, LAST)
         assert_same_state(state_of(engine), known.states[LAST])
     campaign.found(f"every disk call 10x slower, {name}: bit-equal")
 
@@ -119,7 +119,7 @@ def test_a_disk_that_stalls_at_any_call_is_waited_for(name: str, tmp_path: Path,
     """A call at random of a step, or of its commit, comes back only when everything else has long come to rest."""
     rng = random.Random(name)
     seconds = campaign.cases(1, 3) * 0.5
-    known = truth(SETTINGS[name], LAST, tmp_path)
+    known = truth(name)
     clean = Nth(-1, lambda call, go: go())
     with open_run(SETTINGS[name], tmp_path / "store") as engine:
         go_on(engine, 1)
@@ -141,7 +141,7 @@ def test_a_disk_that_stalls_at_any_call_is_waited_for(name: str, tmp_path: Path,
                 go_on(engine, 2)
             assert nth.struck
             names.add(nth.calls[number].name)
-            assert go_on(engine, LAST) == {s: known.numbers[s] for s in (3, LAST)}
+            assert go_on(engine, LAST) == known.after(2, LAST)
             assert_same_state(state_of(engine), known.states[LAST])
     campaign.found(f"a stall of {seconds} s, {name}: {len(stalled)} of calls {sorted(names)}, all bit-equal")
 
@@ -167,7 +167,7 @@ def test_a_disk_that_the_kernel_throttles_in_mid_run(tmp_path: Path, campaign: C
     """A real slow disk: 1 MB/s from the second step on, as the block layer has it."""
     if not campaign.full:
         pytest.skip("takes 8 s: make faults runs it")
-    known = truth(SETTINGS["fp32"], 3, tmp_path)
+    known = truth("fp32")
     limit = harness.DiskLimit(read=1_000_000, write=1_000_000)
     with harness.disk_cgroup(limit, tmp_path) as group:
         command = [sys.executable, "-c", _THROTTLED, "fp32", str(tmp_path / "store"), f"{group}/cgroup.procs", "3"]

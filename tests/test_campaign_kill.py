@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.campaign import SETTINGS, digests, truth
+from tests.campaign import SETTINGS, STEPS, digests, truth
 from tests.conftest import Campaign
 from tests.victims import Diary, KillPoint, Victims, victims_of_one_thread
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-LAST = 12
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +26,9 @@ def _victims() -> Iterator[None]:
 def test_a_run_killed_at_any_instant_goes_on_bit_for_bit(name: str, tmp_path: Path, campaign: Campaign) -> None:
     """At random times, and at random system calls of a commit; every third time the run that goes on as well."""
     rng = random.Random(name)
-    victims = Victims(name, LAST)
-    known = truth(SETTINGS[name], LAST, tmp_path)
-    wanted = digests(known.states[LAST])
+    victims = Victims(name, STEPS)
+    known = truth(name)
+    wanted = digests(known.states[STEPS])
     victims.start()
     began = time.monotonic()
     clean = victims.run(tmp_path / "clean", tmp_path / "clean.diary")

@@ -42,7 +42,7 @@ def check_image(log: WriteLog, instant: int, image: Path, setting: Setting, know
         assert_same_state(state_of(engine), known.states[step])
         if train:
             numbers = go_on(engine, LAST)
-            assert numbers == {s: known.numbers[s] for s in range(step + 1, LAST + 1)}
+            assert numbers == known.after(step, LAST)
             assert_same_state(state_of(engine), known.states[LAST])
     return step
 
@@ -50,7 +50,7 @@ def check_image(log: WriteLog, instant: int, image: Path, setting: Setting, know
 @pytest.mark.parametrize("name", SETTINGS)
 def test_after_a_power_cut_a_committed_step_is_found_whole(name: str, tmp_path: Path, campaign: Campaign) -> None:
     rng = random.Random(name)
-    known = truth(SETTINGS[name], LAST, tmp_path)
+    known = truth(name)
     log = record(SETTINGS[name], tmp_path)
     found: Counter[int] = Counter()
     losses: Counter[str] = Counter()
@@ -77,7 +77,7 @@ def test_a_power_cut_after_a_kill_within_a_commit(name: str, tmp_path: Path, cam
     The run that goes on from a commit record that was never flushed must not overwrite what the one before it names.
     """
     rng = random.Random(name)
-    setting, known = SETTINGS[name], truth(SETTINGS[name], LAST, tmp_path)
+    setting, known = SETTINGS[name], truth(name)
     log = WriteLog(tmp_path / "store", tmp_path / "base")
     with log.recording():
         engine = open_run(setting, tmp_path / "store")

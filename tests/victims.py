@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,6 +20,9 @@ from tests.faults import Call, Go, intercepted
 from tests.training import state_of
 
 from penstock.store import Store
+
+LLAMA = "transformers.models.llama.modeling_llama"
+"""the model of the settings files in the tests"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,24 +76,40 @@ class Victims:
 
     def run(self, store: Path, diary: Path, *, after: float | None = None, at: KillPoint | None = None) -> Diary:
         """A process that trains on ``store``; killed ``after`` so many seconds, or ``at`` an instant of a commit."""
+        code = self.call(train_here, self.setting, self.last, store, diary, at, after=after)
+        found = Diary.read(diary)
+        assert code == 0 if found.state else code == -signal.SIGKILL, code
+        return found
+
+    def call(
+        self,
+        target: Callable[..., None],
+        *words: Any,
+        after: float | None = None,
+        meanwhile: Callable[[int], None] = lambda pid: None,
+    ) -> int:
+        """Run ``target(*words, ready)`` in a process, killed ``after`` so many seconds; its exit code.
+
+        ``meanwhile`` is called with its process id as soon as it is ready.
+        """
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_train, args=(self.setting, self.last, store, diary, theirs, at))
+        process = self._context.Process(target=target, args=(*words, theirs))
         process.start()
         theirs.close()
         try:
             assert ours.poll(60), "the process does not start"
             ours.recv()
+            assert process.pid is not None
+            meanwhile(process.pid)
             if after is not None:
                 time.sleep(after)
                 process.kill()
             process.join(60)
             assert process.exitcode is not None, "the process hangs"
+            return process.exitcode
         finally:
             process.kill()
             process.join()
-        found = Diary.read(diary)
-        assert process.exitcode == 0 if found.state else process.exitcode == -signal.SIGKILL, process.exitcode
-        return found
 
 
 @contextmanager
@@ -100,7 +119,7 @@ def victims_of_one_thread() -> Iterator[None]:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             patch.setenv(name, "1")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.victims", "torch._dynamo"])
+        context.set_forkserver_preload(["tests.victims", "torch._dynamo", "penstock.cli.train", LLAMA])
         yield
 
 
@@ -108,7 +127,8 @@ def _nothing() -> None:
     pass
 
 
-def _train(name: str, last: int, store: Path, diary: Path, ready: Connection, at: KillPoint | None) -> None:
+def train_here(name: str, last: int, store: Path, diary: Path, at: KillPoint | None, ready: Connection) -> None:
+    """Train up to step ``last``, in this process, and write down how it goes."""
     torch.set_num_threads(1)
     file = os.open(diary, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 

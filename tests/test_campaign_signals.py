@@ -1,0 +1,97 @@
+"""Signals to a real ``penstock train``: the first ends it after its step, the second at once; both lose nothing."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import Campaign
+from tests.faults import Call, Go, intercepted
+from tests.test_cli_train import CONFIG
+from tests.victims import Victims, victims_of_one_thread
+
+from penstock.cli import main
+from penstock.store import Store
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SENT: dict[str, tuple[signal.Signals, signal.Signals | None]] = {
+    "SIGHUP": (signal.SIGHUP, None),
+    "SIGTERM twice": (signal.SIGTERM, signal.SIGTERM),
+    "SIGINT": (signal.SIGINT, None),
+    "SIGTERM": (signal.SIGTERM, None),
+    "SIGINT twice": (signal.SIGINT, signal.SIGINT),
+    "SIGHUP, then SIGTERM": (signal.SIGHUP, signal.SIGTERM),
+}
+IN_EVERY_SUITE = ("SIGHUP", "SIGTERM twice")
+
+
+def _command(words: list[str], folder: Path, slow: float, ready: Connection) -> None:
+    """``penstock WORDS``, with what it says in files and each call on its disk taking ``slow`` seconds longer."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+
+    def wait(call: Call, go: Go) -> Any:
+        time.sleep(slow)
+        return go()
+
+    with intercepted(folder / "run" / "store", wait):
+        ready.send(None)
+        sys.exit(main(words))
+
+
+def _numbers(run: Path) -> list[tuple[Any, ...]]:
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in lines]
+
+
+def _until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("sent", SENT)
+def test_a_signal_ends_a_run_and_nothing_is_lost(sent: str, tmp_path: Path, campaign: Campaign) -> None:
+    if sent not in IN_EVERY_SUITE and not campaign.full:
+        pytest.skip("make faults sends it")
+    first, second = SENT[sent]
+    text, config, run = tmp_path / "text.txt", tmp_path / "config.yaml", tmp_path / "run"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(400)))
+    config.write_text(CONFIG.format(run=run, text=text))
+
+    def send(pid: int) -> None:
+        _until(lambda: len(_numbers(run)) >= 2)
+        os.kill(pid, first)
+        if second is not None:
+            _until(lambda: "Stopping after this step" in (tmp_path / "err").read_text())
+            os.kill(pid, second)
+
+    words = ["train", str(config), "--evaluate", "null", "--steps", "1000"]
+    with victims_of_one_thread():
+        code = Victims("", 0).call(_command, words, tmp_path, 0.02 if second else 0.0, meanwhile=send)
+    assert code == 128 + (second or first)
+    said = (tmp_path / "out").read_text() + (tmp_path / "err").read_text()
+    assert "Traceback" not in said
+    done = len(_numbers(run))
+    with Store.open([run / "store"]) as store:
+        last = store.last_commit()
+    assert last is not None
+    assert done <= last["step"] <= done + 1 if second else last["step"] == done
+    assert ("in the middle of a step" if second else f"Stopped after step {done} of 1000") in said
+
+    steps = str(done + 2)
+    assert main(["resume", str(run), "--steps", steps]) == 0
+    assert main(["train", str(config), "--evaluate", "null", "--steps", steps, "--run", str(tmp_path / "whole")]) == 0
+    numbers, whole = _numbers(run), _numbers(tmp_path / "whole")
+    assert [n for n in whole if n[0] in {m[0] for m in numbers}] == numbers
+    assert len(whole) - len(numbers) == last["step"] - done, "only a step that was made durable and not reported"
+    campaign.found(f"{sent} after step {done}: exit code {code}, resumed after step {last['step']} bit-equal")
