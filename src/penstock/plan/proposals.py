@@ -141,7 +141,7 @@ class Proposals:
             if least is not None and self.at(request, least, request.delay or 0.0):
                 return True
         try:
-            return bool(self.greedy(needed=True))
+            return bool(self.greedy(self.q.requests, needed=True))
         except BudgetError:
             return False
 
@@ -154,20 +154,16 @@ class Proposals:
             return None
         return self.program(settings_of(request, base_placement(request), chunk, _SHALLOWEST), request)
 
-    def greedy(self, promising: Promising = (), *, needed: bool) -> list[Proposal]:
-        """What ``fit`` takes, so that no choice is worse, and what it takes with the delays that promise something.
+    def greedy(self, requests: Iterable[Request], *, needed: bool) -> list[Proposal]:
+        """What ``fit`` takes, so that no choice is worse.
 
         Raises:
             BudgetError: it takes nothing, and something is ``needed``: nothing else has been found.
         """
         found, refusal = [], None
-        plain = [(request, request.delay) for request in self.q.requests]
-        late = [
-            (request, delay) for request, delays in promising for delay in delays if request.delay is None and delay
-        ]
-        for request, delay in (*plain, *late):
+        for request in requests:
             try:
-                settings = fitted(replace(request, delay=delay))
+                settings = fitted(request)
             except BudgetError as error:
                 refusal = error
                 continue

@@ -182,6 +182,7 @@ class _Search:
         self.ops = 0
         self.seen: set[tuple[Family, Settings]] = set()
         self.best: tuple[float, Proposal, Plan, Simulation] | None = None
+        self.delays: tuple[float, ...] = ()
         self.misplaced: str | None = None
 
     def run(self) -> Choice:
@@ -190,6 +191,7 @@ class _Search:
         if all(self.proposals.least_chunk(request) is None for request in self.q.requests):
             raise BudgetError(self.proposals.too_many_ops())
         promising = self.proposals.promising()
+        self.delays = tuple(dict.fromkeys(delay for _, delays in promising for delay in delays))
         proposals = self._proposed(promising)
         possible = min((p.estimate for p in proposals), default=math.inf)
         # Of estimates that are as good as equal first those without a delay, which costs something at the start and at
@@ -200,7 +202,8 @@ class _Search:
             if not self._settled(possible):
                 self._try(proposal)
         if not self._settled(possible):
-            for proposal in self.proposals.greedy(promising, needed=self.best is None):
+            worth = self.q.requests if self.best is None else [request for request, _ in promising]
+            for proposal in self.proposals.greedy(worth, needed=self.best is None):
                 self._try(proposal)
         while self.best is not None and not self._settled(possible) and self._improve():
             pass
@@ -281,9 +284,16 @@ class _Search:
         for tier, waits in product(lp.checkpoint_tiers, lp.gradient_tiers):
             if (tier, waits) != (place.checkpoints, place.gradients):
                 yield from self._again(settings, request, (proposal.pattern,), tier, waits)
-        for changed in _changes(settings, delays=len(self.q.delays_of(request)) > 1):
+        for changed in _changes(settings, self._delays_near(settings.delay, request)):
             yield from self._again(changed, request, (proposal.pattern,), place.checkpoints, place.gradients)
         yield from self._moved(proposal)
+
+    def _delays_near(self, delay: float, request: Request) -> list[float]:
+        """A little more and less delay, and the others that promise something."""
+        if len(self.q.delays_of(request)) < 2:
+            return []
+        near = [round(delay + step, 6) for step in (DELAY_STEP, -DELAY_STEP)]
+        return [d for d in dict.fromkeys((*self.delays, *near)) if 0 <= d <= 1 and d != delay]
 
     def _again(
         self, settings: Settings, request: Request, patterns: Iterable[Pattern], checkpoints: Tier, gradients: Waits
@@ -334,15 +344,13 @@ def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
     return chosen[:count]
 
 
-def _changes(settings: Settings, *, delays: bool) -> Iterator[Settings]:
-    """Settings one step away, placement aside; ``delays``: whether the delay may change."""
+def _changes(settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
+    """Settings one step away, placement aside, or with one of some delays."""
     for chunk in (settings.chunk * 2, settings.chunk // 2 // GRAIN * GRAIN):
         if CHUNKS[0] <= chunk <= CHUNKS[-1]:
             yield replace(settings, chunk=chunk)
-    for step in (DELAY_STEP, -DELAY_STEP) if delays else ():
-        delay = round(settings.delay + step, 6)
-        if 0 <= delay <= 1:
-            yield replace(settings, delay=delay)
+    for delay in delays:
+        yield replace(settings, delay=delay)
     for name in ("weights", "state", "gradients", "stage_out", "stage_in", "checkpoints"):  # likeliest to help first
         depth = getattr(settings.depths, name)
         for other in (depth + 1, depth - 1):

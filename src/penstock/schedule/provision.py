@@ -15,6 +15,7 @@ where they are: their old values are of no use while a step is delayed, but that
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 from penstock.config import Tier
 from penstock.schedule.op import Pool
@@ -134,34 +135,38 @@ class Provision:
             first += count
         return delayed
 
+    @cached_property
+    def _flows(self) -> list[tuple[int, int, int]]:
+        """Buffers of gradients by visit: used up before it, made by it, and free after it. Only with a delay."""
+        route, place = self.route, self.s.place
+        used, freed = Counter[int](), Counter[int]()
+        for g, late in self.delayed.items():
+            used[route.readers[g][0]] += len(late) * (place.gradients == "host")
+            freed[route.gradient_visits[g][-1]] += sum(self.held_count(g, use) for use in range(1, len(route.uses[g])))
+            if not self.s.waits(g):
+                freed[route.last_visit[g]] += (self.trained_count(g) - len(late)) * self.held(g, 0, waits=False)
+        made = Counter[int]()
+        for g in self.delayed:
+            for i in route.gradient_visits[g]:
+                made[i] += self.held_count(g, route.uses[g].index(route.visits[i].stage))
+        return [(used[i], made[i], freed[i]) for i in range(len(route.visits))]
+
     def _most_held(self, parts: int) -> int:
         """The most buffers of delayed gradients, and of checkpoints of ``parts`` buffers each, that are in use at once.
 
         Counted in the order in which a visit takes them. A buffer counts as free only from the visit on that cannot
         start before it is: earlier, if the lanes run ahead, which the count then leaves room for.
         """
-        route, place = self.route, self.s.place
-        kept = place.gradients == "host"
-        now = most = sum(map(len, self.delayed.values())) if kept else 0
-        used, summed, stepped = (
-            Counter[int](),
-            Counter[int](),
-            Counter[int](),
-        )  # visit -> buffers that are free after it
-        for g, late in self.delayed.items():
-            used[route.readers[g][0]] += len(late) * kept
-            summed[route.gradient_visits[g][-1]] += sum(self.held_count(g, use) for use in range(1, len(route.uses[g])))
-            if not self.s.waits(g):
-                stepped[route.last_visit[g]] += (self.trained_count(g) - len(late)) * self.held(g, 0, waits=False)
-        for i, visit in enumerate(route.visits):
-            now -= used[i]
-            moves = len(self.leaving(visit.stage - 1, visit.micro_batches))
-            now += parts * moves * ((visit.kind == "F") - (visit.kind == "B"))
+        now = most = sum(map(len, self.delayed.values())) if self.s.place.gradients == "host" else 0
+        for visit, (used, made, freed) in zip(self.route.visits, self._flows, strict=True):
+            now -= used
+            if parts:
+                moves = len(self.leaving(visit.stage - 1, visit.micro_batches))
+                now += parts * moves * ((visit.kind == "F") - (visit.kind == "B"))
             most = max(most, now)
-            made = [g for g in route.gradients(visit.kind, visit.stage) if place.state[g] != "device"]
-            now += sum(self.held_count(g, route.uses[g].index(visit.stage)) for g in made)
+            now += made
             most = max(most, now)
-            now -= summed[i] + stepped[i]
+            now -= freed
         return most
 
     def _share(self) -> list[Pool]:
