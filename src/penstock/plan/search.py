@@ -30,7 +30,8 @@ from penstock.plan.placement_lp import PlacementLP, Waits
 from penstock.plan.proposals import CHUNKS, EQUAL, FIRST, Promising, Proposal, Proposals
 from penstock.plan.question import Question
 from penstock.plan.rounding import PATTERNS, Pattern
-from penstock.schedule.place import GRAIN, Placement, Settings
+from penstock.schedule.place import Placement, Settings
+from penstock.schedule.program import ALIGN
 from penstock.schedule.world import World
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
@@ -346,7 +347,7 @@ def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
 
 def _changes(settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
     """Settings one step away, placement aside, or with one of some delays."""
-    for chunk in (settings.chunk * 2, settings.chunk // 2 // GRAIN * GRAIN):
+    for chunk in (settings.chunk * 2, settings.chunk // 2 // ALIGN * ALIGN):
         if CHUNKS[0] <= chunk <= CHUNKS[-1]:
             yield replace(settings, chunk=chunk)
     for delay in delays:
