@@ -5,19 +5,20 @@ is known from a run without it (``truth``). To put a new way through every fault
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from tests.models import VOCABULARY, Case, causal_lm
-from tests.training import MicroBatches, budget, state_of, steps_of, wrap
+from tests.training import MicroBatches, assert_same_state, budget, state_of, steps_of, wrap
 from torch import nn
 
 import penstock
+from penstock.errors import StoreError
 
 
 class Net(nn.Module):
@@ -70,9 +71,9 @@ SETTINGS = {
 }
 
 
-def open_run(setting: Setting, store: Path) -> penstock.Engine:
+def open_run(setting: Setting, store: Path, model: nn.Module | None = None) -> penstock.Engine:
     """A new run, or the one that is in ``store``."""
-    return wrap(CASE, budget(store, **setting.budget), **setting.numbers, **setting.how)
+    return wrap(CASE, budget(store, **setting.budget), model=model, **setting.numbers, **setting.how)
 
 
 @cache
@@ -122,3 +123,72 @@ def go_on(engine: penstock.Engine, last: int) -> dict[int, tuple[float, float]]:
 def digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """What stands for a state's bits where it is too long."""
     return {n: hashlib.sha256(t.flatten().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in state.items()}
+
+
+class Attempt:
+    """A run that does what it is told, whatever fails on the way, and checks that it always goes on where it should.
+
+    What fails is tried again: in the same engine, and where that refuses, in a new one on the same store.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: Path,
+        *,
+        model: Callable[[], nn.Module] = CASE.model,
+        survives: tuple[type[BaseException], ...] = (StoreError,),
+    ) -> None:
+        """``name``: in ``SETTINGS``. ``survives``: the errors that are expected."""
+        self._setting = SETTINGS[name]
+        self._store = store
+        self._known = truth(name)
+        self._model = model
+        self._survives = survives
+        self._engine: penstock.Engine | None = None
+        self._done = self._target = 0
+        self.errors: list[BaseException] = []
+        self.engines = 0
+
+    def to(self, last: int) -> None:
+        """Train up to step ``last``."""
+        for step in range(self._target + 1, last + 1):
+            self.insist(partial(self._step, step=step))
+
+    def insist(self, action: Callable[[penstock.Engine], None]) -> None:
+        """Have it done, at the third try at the latest."""
+        for _ in range(3):
+            try:
+                if self._engine is None:
+                    self._engine = open_run(self._setting, self._store, self._model())
+                    self.engines += 1
+                    self.look(self._engine)
+                    self._step(self._engine, self._target)
+                action(self._engine)
+                return
+            except self._survives as failure:
+                self.errors.append(failure)
+                if len(self.errors) > 1 or self._engine is None:
+                    self.close()
+        raise self.errors[-1]
+
+    def look(self, engine: penstock.Engine) -> None:
+        """It has the state of the last step that had been reported, or of the one under way, bit for bit."""
+        assert self._done - self._setting.lag <= engine.step_count <= self._done + 1
+        assert_same_state(state_of(engine), self._known.states[engine.step_count])
+
+    def close(self) -> None:
+        """The next thing to do is done by a new engine."""
+        engine, self._engine = self._engine, None
+        try:
+            if engine is not None:
+                engine.close()
+        except self._survives as failure:  # what is lost is for ``look`` to say
+            self.errors.append(failure)
+
+    def _step(self, engine: penstock.Engine, step: int) -> None:
+        self._target = step
+        for done in range(engine.step_count + 1, step + 1):
+            assert go_on(engine, done) == self._known.after(done - 1, done)
+            self._done = done
+        engine._check_usable()  # it is not when the step has been taken, but could not be made durable

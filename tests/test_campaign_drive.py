@@ -6,84 +6,27 @@ import re
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.campaign import SETTINGS, Setting, Truth, go_on, open_run, truth
+from tests.campaign import SETTINGS, Attempt
 from tests.conftest import Campaign
 from tests.faults import Call, Go, Nth, error, intercepted
-from tests.training import assert_same_state, state_of
-
-import penstock
-from penstock.errors import StoreError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAST = 3
 
 
-class Attempt:
-    """A run that is made, saves a snapshot, loads it, trains to the end and is looked at again.
-
-    What fails is tried again: in the same engine, and where that refuses, in a new one on the same store.
-    """
-
-    def __init__(self, setting: Setting, folder: Path, known: Truth) -> None:
-        self._setting = setting
-        self._folder = folder
-        self._known = known
-        self._engine: penstock.Engine | None = None
-        self._done = self._target = 0
-        self.errors: list[StoreError] = []
-        self.engines = 0
-
-    def run(self) -> None:
-        snapshot = self._folder / "snapshot"
-        self._insist(lambda engine: self._step(engine, 1))
-        self._insist(lambda engine: engine.save(snapshot, overwrite=True))
-        self._insist(lambda engine: engine.load(snapshot))
-        for step in range(2, LAST + 1):
-            self._insist(lambda engine, step=step: self._step(engine, step))
-        self._close()
-        self._insist(lambda engine: self._look(engine))
-        self._close()
-
-    def _step(self, engine: penstock.Engine, step: int) -> None:
-        self._target = step
-        for done in range(engine.step_count + 1, step + 1):
-            assert go_on(engine, done) == self._known.after(done - 1, done)
-            self._done = done
-        next(engine.master_parameters())  # refused when the step had been taken, but could not be made durable
-
-    def _look(self, engine: penstock.Engine) -> None:
-        """It has the state of its last step, which is the one that it had reported, or one after that."""
-        assert engine.step_count in (self._done, self._done + 1)
-        assert_same_state(state_of(engine), self._known.states[engine.step_count])
-
-    def _insist(self, action: Callable[[penstock.Engine], None]) -> None:
-        for _ in range(4):
-            try:
-                if self._engine is None:
-                    self._engine = open_run(self._setting, self._folder / "store")
-                    self.engines += 1
-                    self._look(self._engine)
-                    self._step(self._engine, self._target)
-                action(self._engine)
-                return
-            except StoreError as failure:
-                self.errors.append(failure)
-                if len(self.errors) > 1:
-                    self._close()
-        raise self.errors[-1]
-
-    def _close(self) -> None:
-        engine, self._engine = self._engine, None
-        try:
-            if engine is not None:
-                engine.close()
-        except StoreError as failure:  # what it has not made durable was done before: nothing is lost
-            self.errors.append(failure)
+def whole_life(attempt: Attempt, folder: Path) -> None:
+    """A run is made, saves a snapshot, loads it, trains to the end and is looked at again, whatever happens once."""
+    attempt.to(1)
+    attempt.insist(lambda engine: engine.save(folder / "snapshot", overwrite=True))
+    attempt.insist(lambda engine: engine.load(folder / "snapshot"))
+    attempt.to(LAST)
+    attempt.close()
+    attempt.insist(attempt.look)
+    attempt.close()
 
 
 def half(call: Call, go: Go) -> object:
@@ -143,11 +86,10 @@ def test_a_fault_at_any_system_call_is_named_and_survived(
     name: str, fault: str, tmp_path: Path, campaign: Campaign
 ) -> None:
     act, counts = FAULTS[fault]
-    known = truth(name)
     (tmp_path / "clean").mkdir()
     clean = Nth(-1, act, counts)
     with intercepted(tmp_path / "clean", clean):
-        Attempt(SETTINGS[name], tmp_path / "clean", known).run()
+        whole_life(Attempt(name, tmp_path / "clean" / "store"), tmp_path / "clean")
     total = len(clean.calls)
     numbers = list(range(total)) if campaign.full else random.Random(name).sample(range(total), 2)
     struck: Counter[str] = Counter()
@@ -156,10 +98,10 @@ def test_a_fault_at_any_system_call_is_named_and_survived(
         folder = tmp_path / "case"
         folder.mkdir()
         nth = Nth(number, act, counts)
-        attempt = Attempt(SETTINGS[name], folder, known)
+        attempt = Attempt(name, folder / "store")
         with intercepted(folder, nth), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a file that cannot be read directly is read through the page cache
-            attempt.run()
+            whole_life(attempt, folder)
         assert nth.struck
         check_error(fault, nth, attempt)
         struck[nth.calls[number].name] += 1

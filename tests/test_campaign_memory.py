@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.campaign import CASE, SETTINGS, Net, digests, go_on, step_data, truth
+from tests.campaign import CASE, SETTINGS, Attempt, Net, digests, truth
 from tests.conftest import Campaign
-from tests.training import assert_same_state, budget, state_of, wrap
 from tests.victims import Diary, Victims, train_here, victims_of_one_thread
+
+from penstock.errors import StoreError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,10 +35,10 @@ def python_refuses() -> None:
     bytearray(1 << 50)
 
 
-REFUSALS: dict[str, tuple[Callable[[], None], type[BaseException], str | None]] = {
+REFUSALS: dict[str, tuple[Callable[[], None], type[BaseException], str]] = {
     "device": (device_refuses, torch.OutOfMemoryError, "CUDA out of memory"),
     "host": (host_refuses, RuntimeError, "can't allocate memory|not enough memory"),
-    "python": (python_refuses, MemoryError, None),
+    "python": (python_refuses, MemoryError, ""),
 }
 
 
@@ -47,8 +49,6 @@ def test_without_memory_a_step_fails_and_can_be_repeated(
 ) -> None:
     """At each call of a layer in turn, forwards and recomputations, of every micro-batch."""
     refuse, kind, words = REFUSALS[memory]
-    known = truth(name)
-    model = CASE.model()
     calls, strike = 0, -1
 
     def before(module: torch.nn.Module, arguments: object) -> None:
@@ -57,27 +57,34 @@ def test_without_memory_a_step_fails_and_can_be_repeated(
         if calls - 1 == strike:
             refuse()
 
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(before)
-    setting = SETTINGS[name]
-    where = budget(tmp_path / "store", **setting.budget)
-    with wrap(CASE, where, model=model, **setting.numbers, **setting.how) as engine:
-        go_on(engine, 1)
-        calls = 0
-        go_on(engine, 2)
-        numbers = range(calls) if campaign.full else random.Random(name).sample(range(calls), 2)
-        for number in numbers:
-            calls, strike = 0, number
-            with pytest.raises(kind, match=words) as refused:
-                engine.step(step_data(3))
-            assert any("in op" in note for note in refused.value.__notes__)
-            strike = -1
-            assert engine.step_count == 2
-            assert_same_state(state_of(engine), known.states[2])
-        assert go_on(engine, LAST) == known.after(2, LAST)
-        assert_same_state(state_of(engine), known.states[LAST])
-    campaign.found(f"no memory ({memory}), {name}: at {len(numbers)} calls of a step, the engine goes on bit-equal")
+    def build() -> torch.nn.Module:
+        model = CASE.model()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(before)
+        return model
+
+    attempt = Attempt(name, tmp_path / "store", model=build, survives=(kind, StoreError))
+    attempt.to(1)
+    calls = 0
+    attempt.to(2)
+    numbers = range(calls) if campaign.full else random.Random(name).sample(range(calls), 2)
+    again = 0
+    for number in numbers:
+        attempt = Attempt(name, tmp_path / f"store-{number}", model=build, survives=(kind, StoreError))
+        attempt.to(2)
+        calls, strike = 0, number
+        attempt.to(LAST)
+        strike = -1
+        attempt.insist(attempt.look)
+        assert isinstance(failure := attempt.errors[0], kind)
+        assert re.search(words, str(failure))
+        assert any("in op" in note for note in failure.__notes__)
+        again += attempt.engines > 1
+        attempt.close()
+    campaign.found(
+        f"no memory ({memory}), {name}: at {len(numbers)} calls of a step, all ended bit-equal, {again} in a new engine"
+    )
 
 
 @pytest.fixture
