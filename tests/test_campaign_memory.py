@@ -130,6 +130,7 @@ def test_a_run_that_the_kernel_ends_for_its_memory_goes_on(
         assert code == -signal.SIGKILL
         assert set(Diary.read(tmp_path / "diary").numbers) == {1, 2}
         found = victims.run(tmp_path / "store", tmp_path / "second")
-    assert found.resumed == 2
+    assert found.resumed is not None
+    assert 2 - SETTINGS[name].lag <= found.resumed <= 2
     assert found.state == digests(known.states[LAST])
     campaign.found(f"ended by the kernel's out-of-memory killer in step 3, {name}: resumed bit-equal")

@@ -89,7 +89,7 @@ def test_a_power_cut_after_a_kill_within_a_commit(name: str, tmp_path: Path, cam
         opened, opening = log.end, len(log.commits)
         with open_run(setting, tmp_path / "store") as engine:
             log.found(engine.step_count)
-            assert engine.step_count == log.commits[-2].step
+            assert engine.step_count == log.commits[opening - 1].step
             go_on(engine, LAST)
     cases = campaign.cases(10, 200)
     for case in range(cases):
