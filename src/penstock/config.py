@@ -4,13 +4,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from penstock.errors import ConfigError
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 Precision = Literal["fp32", "bf16", "fp16"]
+Durability = Literal["step", "interval", "none"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -53,6 +54,10 @@ class Budget:
     | ``disk`` | a directory, or several that are striped; None: nothing goes to disk |
     | ``weights``, ``state``, ``gradients``, ``checkpoints`` | pin one kind to a tier; None: the planner chooses |
     | ``slots`` | copies of the state on disk: with 2 a run that is killed goes on from its last step; 1 takes half |
+    | ``durability`` | what a kill may cost. ``step``: the step in flight; needs ``disk``, 2 ``slots``, and all state on
+    disk. ``interval``: the steps since the last commit, one every ``interval`` steps, of state that may live in memory.
+    ``none``: the whole run. None: ``step`` where all state is on disk in 2 slots, else ``none`` |
+    | ``interval`` | steps from one commit to the next, with durability ``interval`` |
     """
 
     device: str | int
@@ -63,6 +68,8 @@ class Budget:
     gradients: Literal["host", "disk"] | None = None
     checkpoints: Tier | None = None
     slots: Literal[1, 2] = 2
+    durability: Durability | None = None
+    interval: int | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -91,8 +98,27 @@ class Budget:
                 raise ConfigError(f"budget.{kind}='disk' needs budget.disk, a directory")
         if self.slots not in (1, 2):
             raise ConfigError(f"budget.slots={self.slots!r}: must be 1 or 2")
+        self._check_durability()
         if self.disk is not None and not self.disk_paths:
             raise ConfigError("budget.disk is an empty list: give a directory or None")
+
+    def _check_durability(self) -> None:
+        asked = f"budget.durability={self.durability!r}"
+        if self.durability not in (None, *get_args(Durability)):
+            raise ConfigError(f"{asked}: must be one of {', '.join(get_args(Durability))} or None")
+        if (self.durability == "interval") != (self.interval is not None):
+            raise ConfigError(
+                f"{asked} with budget.interval={self.interval!r}: give both, as durability='interval' and "
+                "interval=100 (steps), or neither"
+            )
+        if self.interval is not None and self.interval < 1:
+            raise ConfigError(f"budget.interval={self.interval}: must be at least 1 step")
+        if self.durability is not None and not self.disk_paths:
+            raise ConfigError(f"{asked} needs budget.disk, a directory to keep the state in")
+        if self.durability in ("step", "interval") and self.slots == 1:
+            raise ConfigError(f"{asked} needs budget.slots=2: a commit must not overwrite the one before")
+        if self.durability == "step" and self.state not in (None, "disk"):
+            raise ConfigError(f"{asked} needs the state on disk, not budget.state={self.state!r}: use 'interval'")
 
 
 @dataclass(frozen=True, kw_only=True)

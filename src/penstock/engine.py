@@ -4,8 +4,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
@@ -21,15 +21,16 @@ from penstock.plan.fit import Plan
 from penstock.plan.machine import Machine
 from penstock.run import batch, numa, snapshots, start
 from penstock.run.buffers import Buffers
+from penstock.run.context import StepContext
 from penstock.run.home import Home
 from penstock.run.interrupt import whole_steps
-from penstock.run.moves import StepContext
 from penstock.run.planning import Planning
 from penstock.run.precision import DTYPES, LossScale, format_of
 from penstock.run.runner import Machinery, Run, Runner
 from penstock.run.stats import StepStats
 from penstock.run.streams import streams_for
 from penstock.run.trace import MemorySample, TraceEvent
+from penstock.run.trial import Outcome, take_step
 from penstock.schedule.op import LOCAL_LANES, Lane, Schedule
 from penstock.sim.result import Simulation
 from penstock.tape.blocks import find_blocks
@@ -39,6 +40,16 @@ from penstock.tape.passage import LossFn
 from penstock.tape.tape import Tape
 
 log = logging.getLogger("penstock")
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """A step whose delayed chunks the next one steps: what it knew, and what its commit will say."""
+
+    context: StepContext
+    progress: Mapping[str, Any]
+    buffers: Mapping[str, torch.Tensor] | None = None
+    """the model's, at the step's end; None: as they are now"""
 
 
 class Engine:
@@ -63,6 +74,8 @@ class Engine:
         io_threads: int,
         overlap: bool,
         machine: Machine | None,
+        speculate: bool | None,
+        delay: float | None,
     ) -> None:
         self.model = model
         self.budget = budget
@@ -76,6 +89,8 @@ class Engine:
         self._began = time.perf_counter()
         self._updates = 0
         self._missed: dict[str, int] = {}
+        self._pending: Pending | None = None
+        self._waits = clip_grad_norm is not None or DTYPES[precision] == torch.float16
         self._clip = clip_grad_norm
         self._seed = seed
         self._dtype = DTYPES[precision]
@@ -119,8 +134,15 @@ class Engine:
                 machine=machine,
                 optimizer=rate_name(optimizer, precision),
             )
-            waits = clip_grad_norm is not None or self._scale.dynamic
-            self._planning = Planning(machinery, budget, schedule, wait=waits)
+            self._planning = Planning(
+                machinery,
+                budget,
+                schedule,
+                wait=self._waits,
+                speculate=speculate,
+                delay=delay,
+                before_change=self._flush,
+            )
             self._note(between_steps=True)
         except BaseException:
             if hasattr(self, "_tape"):
@@ -161,9 +183,10 @@ class Engine:
             StoreError: the disk failed.
             KeyboardInterrupt: Ctrl-C arrived; the step is complete.
 
-        After an error nothing has changed, and the engine can be used, if all state is on disk in two slots, or if it
-        came before the first update. Otherwise the state is half updated: the engine says so whenever it is used, until
-        a snapshot is loaded.
+        After an error nothing has changed, and the engine can be used, if all state is on disk in two slots (and, with
+        a delay ratio, the step before was complete), or if it came before the first update. Otherwise the state is half
+        updated: the engine says so whenever it is used, until a snapshot is loaded. What the last commit of the store
+        names stands in any case.
         """
         self._check_usable()
         with whole_steps():
@@ -180,46 +203,116 @@ class Engine:
             hypers=self.optimizer.hypers(),
             clip=self._clip,
             loss_scale=self._scale.value,
-            missed=self._missed,
+            missed=dict(self._missed),
+            previous=None if self._pending is None else self._pending.context,
+            settled=self._pending is None,
+            commit=self._settle,
         )
-        self._note(between_steps=False)
+        if self._pending is None:
+            self._note(between_steps=False)
         buffers = self._buffers.copies()
+        if self._pending is not None:
+            self._pending.buffers = buffers
         try:
-            losses = runner.run(context, self._to_device(micro_batches), weights)
+            outcome = take_step(
+                runner, context, self._to_device(micro_batches), weights, self._undo(runner, context, buffers)
+            )
         except BaseException as error:
-            if context.updating and not self._home.always_whole:
-                self._broken = f"step {context.step} was broken off by {type(error).__name__}: {error}"
-            else:
+            self._after_error(context, buffers, error)
+            raise
+        context = outcome.context
+        self._end_step(runner, outcome, buffers)
+        return self._stats(runner, outcome, micro_batches, weights, time.perf_counter() - began)
+
+    def _undo(
+        self, runner: Runner, context: StepContext, buffers: Mapping[str, torch.Tensor]
+    ) -> Callable[[], None] | None:
+        """What makes a step that is dropped undone; None where that cannot be done."""
+        if not (self._waits or self._home.discardable):
+            return None
+        early = runner.speculates or not self._waits
+
+        def undo() -> None:
+            self._buffers.put_back(buffers)
+            if early and context.updating:
+                self._residence.recast(self._residence.stale())
+
+        return undo
+
+    def _after_error(self, context: StepContext, buffers: Mapping[str, torch.Tensor], error: BaseException) -> None:
+        """Find out what a step that was broken off has left, and say so from now on if it cannot be used."""
+        said = f"step {context.step} was broken off by {type(error).__name__}: {error}"
+        if context.finishing and not context.settled:
+            self._broken = f"{said}; the step before was not complete"
+        elif context.updating and not self._home.discardable:
+            self._broken = said
+        else:
+            try:
                 self._buffers.put_back(buffers)
+                if context.updating:
+                    self._residence.recast(self._residence.stale())
+            except StoreError as second:
+                self._broken = f"{said}; weights in memory could not be read back: {second}"
+                return
+            if self._pending is None:
                 with contextlib.suppress(StoreError):  # then the store stays marked as within a step: nothing is lost
                     self._note(between_steps=True)
-            raise
+
+    def _end_step(self, runner: Runner, outcome: Outcome, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Make a step that has run count, or not."""
+        context = outcome.context
         assert context.norm is not None
-        if not context.skip and not math.isfinite(context.norm):
-            self._refuse_step(context, buffers)
-        if not context.skip:
+        skipped = not math.isfinite(context.norm)
+        if skipped and not self._waits:
+            self._refuse_step(outcome, buffers)
+        context.skip = skipped
+        if not skipped:
             self._residence.turn_step()
         self.step_count += 1
         self._count_update(context)
-        if context.skip:
-            self._buffers.put_back(buffers)
-            log.warning("step %d: a gradient was infinite or NaN; nothing was updated", context.step)
-        self._scale.update(overflow=context.skip)
+        if skipped:
+            where = outcome.non_finite or "a gradient, which was finite when it was computed again,"
+            log.warning("step %d: %s was infinite or NaN; nothing was updated", context.step, where)
+        self._scale.update(overflow=skipped)
         self.optimizer.record_step()
+        if runner.delays and not skipped:
+            context.previous = None
+            self._pending = Pending(context=context, progress=self._progress())
+            return
         try:
             self._note(between_steps=True)
         except StoreError as error:
             self._broken = f"step {context.step} was computed, but could not be made durable: {error}"
             raise
-        return self._stats(runner, context, micro_batches, losses, weights, time.perf_counter() - began)
 
-    def _refuse_step(self, context: StepContext, buffers: Mapping[str, torch.Tensor]) -> NoReturn:
+    def _settle(self) -> None:
+        """The step before is complete: its delayed chunks are stepped. Called by the step that does so."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        self._home.settle(lambda: pending.progress, pending.buffers)
+
+    def _flush(self) -> None:
+        """Complete the step before, if it has left chunks to the next one."""
+        if self._pending is None or self._broken is not None:
+            return
+        assert self._planning.runner is not None
+        context = replace(self._pending.context, previous=self._pending.context, settled=False, commit=self._settle)
+        try:
+            self._planning.runner.flush(context)
+            self._note(between_steps=True)
+        except BaseException as error:
+            self._broken = f"step {context.step} could not be completed: {type(error).__name__}: {error}"
+            raise
+
+    def _refuse_step(self, outcome: Outcome, buffers: Mapping[str, torch.Tensor]) -> NoReturn:
         """A gradient that nothing waited for was infinite or NaN."""
-        said = f"a gradient of step {context.step} was infinite or NaN"
-        if not self._home.always_whole:
+        where = outcome.non_finite or "a gradient"
+        said = f"step {outcome.context.step}: {where} was infinite or NaN"
+        if not self._home.discardable:
             self._broken = f"{said}, and the state was updated with it"
             raise NonFiniteError(f"{self._broken}. Load a snapshot; with clip_grad_norm set such a step is skipped")
         self._buffers.put_back(buffers)
+        self._note(between_steps=True)
         raise NonFiniteError(f"{said}. Nothing was updated; with clip_grad_norm set such a step is skipped")
 
     def _count_update(self, context: StepContext) -> None:
@@ -239,6 +332,7 @@ class Engine:
         """
         self._check_usable()
         batch.check(micro_batches)
+        self._flush()
         weights = batch.loss_weights(self.model, micro_batches)
         modes = {module: module.training for module in self.model.modules()}
         buffers = self._buffers.copies()
@@ -249,6 +343,8 @@ class Engine:
                 step=self.step_count, count=1, hypers=self.optimizer.hypers(), clip=None, loss_scale=1.0
             )
             losses = runner.run(context, self._to_device(micro_batches), weights)
+            if context.failure is not None:
+                raise context.failure
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -283,12 +379,12 @@ class Engine:
     def _stats(
         self,
         runner: Runner,
-        context: StepContext,
+        outcome: Outcome,
         micro_batches: Sequence[Mapping[str, Any]],
-        losses: Sequence[float],
         weights: Sequence[float],
         seconds: float,
     ) -> StepStats:
+        context = outcome.context
         self.trace = runner.trace(context.step, self._began)
         self.counters = runner.samples(self._began)
         busy: dict[Lane, float] = dict.fromkeys(LOCAL_LANES, 0.0)
@@ -299,13 +395,15 @@ class Engine:
         assert context.norm is not None
         return StepStats(
             step=context.step,
-            loss=math.fsum(w * loss for w, loss in zip(weights, losses, strict=True)),
+            loss=math.fsum(w * loss for w, loss in zip(weights, outcome.losses, strict=True)),
             grad_norm=context.norm,
             tokens=sum(batch.tokens(mb) for mb in micro_batches),
             seconds=seconds,
             lr=float(context.hypers[0].lr) if context.hypers else 0.0,
             clipped=self._clip is not None and not context.skip and context.norm > self._clip,
             skipped=context.skip,
+            repeats=outcome.repeats,
+            non_finite=None if outcome.non_finite is None else str(outcome.non_finite),
             loss_scale=context.loss_scale,
             bytes_moved=moved,
             lane_seconds=busy,
@@ -332,6 +430,7 @@ class Engine:
         One parameter is in memory at a time: what was yielded is overwritten only if you keep no reference.
         """
         self._check_usable()
+        self._flush()
         for group in self._groups:
             master = f"master.{group.spec.index}" if self._residence.form.split else f"weights.{group.spec.index}"
             for s in group.slices:
@@ -347,6 +446,7 @@ class Engine:
             StoreError: the path exists (and ``overwrite`` is not set), or the disk is full or fails.
         """
         self._check_usable()
+        self._flush()
         meta = {"model": self._description, **self._progress()}
         snapshots.save(Path(path), self._residence, self._buffers, meta, overwrite=overwrite)
 
@@ -359,6 +459,7 @@ class Engine:
             ConfigError: it was saved by a run with another seed.
         """
         self._check_open()
+        self._flush()
         with snapshots.opened(Path(path), self._description) as snapshot:
             self._check_seed(snapshot.meta)
             self._check_param_groups(snapshot.meta)
@@ -381,11 +482,15 @@ class Engine:
             return
         self._closed = True
         with contextlib.ExitStack() as all_of_it:  # last in, first out; each happens whatever the others raise
-            all_of_it.callback(self._home.close, self._progress if self._broken is None else None)
+            all_of_it.callback(self._close_home)
             for group in self._groups:
                 all_of_it.callback(group.detach, self._dtype, self.device)
             all_of_it.callback(self._tape.close)
             all_of_it.callback(self._planning.close)
+            all_of_it.callback(self._flush)
+
+    def _close_home(self) -> None:
+        self._home.close(self._progress if self._broken is None else None)
 
     def __enter__(self) -> Self:
         return self
@@ -438,4 +543,6 @@ class Engine:
     def _check_usable(self) -> None:
         self._check_open()
         if self._broken is not None:
-            raise StoreError(f"{self._broken}. The state is half updated: engine.load a snapshot, or start over")
+            whole = self._home.always_whole
+            remedy = "wrap the model again: the store goes on from its last commit" if whole else "start over"
+            raise StoreError(f"{self._broken}. The state is half updated: engine.load a snapshot, or {remedy}")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,8 @@ def wrap(
     io_threads: int = 4,
     overlap: bool = True,
     plan: Machine | Literal["auto"] | None = "auto",
+    speculate: bool | None = None,
+    delay: float | None = None,
 ) -> Engine:
     """Put a model's state where the budget says and return the engine that trains it.
 
@@ -63,6 +66,12 @@ def wrap(
             those that are predicted to be fastest, and ``Engine.prediction`` tells what was predicted. Without one
             (None, or none is stored) state is placed by an order of preference, and nothing is predicted. Changes no
             result.
+        speculate: whether optimizer steps begin before the norm of all gradients is known, where the state is on disk
+            and a step can be dropped. One whose norm is over ``clip_grad_norm`` is then run a second time. None: as the
+            plan sees fit. Changes no result.
+        delay: the share of the optimizer's work, 0 to 1, that is done during the next step's forward; what is pending
+            is done before the state is looked at, saved or evaluated. A run that is killed goes on from the step before
+            the last one then. None: as the plan sees fit. Changes no result.
 
     Raises:
         ConfigError, BudgetError, ModelError, StoreError: see their messages.
@@ -85,6 +94,8 @@ def wrap(
             f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a "
             "norm. Leave it out"
         )
+    if budget.durability == "step":
+        budget = _all_state_on_disk(budget, precision)
     if isinstance(schedule, Schedule):
         check(schedule)
     return Engine(
@@ -101,7 +112,25 @@ def wrap(
         io_threads=io_threads,
         overlap=overlap,
         machine=_machine(plan, where, budget),
+        speculate=speculate,
+        delay=delay,
     )
+
+
+def _all_state_on_disk(budget: Budget, precision: Precision) -> Budget:
+    """The budget with all state pinned to disk, so that every step can be a commit.
+
+    Raises:
+        ConfigError: in fp32, where the master copy is the weights, these are pinned elsewhere.
+    """
+    if precision != "fp32":
+        return replace(budget, state="disk")
+    if budget.weights not in (None, "disk"):
+        raise ConfigError(
+            f"budget.durability='step' needs all state on disk, and in fp32 the weights are part of it: "
+            f"budget.weights={budget.weights!r} must be 'disk', or durability 'interval'"
+        )
+    return replace(budget, state="disk", weights="disk")
 
 
 def _machine(plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget) -> Machine | None:

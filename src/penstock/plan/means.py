@@ -32,6 +32,8 @@ def no_speculation(budget: Budget, form: Format, *, wait: bool) -> str | None:
         return "a step that may be dropped goes beside the state on disk, and there is no disk: give budget.disk"
     if budget.slots == 1:
         return "with budget.slots=1 a step overwrites the only copy of the state: use slots=2"
+    if budget.durability == "interval":
+        return "between two commits a step overwrites what the one before has left: use durability 'step'"
     pinned = _pinned_in_memory(budget, form)
     if pinned is not None:
         kind, tier = pinned

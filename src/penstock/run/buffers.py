@@ -59,9 +59,9 @@ class Buffers:
             with _page_copy(tensor) as pages:
                 write(name, 0, pages)
 
-    def write_changed(self, write: Transfer) -> None:
-        """Write those that have changed since this was last called."""
-        for name, tensor in self.tensors().items():
+    def write_changed(self, write: Transfer, copies: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write those that have changed since this was last called; ``copies``: as they were when these were made."""
+        for name, tensor in (self.tensors() if copies is None else copies).items():
             with _page_copy(tensor) as pages:
                 digest = xxhash.xxh3_128_digest(pages.data)
                 if self._written.get(name) != digest:

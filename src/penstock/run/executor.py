@@ -107,6 +107,8 @@ class Executor:
                 self._active = False
         self._surface()
         self._streams.resolve(self.marks.values())
+        if self.schedule.carried:
+            self.pools.end_step()
 
     def _surface(self) -> None:
         """Raise the first error, with every buffer given back."""

@@ -23,9 +23,16 @@ Progress = Mapping[str, Any]
 class Home:
     """Opens or makes the store, and says at each moment whether it is whole.
 
-    A store is *whole* when its last commit names one step's state. With two slots and all state on disk every step ends
-    with a commit and touches nothing that the one before names, so the store is always whole. Otherwise it is whole
-    only between steps, if all state lives on disk then. Only a whole store is continued.
+    A store is *whole* when its last commit names one step's state, and only a whole store is continued. What is
+    promised (``budget.durability``):
+
+    | | state on disk in two slots | in one slot | state in memory |
+    |---|---|---|---|
+    | ``step``, None | every step is a commit | whole between steps | whole when it is closed |
+    | ``interval`` | the last commit stands | | the last commit stands |
+    | ``none`` | whole when it is closed | the same | the same |
+
+    Weights in 16 bits may live in memory all the same: they follow from their master copy, and a commit says so.
     """
 
     def __init__(
@@ -44,29 +51,33 @@ class Home:
         BudgetError: there is no disk, and memory cannot hold the state.
         StoreError: the disk cannot be used, or holds a store of another model or of a run stopped within a step.
         """
-        self.resumed: Progress | None = None
-        """Where the store that was found had got to; None for a fresh one."""
-        self.store: Store | None = None
         self._budget = budget
         self._buffers = buffers
+        store, resumed = None, None
         parts = [part for group in groups for part in parts_of(group, form, dtype)]
         if budget.disk_paths:
             sizes = [(p.name, p.nbytes) for p in parts] + buffers.sizes()
             entries = [(name, nbytes, budget.slots) for name, nbytes in sizes]
             layout = Layout.build(entries, {p.name: p.grid for p in parts})
-            self.store = self._open(layout, model, io_threads)
+            store, resumed = self._open(layout, model, io_threads)
         elif (need := sum(p.nbytes for p in parts)) > (have := budget.host_bytes + budget.device_bytes):
             raise BudgetError(
                 f"weights and optimizer state take {format_size(need)}, and the budget gives {format_size(have)} of "
                 "memory: give budget.disk a directory, or raise budget.host"
             )
+        self.resumed: Progress | None = resumed
+        """Where the store that was found had got to; None for a fresh one."""
+        self.store: Store | None = store
         self.slots = Slots.none() if self.store is None else Slots.of(self.store)
         self.residence = Residence(groups, form, dtype, device, self.store, self.slots, host_bytes=budget.host_bytes)
+        self._started = False
+        if self.resumed is not None:
+            self.residence.recast(self.resumed["stale"])
 
-    def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> Store:
+    def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
         paths = self._budget.disk_paths
         if not Store.exists(paths):
-            return Store.create(paths, layout, model=model, io_threads=io_threads)
+            return Store.create(paths, layout, model=model, io_threads=io_threads), None
         store = Store.open(paths, io_threads=io_threads)
         try:
             store.require_model(model)
@@ -77,34 +88,72 @@ class Home:
                     "what is on disk is not one step's state. Remove the directory to start over (and load a snapshot "
                     "if there is one)"
                 )
-            self.resumed = record
         except BaseException:
             store.close()
             raise
-        return store
+        return store, record
+
+    @property
+    def discardable(self) -> bool:
+        """Whether a step only writes beside what counts, so that it can be dropped."""
+        on_disk = self.store is not None and self.slots.two and self.residence.state_on_disk()
+        return on_disk and self._budget.durability != "interval"
 
     @property
     def always_whole(self) -> bool:
-        """Whether the last commit stands whatever happens in a step."""
-        return self.store is not None and self.slots.two and self._all_on_disk()
+        """Whether every step is a commit, and the last one stands whatever happens in a step."""
+        return self.discardable and self._budget.durability != "none"
 
-    def _all_on_disk(self) -> bool:
-        return all(self.residence.tier_of(name) == "disk" for name in self.residence.parts)
+    def note(
+        self,
+        progress: Callable[[], Progress],
+        *,
+        between_steps: bool,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Record how far the state has got, or that a step is about to change it; writes only where that matters.
 
-    def note(self, progress: Callable[[], Progress], *, between_steps: bool) -> None:
-        """Record how far the state has got, or that it is in pieces; writes only where that has changed."""
-        if self.store is None or (self.always_whole and not between_steps):
+        ``buffers``: the model's, as they were at the end of the step; None: as they are.
+        """
+        if self.store is None:
             return
-        whole = between_steps and self._all_on_disk()
-        last = self.store.last_commit()
-        if whole or last is None or last["whole"]:
-            if whole:
-                self._buffers.write_changed(self._write_buffer)
-            self._commit(progress, whole=whole)
+        if not between_steps:
+            self._before_step(progress)
+        elif self.always_whole or self._whole_between_steps or (not self._started and self.residence.state_on_disk()):
+            self._buffers.write_changed(self._write_buffer, buffers)
+            self._commit(progress, whole=True, stale=self.residence.stale())
+        elif self._budget.durability != "interval":
+            self.slots.committed()  # no commit promises anything: a step may overwrite what the one before it had read
 
-    def _commit(self, progress: Callable[[], Progress], *, whole: bool) -> None:
+    def settle(self, progress: Callable[[], Progress], buffers: Mapping[str, torch.Tensor] | None) -> None:
+        """Within a step, the one before is complete: commit it where every step is a commit.
+
+        ``progress``, ``buffers``: as they were at its end. Nothing of the step under way may have been written yet.
+        """
+        if self.always_whole:
+            self.note(progress, between_steps=True, buffers=buffers)
+        elif self.store is not None and self._budget.durability != "interval":
+            self.slots.committed()
+
+    def _before_step(self, progress: Callable[[], Progress]) -> None:
+        self._started = True
         assert self.store is not None
-        self.store.commit({**progress(), "whole": whole, "slots": self.slots.record()})
+        if self.always_whole:
+            if not self.slots.settled:  # arrays have moved to disk since the last commit
+                self.note(progress, between_steps=True)
+        elif self._budget.durability != "interval":
+            last = self.store.last_commit()
+            if last is None or last["whole"]:
+                self._commit(progress, whole=False, stale=[])
+            self.slots.committed()
+
+    @property
+    def _whole_between_steps(self) -> bool:
+        return self._budget.durability is None and self.residence.state_on_disk()
+
+    def _commit(self, progress: Callable[[], Progress], *, whole: bool, stale: Sequence[str]) -> None:
+        assert self.store is not None
+        self.store.commit({**progress(), "whole": whole, "slots": self.slots.record(), "stale": list(stale)})
         self.slots.committed()
 
     def read_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
@@ -125,7 +174,7 @@ class Home:
             if self.store is not None and progress is not None:
                 self.residence.to_disk()
                 self._buffers.write_changed(self._write_buffer)
-                self._commit(progress, whole=True)
+                self._commit(progress, whole=True, stale=[])
         finally:
             if self.store is not None:
                 self.store.close()

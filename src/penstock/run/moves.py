@@ -7,21 +7,20 @@ tape, the store) by group and chunk. It decides nothing: order, place and sizes 
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.errors import ModelError, NonFiniteError, ScheduleError
+from penstock.errors import ModelError, NonFiniteError
 from penstock.optim import kernels
 from penstock.optim.fallback import fold_squares
-from penstock.optim.formula import Hyper
-from penstock.optim.norm import clip_scale, grad_norm
+from penstock.optim.norm import grad_norm
+from penstock.run.context import NonFinite, StepContext
 from penstock.run.pools import Pools
 from penstock.run.residence import Residence, numpy_bytes
 from penstock.run.streams import CudaStreams, HostStreams
-from penstock.schedule.op import Op
+from penstock.schedule.op import Op, Schedule
 from penstock.schedule.place import FP32, Chunk, Settings, chunks, page_up
 from penstock.schedule.program import ALIGN, Program
 from penstock.store.store import Store
@@ -31,31 +30,8 @@ from penstock.tape.tape import Tape
 _KINDS = (
     *("f", "b", "e", "rw", "uw", "ww", "un"),
     *("dg", "ag", "ng", "nd", "norm", "wg", "rg"),
-    *("rs", "op", "ws", "od", "dc", "wc", "rc", "uc"),
+    *("rs", "op", "ws", "od", "dc", "wc", "rc", "uc", "cm"),
 )
-
-
-@dataclass(kw_only=True)
-class StepContext:
-    """What one step needs to know besides the schedule, and what it finds out."""
-
-    step: int
-    count: int
-    """the optimizer's step number, from 1: skipped steps do not count"""
-    hypers: tuple[Hyper, ...]
-    clip: float | None
-    loss_scale: float
-    partials: dict[int, NDArray[np.float64]] = field(default_factory=dict)
-    norm: float | None = None
-    """global gradient norm, unscaled; None until it is known"""
-    grad_scale: float = 1.0
-    skip: bool = False
-    missed: Mapping[str, int] = field(default_factory=dict)
-    """by name, how many updates a parameter has been passed over in, if any"""
-    touched: set[int] = field(default_factory=set)
-    """ids of the parameters that have received a gradient"""
-    updating: bool = False
-    """whether any of the state may have been changed"""
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -64,6 +40,11 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         np.copyto(numpy_bytes(target), numpy_bytes(source))
     else:
         target.copy_(source, non_blocking=True)
+
+
+def _left(schedule: Schedule) -> set[str]:
+    """Buffers into which a step reads gradients that the step before has left on disk."""
+    return {name for op in schedule.lanes["read"] if op.word.kind == "RG" for name in op.writes if name[0] == "r"}
 
 
 class _Tally(threading.local):
@@ -87,18 +68,19 @@ class Moves:
         streams: HostStreams | CudaStreams,
         runs: Mapping[int, Sequence[tuple[int, int, int]]],
         threads: int,
+        schedule: Schedule,
     ) -> None:
-        """``runs``: for each group, (first element, end, index of hyper-parameters) in order of elements.
-
-        Raises:
-            ScheduleError: the settings delay steps.
-        """
-        if settings.delay:
-            raise ScheduleError(
-                f"delay={settings.delay}: this schedule hands gradients on to the next step, which the engine cannot "
-                "run yet. Run it with delay=0; penstock simulate takes any"
-            )
+        """``runs``: for each group, (first element, end, index of hyper-parameters) in order of elements."""
         assert settings.ranks == 1
+        self._normed = "NORM" in schedule.by_id
+        self._speculative = schedule.speculative
+        carried = {name for name, _, _ in schedule.carried}
+        self.late = frozenset(
+            op.id[2:]
+            for op in schedule.lanes["cpu"]
+            if op.word.kind == "OP" and op.reads[0] in carried | _left(schedule)
+        )
+        """group and chunk, as ids have them, of the chunks that are stepped in the next step"""
         self.context = StepContext(step=0, count=1, hypers=(), clip=None, loss_scale=1.0)
         self._program = program
         self._settings = settings
@@ -118,6 +100,7 @@ class Moves:
         self._device_norms: dict[int, torch.Tensor] = {}
         tape.on_gradient = self._accumulate
         self._tally = _Tally()
+        self._under_way: Op | None = None  # in the compute lane, while gradients are made
         self._kinds: dict[str, Callable[[Op], None]] = {name.upper(): getattr(self, f"_{name}") for name in _KINDS}
 
     def __call__(self, op: Op) -> int:
@@ -132,8 +115,8 @@ class Moves:
         copy(target, source)
         self._tally.moved += source.numel() * source.itemsize
 
-    def _read(self, name: str, start: int, out: torch.Tensor) -> None:
-        self._residence.read(name, start, out)
+    def _read(self, name: str, start: int, out: torch.Tensor, *, before: bool = False) -> None:
+        self._residence.read(name, start, out, before=before)
         self._tally.moved += out.numel() * out.itemsize
 
     def _write(self, name: str, start: int, data: torch.Tensor) -> None:
@@ -167,6 +150,7 @@ class Moves:
         self._detach(op)
 
     def _e(self, op: Op) -> None:
+        self._under_way = op
         self._attach(op)
         self._tape.forward(op.word.stage, op.word.micro_batch)
         self._detach(op)
@@ -174,6 +158,7 @@ class Moves:
             self._check_losses()
 
     def _b(self, op: Op) -> None:
+        self._under_way = op
         self._attach(op)
         self._tape.backward(op.word.stage, op.word.micro_batch)
         self._detach(op)
@@ -182,10 +167,11 @@ class Moves:
         """Before any optimizer step: a loss that is no number must not reach the state."""
         for m, loss in enumerate(torch.stack(self._tape.losses()).tolist()):
             if not math.isfinite(loss):
-                raise NonFiniteError(
+                self.context.failure = NonFiniteError(
                     f"step {self.context.step}, micro-batch {m}: the loss is {loss}. Nothing was updated. Look at that "
                     "micro-batch, lower the learning rate, or use precision='bf16' instead of 'fp16'"
                 )
+                return
 
     def _attach(self, op: Op) -> None:
         stage = self._program.stages[op.word.stage]
@@ -230,6 +216,18 @@ class Moves:
             )
         target.add_(gradient)
         self.context.touched.add(id(parameter))
+        if self.context.search and self.context.found is None and not bool(torch.isfinite(gradient).all()):
+            self.context.found = self._non_finite(parameter, stage)
+
+    def _non_finite(self, parameter: torch.nn.Parameter, stage: int) -> NonFinite:
+        name = next(s.name for g in self._groups for s in g.slices if s.parameter is parameter)
+        assert self._under_way is not None
+        return NonFinite(
+            parameter=name,
+            stage=stage,
+            block=self._program.stages[stage].name,
+            micro_batch=self._under_way.word.micro_batch,
+        )
 
     # ---- weights
 
@@ -246,6 +244,8 @@ class Moves:
         self._copy(self._view(op.writes[0], c.numel, self._dtype, c.start * self._dtype.itemsize), source)
 
     def _ww(self, op: Op) -> None:
+        if self._idle(op):
+            return
         c = self._chunk(op)
         self._write(f"weights.{op.word.group}", c.start, self._view(op.reads[0], c.numel, self._dtype))
 
@@ -288,9 +288,10 @@ class Moves:
         context = self.context
         self.collect_norm()
         assert context.norm is not None
-        context.skip = not math.isfinite(context.norm)
-        clip = 1.0 if context.clip is None or context.skip else clip_scale(context.norm, context.clip)
-        context.grad_scale = clip / context.loss_scale
+        context.skip = context.search or not math.isfinite(context.norm)
+        if not context.skip and not context.known:
+            context.repeat = self._speculative and context.clip_factor() < 1.0
+            context.grad_scale = context.clip_factor() / context.loss_scale
 
     def collect_norm(self) -> None:
         """Add up the partial sums of squares of all groups."""
@@ -306,6 +307,8 @@ class Moves:
         self._write_scratch(f"gradient.{op.word.group}", c.start * FP32, data)
 
     def _rg(self, op: Op) -> None:
+        if self._idle(op):
+            return
         c = self._chunk(op)
         data = numpy_bytes(self._view(op.writes[0], c.numel))
         self._read_scratch(f"gradient.{op.word.group}", c.start * FP32, data)
@@ -319,12 +322,30 @@ class Moves:
         names = [master, *(f"moment{i}.{g}" for i in range(self._settings.form.moments))]
         return [(n, i * c.numel * FP32) for i, n in enumerate(names) if self._residence.tier_of(n) == "disk"]
 
+    def _is_late(self, op: Op) -> bool:
+        """Whether an op belongs to a chunk that the step before has left to this one."""
+        return op.id[2:] in self.late
+
+    def _idle(self, op: Op) -> bool:
+        """Whether an op on a chunk's way has nothing to do: it is not stepped, or was when the step before ended."""
+        if self._is_late(op):
+            return self.context.previous is None
+        return self.context.search or self.context.failure is not None
+
     def _rs(self, op: Op) -> None:
-        c = self._chunk(op)
+        c, before = self._chunk(op), self._is_late(op) and self.context.previous is not None
         for name, offset in self._state_parts(op):
-            self._read(name, c.start, self._view(op.writes[0], c.numel, offset=offset))
+            self._read(name, c.start, self._view(op.writes[0], c.numel, offset=offset), before=before)
+
+    def _cm(self, op: Op) -> None:
+        if self.context.previous is not None:
+            assert self.context.commit is not None
+            self.context.commit()
+            self.context.settled = True
 
     def _ws(self, op: Op) -> None:
+        if self._idle(op):
+            return
         c = self._chunk(op)
         for name, offset in self._state_parts(op):
             self._write(name, c.start, self._view(op.reads[0], c.numel, offset=offset))
@@ -345,7 +366,9 @@ class Moves:
             new = [name for name in op.writes if name[0] == "O"]
             out = self._view(new[0], c.numel, self._dtype) if new else self._residence.array(f"weights.{g}")[span]
         moments = tuple(state(f"moment{i}.{g}") for i in range(form.moments))
-        self._step(g, c.start, gradient, state(f"master.{g}" if form.split else f"weights.{g}"), moments, out)
+        master = state(f"master.{g}" if form.split else f"weights.{g}")
+        context = self.context.previous if self._is_late(op) else self.context
+        self._step(context, g, c.start, gradient, master, moments, out)
 
     def _od(self, op: Op) -> None:
         g, form = op.word.group, self._settings.form
@@ -354,12 +377,13 @@ class Moves:
         weights = self._residence.array(f"weights.{g}")[:numel]
         master = self._residence.array(f"master.{g}") if form.split else weights
         moments = tuple(self._residence.array(f"moment{i}.{g}") for i in range(form.moments))
-        if not self._settings.wait:
+        if not self._normed:
             self._norm_on_device(g, gradient)
-        self._step(g, 0, gradient, master, moments, weights if form.split else None, partials=False)
+        self._step(self.context, g, 0, gradient, master, moments, weights if form.split else None, partials=False)
 
     def _step(
         self,
+        context: StepContext | None,
         g: int,
         start: int,
         gradient: torch.Tensor,
@@ -369,22 +393,29 @@ class Moves:
         *,
         partials: bool = True,
     ) -> None:
-        """The optimizer on elements ``[start, start + n)`` of a group, run by run of equal hyper-parameters."""
-        context, n = self.context, master.numel()
-        context.updating = True
-        if context.skip:
+        """The optimizer on elements ``[start, start + n)`` of a group, run by run of equal hyper-parameters.
+
+        ``context``: of the step whose gradient it is; None: it was stepped before, and only its weights are wanted.
+        """
+        n = master.numel()
+        if context is None or context.idle:
             if out is not None:
                 kernels.cast(out, master, self._threads)
             return
+        if context is self.context:
+            context.updating = True
+        else:
+            self.context.finishing = True
         spans = [
             (max(first, start) - start, min(end, start + n) - start, hyper, count)
-            for first, end, hyper, count in self._runs_now(g)
+            for first, end, hyper, count in self._runs_now(context, g)
             if max(first, start) < min(end, start + n)
         ]
         whole = sum(b - a for a, b, _, _ in spans) == n
         if out is not None and not whole:
             kernels.cast(out, master, self._threads)  # what is not stepped keeps its value
-        norms = self._partials(g, start, n) if partials and not self._settings.wait else None
+        in_passing = partials and not self._normed and context is self.context
+        norms = self._partials(g, start, n) if in_passing else None
         if norms is not None and not (whole and len(spans) == 1):
             kernels.partial_norms(gradient, norms, self._threads)
             norms = None
@@ -401,13 +432,13 @@ class Moves:
                 threads=self._threads,
             )
 
-    def _runs_now(self, g: int) -> list[tuple[int, int, int, int]]:
-        """The group's runs in this step: (first element, end, index of hyper-parameters, number of the update).
+    def _runs_now(self, context: StepContext, g: int) -> list[tuple[int, int, int, int]]:
+        """The group's runs in a step: (first element, end, index of hyper-parameters, number of the update).
 
         A parameter that no micro-batch gave a gradient stays as it is, moments and weight decay included, and counts
         one update less from then on: torch's optimizers pass over a parameter without a gradient.
         """
-        context, slices = self.context, [s for s in self._groups[g].slices if s.trainable]
+        slices = [s for s in self._groups[g].slices if s.trainable]
         if all(id(s.parameter) in context.touched and s.name not in context.missed for s in slices):
             return [(first, end, hyper, context.count) for first, end, hyper in self._runs[g]]
         ends = [s.offset for s in slices[1:]] + [self._program.groups[g].trainable]  # with padding
@@ -423,22 +454,24 @@ class Moves:
 
     def _dc(self, op: Op) -> None:
         k, m = op.word.stage, op.word.micro_batch
-        host, offset = self._pools.buffer(op.writes[0]), 0
+        offset = 0
         for tensor in self._tape.checkpoint(k, m):
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            self._copy(host[offset : offset + data.numel()], data)
+            for piece, first in self._pools.pieces(op.writes, offset, data.numel()):
+                self._copy(piece, data[first : first + piece.numel()])
             offset += data.numel()
             self._streams.used_on("d2h", data)
         self._tape.drop(k, m)
 
     def _uc(self, op: Op) -> None:
         k, m = op.word.stage, op.word.micro_batch
-        host, offset = self._pools.buffer(op.reads[0]), 0
-        tensors = []
+        offset, tensors = 0, []
         for old in self._tape.checkpoint(k, m):
             tensor = torch.empty(old.shape, dtype=old.dtype, device=old.device)
             nbytes = tensor.numel() * tensor.itemsize
-            self._copy(tensor.view(-1).view(torch.uint8), host[offset : offset + nbytes])
+            data = tensor.view(-1).view(torch.uint8)
+            for piece, first in self._pools.pieces(op.reads, offset, nbytes):
+                self._copy(data[first : first + piece.numel()], piece)
             offset += nbytes
             self._streams.used_on("compute", tensor)
             tensors.append(tensor)

@@ -1,6 +1,6 @@
 """From micro-batches to a runner: probe the model once, fit a plan, keep it for every step that it has room for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,10 +128,13 @@ class Planning:
         speculate: bool | None = False,
         delay: float | None = 0.0,
         repeats: float = REPEATS,
+        before_change: Callable[[], None],
     ) -> None:
         """``wait``: whether a step's numbers need the global gradient norm. ``speculate``, ``delay``: as in
-        ``Request``; ``repeats``: as in ``Question``.
+        ``Request``; ``repeats``: as in ``Question``. ``before_change``: called before a runner gives its memory back:
+        what it has left to do is to be done now.
         """
+        self._before_change = before_change
         self.runner: Runner | None = None
         self._shared = machinery
         self._budget = budget
@@ -188,6 +191,7 @@ class Planning:
     def close(self) -> None:
         """Give the runner's memory back; the plans stay."""
         if self.runner is not None:
+            self._before_change()
             self.runner.close()
             self.runner = None
 

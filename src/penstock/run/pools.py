@@ -1,6 +1,7 @@
 """The pools of a running schedule: which buffer has which slot, and how many bytes each tier has in use."""
 
 import time
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -36,11 +37,16 @@ class Pools:
         self._pools: dict[str, Pool] = {pool.name: pool for pool in schedule.pools}
         self._free: dict[str, list[int]] = {pool.name: list(range(pool.count)) for pool in schedule.pools}
         self._held: dict[str, tuple[str, int]] = {}
+        self._carried = schedule.carried
         self._reserved = reserved_bytes(schedule)
         self.in_use: dict[Tier, int] = dict(self._reserved)
         """What is reserved, and of pools that own no memory what is held."""
         self.peak: dict[Tier, int] = dict(self._reserved)
         self.samples: list[tuple[float, Tier, int]] = []
+        self._started: dict[str, tuple[str, int]] = {}
+        for name, _, origin in schedule.carried:
+            self._started[name] = (origin, self._free[origin].pop())
+        self.reset()
 
     def can_take(self, op: Op) -> bool:
         """Whether every pool that the op takes from has a slot for it."""
@@ -79,15 +85,34 @@ class Pools:
         pool, slot = self._held[name]
         return self._slots[pool][slot]
 
+    def pieces(self, names: Sequence[str], offset: int, nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """``nbytes`` from byte ``offset`` on of buffers that hold one run of bytes together, one after the other:
+        (part of a buffer, its first byte counted from ``offset``)."""
+        end, begin = offset + nbytes, 0
+        for buffer in map(self.buffer, names):
+            first, last = max(offset, begin), min(end, begin + buffer.numel())
+            if first < last:
+                yield buffer[first - begin : last - begin], first - offset
+            begin += buffer.numel()
+
     def reset(self) -> None:
-        """Forget a step that was broken off."""
+        """Forget a step that was broken off: what is held is what a step starts with."""
         self._held.clear()
         self._free = {pool.name: list(range(pool.count)) for pool in self._pools.values()}
         self.in_use = dict(self._reserved)
+        for start, (pool, slot) in self._started.items():
+            self._held[start] = (pool, slot)
+            self._free[pool].remove(slot)
+
+    def end_step(self) -> None:
+        """What the step hands on is from now on what the next one starts with."""
+        assert self._held.keys() == {end for _, end, _ in self._carried}
+        self._held = {start: self._held[end] for start, end, _ in self._carried}
+        self._started = dict(self._held)
 
     def start_step(self) -> None:
         """Start new records of peaks and samples. On a GPU samples tell when ops were queued, not when they ran."""
-        assert not self._held
+        assert self._held.keys() == {start for start, _, _ in self._carried}
         self.peak = dict(self.in_use)
         now = time.perf_counter()
         self.samples = [(now, tier, used) for tier, used in self.in_use.items() if used]

@@ -11,7 +11,7 @@ On disk an array has one slot or two (``run.slots``). Whoever has written all of
 a step that has been taken says so with ``turn_step``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.config import Tier
+from penstock.optim import kernels
 from penstock.plan.outside import move_order
 from penstock.run.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.run.numa import near
@@ -120,13 +121,17 @@ class Residence:
         """A resident array, flat, in its dtype, on the host or on the device."""
         return self._arrays[name]
 
-    def read(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Copy elements from ``start`` on into ``out``, a page-aligned host tensor of the array's dtype."""
+    def read(self, name: str, start: int, out: torch.Tensor, *, before: bool = False) -> None:
+        """Copy elements from ``start`` on into ``out``, a page-aligned host tensor of the array's dtype.
+
+        ``before``: on disk, from where they were before the last ``turn``.
+        """
         if name in self._arrays:
             out.copy_(self._arrays[name][start : start + out.numel()])
         else:
             assert self.store is not None
-            self.store.read(name, start * out.itemsize, numpy_bytes(out), self.slots.current(name))
+            slot = self.slots.before(name) if before else self.slots.current(name)
+            self.store.read(name, start * out.itemsize, numpy_bytes(out), slot)
 
     def write(self, name: str, start: int, data: torch.Tensor) -> None:
         """The opposite of ``read``. On disk with two slots it goes beside what ``read`` gives, until ``turn``."""
@@ -163,6 +168,42 @@ class Residence:
         finally:
             bounce.close()
         self._same.add(part.name)
+
+    def stale(self) -> list[str]:
+        """Weights that are in memory while their master copy is on disk: their own extents are out of date."""
+        return [
+            f"weights.{g.index}"
+            for g in self.groups
+            if self.form.split
+            and g.trainable
+            and self.tier_of(f"master.{g.index}") == "disk"
+            and self.tier_of(f"weights.{g.index}") != "disk"
+        ]
+
+    def state_on_disk(self) -> bool:
+        """Whether all that is trained lives on disk, or follows from what does: weights from their master copy."""
+        follows = {f"weights.{g.index}" for g in self.groups if self.form.split or not g.trainable}
+        return all(name in follows or self.tier_of(name) == "disk" for name in self.parts)
+
+    def recast(self, names: Iterable[str]) -> None:
+        """Make trained 16-bit weights, wherever they are, what their master copies on disk say."""
+        bounce, cast = HostSlab(BOUNCE), HostSlab(BOUNCE // 2)
+        try:
+            for name in names:
+                trained = self.parts[f"master.{self.parts[name].group}"].numel
+                for start, piece in self.pieces(f"master.{self.parts[name].group}", bounce):
+                    self.read(f"master.{self.parts[name].group}", start, piece)
+                    out = cast.bytes[: piece.numel() * self.dtype.itemsize].view(self.dtype)
+                    kernels.cast(out, piece)
+                    self.write(name, start, out)
+                if self.tier_of(name) == "disk":
+                    part = self.parts[name]
+                    if part.numel > trained:
+                        self._copy_frozen(part, trained)
+                    self.turn(name)
+        finally:
+            bounce.close()
+            cast.close()
 
     def fetch(self, name: str, offset: int, shape: torch.Size) -> torch.Tensor:
         """A parameter out of an array, from element ``offset`` on, as a new fp32 tensor; reads all that has a checksum

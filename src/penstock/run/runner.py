@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,16 @@ import torch
 
 from penstock.plan.fit import Plan
 from penstock.plan.machine import Machine
+from penstock.run.context import StepContext
 from penstock.run.executor import Executor
-from penstock.run.moves import Moves, StepContext
+from penstock.run.moves import Moves
 from penstock.run.numa import binding_for
 from penstock.run.pools import Pools
 from penstock.run.residence import Residence
 from penstock.run.serial import SerialExecutor
 from penstock.run.streams import CudaStreams, HostStreams
 from penstock.run.trace import MemorySample, TraceEvent
-from penstock.schedule.op import Schedule
+from penstock.schedule.op import Op, Schedule
 from penstock.schedule.place import FP32, grain
 from penstock.schedule.program import ALIGN
 from penstock.store.layout import Layout, Region
@@ -74,22 +75,47 @@ class Runner:
             self._streams,
             shared.runs,
             shared.threads,
+            plan.schedule,
         )
-        self._executor: Executor | SerialExecutor
-        if shared.overlap:
-            self._executor = Executor(
-                plan.schedule,
-                self.pools,
-                self.moves,
-                self._streams,
-                io_workers=max(1, shared.io_threads // 2),
-                binding=binding_for(shared.device),
-            )
-        else:
-            self._executor = SerialExecutor(plan.schedule, self.pools, self.moves, self._streams)
+        self._executor = self._executor_of(plan.schedule)
         self._partials = {
             g.index: np.zeros(g.trainable // ALIGN, dtype=np.float64) for g in plan.program.groups if g.trainable
         }
+
+    def _executor_of(self, schedule: Schedule, order: Sequence[Op] | None = None) -> Executor | SerialExecutor:
+        shared = self._shared
+        if not shared.overlap:
+            return SerialExecutor(schedule, self.pools, self.moves, self._streams, order)
+        return Executor(
+            schedule,
+            self.pools,
+            self.moves,
+            self._streams,
+            io_workers=max(1, shared.io_threads // 2),
+            binding=binding_for(shared.device),
+        )
+
+    @property
+    def delays(self) -> bool:
+        """Whether a step leaves chunks to the next one."""
+        return bool(self.moves.late)
+
+    def flush(self, context: StepContext) -> None:
+        """Step the chunks that ``context.previous`` has left to the next step, and commit it.
+
+        Raises:
+            BaseException: what the first failing op raised; the step before cannot be completed any more.
+        """
+        self.moves.context = context
+        schedule = _rest_of(self.plan.schedule, self.moves.late)
+        executor = self._executor_of(schedule, schedule.ops)
+        try:
+            executor.run()
+        finally:
+            executor.close()
+            self.pools.reset()
+        if not context.settled and context.commit is not None:
+            context.commit()
 
     def run(
         self, context: StepContext, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float]
@@ -103,7 +129,7 @@ class Runner:
         for partials in self._partials.values():
             partials.fill(0.0)
         context.partials = self._partials if train else {}
-        if not self.plan.settings.wait:
+        if not context.known:
             context.grad_scale = 1.0 / context.loss_scale
         self.moves.context = context
         tape.facts = self._facts
@@ -126,6 +152,11 @@ class Runner:
         if train and context.norm is None:
             self.moves.collect_norm()
         return losses
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a step writes before it knows the norm that its numbers depend on."""
+        return self.plan.schedule.speculative
 
     def trace(self, step: int, origin: float) -> list[TraceEvent]:
         """What the last run did, op by op; ``origin`` is the run's start in ``perf_counter`` seconds."""
@@ -153,6 +184,17 @@ class Runner:
             all_of_it.callback(self.pools.close)
             all_of_it.callback(self.moves.release)
             all_of_it.callback(self._executor.close)
+
+
+_REST = frozenset({"RG", "RS", "OP", "WS", "WW", "UN", "CM"})
+
+
+def _rest_of(schedule: Schedule, late: frozenset[str]) -> Schedule:
+    """What a step does for the one before, by itself: delayed chunks are stepped and brought home, and committed."""
+    ops = [op for op in schedule.ops if op.id == "CM" or (op.word.kind in _REST and op.id[2:] in late)]
+    names = {op.id for op in ops}
+    alone = (replace(op, after=tuple(n for n in op.after if n in names)) for op in ops)
+    return replace(schedule, name=f"{schedule.name}-rest", ops=tuple(alone), carried=())
 
 
 def _remove(scratch: Store, paths: Sequence[Path]) -> None:

@@ -1,6 +1,6 @@
 """The oracle: the same schedule and actions with no overlap at all, one op at a time in the caller's thread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.run.pools import Pools
 from penstock.run.streams import CudaStreams, HostStreams, Mark
@@ -12,14 +12,20 @@ class SerialExecutor:
     """Runs a schedule in one order that is known to be possible. Same interface as ``Executor``."""
 
     def __init__(
-        self, schedule: Schedule, pools: Pools, act: Callable[[Op], int], streams: HostStreams | CudaStreams
+        self,
+        schedule: Schedule,
+        pools: Pools,
+        act: Callable[[Op], int],
+        streams: HostStreams | CudaStreams,
+        order: Sequence[Op] | None = None,
     ) -> None:
+        """``order``: one in which the ops can run; None: found."""
         self.schedule = schedule
         self.pools = pools
         self.marks: dict[str, Mark] = {}
         self._act = act
         self._streams = streams
-        self._order = tuple(run_order(schedule))
+        self._order = tuple(run_order(schedule) if order is None else order)
 
     def run(self) -> None:
         """Run every op once, waiting for each before the next."""
@@ -40,6 +46,8 @@ class SerialExecutor:
             self.marks[op.id] = mark
             self.pools.give(op)
         self._streams.resolve(self.marks.values())
+        if self.schedule.carried:
+            self.pools.end_step()
 
     def close(self) -> None:
         """Nothing runs in the background."""

@@ -44,6 +44,15 @@ class Slots:
     def current(self, name: str) -> int:
         return self._current[name]
 
+    def before(self, name: str) -> int:
+        """Where what a step has not changed yet still is, after ``turn``."""
+        return self._durable[name]
+
+    @property
+    def settled(self) -> bool:
+        """Whether what reads return is what counts: the other slots are free to be written."""
+        return self._current == self._durable
+
     def target(self, name: str) -> int:
         return self._durable[name] if self._counts[name] == 1 else 1 - self._durable[name]
 
@@ -57,7 +66,7 @@ class Slots:
         return "".join(str(self._current[name]) for name in sorted(self._current))
 
     def committed(self) -> None:
-        """The commit record with ``record()`` is durable."""
+        """The commit record with ``record()`` is durable, or nothing is: what is current is what counts now."""
         self._durable = dict(self._current)
 
 

@@ -24,6 +24,10 @@ class StepStats:
     skipped: bool
     """whether a gradient overflowed, so that nothing was updated"""
     loss_scale: float
+    repeats: int = 0
+    """runs of the step besides the one that counts: it was over the limit of the norm, or not finite"""
+    non_finite: str | None = None
+    """which gradient was infinite or NaN, if one was"""
     bytes_moved: dict[Lane, int] = field(default_factory=dict)
     lane_seconds: dict[Lane, float] = field(default_factory=dict)
     """time that each lane was busy"""

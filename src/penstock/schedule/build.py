@@ -134,6 +134,13 @@ class Builder:
             gives=[*done, *checkpoints.gives],
         )
 
+    def _speculates(self) -> bool:
+        """Whether any chunk is stepped in this step without waiting for its norm."""
+        return any(
+            not self.s.waits(g) and len(self.provision.delayed.get(g, ())) < self.provision.trained_count(g)
+            for g in self.route.gradient_visits
+        )
+
     def finish(self, name: str, fixed: tuple[tuple[Tier, str, int], ...]) -> Schedule:
         assert self._taken_from == self.provision.pools.keys(), self._taken_from ^ self.provision.pools.keys()
         return Schedule(
@@ -144,7 +151,7 @@ class Builder:
             ops=tuple(self.ops),
             fixed=tuple(item for item in fixed if item[2]),
             carried=tuple(self.carried),
-            speculative=self.s.speculate and self.s.wait and self.s.train,
+            speculative=self.s.wait and self._speculates(),
         )
 
 
