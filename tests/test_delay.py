@@ -14,7 +14,6 @@ from penstock.config import Budget, Tier
 from penstock.errors import ScheduleError
 from penstock.plan.fit import Request, fit
 from penstock.plan.own_schedule import with_schedule
-from penstock.run.moves import Moves
 from penstock.schedule.check import check
 from penstock.schedule.check_world import check_world
 from penstock.schedule.clocks import Clocks
@@ -435,11 +434,6 @@ def test_a_gradient_that_comes_back_from_disk_is_the_step_befores_or_this_ones()
 def test_only_the_vertical_schedule_delays() -> None:
     with pytest.raises(AssertionError):
         horizontal(PLAIN, placed(delay=0.5))
-
-
-def test_the_engine_refuses_a_delay() -> None:
-    with pytest.raises(ScheduleError, match=r"delay=0.5: this schedule hands gradients on .* Run it with delay=0"):
-        Moves(PLAIN, placed(delay=0.5), *[None] * 8)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gradients", ["host", "disk"])

@@ -271,6 +271,7 @@ class Engine:
         self.step_count += 1
         self._count_update(context)
         if skipped:
+            self._buffers.put_back(buffers)
             where = outcome.non_finite or "a gradient, which was finite when it was computed again,"
             log.warning("step %d: %s was infinite or NaN; nothing was updated", context.step, where)
         self._scale.update(overflow=skipped)
