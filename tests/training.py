@@ -62,7 +62,7 @@ def wrap(case: Case, where: penstock.Budget, *, model: nn.Module | None = None, 
 
 def state_of(engine: penstock.Engine) -> dict[str, torch.Tensor]:
     """A copy of every array of an engine's state, and of the model's buffers, with all delayed steps done."""
-    engine._flush()
+    engine._rest()
     residence = engine._residence
     found = {}
     for name, part in residence.parts.items():

@@ -4,8 +4,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
@@ -27,6 +27,7 @@ from penstock.run.interrupt import whole_steps
 from penstock.run.planning import Planning
 from penstock.run.precision import DTYPES, LossScale, format_of
 from penstock.run.runner import Machinery, Run, Runner
+from penstock.run.standing import Standing
 from penstock.run.stats import StepStats
 from penstock.run.streams import streams_for
 from penstock.run.trace import MemorySample, TraceEvent
@@ -40,16 +41,6 @@ from penstock.tape.passage import LossFn
 from penstock.tape.tape import Tape
 
 log = logging.getLogger("penstock")
-
-
-@dataclass(kw_only=True)
-class Pending:
-    """A step whose delayed chunks the next one steps: what it knew, and what its commit will say."""
-
-    context: StepContext
-    progress: Mapping[str, Any]
-    buffers: Mapping[str, torch.Tensor] | None = None
-    """the model's, at the step's end; None: as they are now"""
 
 
 class Engine:
@@ -89,13 +80,11 @@ class Engine:
         self._began = time.perf_counter()
         self._updates = 0
         self._missed: dict[str, int] = {}
-        self._pending: Pending | None = None
         self._waits = clip_grad_norm is not None or DTYPES[precision] == torch.float16
         self._clip = clip_grad_norm
         self._seed = seed
         self._dtype = DTYPES[precision]
         self._scale = LossScale.of(precision)
-        self._broken: str | None = None
         self._closed = False
         found = find_blocks(model, blocks)
         from_meta = start.built_on_meta(model)
@@ -117,6 +106,9 @@ class Engine:
             io_threads=io_threads,
         )
         self._residence = self._home.residence
+        self._standing = Standing(
+            self._home, self._buffers, self._progress, waits=self._waits, interval=budget.interval
+        )
         try:
             self._settle_in(from_meta=from_meta)
             self._tape = Tape(model, found, self._groups, loss_fn, seed=seed, device=device)
@@ -141,9 +133,9 @@ class Engine:
                 wait=self._waits,
                 speculate=speculate,
                 delay=delay,
-                before_change=self._flush,
+                before_change=self._rest,
             )
-            self._note(between_steps=True)
+            self._standing.note(between_steps=True)
         except BaseException:
             if hasattr(self, "_tape"):
                 self._tape.close()
@@ -197,6 +189,8 @@ class Engine:
         batch.check(micro_batches)
         weights = batch.loss_weights(self.model, micro_batches)
         runner = self._planning.runner_for(micro_batches, train=True)
+        standing = self._standing
+        buffers = standing.before_step()
         context = StepContext(
             step=self.step_count + 1,
             count=self._updates + 1,
@@ -204,117 +198,47 @@ class Engine:
             clip=self._clip,
             loss_scale=self._scale.value,
             missed=dict(self._missed),
-            previous=None if self._pending is None else self._pending.context,
-            settled=self._pending is None,
-            commit=self._settle,
+            previous=None if standing.pending is None else standing.pending.context,
+            settled=standing.pending is None,
+            commit=standing.settle,
         )
-        if self._pending is None:
-            self._note(between_steps=False)
-        buffers = self._buffers.copies()
-        if self._pending is not None:
-            self._pending.buffers = buffers
+        undo = standing.undo(context, buffers, early=runner.speculates or not self._waits)
         try:
-            outcome = take_step(
-                runner, context, self._to_device(micro_batches), weights, self._undo(runner, context, buffers)
-            )
+            outcome = take_step(runner, context, self._to_device(micro_batches), weights, undo)
         except BaseException as error:
-            self._after_error(context, buffers, error)
+            standing.broken_off(context, buffers, error)
             raise
-        context = outcome.context
         self._end_step(runner, outcome, buffers)
         return self._stats(runner, outcome, micro_batches, weights, time.perf_counter() - began)
 
-    def _undo(
-        self, runner: Runner, context: StepContext, buffers: Mapping[str, torch.Tensor]
-    ) -> Callable[[], None] | None:
-        """What makes a step that is dropped undone; None where that cannot be done."""
-        if not (self._waits or self._home.discardable):
-            return None
-        early = runner.speculates or not self._waits
-
-        def undo() -> None:
-            self._buffers.put_back(buffers)
-            if early and context.updating:
-                self._residence.recast(self._residence.stale())
-
-        return undo
-
-    def _after_error(self, context: StepContext, buffers: Mapping[str, torch.Tensor], error: BaseException) -> None:
-        """Find out what a step that was broken off has left, and say so from now on if it cannot be used."""
-        said = f"step {context.step} was broken off by {type(error).__name__}: {error}"
-        if context.finishing and not context.settled:
-            self._broken = f"{said}; the step before was not complete"
-        elif context.updating and not self._home.discardable:
-            self._broken = said
-        else:
-            try:
-                self._buffers.put_back(buffers)
-                if context.updating:
-                    self._residence.recast(self._residence.stale())
-            except StoreError as second:
-                self._broken = f"{said}; weights in memory could not be read back: {second}"
-                return
-            if self._pending is None:
-                with contextlib.suppress(StoreError):  # then the store stays marked as within a step: nothing is lost
-                    self._note(between_steps=True)
-
     def _end_step(self, runner: Runner, outcome: Outcome, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Make a step that has run count, or not."""
+        """Make a step that has run count, or refuse it."""
         context = outcome.context
         assert context.norm is not None
-        skipped = not math.isfinite(context.norm)
-        if skipped and not self._waits:
-            self._refuse_step(outcome, buffers)
-        context.skip = skipped
-        if not skipped:
+        context.skip = not math.isfinite(context.norm)
+        if context.skip:
+            where = f"step {context.step}: {outcome.non_finite or 'a gradient'} was infinite or NaN"
+            self._buffers.put_back(buffers)
+            if not self._waits:
+                self._refuse_step(where)
+            log.warning("%s; nothing was updated", where)
+        else:
             self._residence.turn_step()
         self.step_count += 1
         self._count_update(context)
-        if skipped:
-            self._buffers.put_back(buffers)
-            where = outcome.non_finite or "a gradient, which was finite when it was computed again,"
-            log.warning("step %d: %s was infinite or NaN; nothing was updated", context.step, where)
-        self._scale.update(overflow=skipped)
+        self._scale.update(overflow=context.skip)
         self.optimizer.record_step()
-        if runner.delays and not skipped:
-            context.previous = None
-            self._pending = Pending(context=context, progress=self._progress())
-            return
-        try:
-            self._note(between_steps=True)
-        except StoreError as error:
-            self._broken = f"step {context.step} was computed, but could not be made durable: {error}"
-            raise
+        self._standing.after_step(context, runner)
 
-    def _settle(self) -> None:
-        """The step before is complete: its delayed chunks are stepped. Called by the step that does so."""
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        self._home.settle(lambda: pending.progress, pending.buffers)
-
-    def _flush(self) -> None:
-        """Complete the step before, if it has left chunks to the next one."""
-        if self._pending is None or self._broken is not None:
-            return
-        assert self._planning.runner is not None
-        context = replace(self._pending.context, previous=self._pending.context, settled=False, commit=self._settle)
-        try:
-            self._planning.runner.flush(context)
-            self._note(between_steps=True)
-        except BaseException as error:
-            self._broken = f"step {context.step} could not be completed: {type(error).__name__}: {error}"
-            raise
-
-    def _refuse_step(self, outcome: Outcome, buffers: Mapping[str, torch.Tensor]) -> NoReturn:
+    def _refuse_step(self, where: str) -> NoReturn:
         """A gradient that nothing waited for was infinite or NaN."""
-        where = outcome.non_finite or "a gradient"
-        said = f"step {outcome.context.step}: {where} was infinite or NaN"
         if not self._home.discardable:
-            self._broken = f"{said}, and the state was updated with it"
-            raise NonFiniteError(f"{self._broken}. Load a snapshot; with clip_grad_norm set such a step is skipped")
-        self._buffers.put_back(buffers)
-        self._note(between_steps=True)
-        raise NonFiniteError(f"{said}. Nothing was updated; with clip_grad_norm set such a step is skipped")
+            self._standing.broken = f"{where}, and the state was updated with it"
+            raise NonFiniteError(
+                f"{self._standing.broken}. Load a snapshot; with clip_grad_norm set such a step is skipped"
+            )
+        self._standing.note(between_steps=True)
+        raise NonFiniteError(f"{where}. Nothing was updated; with clip_grad_norm set such a step is skipped")
 
     def _count_update(self, context: StepContext) -> None:
         """Count an update, and for each parameter without a gradient that it missed it."""
@@ -333,7 +257,6 @@ class Engine:
         """
         self._check_usable()
         batch.check(micro_batches)
-        self._flush()
         weights = batch.loss_weights(self.model, micro_batches)
         modes = {module: module.training for module in self.model.modules()}
         buffers = self._buffers.copies()
@@ -431,7 +354,7 @@ class Engine:
         One parameter is in memory at a time: what was yielded is overwritten only if you keep no reference.
         """
         self._check_usable()
-        self._flush()
+        self._rest()
         for group in self._groups:
             master = f"master.{group.spec.index}" if self._residence.form.split else f"weights.{group.spec.index}"
             for s in group.slices:
@@ -447,7 +370,7 @@ class Engine:
             StoreError: the path exists (and ``overwrite`` is not set), or the disk is full or fails.
         """
         self._check_usable()
-        self._flush()
+        self._rest()
         meta = {"model": self._description, **self._progress()}
         snapshots.save(Path(path), self._residence, self._buffers, meta, overwrite=overwrite)
 
@@ -460,21 +383,21 @@ class Engine:
             ConfigError: it was saved by a run with another seed.
         """
         self._check_open()
-        self._flush()
+        self._rest()
         with snapshots.opened(Path(path), self._description) as snapshot:
             self._check_seed(snapshot.meta)
             self._check_param_groups(snapshot.meta)
-            self._note(between_steps=False)
-            self._broken = f"loading {path} was broken off"  # until everything below is done
+            self._standing.note(between_steps=False)
+            self._standing.broken = f"loading {path} was broken off"  # until everything below is done
             snapshots.restore(snapshot, self._residence, self._buffers)
             self._adopt(snapshot.meta)
             for mine, saved in zip(self.optimizer.param_groups, snapshot.meta["param_groups"], strict=True):
                 mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-            self._broken = None
+            self._standing.broken = None
             try:
-                self._note(between_steps=True)
+                self._standing.note(between_steps=True)
             except StoreError as error:
-                self._broken = f"loading {path} could not be made durable: {error}"
+                self._standing.broken = f"loading {path} could not be made durable: {error}"
                 raise
 
     def close(self) -> None:
@@ -483,15 +406,16 @@ class Engine:
             return
         self._closed = True
         with contextlib.ExitStack() as all_of_it:  # last in, first out; each happens whatever the others raise
-            all_of_it.callback(self._close_home)
+            all_of_it.callback(self._standing.close)
             for group in self._groups:
                 all_of_it.callback(group.detach, self._dtype, self.device)
             all_of_it.callback(self._tape.close)
             all_of_it.callback(self._planning.close)
-            all_of_it.callback(self._flush)
+            all_of_it.callback(self._rest)
 
-    def _close_home(self) -> None:
-        self._home.close(self._progress if self._broken is None else None)
+    def _rest(self) -> None:
+        """Nothing is pending from here on: delayed chunks are stepped, and what is being written is written."""
+        self._standing.rest(self._planning.runner)
 
     def __enter__(self) -> Self:
         return self
@@ -532,18 +456,10 @@ class Engine:
         self._missed = {self._trained[int(i)]: count for i, count in progress["missed"].items()}
         self._scale = LossScale(**progress["loss_scale"])
 
-    def _note(self, *, between_steps: bool) -> None:
-        """Record in the store whether it is whole; never again once the state is broken."""
-        if self._broken is None:
-            self._home.note(self._progress, between_steps=between_steps)
-
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this engine is closed: wrap the model again")
 
     def _check_usable(self) -> None:
         self._check_open()
-        if self._broken is not None:
-            whole = self._home.always_whole
-            remedy = "wrap the model again: the store goes on from its last commit" if whole else "start over"
-            raise StoreError(f"{self._broken}. The state is half updated: engine.load a snapshot, or {remedy}")
+        self._standing.check_usable()

@@ -156,6 +156,14 @@ class Home:
         self.store.commit({**progress(), "whole": whole, "slots": self.slots.record(), "stale": list(stale)})
         self.slots.committed()
 
+    def write_buffers(self) -> None:
+        """Write the model's buffers that have changed; the next commit names them."""
+        self._buffers.write_changed(self._write_buffer)
+
+    def commit_interval(self, progress: Progress) -> None:
+        """Commit a step all of whose state has been written, wherever it lives."""
+        self._commit(lambda: progress, whole=True, stale=[])
+
     def read_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
         """Fill ``pages`` with those of a model's buffer."""
         assert self.store is not None

@@ -251,6 +251,7 @@ class Moves:
 
     def _un(self, op: Op) -> None:
         c = self._chunk(op)
+        self._residence.about_to_change(op.word.group, c.start, c.numel)
         home = self._residence.array(f"weights.{op.word.group}")[c.start : c.start + c.numel]
         self._copy(home, self._view(op.reads[0], c.numel, self._dtype))
 
@@ -352,6 +353,7 @@ class Moves:
 
     def _op(self, op: Op) -> None:
         g, c, form = op.word.group, self._chunk(op), self._settings.form
+        self._residence.about_to_change(g, c.start, c.numel)
         gradient = self._view(op.reads[0], c.numel)
         offsets = dict(self._state_parts(op))
         span = slice(c.start, c.start + c.numel)
@@ -377,6 +379,7 @@ class Moves:
         weights = self._residence.array(f"weights.{g}")[:numel]
         master = self._residence.array(f"master.{g}") if form.split else weights
         moments = tuple(self._residence.array(f"moment{i}.{g}") for i in range(form.moments))
+        self._residence.about_to_change(g, 0, numel)
         if not self._normed:
             self._norm_on_device(g, gradient)
         self._step(self.context, g, 0, gradient, master, moments, weights if form.split else None, partials=False)

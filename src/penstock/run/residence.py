@@ -13,6 +13,7 @@ a step that has been taken says so with ``turn_step``.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -73,6 +74,13 @@ def numpy_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return tensor.view(torch.uint8).numpy()
 
 
+class Changes(Protocol):
+    """Somebody who is still reading arrays in memory."""
+
+    def before_change(self, name: str, start: int, numel: int) -> None:
+        """Returns when elements ``[start, start + numel)`` of an array may be changed."""
+
+
 class Residence:
     """All arrays of all groups, each in exactly one place.
 
@@ -101,6 +109,8 @@ class Residence:
         self.store = store
         self.slots = slots
         self.parts = {part.name: part for group in groups for part in parts_of(group, form, dtype)}
+        self.background: Changes | None = None
+        """who has to know before an array in memory is changed"""
         self._same: set[str] = set()
         """arrays whose frozen part is the same in both slots"""
         self._arrays: dict[str, torch.Tensor] = {}
@@ -169,6 +179,12 @@ class Residence:
             bounce.close()
         self._same.add(part.name)
 
+    def about_to_change(self, g: int, start: int, numel: int) -> None:
+        """Elements of a group's arrays are about to be changed: what is written in the background comes first."""
+        if self.background is not None:
+            for part in parts_of(self.groups[g], self.form, self.dtype):
+                self.background.before_change(part.name, start, numel)
+
     def stale(self) -> list[str]:
         """Weights that are in memory while their master copy is on disk: their own extents are out of date."""
         return [
@@ -184,6 +200,11 @@ class Residence:
         """Whether all that is trained lives on disk, or follows from what does: weights from their master copy."""
         follows = {f"weights.{g.index}" for g in self.groups if self.form.split or not g.trainable}
         return all(name in follows or self.tier_of(name) == "disk" for name in self.parts)
+
+    def any_state_on_disk(self) -> bool:
+        """Whether any array that a step changes lives on disk."""
+        trained = {g.index for g in self.groups if g.trainable}
+        return any(part.group in trained and self.tier_of(name) == "disk" for name, part in self.parts.items())
 
     def recast(self, names: Iterable[str]) -> None:
         """Make trained 16-bit weights, wherever they are, what their master copies on disk say."""

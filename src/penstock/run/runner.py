@@ -96,6 +96,11 @@ class Runner:
         )
 
     @property
+    def stepped(self) -> tuple[int, ...]:
+        """Groups in the order in which a step changes them."""
+        return tuple(dict.fromkeys(op.word.group for op in self.plan.schedule.ops if op.word.kind in ("OP", "OD")))
+
+    @property
     def delays(self) -> bool:
         """Whether a step leaves chunks to the next one."""
         return bool(self.moves.late)

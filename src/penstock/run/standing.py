@@ -1,0 +1,196 @@
+"""What the state is worth between steps: whole, waiting for a step's delayed chunks, or half updated.
+
+before_step   the step is about to change the state: the store is told, where that matters
+undo          drops what a step has written: it should have been another one
+broken_off    an error has ended a step; from then on the state is whole, or ``broken`` says what it lacks
+after_step    the step counts: commits it, leaves it pending, or begins to write it in the background
+settle        called within the next step, when it has stepped what was pending
+rest          nothing is pending and nothing is written any more: before arrays move, and before the end
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from penstock.errors import StoreError
+from penstock.run.background import Background
+from penstock.run.buffers import Buffers
+from penstock.run.context import StepContext
+from penstock.run.home import Home
+from penstock.run.runner import Runner
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """A step whose delayed chunks the next one steps: what it knew, and what its commit will say."""
+
+    context: StepContext
+    progress: Mapping[str, Any]
+    buffers: Mapping[str, torch.Tensor] | None = None
+    """the model's, at the step's end; None: as they are now"""
+
+
+class Standing:
+    """Keeps the promise of ``Home`` from step to step. ``broken``: why the state cannot be used, if it cannot."""
+
+    def __init__(
+        self,
+        home: Home,
+        buffers: Buffers,
+        progress: Callable[[], Mapping[str, Any]],
+        *,
+        waits: bool,
+        interval: int | None,
+    ) -> None:
+        """``progress``: all that a run is besides its arrays. ``waits``: whether the numbers of a step need the norm.
+        ``interval``: steps between commits of what is in memory, None: none.
+        """
+        self.broken: str | None = None
+        self.pending: Pending | None = None
+        self._home = home
+        self._buffers = buffers
+        self._progress = progress
+        self._waits = waits
+        self._interval = interval
+        self._background: Background | None = None
+
+    def check_usable(self) -> None:
+        """Raises:
+        StoreError: the state is half updated.
+        """
+        if self.broken is not None:
+            stands = self._home.always_whole or self._interval is not None
+            remedy = "wrap the model again: the store goes on from its last commit" if stands else "start over"
+            raise StoreError(f"{self.broken}. The state is half updated: engine.load a snapshot, or {remedy}")
+
+    # ---- a step
+
+    def before_step(self) -> Mapping[str, torch.Tensor]:
+        """The state is about to change; returns copies of the model's buffers.
+
+        Raises:
+            StoreError: what was written in the background has failed; the state is what it was without.
+        """
+        if self._background is not None:
+            self._background.check()
+        buffers = self._buffers.copies()
+        if self.pending is None:
+            self.note(between_steps=False)
+        else:
+            self.pending.buffers = buffers
+        return buffers
+
+    def undo(
+        self, context: StepContext, buffers: Mapping[str, torch.Tensor], *, early: bool
+    ) -> Callable[[], None] | None:
+        """What makes a step that is dropped undone; None where that cannot be done. ``early``: whether it changes
+        anything before it knows the norm.
+        """
+        if not (self._waits or self._home.discardable):
+            return None
+
+        def undo() -> None:
+            self._buffers.put_back(buffers)
+            if early and context.updating:
+                self._home.residence.recast(self._home.residence.stale())
+
+        return undo
+
+    def broken_off(self, context: StepContext, buffers: Mapping[str, torch.Tensor], error: BaseException) -> None:
+        """Find out what a step that an error has ended has left, and say so from now on if it cannot be used."""
+        said = f"step {context.step} was broken off by {type(error).__name__}: {error}"
+        if context.finishing and not context.settled:
+            self.broken = f"{said}; the step before was not complete"
+            return
+        if context.updating and not self._home.discardable:
+            self.broken = said
+            return
+        try:
+            self._buffers.put_back(buffers)
+            if context.updating:
+                self._home.residence.recast(self._home.residence.stale())
+        except StoreError as second:
+            self.broken = f"{said}; weights in memory could not be read back: {second}"
+            return
+        if self.pending is None:
+            with contextlib.suppress(StoreError):  # then the store stays marked as within a step: nothing is lost
+                self.note(between_steps=True)
+
+    def after_step(self, context: StepContext, runner: Runner) -> None:
+        """A step counts, and ``progress`` says so.
+
+        Raises:
+            StoreError: it could not be made durable.
+        """
+        if runner.delays and not context.skip:
+            context.previous = None
+            self.pending = Pending(context=context, progress=self._progress())
+        else:
+            try:
+                self.note(between_steps=True)
+            except StoreError as error:
+                self.broken = f"step {context.step} was computed, but could not be made durable: {error}"
+                raise
+        if self._interval is not None and context.step % self._interval == 0:
+            self.flush(runner)
+            self._write_in_background(runner)
+
+    def settle(self) -> None:
+        """The step before is complete: its delayed chunks are stepped."""
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        self._home.settle(lambda: pending.progress, pending.buffers)
+
+    def flush(self, runner: Runner | None) -> None:
+        """Complete the step before, if it has left chunks to the next one. ``runner``: of that step."""
+        if self.pending is None or self.broken is not None:
+            return
+        assert runner is not None
+        context = replace(self.pending.context, previous=self.pending.context, settled=False, commit=self.settle)
+        try:
+            runner.flush(context)
+            self.note(between_steps=True)
+        except BaseException as error:
+            self.broken = f"step {context.step} could not be completed: {type(error).__name__}: {error}"
+            raise
+
+    # ---- the store
+
+    def note(self, *, between_steps: bool) -> None:
+        """Record in the store whether it is whole; never again once the state is broken."""
+        if self.broken is None:
+            self._home.note(self._progress, between_steps=between_steps)
+
+    def _write_in_background(self, runner: Runner) -> None:
+        """Begin to write what is in memory; the commit of this step follows when it is written."""
+        residence = self._home.residence
+        if self._background is None:
+            self._background = residence.background = Background(residence)
+        self._background.wait()
+        self._home.write_buffers()
+        progress = self._progress()
+        self._background.begin(runner.stepped, lambda: self._home.commit_interval(progress))
+        if residence.any_state_on_disk():
+            self._background.wait()  # the next step writes over what is on disk, which this commit names
+
+    def rest(self, runner: Runner | None) -> None:
+        """Return when nothing is pending, and nothing is being written.
+
+        Raises:
+            StoreError: either has failed.
+        """
+        self.flush(runner)
+        if self._background is not None:
+            self._background.wait()
+
+    def close(self) -> None:
+        """Bring what is in memory to the store; with a broken state the last commit is left to stand."""
+        try:
+            if self._background is not None:
+                self._home.residence.background = None
+                self._background.close()
+        finally:
+            self._home.close(self._progress if self.broken is None else None)
