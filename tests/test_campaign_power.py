@@ -84,7 +84,7 @@ def test_a_power_cut_after_a_kill_within_a_commit(name: str, tmp_path: Path, cam
         go_on(engine, 1)
         with log.killed_before_flush_of_record(), pytest.raises(Killed):
             go_on(engine, LAST)
-        engine._broken = "it was killed: closing must not commit"
+        engine._standing.broken = "it was killed: closing must not commit"
         engine.close()
         opened, opening = log.end, len(log.commits)
         with open_run(setting, tmp_path / "store") as engine:
