@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import Campaign
-from tests.faults import Call, Go, intercepted
+from tests.faults import Call, Go, fill, intercepted
 from tests.test_cli_train import CONFIG
 from tests.victims import Victims, victims_of_one_thread
 
@@ -59,14 +60,39 @@ def _until(happened: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def _settings(folder: Path, run: Path) -> tuple[Path, Path]:
+    """A settings file, and the run's folder that it names."""
+    text, config = folder / "text.txt", folder / "config.yaml"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(400)))
+    config.write_text(CONFIG.format(run=run, text=text))
+    return config, run
+
+
+def _check_resumed(config: Path, run: Path, folder: Path) -> None:
+    """Two steps more, with the numbers of a run that was never stopped.
+
+    Only a step that was made durable and not reported may be missing from the metrics.
+    """
+    before = {number for number, *_ in _numbers(run)}
+    with Store.open([run / "store"]) as store:
+        last = store.last_commit()
+    assert last is not None
+    steps = str(last["step"] + 2)
+    assert main(["resume", str(run), "--steps", steps]) == 0
+    words = ["train", str(config), "--evaluate", "null", "--steps", steps, "--run", str(folder / "whole")]
+    assert main([*words, "--budget.disk", str(folder / "whole" / "store")]) == 0
+    numbers, whole = _numbers(run), _numbers(folder / "whole")
+    durable = set(range(1, last["step"] + 1))
+    assert numbers == [n for n in whole if n[0] not in durable - before]
+    assert len(durable - before) <= 1
+
+
 @pytest.mark.parametrize("sent", SENT)
 def test_a_signal_ends_a_run_and_nothing_is_lost(sent: str, tmp_path: Path, campaign: Campaign) -> None:
     if sent not in IN_EVERY_SUITE and not campaign.full:
         pytest.skip("make faults sends it")
     first, second = SENT[sent]
-    text, config, run = tmp_path / "text.txt", tmp_path / "config.yaml", tmp_path / "run"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(400)))
-    config.write_text(CONFIG.format(run=run, text=text))
+    config, run = _settings(tmp_path, tmp_path / "run")
 
     def send(pid: int) -> None:
         _until(lambda: len(_numbers(run)) >= 2)
@@ -88,10 +114,30 @@ def test_a_signal_ends_a_run_and_nothing_is_lost(sent: str, tmp_path: Path, camp
     assert done <= last["step"] <= done + 1 if second else last["step"] == done
     assert ("in the middle of a step" if second else f"Stopped after step {done} of 1000") in said
 
-    steps = str(done + 2)
-    assert main(["resume", str(run), "--steps", steps]) == 0
-    assert main(["train", str(config), "--evaluate", "null", "--steps", steps, "--run", str(tmp_path / "whole")]) == 0
-    numbers, whole = _numbers(run), _numbers(tmp_path / "whole")
-    assert [n for n in whole if n[0] in {m[0] for m in numbers}] == numbers
-    assert len(whole) - len(numbers) == last["step"] - done, "only a step that was made durable and not reported"
+    _check_resumed(config, run, tmp_path)
     campaign.found(f"{sent} after step {done}: exit code {code}, resumed after step {last['step']} bit-equal")
+
+
+@pytest.mark.parametrize("trace", [0, 1000])
+def test_a_run_whose_folder_is_on_a_full_disk_says_so_and_goes_on_with_space_again(
+    trace: int, small_disk: Path, tmp_path: Path, campaign: Campaign
+) -> None:
+    """Its metrics and its trace grow: a step is not lost for it, nor counted twice."""
+    if trace and not campaign.full:
+        pytest.skip("make faults does it")
+    config, run = _settings(tmp_path, small_disk / "run")
+    words = ["train", str(config), "--evaluate", "null", "--steps", "1000", "--trace_steps", str(trace)]
+
+    def crowd(pid: int) -> None:
+        _until(lambda: len(_numbers(run)) >= 2)
+        fill(small_disk / "hog")
+
+    with victims_of_one_thread():
+        code = Victims("", 0).call(_command, words, tmp_path, 0.0, meanwhile=crowd)
+    said = (tmp_path / "err").read_text()
+    assert code == 1
+    assert "Traceback" not in said
+    assert re.search(rf"penstock: .*{run}/(metrics\.jsonl|trace\.json).*No space left on device.*free some space", said)
+    (small_disk / "hog").unlink()
+    _check_resumed(config, run, tmp_path)
+    campaign.found(f"a full ext4 under a run's own files (trace_steps={trace}): named, resumed bit-equal")

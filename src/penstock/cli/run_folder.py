@@ -17,6 +17,7 @@ from penstock.errors import ConfigError, StoreError
 from penstock.report.metrics_file import lines_until
 from penstock.report.prediction import Prediction
 from penstock.store.directory import sync_directory
+from penstock.store.journal import Journal
 from penstock.store.store import Store
 
 log = logging.getLogger("penstock")
@@ -197,12 +198,15 @@ class MetricsFile:
         text = "".join(f"{line}\n" for line in lines)
         if path.exists() and path.read_bytes() != text.encode():
             _replace(path, text)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = Journal(path, "a")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append a line. A number that JSON has no word for (an overflowed norm) becomes null."""
+        """Append a line. A number that JSON has no word for (an overflowed norm) becomes null.
+
+        Raises:
+            StoreError: the disk is full or fails. The step is done all the same; resuming drops half a line.
+        """
         self._file.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
-        self._file.flush()
 
     def close(self) -> None:
         self._file.close()

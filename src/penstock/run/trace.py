@@ -7,13 +7,16 @@ even if the closing bracket is missing: a run that is killed leaves a trace of a
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from penstock.config import TIERS, Tier
+from penstock.errors import StoreError
 from penstock.schedule.op import LANES, Lane
+from penstock.store.journal import Journal
 
 _PROCESS = 1
 _ROWS_PER_LANE = 16  # thread ids reserved for one lane, so that its rows stay together when it has several
@@ -58,11 +61,15 @@ class TraceWriter:
         self.written = 0
         self._limit = steps
         self._busy_until: dict[Lane, list[float]] = {}
-        self._file = path.open("w", encoding="utf-8", buffering=1 << 20)
+        self._file = Journal(path, "w")
         self._file.write("[\n" + _metadata("process_name", 0, name="penstock"))
 
     def step(self, events: Sequence[TraceEvent], samples: Sequence[MemorySample] = ()) -> None:
-        """Append one step; a no-op once ``steps`` of them are written."""
+        """Append one step; a no-op once ``steps`` of them are written.
+
+        Raises:
+            StoreError: the disk is full or fails.
+        """
         if self._limit is not None and self.written >= self._limit:
             return
         self.written += 1
@@ -71,11 +78,11 @@ class TraceWriter:
         if events:
             lines.append(_marker(f"step {events[0].step}", min(e.start for e in events)))
         self._file.write("".join(lines))
-        self._file.flush()  # so that a killed run keeps it
 
     def close(self) -> None:
         if not self._file.closed:
-            self._file.write("\n]\n")
+            with suppress(StoreError):  # viewers do without; an error on the way out must not hide the one before
+                self._file.write("\n]\n")
             self._file.close()
 
     def __enter__(self) -> Self:

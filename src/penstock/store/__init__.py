@@ -8,6 +8,7 @@ transfer.py   requests spread over the files by a small thread pool
 directory.py  checks of the directories that the user gives, and their lock
 manifest.py   what a store is made for, and which of its directories is which
 records.py    small checksummed JSON documents: manifest and commit records
+journal.py    text files that grow with a run: metrics and traces
 store.py      `Store`: what the executor reads and writes during training
 snapshot.py   `SnapshotWriter`, `SnapshotReader`: what `engine.save` and `engine.load` use
 

@@ -1,0 +1,47 @@
+"""A text file that grows with a run: its metrics, its trace."""
+
+from pathlib import Path
+from typing import Literal
+
+from penstock.errors import StoreError
+from penstock.store.packed import FULL, store_error
+
+
+class Journal:
+    """Nothing waits in memory: what ``write`` has taken is with the system, and survives the process."""
+
+    def __init__(self, path: Path, mode: Literal["w", "a"]) -> None:
+        """Open a file; ``w`` empties it, ``a`` adds to it.
+
+        Raises:
+            StoreError: it cannot be opened or made.
+        """
+        self.path = path
+        try:
+            self._file = path.open(f"{mode}b", buffering=0)
+        except OSError as e:
+            raise self._error(e) from e
+
+    def write(self, text: str) -> None:
+        """Append ``text``.
+
+        Raises:
+            StoreError: the disk is full or fails. Part of the text may be there.
+        """
+        rest = text.encode()
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as e:
+            raise self._error(e) from e
+
+    def _error(self, cause: OSError) -> StoreError:
+        advice = "free some space" if cause.errno in FULL else "check the drive, and the folder's owner and mode"
+        return store_error(f"{self.path} cannot be written: {cause.strerror}: {advice}", cause)
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def close(self) -> None:
+        self._file.close()
