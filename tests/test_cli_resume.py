@@ -1,6 +1,9 @@
 """``penstock resume``: whose run it goes on with, what it keeps, and what it leaves alone."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,40 @@ def test_metrics_hold_each_step_once_and_in_order_after_a_kill(config: Path, tmp
     assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 0
     assert _numbers(tmp_path / "run") == _numbers(tmp_path / "whole")
     assert not list((tmp_path / "run").glob("*.partial"))
+
+
+KILLED = """
+import os, signal, sys
+from penstock.cli import main, train
+
+class Killed(train.MetricsFile):
+    def write(self, metrics):
+        if metrics["step"] == 4 and sys.argv[1] == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().write(metrics)
+        if metrics["step"] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+train.MetricsFile = Killed
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(("moment", "delay"), [("before", "0"), ("after", "0.5")])
+def test_a_run_killed_around_a_line_of_its_metrics_has_them_all_in_the_end(
+    moment: str, delay: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it, the step may be durable and its line not there; after it, with a delay, the other way round."""
+    words = ["train", str(config), "--delay", delay, "--steps", "6"]
+    assert main([*words, "--run", str(tmp_path / "whole")]) == 0
+    killed = subprocess.run([sys.executable, "-c", KILLED, moment, *words], capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(_numbers(tmp_path / "run")) == (3 if moment == "before" else 4)
+    if delay == "0":
+        assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 2, "the step that the kill came after is done"
+        assert _numbers(tmp_path / "run") == _numbers(tmp_path / "whole")[:4]
+    assert main(["resume", str(tmp_path / "run"), "--steps", "6"]) == 0
+    assert _numbers(tmp_path / "run") == _numbers(tmp_path / "whole")
 
 
 def test_metrics_that_are_kept_are_the_same_bytes_in_the_same_file(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Settings: what is written is what is meant; anything else is an error that names the place and the remedy."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,11 @@ def test_an_unknown_flag_names_itself_and_the_nearest_known_one(config_file: Pat
         ("lr_schedule", "{kind: cosine, warmup_steps: 5}", "leaves no step"),
         ("clip_grad_norm", "0", "must be positive"),
         ("evaluate.share", "1.0", "lacks every"),
+        ("delay", "1.5", "from 0 to 1"),
+        ("delay", "half", "a number"),
+        ("speculate", "true", "no step waits for a norm"),
+        ("speculate", "false", "no step waits for a norm"),
+        ("speculate", "maybe", "true or false or null"),
         ("evaluate", "{every: 1, share: 1.0}", "between 0 and 1"),
     ],
 )
@@ -157,3 +163,43 @@ def test_every_setting_has_a_meaning() -> None:
     rows = settings.describe(TrainConfig)
     assert [name for name, _, _, meaning in rows if not meaning] == []
     assert ("steps", "a whole number", "required", "optimizer steps") in rows
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([("delay", "0.5"), ("schedule", "horizontal")], "--delay: delay has no effect with schedule 'horizontal'"),
+        ([("delay", "0"), ("schedule", "own.schedule")], "--delay: delay has no effect with a schedule of your own"),
+        (
+            [("speculate", "true"), ("clip_grad_norm", "1"), ("schedule", "own.schedule")],
+            "--speculate: speculate has no effect with a schedule of your own",
+        ),
+    ],
+)
+def test_what_a_schedule_decides_cannot_be_set_beside_it(
+    config_file: Path, flags: list[tuple[str, str]], says: str
+) -> None:
+    assert says in _refused(config_file, *flags)
+
+
+def test_steps_may_be_delayed_and_speculate_where_that_does_something(config_file: Path) -> None:
+    config = settings.load(config_file, [("delay", "0.25"), ("speculate", "false"), ("precision", "fp16")])
+    assert (config.delay, config.speculate) == (0.25, False)
+
+
+def test_a_meaning_may_go_on_in_the_next_line() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Long:
+        """Settings.
+
+        | field | meaning |
+        |---|---|
+        | ``first`` | begins here
+        and ends here |
+        | ``second`` | short |
+        """
+
+        first: int
+        second: int
+
+    assert [row[-1] for row in settings.describe(Long)] == ["begins here and ends here", "short"]

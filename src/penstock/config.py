@@ -299,6 +299,8 @@ class TrainConfig:
     | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; None: bf16 on a GPU, fp32 on the CPU |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; None: by a fixed order of preference |
+    | ``delay`` | share of each group's chunks that steps in the next step's forward, 0 to 1; None: the plan chooses |
+    | ``speculate`` | whether groups step before the norm is known, and again if it was over; None: the plan chooses |
     | ``clip_grad_norm`` | gradients are scaled down to this norm; None: off |
     | ``device`` | a torch device; None: the accelerator if there is one, else ``cpu`` |
     | ``seed`` | everything random follows from it |
@@ -320,6 +322,8 @@ class TrainConfig:
     precision: Precision | None = None
     schedule: Literal["vertical", "horizontal"] | Path = "vertical"
     plan: Literal["auto"] | None = "auto"
+    delay: float | None = None
+    speculate: bool | None = None
     clip_grad_norm: float | None = None
     device: str | None = None
     seed: int = 0
@@ -335,6 +339,7 @@ class TrainConfig:
             raise ConfigError(f"seed={self.seed}: must not be negative")
         if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
             raise ConfigError(f"clip_grad_norm={self.clip_grad_norm}: must be positive, or null for no clipping")
+        self._check_overlap()
         if self.trace_steps is not None and self.trace_steps < 0:
             raise ConfigError(f"trace_steps={self.trace_steps}: must not be negative")
         decays = self.lr_schedule.kind != "constant"
@@ -342,4 +347,23 @@ class TrainConfig:
             raise ConfigError(
                 f"lr_schedule.warmup_steps={self.lr_schedule.warmup_steps} leaves no step of the {self.steps} for the "
                 f"{self.lr_schedule.kind} decay: lower it, or use kind: constant"
+            )
+
+    def _check_overlap(self) -> None:
+        """``delay`` and ``speculate`` are refused where they would have no effect."""
+        if self.delay is not None and not 0 <= self.delay <= 1:
+            raise ConfigError(f"delay={self.delay}: must be from 0 to 1, or null: the plan chooses")
+        for key in ("delay", "speculate"):
+            if getattr(self, key) is not None and isinstance(self.schedule, Path):
+                raise ConfigError(
+                    f"{key} has no effect with a schedule of your own ({self.schedule}), which says it itself"
+                )
+        if self.delay is not None and self.schedule == "horizontal":
+            raise ConfigError(
+                "delay has no effect with schedule 'horizontal', which delays no step: drop it or use vertical"
+            )
+        if self.speculate is not None and self.clip_grad_norm is None and self.precision != "fp16":
+            raise ConfigError(
+                "speculate has no effect without clip_grad_norm or precision: fp16, as no step waits for a norm then: "
+                "drop it, or set clip_grad_norm"
             )

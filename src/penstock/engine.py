@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
@@ -73,6 +73,8 @@ class Engine:
         self.device = device
         self.step_count = 0
         """Steps taken, skipped ones included."""
+        self.last_step: StepStats | None = None
+        """What the last step reported; of the one that a store goes on after, its numbers without lanes and memory."""
         self.trace: list[TraceEvent] = []
         """Every op of the last step, as it ran."""
         self.counters: list[MemorySample] = []
@@ -208,10 +210,14 @@ class Engine:
         except BaseException as error:
             standing.broken_off(context, buffers, error)
             raise
-        self._end_step(runner, outcome, buffers)
-        return self._stats(runner, outcome, micro_batches, weights, time.perf_counter() - began)
+        numbers = self._numbers(outcome, micro_batches, weights, time.perf_counter() - began)
+        self._end_step(runner, outcome, buffers, numbers)
+        self.last_step = self._stats(runner, numbers, time.perf_counter() - began)
+        return self.last_step
 
-    def _end_step(self, runner: Runner, outcome: Outcome, buffers: Mapping[str, torch.Tensor]) -> None:
+    def _end_step(
+        self, runner: Runner, outcome: Outcome, buffers: Mapping[str, torch.Tensor], numbers: StepStats
+    ) -> None:
         """Make a step that has run count, or refuse it."""
         context = outcome.context
         assert context.norm is not None
@@ -224,7 +230,7 @@ class Engine:
             log.warning("%s; nothing was updated", where)
         else:
             self._residence.turn_step()
-        self.step_count += 1
+        self.step_count, self.last_step = self.step_count + 1, numbers
         self._count_update(context)
         self._scale.update(overflow=context.skip)
         self.optimizer.record_step()
@@ -300,23 +306,13 @@ class Engine:
     def _to_device(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [batch.to_device(mb, self.device, self._dtype) for mb in micro_batches]
 
-    def _stats(
-        self,
-        runner: Runner,
-        outcome: Outcome,
-        micro_batches: Sequence[Mapping[str, Any]],
-        weights: Sequence[float],
-        seconds: float,
+    def _numbers(
+        self, outcome: Outcome, micro_batches: Sequence[Mapping[str, Any]], weights: Sequence[float], seconds: float
     ) -> StepStats:
+        """What a step reports before it counts; its commit keeps it."""
         context = outcome.context
-        self.trace = runner.trace(context.step, self._began)
-        self.counters = runner.samples(self._began)
-        busy: dict[Lane, float] = dict.fromkeys(LOCAL_LANES, 0.0)
-        moved: dict[Lane, int] = dict.fromkeys(LOCAL_LANES, 0)
-        for event in self.trace:
-            busy[event.lane] += event.end - event.start
-            moved[event.lane] += event.bytes
         assert context.norm is not None
+        skipped = not math.isfinite(context.norm)
         return StepStats(
             step=context.step,
             loss=math.fsum(w * loss for w, loss in zip(weights, outcome.losses, strict=True)),
@@ -324,14 +320,24 @@ class Engine:
             tokens=sum(batch.tokens(mb) for mb in micro_batches),
             seconds=seconds,
             lr=float(context.hypers[0].lr) if context.hypers else 0.0,
-            clipped=self._clip is not None and not context.skip and context.norm > self._clip,
-            skipped=context.skip,
+            clipped=self._clip is not None and not skipped and context.norm > self._clip,
+            skipped=skipped,
             repeats=outcome.repeats,
             non_finite=None if outcome.non_finite is None else str(outcome.non_finite),
             loss_scale=context.loss_scale,
-            bytes_moved=moved,
-            lane_seconds=busy,
-            peak_bytes=dict(runner.pools.peak),
+        )
+
+    def _stats(self, runner: Runner, numbers: StepStats, seconds: float) -> StepStats:
+        """All that a step reports."""
+        self.trace = runner.trace(numbers.step, self._began)
+        self.counters = runner.samples(self._began)
+        busy: dict[Lane, float] = dict.fromkeys(LOCAL_LANES, 0.0)
+        moved: dict[Lane, int] = dict.fromkeys(LOCAL_LANES, 0)
+        for event in self.trace:
+            busy[event.lane] += event.end - event.start
+            moved[event.lane] += event.bytes
+        return replace(
+            numbers, seconds=seconds, bytes_moved=moved, lane_seconds=busy, peak_bytes=dict(runner.pools.peak)
         )
 
     def _runs(self, group: ParamGroup) -> tuple[Run, ...]:
@@ -433,6 +439,7 @@ class Engine:
             "seed": self._seed,
             "loss_scale": asdict(self._scale),
             "param_groups": groups,
+            "last": None if self.last_step is None else self.last_step.numbers(),
         }
 
     def _check_seed(self, progress: Mapping[str, Any]) -> None:
@@ -455,6 +462,8 @@ class Engine:
         self._updates = int(progress["updates"])
         self._missed = {self._trained[int(i)]: count for i, count in progress["missed"].items()}
         self._scale = LossScale(**progress["loss_scale"])
+        last = progress.get("last")  # absent from what earlier versions wrote
+        self.last_step = None if last is None else StepStats(**last)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -97,6 +97,8 @@ def loss_notes(meter: Meter) -> list[str]:
     notes = []
     if meter.validation and meter.validated_at == meter.done:
         notes.append(f"held-out loss {meter.validation[-1]:.4f}")
+    if meter.last.repeats and not meter.last.skipped:
+        notes.append("done again: the norm was over its limit")
     if meter.last.skipped:
         notes.append(f"skipped: overflow, loss scale now {meter.last.loss_scale:g}")
     return notes

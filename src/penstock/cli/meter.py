@@ -142,6 +142,7 @@ def metrics_of(stats: StepStats, validation: float | None) -> dict[str, Any]:
         "peak_bytes": dict(stats.peak_bytes),
         "clipped": stats.clipped,
         "skipped": stats.skipped,
+        "repeats": stats.repeats,
         "loss_scale": stats.loss_scale,
     }
     return line if validation is None else {**line, "validation_loss": validation}

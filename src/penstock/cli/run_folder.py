@@ -195,6 +195,8 @@ class MetricsFile:
         lines, unreadable = lines_until(path, done)
         if unreadable:
             log.warning("%s: lines that cannot be read are dropped: %d", path, unreadable)
+        self.last = int(json.loads(lines[-1])["step"]) if lines else 0
+        """The last step that has a line."""
         text = "".join(f"{line}\n" for line in lines)
         if path.exists() and path.read_bytes() != text.encode():
             _replace(path, text)

@@ -114,7 +114,7 @@ def _loss(meter: Meter) -> RenderableType:
         details.append(f"norm {meter.last.grad_norm:.3g}" + (" clipped" if meter.last.clipped else ""))
     if meter.validation:
         details.append(f"held-out loss {meter.validation[-1]:.4f}")
-    details += [note for note in loss_notes(meter) if meter.last.skipped]
+    details += [note for note in loss_notes(meter) if not note.startswith("held-out")]
     text.append("  " + "  ".join(details), style="dim")
     return text
 

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.cli.display import Display, choose_display
 from penstock.cli.interrupt import Interrupt
+from penstock.cli.keeping import cost_of_a_kill, space
 from penstock.cli.meter import Meter, Outline, metrics_of
 from penstock.cli.model import build_model, parameter_count
 from penstock.cli.out_of_memory import explain, is_out_of_memory
@@ -110,8 +111,8 @@ def _train(
     with ExitStack() as stack:
         with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):
             engine = stack.enter_context(make_engine())
-        _check_unfinished(config, engine.step_count)
-        write_settings(folder, config)
+        cost = cost_of_a_kill(config.budget, None)
+        display.say(space(config.budget) + ("" if cost is None else f"; {cost}"))
         given: dict[Tier, int] = {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
         stretch = Stretch(
             config=config,
@@ -126,9 +127,20 @@ def _train(
             ),
             pace=Pace(),
         )
+        _report_last(stretch)
+        _check_unfinished(config, engine.step_count)
+        write_settings(folder, config)
         code = _steps(stretch)
     display.say(closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0))
     return code
+
+
+def _report_last(stretch: Stretch) -> None:
+    """Add the line of the step that the run goes on after, if a kill came between its commit and its line."""
+    last = stretch.engine.last_step
+    with MetricsFile(stretch.folder, done=stretch.first) as metrics:
+        if last is not None and metrics.last < stretch.first == last.step:
+            metrics.write(metrics_of(last, _evaluate(stretch, last.step)))
 
 
 def _check_unfinished(config: TrainConfig, done: int) -> None:
@@ -195,6 +207,8 @@ def _engine(
         clip_grad_norm=config.clip_grad_norm,
         device=config.device,
         seed=config.seed,
+        speculate=config.speculate,
+        delay=config.delay,
     )
 
 
@@ -257,6 +271,8 @@ def _steps(stretch: Stretch) -> int:
             if trace is not None:
                 trace.step(engine.trace, engine.counters)
             stretch.meter.planned(engine.plan.state_bytes, engine.plan.disk_bytes)
+            if index == first:
+                _say_cost(stretch)
             known = _foretell(stretch, known)
             if slow := stretch.pace.check(stats, known):
                 log.warning(slow)
@@ -267,6 +283,13 @@ def _steps(stretch: Stretch) -> int:
             if interrupt.requested:
                 break
     return interrupt.exit_code
+
+
+def _say_cost(stretch: Stretch) -> None:
+    """What a kill would cost, where that was not known before the first plan."""
+    budget = stretch.config.budget
+    if cost_of_a_kill(budget, None) is None:
+        stretch.display.say(f"As planned, {cost_of_a_kill(budget, stretch.engine.plan)}")
 
 
 def _foretell(stretch: Stretch, known: Simulation | None) -> Simulation | None:

@@ -1,6 +1,7 @@
 """What a step reports."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.config import Tier
 from penstock.schedule.op import Lane
@@ -33,3 +34,7 @@ class StepStats:
     """time that each lane was busy"""
     peak_bytes: dict[Tier, int] = field(default_factory=dict)
     """per tier"""
+
+    def numbers(self) -> dict[str, Any]:
+        """All but lanes and memory, as a commit keeps it: ``StepStats(**numbers)`` has them again."""
+        return {key: value for key, value in vars(self).items() if not isinstance(value, dict)}
