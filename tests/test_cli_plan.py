@@ -1,10 +1,12 @@
 """``penstock plan`` answers in words and in JSON, without torch, and refuses what cannot be with what to do."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.questions import DRIVE, MACHINE
@@ -277,3 +279,103 @@ def test_a_delay_that_pays_is_part_of_the_plan() -> None:
     assert report.plan.settings.delay > 0
     assert report.json["plan"]["delay"] == report.plan.settings.delay
     assert not any("not in this version" in a.change for a in report.advice)
+
+
+# ---- the means by which a step comes to its numbers
+
+CLIPPED = ("--clip_grad_norm", 1.0, "--budget.state", "disk", "--budget.weights", "disk", "--budget.host", "12MiB")
+
+
+def test_the_text_tells_the_means_and_what_others_would_cost(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = answered(capsys, config, *CLIPPED, "--delay", 0.2)
+    assert "optimizer steps before the gradient norm is known, delay 0.2" in text
+    assert "5% of the steps run twice" in text
+    lines = text.splitlines()
+    own = next(line for line in lines if line.startswith("  speculate "))
+    assert own.endswith("<- this plan")
+    assert sum(line.startswith("  wait, gradients ") for line in lines) == 2
+    assert "5% of the steps are expected to be clipped and run twice" in text
+    delay = next(line for line in lines if line.startswith("delay "))
+    assert "0.2 of the optimizer's steps are taken in the next step's forward: " in delay
+    waits = answered(capsys, config, *CLIPPED, "--delay", 0, "--speculate", "false")
+    assert "optimizer waits for the gradient norm" in waits
+    assert "run twice" not in waits
+    assert not any(line.startswith("delay ") for line in waits.splitlines())
+    assert "speculate: steps before the norm is known" in waits, "what would help"
+
+
+def test_json_tells_the_means(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(answered(capsys, config, *CLIPPED, "--delay", 0.2, "--json"))
+    step, means = data["step"], data["means"]
+    assert data["plan"]["speculates"] is True
+    assert data["plan"]["delay"] == means["chosen"]["delay"] == 0.2
+    assert step["repeats"] == 0.05
+    assert step["expected_seconds"] == pytest.approx(1.05 * step["seconds"])
+    assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["expected_seconds"])
+    assert means["chosen"]["way"] == "speculate"
+    assert means["chosen"]["seconds"] == step["expected_seconds"]
+    moved = data["lanes"]["read"]["bytes"] + data["lanes"]["write"]["bytes"]
+    assert means["chosen"]["disk_bytes"] == pytest.approx(1.05 * moved)
+    assert {way["way"] for way in means["others"]} == {"wait, gradients in host memory", "wait, gradients on disk"}
+    assert means["gain_of_delay"] == pytest.approx(means["undelayed"]["seconds"] / means["chosen"]["seconds"])
+    plain = json.loads(answered(capsys, config, "--json", "--delay", 0))
+    assert plain["means"]["chosen"]["way"] == "no norm needed"
+    assert (plain["means"]["others"], plain["means"]["gain_of_delay"]) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--speculate", "true"), "speculate=True cannot be: no step needs the norm"),
+        (("--clip_grad_norm", 1, "--budget.slots", 1, "--speculate", "true"), "budget.slots=1"),
+        (("--speculate", "maybe"), "--speculate maybe: must be one of true, false"),
+        (("--delay", 1.5), "--delay 1.5: must be a number from 0 to 1"),
+        (("--delay", 0.5, "--schedule", "horizontal"), "delay=0.5 needs schedule='vertical'"),
+    ],
+)
+def test_means_that_cannot_be_are_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], said: str
+) -> None:
+    assert said in refused(capsys, config, *words)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [({"speculate": "yes"}, "speculate='yes'"), ({"delay": True}, "delay=True")]
+)
+def test_means_of_another_type_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(penstock.ConfigError, match=said):
+        penstock.plan("gpt-13b", machine="a100-40g", batch=16, **given)
+
+
+def test_fp16_without_clipping_expects_no_step_to_be_run_twice() -> None:
+    """A step that overflows is dropped, and not run again."""
+    budget = penstock.Budget(device="30GiB", host="60GiB", disk="/disk", weights="disk", state="disk")
+    machine = replace(
+        MACHINE,
+        device=replace(MACHINE.device, kind="cuda", flops={"fp16": 1e14}),
+        host=replace(MACHINE.host, optimizer={"adamw.fp16": 1e9}),
+        drives=(replace(DRIVE, read=1e10, write=1e10),),
+    )
+    found = penstock.plan(
+        "gpt-13b", machine=machine, budget=budget, precision="fp16", micro_batches=2, micro_batch_size=1
+    )
+    assert found.json["plan"]["speculates"]
+    assert found.forecast.repeats == 0.0
+
+
+def test_the_text_tells_how_many_blocks_have_their_state_on_the_device(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = set()
+    for device in (10, 13, 16, 64):
+        options = (config, "--budget.device", f"{device}MiB", "--budget.host", "12MiB")
+        share = json.loads(answered(capsys, *options, "--json"))["plan"]["state"].get("device", 0.0)
+        lines = [
+            line.strip() for line in answered(capsys, *options).splitlines() if line.strip().startswith("state of")
+        ]
+        assert bool(lines) <= (share > 0)
+        told |= set(lines)
+    assert "state of all blocks on the device, stepped there" in told
+    assert any(re.match(r"state of (the last )?[1-5] blocks? on the device, stepped there", line) for line in told), (
+        told
+    )

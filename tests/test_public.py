@@ -60,6 +60,8 @@ PLAN = {
     "momentum": False,
     "clip_grad_norm": None,
     "schedule": None,
+    "speculate": None,
+    "delay": None,
     "disk_free": None,
     "tbw": None,
 }

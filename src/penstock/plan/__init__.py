@@ -5,9 +5,11 @@
     machine, profiles, costs       what a machine can do, and what an op costs on it
     model, shipped, transformer,   what a model computes, and how large its groups and activations are
     meta, layer_costs
-    fit                            a plan that fits, by a fixed order of preference
-    lane_loads, placement_lp,      the linear program over tiers, whole groups from its shares, and the search that lets
-    rounding, search               the simulator decide
+    means                          waiting for the norm, speculating, delaying: what is possible
+    fit, own_schedule              a plan that fits, by a fixed order of preference; a schedule of the user's own in it
+    lane_loads, placement_lp,      the linear program over tiers, whole groups from its shares, what the programs
+    rounding, proposals, search    propose, and the search that lets the simulator decide
+    alternatives                   a plan's means beside those that it could have had instead
     task, batches, forecast,       what is asked, how large a step should be, what follows from a plan, what would help
     roofline, advice, ask
 

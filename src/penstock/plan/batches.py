@@ -144,6 +144,7 @@ _FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
 def _rate(
     task: Task, family: Family, batch: int, micro_batch_size: int, *, most_ops: int | None = MOST_OPS
 ) -> float | None:
-    question = replace(task, families=(family,)).question(micro_batch_size, batch // micro_batch_size)
+    delay = None if family == "horizontal" else task.delay  # only vertical has one
+    question = replace(task, families=(family,), delay=delay).question(micro_batch_size, batch // micro_batch_size)
     seconds = estimate(replace(question, most_ops=most_ops), family)
     return None if seconds is None else batch * task.sequence_length / seconds
