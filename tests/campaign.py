@@ -68,6 +68,13 @@ class Setting:
 SETTINGS = {
     "fp32": Setting(numbers={"precision": "fp32", "clip_grad_norm": None}),
     "bf16, clipped": Setting(numbers={"precision": "bf16", "clip_grad_norm": 1.25}),
+    "speculating": Setting(numbers={"precision": "fp32", "clip_grad_norm": 1.25}, how={"speculate": True}),
+    "half delayed": Setting(numbers={"precision": "bf16", "clip_grad_norm": 1.25}, how={"delay": 0.5}, lag=1),
+    "in memory, every 2 steps": Setting(
+        numbers={"precision": "bf16", "clip_grad_norm": 1.25},
+        budget={"weights": "host", "state": "host", "durability": "interval", "interval": 2},
+        lag=3,
+    ),
 }
 
 

@@ -35,6 +35,7 @@ IN_EVERY_SUITE = ("SIGHUP", "SIGTERM twice")
 
 def _command(words: list[str], folder: Path, slow: float, ready: Connection) -> None:
     """``penstock WORDS``, with what it says in files and each call on its disk taking ``slow`` seconds longer."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup hand it on ignored
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
 
