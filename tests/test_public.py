@@ -45,6 +45,8 @@ WRAP = {
     "io_threads": 4,
     "overlap": True,
     "plan": "auto",
+    "speculate": None,
+    "delay": None,
 }
 
 PLAN = {
@@ -72,6 +74,7 @@ ENGINE = {
     "counters",
     "device",
     "evaluate",
+    "last_step",
     "load",
     "master_parameters",
     "model",
@@ -94,12 +97,14 @@ STATS = [
     "clipped",
     "skipped",
     "loss_scale",
+    "repeats",
+    "non_finite",
     "bytes_moved",
     "lane_seconds",
     "peak_bytes",
 ]
 
-BUDGET = ["device", "host", "disk", "weights", "state", "gradients", "checkpoints", "slots"]
+BUDGET = ["device", "host", "disk", "weights", "state", "gradients", "checkpoints", "slots", "durability", "interval"]
 
 
 def test_names() -> None:
