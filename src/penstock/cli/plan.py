@@ -31,8 +31,6 @@ penstock plan: the best way to run a model on a machine, and what to expect of i
   --machine NAME|FILE    a machine that ships with penstock, or a profile; without it, this machine, as penstock doctor
                          has measured it
   --batch N              sequences in a step; cut into micro-batches as is best
-  --speculate true|false steps what is on disk before the norm of clipping or fp16 is known, or waits (the faster one)
-  --delay X              share of the optimizer's steps that is taken in the next step's forward, 0 to 1 (the fastest)
   --disk-free SIZE       disk space that may be used, if not what the profile says
   --tbw N                terabytes that each drive is rated for, if not what the profile says
   --json                 print everything as JSON
@@ -44,10 +42,12 @@ With --model, also:
   --optimizer NAME       adamw, adam, sgd or lion (adamw)
   --clip-grad-norm X     clip gradients, so that the optimizer waits for their norm
   --schedule FAMILY      vertical or horizontal (the better one)
+  --speculate true|false steps what is on disk before the norm of clipping or fp16 is known, or waits (the faster one)
+  --delay X              share of the optimizer's steps that is taken in the next step's forward, 0 to 1 (the fastest)
   --device SIZE, --host SIZE                         memory that may be used (most of what the machine has)
 """
 
-_BOTH = ("machine", "batch", "disk-free", "tbw", "speculate", "delay")
+_BOTH = ("machine", "batch", "disk-free", "tbw")
 _WITH_MODEL = (
     *_BOTH,
     "micro-batches",
@@ -57,6 +57,8 @@ _WITH_MODEL = (
     "optimizer",
     "clip-grad-norm",
     "schedule",
+    "speculate",
+    "delay",
     "device",
     "host",
 )
@@ -196,8 +198,8 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
         waits=config.clip_grad_norm is not None or precision == "fp16",
         families=(config.schedule,),
         disk_free=free,
-        speculate=_truth(options, "speculate"),
-        delay=_share(options, "delay"),
+        speculate=config.speculate,
+        delay=config.delay,
         repeats=REPEATS if config.clip_grad_norm is not None else 0.0,
     )
     batch = _whole(options, "batch")

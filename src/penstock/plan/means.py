@@ -71,4 +71,5 @@ def check_means(
 
 def steps_early(program: Program, settings: Settings) -> bool:
     """Whether any group steps before the norm is known, so that a step whose norm is over the limit is run again."""
-    return settings.wait and any(group.trainable and not settings.waits(group.index) for group in program.groups)
+    early = settings.wait and settings.delay < 1
+    return early and any(group.trainable and not settings.waits(group.index) for group in program.groups)

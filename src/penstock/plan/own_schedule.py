@@ -78,10 +78,12 @@ def _order_of_sums(schedule: Schedule) -> dict[str, list[str]]:
     return sums
 
 
-def means_of(schedule: Schedule) -> tuple[bool, float]:
+def means_of(schedule: Schedule, *, wait: bool) -> tuple[bool, float]:
     """Whether a schedule speculates, and the largest delay ratio that delays exactly the chunks that it delays.
 
-    Of the first n chunks that step in host memory n times the ratio are delayed, rounded up (``delayed_share``).
+    ``wait``: whether a step's numbers need the norm. Then a schedule without an op for it speculates, even if all its
+    chunks are delayed. Of the first n chunks that step in host memory n times the ratio are delayed, rounded up
+    (``delayed_share``).
 
     Raises:
         ScheduleError: no ratio delays these chunks.
@@ -96,7 +98,7 @@ def means_of(schedule: Schedule) -> tuple[bool, float]:
             f"the schedule delays the steps of {late} of {len(stepped)} chunks, but not the ones that a delay ratio "
             "does, which are as evenly spread as can be: take a schedule from penstock simulate --delay"
         )
-    return schedule.speculative, most if late else 0.0
+    return schedule.speculative or (wait and "NORM" not in schedule.by_id), most if late else 0.0
 
 
 def _is_late(op: Op) -> bool:
@@ -118,7 +120,7 @@ def _check_means(wanted: Schedule, schedule: Schedule) -> None:
         chunks = ", ".join(differ[:_SHOWN]) + (", ..." if len(differ) > _SHOWN else "")
         raise ScheduleError(
             f"the schedule delays the steps of {len(late)} chunks, and the plan of {len(planned)} (they differ in "
-            f"{chunks}): give delay={means_of(schedule)[1]:.6g}, as the schedule has it"
+            f"{chunks}): give delay={means_of(schedule, wait=True)[1]:.6g}, as the schedule has it"
         )
     carried, handed_on = set(schedule.carried), set(wanted.carried)
     if carried != handed_on:

@@ -208,7 +208,7 @@ class Planning:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
         speculate, delay = self._speculate, self._delay
         if isinstance(self._schedule, Schedule):  # what is left open is as the schedule has it
-            early, share = means_of(self._schedule)
+            early, share = means_of(self._schedule, wait=self._wait)
             speculate, delay = early if speculate is None else speculate, share if delay is None else delay
         return Request(
             program=Program(groups=tuple(g.spec for g in self._shared.groups), stages=tuple(stages)),
