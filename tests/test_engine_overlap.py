@@ -24,6 +24,8 @@ from tests.training import (
     wrap,
 )
 
+from penstock.run import planning
+
 CASE = MODELS["gpt2"]
 STEPS = steps_of(CASE, 3)
 PLACES: dict[str, dict[str, Any]] = {
@@ -161,3 +163,19 @@ def test_bytes_moved_are_those_of_the_schedule_with_a_delay_and_early_steps(tmp_
         planned = engine.plan.schedule.bytes_per_lane()
         assert {lane: n for lane, n in stats[-1].bytes_moved.items() if n} == {k: v for k, v in planned.items() if v}
         assert "CM" in engine.plan.schedule.by_id
+
+
+def test_a_run_that_is_clipped_all_the_time_stops_speculating_and_takes_it_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_WINDOW", 2)
+    clip = sorted(wanted("bf16", 1e9).norms)[0] * 0.9
+    with wrap(CASE, budget(tmp_path), clip_grad_norm=clip, precision="bf16", plan=None) as engine:
+        first = run_steps(engine, STEPS)
+        assert [s.repeats for s in first.stats] == [1, 1, 0]
+        assert not engine.plan.settings.speculate
+        assert_same(wanted("bf16", clip), first)
+        engine._clip = 1e9
+        for _ in range(2):
+            engine.step(STEPS[0])
+        assert engine.plan.settings.speculate

@@ -72,7 +72,7 @@ def moved(engine: penstock.Engine) -> dict[str, int]:
     return {lane: counted[lane] for lane in ("h2d", "d2h", "read", "write")}
 
 
-@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("clip", [1e9, None])
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize(("precision", "weight"), [("fp32", 4), ("bf16", 2)])
 def test_bytes_of_each_lane_follow_from_the_formulas(
@@ -104,7 +104,9 @@ def test_bytes_of_the_cpu_lane(tmp_path: Path) -> None:
         ("fp32", None, "horizontal", 4 + 24 + 12 * (M - 1)),
     ):
         where = budget(tmp_path / f"{precision}.{clip}.{schedule}")
-        with wrap(CASE, where, precision=precision, clip_grad_norm=clip, schedule=schedule) as engine:
+        with wrap(
+            CASE, where, precision=precision, clip_grad_norm=clip, schedule=schedule, speculate=False if clip else None
+        ) as engine:
             assert engine.step(STEPS[0]).bytes_moved["cpu"] == per_element * SIZES.all
 
 
@@ -228,3 +230,16 @@ def test_memory_alone_must_hold_the_state() -> None:
     with pytest.raises(BudgetError, match=r"take 6\.47 MiB, and the budget gives 2 MiB.*budget\.disk"):
         wrap(CASE, penstock.Budget(device="1MiB", host="1MiB"), model=model)
     assert CASE.loss_fn(model, STEPS[0][0]).isfinite()  # the model is as it was
+
+
+def test_what_a_dropped_run_has_moved_counts_in_the_step(tmp_path: Path) -> None:
+    moved_by = []
+    for clip in (1e9, 1e-3):
+        with wrap(CASE, budget(tmp_path / str(clip)), clip_grad_norm=clip, speculate=True, delay=0.0) as engine:
+            store = engine._home.store
+            assert store is not None
+            stats = [engine.step(STEPS[0]), engine.step(STEPS[0])][-1]
+            assert stats.repeats == (clip < 1)
+            moved_by.append(stats.bytes_moved)
+            assert sum(e.bytes for e in engine.trace if e.lane == "read") == moved_by[0]["read"]
+    assert moved_by[1] == {lane: 2 * n for lane, n in moved_by[0].items()}

@@ -66,6 +66,8 @@ PLAN = {
     "delay": None,
     "disk_free": None,
     "tbw": None,
+    "speculate": None,
+    "delay": None,
 }
 
 ENGINE = {

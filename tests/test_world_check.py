@@ -398,6 +398,7 @@ carry old new gradients
 RS0.0 take S=state write S
 OP0.0 after RS0.0 read S,old write S give old
 WS0.0 after OP0.0 read S give S
+CM after WS0.0
 RW0.0@F0 after WS0.0
 F0m0 after RW0.0@F0
 B0m0 after F0m0

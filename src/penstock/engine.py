@@ -32,7 +32,7 @@ from penstock.run.stats import StepStats
 from penstock.run.streams import streams_for
 from penstock.run.trace import MemorySample, TraceEvent
 from penstock.run.trial import Outcome, take_step
-from penstock.schedule.op import LOCAL_LANES, Lane, Schedule
+from penstock.schedule.op import Schedule
 from penstock.sim.result import Simulation
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, group_parameters
@@ -76,7 +76,7 @@ class Engine:
         self.last_step: StepStats | None = None
         """What the last step reported; of the one that a store goes on after, its numbers without lanes and memory."""
         self.trace: list[TraceEvent] = []
-        """Every op of the last step, as it ran."""
+        """Every op of the last step, as it ran; of a step that was run twice, of the run that counts."""
         self.counters: list[MemorySample] = []
         """Bytes in use per tier over the last step."""
         self._began = time.perf_counter()
@@ -211,8 +211,9 @@ class Engine:
             standing.broken_off(context, buffers, error)
             raise
         numbers = self._numbers(outcome, micro_batches, weights, time.perf_counter() - began)
+        stats = self._stats(runner, outcome, numbers)
         self._end_step(runner, outcome, buffers, numbers)
-        self.last_step = self._stats(runner, numbers, time.perf_counter() - began)
+        self.last_step = replace(stats, seconds=time.perf_counter() - began)
         return self.last_step
 
     def _end_step(
@@ -231,6 +232,7 @@ class Engine:
         else:
             self._residence.turn_step()
         self.step_count, self.last_step = self.step_count + 1, numbers
+        self._planning.observe(over=not context.skip and context.clip_factor() < 1.0)
         self._count_update(context)
         self._scale.update(overflow=context.skip)
         self.optimizer.record_step()
@@ -322,22 +324,21 @@ class Engine:
             lr=float(context.hypers[0].lr) if context.hypers else 0.0,
             clipped=self._clip is not None and not skipped and context.norm > self._clip,
             skipped=skipped,
-            repeats=outcome.repeats,
+            repeats=int(outcome.dropped is not None),
             non_finite=None if outcome.non_finite is None else str(outcome.non_finite),
             loss_scale=context.loss_scale,
         )
 
-    def _stats(self, runner: Runner, numbers: StepStats, seconds: float) -> StepStats:
-        """All that a step reports."""
+    def _stats(self, runner: Runner, outcome: Outcome, numbers: StepStats) -> StepStats:
+        """All that a step reports, but for the time that its commit takes."""
         self.trace = runner.trace(numbers.step, self._began)
         self.counters = runner.samples(self._began)
-        busy: dict[Lane, float] = dict.fromkeys(LOCAL_LANES, 0.0)
-        moved: dict[Lane, int] = dict.fromkeys(LOCAL_LANES, 0)
-        for event in self.trace:
-            busy[event.lane] += event.end - event.start
-            moved[event.lane] += event.bytes
+        totals = runner.totals() if outcome.dropped is None else runner.totals() + outcome.dropped
         return replace(
-            numbers, seconds=seconds, bytes_moved=moved, lane_seconds=busy, peak_bytes=dict(runner.pools.peak)
+            numbers,
+            bytes_moved=dict(totals.moved),
+            lane_seconds=dict(totals.busy),
+            peak_bytes=dict(runner.pools.peak),
         )
 
     def _runs(self, group: ParamGroup) -> tuple[Run, ...]:

@@ -94,6 +94,12 @@ def wrap(
             f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a "
             "norm. Leave it out"
         )
+    if budget.gradients is not None and speculate and not delay:
+        raise ConfigError(
+            f"budget.gradients={budget.gradients!r} has no effect with speculate=True: no gradient waits. Leave one out"
+        )
+    if budget.gradients is not None:
+        speculate = bool(speculate)  # who says where gradients wait wants them to
     if budget.durability == "step":
         budget = _all_state_on_disk(budget, precision)
     if isinstance(schedule, Schedule):

@@ -112,6 +112,11 @@ def _slowest(times: Sequence[StageTimes | None]) -> StageTimes | None:
     )
 
 
+_WINDOW = 50
+"""steps after which it is looked at how many were over the limit of the norm"""
+_OTHER = 0.1
+"""a share of steps that differs by more than this from what was expected is worth another plan"""
+_OFTEN = 0.5
 _SIZES = ("checkpoint", "gradient", "kept", "forward_peak", "backward_peak")
 
 
@@ -143,6 +148,7 @@ class Planning:
         self._speculate = speculate
         self._delay = delay
         self._repeats = repeats
+        self._over: list[bool] = []
         self._plans: dict[bool, Ready] = {}
         self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
         self._placed: Placement | None = None
@@ -175,6 +181,20 @@ class Planning:
         prediction = None if times is None else self._predict(plan, times)
         self._plans[train] = Ready(plan=plan, facts=facts, shapes=tuple(largest), prediction=prediction)
         return self._use(self._plans[train])
+
+    def observe(self, *, over: bool) -> None:
+        """Whether a step's norm was over the limit. Every so many steps the share of those that were is compared with
+        what the plan was made for; where it is another one, the next step is planned anew: speculating pays as long as
+        few steps have to be run again.
+        """
+        self._over.append(over)
+        if len(self._over) < _WINDOW:
+            return
+        share = sum(self._over) / _WINDOW
+        self._over.clear()
+        if abs(share - self._repeats) > _OTHER and self._speculate is None and self._wait:
+            self._repeats = share
+            self._plans.pop(True, None)
 
     def prediction_of(self, plan: Plan) -> Simulation | None:
         """What was predicted of a plan that is in use."""
@@ -210,6 +230,8 @@ class Planning:
         if isinstance(self._schedule, Schedule):  # what is left open is as the schedule has it
             early, share = means_of(self._schedule, wait=self._wait)
             speculate, delay = early if speculate is None else speculate, share if delay is None else delay
+        if speculate is None and self._shared.machine is None and self._repeats > _OFTEN:
+            speculate = False  # there is no profile to tell what a step and what waiting costs
         return Request(
             program=Program(groups=tuple(g.spec for g in self._shared.groups), stages=tuple(stages)),
             budget=self._budget,

@@ -20,7 +20,7 @@ from penstock.run.residence import Residence
 from penstock.run.serial import SerialExecutor
 from penstock.run.streams import CudaStreams, HostStreams
 from penstock.run.trace import MemorySample, TraceEvent
-from penstock.schedule.op import Op, Schedule
+from penstock.schedule.op import LOCAL_LANES, Lane, Op, Schedule
 from penstock.schedule.place import FP32, grain
 from penstock.schedule.program import ALIGN
 from penstock.store.layout import Layout, Region
@@ -52,6 +52,20 @@ class Machinery:
     """what plans are made for; None: nothing is predicted"""
     optimizer: str
     """the machine's name for the rate of this optimizer in this precision"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Bytes that each lane has moved in a run, and seconds that it was busy."""
+
+    moved: Mapping[Lane, int]
+    busy: Mapping[Lane, float]
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(
+            moved={lane: n + other.moved[lane] for lane, n in self.moved.items()},
+            busy={lane: s + other.busy[lane] for lane, s in self.busy.items()},
+        )
 
 
 class Runner:
@@ -162,6 +176,15 @@ class Runner:
     def speculates(self) -> bool:
         """Whether a step writes before it knows the norm that its numbers depend on."""
         return self.plan.schedule.speculative
+
+    def totals(self) -> Totals:
+        """What the last run has moved, and how long that took."""
+        moved: dict[Lane, int] = dict.fromkeys(LOCAL_LANES, 0)
+        busy: dict[Lane, float] = dict.fromkeys(LOCAL_LANES, 0.0)
+        for mark in self._executor.marks.values():
+            moved[mark.lane] += mark.moved
+            busy[mark.lane] += mark.end - mark.start
+        return Totals(moved=moved, busy=busy)
 
     def trace(self, step: int, origin: float) -> list[TraceEvent]:
         """What the last run did, op by op; ``origin`` is the run's start in ``perf_counter`` seconds."""

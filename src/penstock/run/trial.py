@@ -17,16 +17,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.run.context import NonFinite, StepContext
-from penstock.run.runner import Runner
+from penstock.run.runner import Runner, Totals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """``context``: of the run that counts. ``repeats``: runs besides it."""
+    """``context``: of the run that counts. ``dropped``: what the run besides it has moved, and how long, if any."""
 
     context: StepContext
     losses: Sequence[float]
-    repeats: int = 0
+    dropped: Totals | None = None
     non_finite: NonFinite | None = None
 
 
@@ -56,18 +56,20 @@ def take_step(
     if undo is None:
         return Outcome(context=context, losses=losses)
     if not math.isfinite(context.norm):
+        dropped = runner.totals()
         undo()
         search = _again(context, search=True)
         runner.run(search, micro_batches, loss_weights)
-        return Outcome(context=context, losses=losses, repeats=1, non_finite=search.found)
+        return Outcome(context=context, losses=losses, dropped=dropped, non_finite=search.found)
     grad_scale = context.clip_factor() / context.loss_scale
     if not runner.speculates or context.clip_factor() == 1.0:
         context.grad_scale = grad_scale  # for the chunks that the next step steps
         return Outcome(context=context, losses=losses)
+    dropped = runner.totals()
     undo()
     again = _again(context, known=True, grad_scale=grad_scale)
     losses = runner.run(again, micro_batches, loss_weights)
-    return Outcome(context=again, losses=losses, repeats=1)
+    return Outcome(context=again, losses=losses, dropped=dropped)
 
 
 def _again(context: StepContext, **changes: Any) -> StepContext:
