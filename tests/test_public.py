@@ -66,8 +66,6 @@ PLAN = {
     "delay": None,
     "disk_free": None,
     "tbw": None,
-    "speculate": None,
-    "delay": None,
 }
 
 ENGINE = {
