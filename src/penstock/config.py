@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -101,6 +101,23 @@ class Budget:
         self._check_durability()
         if self.disk is not None and not self.disk_paths:
             raise ConfigError("budget.disk is an empty list: give a directory or None")
+
+    def with_pins(self, precision: Precision) -> "Budget":
+        """The budget with what its durability asks for pinned: for ``step`` all state is on disk.
+
+        Raises:
+            ConfigError: in fp32, where the master copy is the weights, these are pinned elsewhere.
+        """
+        if self.durability != "step":
+            return self
+        if precision != "fp32":
+            return replace(self, state="disk")
+        if self.weights not in (None, "disk"):
+            raise ConfigError(
+                "budget.durability='step' needs all state on disk, and in fp32 the weights are part of it: "
+                f"budget.weights={self.weights!r} must be 'disk', or durability 'interval'"
+            )
+        return replace(self, state="disk", weights="disk")
 
     def _check_durability(self) -> None:
         asked = f"budget.durability={self.durability!r}"

@@ -19,6 +19,7 @@ from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.spec import OptimizerSpec
 from penstock.plan.fit import Plan
 from penstock.plan.machine import Machine
+from penstock.plan.means import REPEATS
 from penstock.run import batch, numa, snapshots, start
 from penstock.run.buffers import Buffers
 from penstock.run.context import StepContext
@@ -135,6 +136,7 @@ class Engine:
                 wait=self._waits,
                 speculate=speculate,
                 delay=delay,
+                repeats=0.0 if clip_grad_norm is None else REPEATS,  # a step that overflows in fp16 is not run again
                 before_change=self._rest,
             )
             self._standing.note(between_steps=True)

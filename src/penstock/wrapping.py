@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,6 +12,7 @@ from penstock.engine import Engine
 from penstock.errors import ConfigError
 from penstock.optim.spec import OptimizerSpec
 from penstock.plan.machine import Machine
+from penstock.plan.means import with_pinned_gradients
 from penstock.plan.meta import Kind
 from penstock.plan.profiles import check_device, find_profile, on_directories
 from penstock.run.device import resolve_device
@@ -89,19 +89,13 @@ def wrap(
         precision = "fp32" if where.type == "cpu" else "bf16"
     if precision not in DTYPES:
         raise ConfigError(f"precision={precision!r}: must be one of {', '.join(DTYPES)}")
-    if budget.gradients is not None and clip_grad_norm is None and precision != "fp16":
+    if budget.gradients is not None and clip_grad_norm is None and precision != "fp16" and not delay:
         raise ConfigError(
             f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a "
             "norm. Leave it out"
         )
-    if budget.gradients is not None and speculate and not delay:
-        raise ConfigError(
-            f"budget.gradients={budget.gradients!r} has no effect with speculate=True: no gradient waits. Leave one out"
-        )
-    if budget.gradients is not None:
-        speculate = bool(speculate)  # who says where gradients wait wants them to
-    if budget.durability == "step":
-        budget = _all_state_on_disk(budget, precision)
+    speculate = with_pinned_gradients(speculate, delay, budget)
+    budget = budget.with_pins(precision)
     if isinstance(schedule, Schedule):
         check(schedule)
     return Engine(
@@ -121,22 +115,6 @@ def wrap(
         speculate=speculate,
         delay=delay,
     )
-
-
-def _all_state_on_disk(budget: Budget, precision: Precision) -> Budget:
-    """The budget with all state pinned to disk, so that every step can be a commit.
-
-    Raises:
-        ConfigError: in fp32, where the master copy is the weights, these are pinned elsewhere.
-    """
-    if precision != "fp32":
-        return replace(budget, state="disk")
-    if budget.weights not in (None, "disk"):
-        raise ConfigError(
-            f"budget.durability='step' needs all state on disk, and in fp32 the weights are part of it: "
-            f"budget.weights={budget.weights!r} must be 'disk', or durability 'interval'"
-        )
-    return replace(budget, state="disk", weights="disk")
 
 
 def _machine(plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget) -> Machine | None:

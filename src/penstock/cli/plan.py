@@ -16,7 +16,7 @@ from penstock.plan.ask import PlanReport, measured, plan, rated, report
 from penstock.plan.fit import Family
 from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
-from penstock.plan.means import REPEATS
+from penstock.plan.means import REPEATS, with_pinned_gradients
 from penstock.plan.meta import Kind
 from penstock.plan.model import ModelShape
 from penstock.plan.profiles import check_device, machine_named, on_directories
@@ -190,7 +190,7 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
     task = Task(
         shape=_shape(config, machine),
         machine=machine,
-        budget=config.budget,
+        budget=config.budget.with_pins(precision),
         sequence_length=config.data.sequence_length,
         precision=precision,
         optimizer=config.optimizer.name,
@@ -198,7 +198,7 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
         waits=config.clip_grad_norm is not None or precision == "fp16",
         families=(config.schedule,),
         disk_free=free,
-        speculate=config.speculate,
+        speculate=with_pinned_gradients(config.speculate, config.delay, config.budget),
         delay=config.delay,
         repeats=REPEATS if config.clip_grad_norm is not None else 0.0,
     )

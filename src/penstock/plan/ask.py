@@ -23,7 +23,7 @@ from penstock.plan.fit import Family, Plan
 from penstock.plan.forecast import Forecast, forecast
 from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
-from penstock.plan.means import REPEATS
+from penstock.plan.means import REPEATS, with_pinned_gradients
 from penstock.plan.meta import Kind
 from penstock.plan.model import ModelShape
 from penstock.plan.profiles import find_profile, machine_named, on_directories
@@ -146,10 +146,11 @@ def plan(
         raise ConfigError(
             f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a norm"
         )
+    speculate = with_pinned_gradients(speculate, delay, budget)
     task = Task(
         shape=_shape_of(model, found),
         machine=found,
-        budget=budget,
+        budget=budget.with_pins(precision),
         sequence_length=sequence_length,
         precision=precision,
         optimizer=optimizer,

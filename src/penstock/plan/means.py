@@ -69,6 +69,21 @@ def check_means(
         raise ConfigError(f"delay={delay:g} needs schedule='vertical': horizontal goes to every block several times")
 
 
+def with_pinned_gradients(speculate: bool | None, delay: float | None, budget: Budget) -> bool | None:
+    """``speculate`` where ``budget.gradients`` says where gradients wait: then they are to wait.
+
+    Raises:
+        ConfigError: they cannot, because ``speculate=True`` and nothing is delayed.
+    """
+    if budget.gradients is None:
+        return speculate
+    if speculate and not delay:
+        raise ConfigError(
+            f"budget.gradients={budget.gradients!r} has no effect with speculate=True: no gradient waits. Leave one out"
+        )
+    return bool(speculate)
+
+
 def steps_early(program: Program, settings: Settings) -> bool:
     """Whether any group steps before the norm is known, so that a step whose norm is over the limit is run again."""
     early = settings.wait and settings.delay < 1
