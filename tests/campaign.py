@@ -78,6 +78,11 @@ SETTINGS = {
 }
 
 
+def share(total: int) -> int:
+    """How many of ``total`` cases, spread over all settings, are for one of them."""
+    return -(-total // len(SETTINGS))
+
+
 def open_run(setting: Setting, store: Path, model: nn.Module | None = None) -> penstock.Engine:
     """A new run, or the one that is in ``store``."""
     return wrap(CASE, budget(store, **setting.budget), model=model, **setting.numbers, **setting.how)

@@ -91,7 +91,8 @@ def test_a_fault_at_any_system_call_is_named_and_survived(
     with intercepted(tmp_path / "clean", clean):
         whole_life(Attempt(name, tmp_path / "clean" / "store"), tmp_path / "clean")
     total = len(clean.calls)
-    numbers = list(range(total)) if campaign.full else random.Random(name).sample(range(total), 2)
+    every = 1 if name == next(iter(SETTINGS)) else 5  # the others differ in order and number, not in kind
+    numbers = list(range(0, total, every)) if campaign.full else random.Random(name).sample(range(total), 2)
     struck: Counter[str] = Counter()
     again = 0
     for number in numbers:

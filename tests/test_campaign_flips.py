@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.campaign import SETTINGS, Attempt, Setting, Truth, go_on, open_run, truth
+from tests.campaign import SETTINGS, Attempt, Setting, Truth, go_on, open_run, share, truth
 from tests.conftest import Campaign
 from tests.faults import Call, Go, Nth, intercepted
 from tests.training import assert_same_state, state_of
@@ -90,7 +90,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(
         go_on(engine, DONE)
     kinds = stretches(trained)
     hit: Counter[str] = Counter()
-    for _ in range(campaign.cases(1, 25)):
+    for _ in range(campaign.cases(1, share(25))):
         for kind, places in kinds.items():
             stretch = rng.choice(places)
             store = tmp_path / "store"
