@@ -78,7 +78,7 @@ class Victims:
         """A process that trains on ``store``; killed ``after`` so many seconds, or ``at`` an instant of a commit."""
         code = self.call(train_here, self.setting, self.last, store, diary, at, after=after)
         found = Diary.read(diary)
-        assert code == 0 if found.state else code == -signal.SIGKILL, code
+        assert code == -signal.SIGKILL or (code == 0 and found.state is not None), code
         return found
 
     def call(
