@@ -132,7 +132,7 @@ def test_a_disk_that_stalls_at_any_call_is_waited_for(name: str, tmp_path: Path,
     seconds = campaign.cases(1, 3) * 0.5
     clean = Nth(-1, lambda call, go: go())
     _train_and_close(name, tmp_path / "store", clean)
-    stalled = [rng.randrange(len(clean.calls) * 3 // 4) for _ in range(campaign.cases(2, share(40)))]
+    stalled = [rng.randrange(len(clean.calls) * 3 // 4) for _ in range(campaign.cases(1, share(40)))]
     names = set()
     for case, number in enumerate(stalled):
 

@@ -92,7 +92,7 @@ def test_a_fault_at_any_system_call_is_named_and_survived(
         whole_life(Attempt(name, tmp_path / "clean" / "store"), tmp_path / "clean")
     total = len(clean.calls)
     every = 1 if name == next(iter(SETTINGS)) else 5  # the others differ in order and number, not in kind
-    numbers = list(range(0, total, every)) if campaign.full else random.Random(name).sample(range(total), 2)
+    numbers = list(range(0, total, every)) if campaign.full else random.Random(name).sample(range(total), 1)
     struck: Counter[str] = Counter()
     again = 0
     for number in numbers:

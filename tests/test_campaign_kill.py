@@ -37,7 +37,7 @@ def test_a_run_killed_at_any_instant_goes_on_bit_for_bit(name: str, tmp_path: Pa
 
     struck = {"at a time": 0, "in a commit": 0}
     from_step: Counter[int | None] = Counter()
-    for case in range(campaign.cases(3, share(200))):
+    for case in range(campaign.cases(2, share(200))):
         kind = "in a commit" if case % 2 else "at a time"
         store = tmp_path / f"{case}"
         lives = [_kill(victims, kind, rng, length, clean, store)]
