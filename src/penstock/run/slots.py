@@ -20,6 +20,7 @@ class Slots:
         self._counts = dict(counts)
         self._durable = dict.fromkeys(counts, 0) if durable is None else _parse(counts, durable)
         self._current = dict(self._durable)
+        self._before = dict(self._durable)
 
     @staticmethod
     def of(store: Store) -> "Slots":
@@ -45,8 +46,8 @@ class Slots:
         return self._current[name]
 
     def before(self, name: str) -> int:
-        """Where what a step has not changed yet still is, after ``turn``."""
-        return self._durable[name]
+        """Where what a step has left to the next one still is: what reads returned before ``turn``."""
+        return self._before[name]
 
     @property
     def settled(self) -> bool:
@@ -59,7 +60,7 @@ class Slots:
     def turn(self, names: Iterable[str]) -> None:
         """All of these extents has been written: reads return it from now on."""
         for name in names:
-            self._current[name] = self.target(name)
+            self._before[name], self._current[name] = self._current[name], self.target(name)
 
     def record(self) -> str:
         """What a commit keeps: a digit for each extent, in the order of their names."""
