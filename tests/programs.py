@@ -86,6 +86,13 @@ class Case:
         build = horizontal if self.family == "horizontal" else vertical
         return build(self.program, self.settings, (("device", "working", 900),))
 
+    def gradient_bytes(self, schedule: Schedule, tag: str) -> int:
+        """Of an element of the chunk ``tag`` ("5.1"), as it crosses in a schedule of this case and waits: in fp32 if it
+        comes in several parts."""
+        crossings = sum(op.id.startswith(f"DG{tag}@") for op in schedule.lanes["d2h"])
+        s = self.settings
+        return 2 if (s.grad_dtype, s.cast, crossings) == ("bf16", "device", 1) else 4
+
 
 def random_case(seed: int, *, largest: int = 4) -> Case:
     """A case drawn from the product of all settings; the same one for the same seed."""
@@ -113,6 +120,7 @@ def random_case(seed: int, *, largest: int = 4) -> Case:
     )
     if settings.wait and rng.random() < 0.4:
         settings = replace(settings, speculate=True)
-    return Case(
-        program=program, settings=settings, family=rng.choice(("vertical", "horizontal")) if train else "vertical"
-    )
+    family = rng.choice(("vertical", "horizontal")) if train else "vertical"
+    if rng.random() < 0.4:
+        settings = replace(settings, grad_dtype="bf16", cast=rng.choice(("device", "host")))
+    return Case(program=program, settings=settings, family=family)

@@ -281,6 +281,19 @@ def test_a_delay_that_pays_is_part_of_the_plan() -> None:
     assert not any("not in this version" in a.change for a in report.advice)
 
 
+def test_the_dtype_of_gradients_and_who_rounds_them_are_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "in bf16, rounded" not in answered(capsys, config)
+    found = re.search("gradients   in bf16, rounded (.+)", answered(capsys, config, "--grad_dtype", "bf16"))
+    plan = json.loads(answered(capsys, config, "--grad_dtype", "bf16", "--json"))["plan"]
+    assert plan["grad_dtype"] == "bf16"
+    assert found is not None
+    assert found[1] == {"device": "on the device", "host": "as the optimizer reads them"}[plan["cast"]]
+    words = ("--model", "gpt-65b", "--machine", "a100-40g", "--batch", 16, "--json")
+    plan = json.loads(answered(capsys, *words, "--grad-dtype", "bf16"))["plan"]
+    assert (plan["grad_dtype"], plan["cast"]) == ("bf16", "device"), "over PCIe the device had better round"
+    assert "must be one of fp32, bf16" in refused(capsys, *words, "--grad-dtype", "fp16")
+
+
 # ---- the means by which a step comes to its numbers
 
 CLIPPED = ("--clip_grad_norm", 1.0, "--budget.state", "disk", "--budget.weights", "disk", "--budget.host", "12MiB")

@@ -110,6 +110,7 @@ def test_an_unknown_flag_names_itself_and_the_nearest_known_one(config_file: Pat
         ("speculate", "true", "no step waits for a norm"),
         ("speculate", "false", "no step waits for a norm"),
         ("speculate", "maybe", "true or false or null"),
+        ("grad_dtype", "fp16", "one of fp32, bf16"),
         ("evaluate", "{every: 1, share: 1.0}", "between 0 and 1"),
     ],
 )

@@ -96,6 +96,18 @@ def test_same_bits_as_the_oracle(
     assert_same(train(CASE, where(tmp_path / "store"), STEPS, **common, **settings), reference(precision, clip))
 
 
+@pytest.mark.parametrize("name", ["disk", "disk_all", "host", "device", "planned"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_are_rounded_to_the_same_bits_on_either_side(name: str, precision: str, tmp_path: Path) -> None:
+    """Horizontal sums on the host, which rounds; vertical rounds on the device what is complete there."""
+    where, settings = VARIANTS[name]
+    common: Setting = {"precision": precision, "grad_dtype": "bf16", "clip_grad_norm": CLIP, "device": "cuda"}
+    on_host = train(CASE, budget(tmp_path / "host"), STEPS, schedule="horizontal", overlap=False, **common)
+    with wrap(CASE, where(tmp_path / "found"), **settings, **common) as engine:
+        assert_same(on_host, run_steps(engine, STEPS))
+        assert engine.plan.settings.cast == "device"
+
+
 @pytest.mark.parametrize("name", ["mixtral", "t5", "skips"])
 def test_same_bits_with_other_shapes_of_model(name: str, tmp_path: Path) -> None:
     case = MODELS[name]

@@ -72,13 +72,14 @@ def test_a_delay_moves_work_and_adds_none(case: Case, share: float) -> None:
     cuts = [chunks(g, case.settings.chunk) for g in case.program.groups]
     for op in late_steps(late):
         numel = cuts[op.word.group][op.word.chunk].numel
+        width = case.gradient_bytes(plain, op.id[2:])
         if f"NG{op.id[2:]}" not in plain.by_id:  # its step would have computed its part of the norm in passing
-            expected["cpu"] += numel * FP32
+            expected["cpu"] += numel * width
         if case.settings.place.weights[op.word.group] == "disk":
             expected["read"] -= numel * case.settings.form.weight_bytes
         if case.settings.place.gradients == "disk" and not case.settings.waits(op.word.group):
-            expected["read"] += numel * FP32
-            expected["write"] += numel * FP32
+            expected["read"] += numel * width
+            expected["write"] += numel * width
     assert late.bytes_per_lane() == expected
 
 

@@ -17,6 +17,7 @@ from penstock.plan.lane_loads import Loads, bound, by_lane, limits_of
 from penstock.plan.placement_lp import PlacementLP
 from penstock.plan.rounding import PATTERNS, Limits, Rounding, assign
 from penstock.schedule.place import Depths, Format
+from penstock.schedule.provision import narrow_groups
 from penstock.schedule.world import World
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
@@ -32,14 +33,28 @@ def asked(case: Case) -> Request:
         micro_batches=case.settings.micro_batches,
         wait=case.settings.wait,
         speculate=case.settings.speculate,
+        grad_dtype=case.settings.grad_dtype,
+        cast=case.settings.cast,
         train=case.settings.train,
         family="horizontal" if case.family == "horizontal" else "vertical",
     )
 
 
+def costs_of(case: Case) -> Costs:
+    return machine_costs(
+        MACHINE,
+        case.program,
+        case.settings.form,
+        times_for(case.program),
+        "adamw.fp32",
+        grad_dtype=case.settings.grad_dtype,
+        narrow=narrow_groups(asked(case).route, case.settings),
+    )
+
+
 def compared(case: Case) -> list[tuple[str, float, float]]:
     """(lane, seconds by the linear program's coefficients, simulated seconds)"""
-    costs = machine_costs(MACHINE, case.program, case.settings.form, times_for(case.program), "adamw.fp32")
+    costs = costs_of(case)
     found = by_lane(Loads(asked(case), case.settings, costs).of(case.settings.place))
     work = simulate(World.of(case.build()), costs).work(0)
     return [(lane, seconds, work.get(lane, 0.0)) for lane, seconds in found.items()]
@@ -88,7 +103,7 @@ def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int) -> 
     lp = PlacementLP(
         asked(case),
         case.settings,
-        machine_costs(MACHINE, case.program, case.settings.form, times_for(case.program), "adamw.fp32"),
+        costs_of(case),
     )
     if not case.settings.train:
         return

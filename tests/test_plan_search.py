@@ -218,6 +218,18 @@ def test_advice_for_a_large_schedule_is_not_simulated(monkeypatch: pytest.Monkey
     assert not any(a.simulated for a in advice(asked, 2, choice))
 
 
+def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
+    """Never by itself: it changes the numbers, and the advice says so."""
+    slow_link = replace(MACHINE, device=replace(MACHINE.device, d2h=3e6, d2h_both=3e6, kind="cuda"))
+    asked = task(host=1 << 28, machine=slow_link)
+    gains = {change: gain for change, gain in advised(asked, 2, 2).items() if change.startswith("grad_dtype bf16")}
+    assert len(gains) == 1
+    assert "changes the numbers" in next(iter(gains))
+    assert next(iter(gains.values())) > 1.05
+    assert search(asked.question(2, 2)).plan.settings.grad_dtype == "fp32"
+    assert not any("grad_dtype" in change for change in advised(replace(asked, grad_dtype="bf16"), 2, 2))
+
+
 def test_compute_bound_training_is_not_sold_a_drive() -> None:
     fast_disk = replace(MACHINE, drives=(replace(DRIVE, read=2e10, write=2e10, read_both=2e10, write_both=2e10),))
     changes = advised(task(machine=fast_disk), 2, 8)

@@ -47,6 +47,7 @@ WRAP = {
     "plan": "auto",
     "speculate": None,
     "delay": None,
+    "grad_dtype": None,
 }
 
 PLAN = {
@@ -64,6 +65,7 @@ PLAN = {
     "schedule": None,
     "speculate": None,
     "delay": None,
+    "grad_dtype": "fp32",
     "disk_free": None,
     "tbw": None,
 }

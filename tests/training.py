@@ -131,10 +131,12 @@ def plain_loop(
     steps: Sequence[MicroBatches],
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     clip: float | None,
+    grad_dtype: torch.dtype = torch.float32,
 ) -> Plain:
     """Gradient accumulation and a torch optimizer on ``model``, drawing the random numbers that the engine draws.
 
-    Only where blocks begin is taken from ``engine``, which has run a step.
+    ``grad_dtype``: what the accumulated gradients are rounded to, before all else. Only where blocks begin is taken
+    from ``engine``, which has run a step.
     """
     named = dict(model.named_modules())
     blocks = [Block(name=site.name, module=named[site.name]) for site in engine._tape.sites]
@@ -145,6 +147,9 @@ def plain_loop(
         weights = [count / sum(counts) for count in counts]
         each, _ = plain_step(case, model, blocks, engine.plan.program.stages, micro_batches, weights, number)
         losses.append(sum(w * float(loss) for w, loss in zip(weights, each, strict=True)))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(parameter.grad.to(grad_dtype))
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else torch.inf)))
         torch_optimizer.step()
     flat = [p.detach().flatten() for _, p in sorted(model.named_parameters())]

@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 Precision = Literal["fp32", "bf16", "fp16"]
+GradDtype = Literal["fp32", "bf16"]
 Durability = Literal["step", "interval", "none"]
 
 _UNITS = {"": 1, "B": 1}
@@ -314,6 +315,7 @@ class TrainConfig:
     | ``micro_batches`` | micro-batches that a step accumulates gradients over |
     | ``micro_batch_size`` | sequences in a micro-batch |
     | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; None: bf16 on a GPU, fp32 on the CPU |
+    | ``grad_dtype`` | ``fp32``, or ``bf16``: each step's gradient is rounded to it, once, before norm and optimizer |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; None: by a fixed order of preference |
     | ``delay`` | share of each group's chunks that steps in the next step's forward, 0 to 1; None: the plan chooses |
@@ -337,6 +339,7 @@ class TrainConfig:
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     evaluate: EvaluateConfig | None = None
     precision: Precision | None = None
+    grad_dtype: GradDtype = "fp32"
     schedule: Literal["vertical", "horizontal"] | Path = "vertical"
     plan: Literal["auto"] | None = "auto"
     delay: float | None = None

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
-from penstock.config import Budget, Precision
+from penstock.config import Budget, GradDtype, Precision
 from penstock.errors import ConfigError, NonFiniteError, StoreError
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.spec import OptimizerSpec
@@ -68,6 +68,7 @@ class Engine:
         machine: Machine | None,
         speculate: bool | None,
         delay: float | None,
+        grad_dtype: GradDtype,
     ) -> None:
         self.model = model
         self.budget = budget
@@ -136,6 +137,7 @@ class Engine:
                 wait=self._waits,
                 speculate=speculate,
                 delay=delay,
+                grad_dtype=grad_dtype,
                 repeats=0.0 if clip_grad_norm is None else REPEATS,  # a step that overflows in fp16 is not run again
                 before_change=self._rest,
             )

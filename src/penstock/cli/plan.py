@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.cli.settings import load
-from penstock.config import OptimizerName, Precision, TrainConfig, parse_size
+from penstock.config import GradDtype, OptimizerName, Precision, TrainConfig, parse_size
 from penstock.errors import ConfigError
 from penstock.plan.arguments import check_disk
 from penstock.plan.ask import PlanReport, measured, plan, rated, report
@@ -39,6 +39,7 @@ With --model, also:
   --micro-batches M --micro-batch-size B             how a step is cut, instead of --batch
   --sequence N           tokens in a sequence (2048)
   --precision P          fp32, bf16 or fp16 (bf16 on a GPU, fp32 on a CPU)
+  --grad-dtype T         fp32, or bf16: gradients are rounded to it before norm and optimizer (fp32)
   --optimizer NAME       adamw, adam, sgd or lion (adamw)
   --clip-grad-norm X     clip gradients, so that the optimizer waits for their norm
   --schedule FAMILY      vertical or horizontal (the better one)
@@ -54,6 +55,7 @@ _WITH_MODEL = (
     "micro-batch-size",
     "sequence",
     "precision",
+    "grad-dtype",
     "optimizer",
     "clip-grad-norm",
     "schedule",
@@ -154,6 +156,7 @@ def _of_model(arguments: PlanArguments) -> PlanReport:
         "micro_batch_size": _whole(options, "micro-batch-size"),
         "sequence_length": _whole(options, "sequence") or 2048,
         "precision": _one_of(options, "precision", get_args(Precision)),
+        "grad_dtype": _one_of(options, "grad-dtype", get_args(GradDtype)) or "fp32",
         "optimizer": _one_of(options, "optimizer", get_args(OptimizerName)) or "adamw",
         "clip_grad_norm": _number(options, "clip-grad-norm"),
         "schedule": _one_of(options, "schedule", get_args(Family)),
@@ -199,6 +202,7 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
         families=(config.schedule,),
         disk_free=free,
         speculate=with_pinned_gradients(config.speculate, config.delay, config.budget),
+        grad_dtype=config.grad_dtype,
         delay=config.delay,
         repeats=REPEATS if config.clip_grad_norm is not None else 0.0,
     )

@@ -130,6 +130,9 @@ def _memory(f: Forecast) -> Iterator[str]:
         yield f"            {_of_blocks(f)}"
     waits = f"; gradients wait on {place.gradients}" if f.gradients_wait else ""
     yield f"checkpoints on {place.checkpoints}{waits}"
+    if settings.grad_dtype == "bf16":
+        where = "on the device" if settings.cast == "device" else "as the optimizer reads them"
+        yield f"gradients   in bf16, rounded {where}"
     yield f"chunks      of {format_size(settings.chunk * FP32)} in fp32, {len(f.choice.plan.schedule.ops):,} ops a step"
     yield ""
     yield f"{'memory':<12}{'given':>10}" + "".join(f"{phase:>10}" for phase in _PHASES)

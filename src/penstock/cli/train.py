@@ -208,6 +208,7 @@ def _engine(
         device=config.device,
         seed=config.seed,
         speculate=config.speculate,
+        grad_dtype=config.grad_dtype,
         delay=config.delay,
     )
 

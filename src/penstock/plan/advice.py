@@ -127,6 +127,9 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
         free = replace(budget, weights=None, state=None, gradients=None, checkpoints=None)
         words = ", ".join(f"budget.{kind}" for kind in pins)
         yield variant(f"tiers chosen by the planner instead of {words}", replace(task, budget=free))
+    if task.grad_dtype == "fp32":
+        words = "grad_dtype bf16: gradients are rounded before norm and optimizer, which changes the numbers"
+        yield variant(words, replace(task, grad_dtype="bf16"))
     if task.speculate is False and task.may_speculate:
         yield variant("speculate: steps before the norm is known", replace(task, speculate=None))
     if task.delay is not None and chosen == "vertical":

@@ -15,7 +15,7 @@ from penstock.plan.means import steps_early
 from penstock.plan.proposals import Proposals
 from penstock.plan.question import Question
 from penstock.plan.search import Choice, search
-from penstock.schedule.place import FP32, Settings
+from penstock.schedule.place import Settings
 from penstock.schedule.provision import Provision
 from penstock.sim.costs import Costs
 
@@ -156,4 +156,4 @@ def _estimated(question: Question, like: Settings) -> tuple[Settings, float] | N
 def _held_bytes(request: Request, settings: Settings) -> int:
     provision = Provision(request.route, settings)
     uses = ((g, use) for g in provision.streamed() for use in range(len(request.route.uses[g])))
-    return sum(provision.held_count(g, use) for g, use in uses) * settings.chunk * FP32
+    return sum(provision.held_count(g, use) for g, use in uses) * settings.chunk * provision.widest_gradient

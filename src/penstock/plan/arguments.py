@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
-from penstock.config import Budget, OptimizerName, Precision
+from penstock.config import Budget, GradDtype, OptimizerName, Precision
 from penstock.errors import ConfigError
 from penstock.plan.fit import Family
 from penstock.plan.machine import Machine
@@ -24,8 +24,11 @@ def check_sources(model: object, machine: object, budget: object) -> None:
         raise ConfigError(f"budget={_shown(budget)}: must be a penstock.Budget or None")
 
 
-def check_choices(*, precision: object, optimizer: object, momentum: object, schedule: object) -> None:
+def check_choices(
+    *, precision: object, grad_dtype: object, optimizer: object, momentum: object, schedule: object
+) -> None:
     """Raises ConfigError: one of them is none of the words that it may be."""
+    _check_one_of("grad_dtype", grad_dtype, get_args(GradDtype))
     _check_one_of("optimizer", optimizer, get_args(OptimizerName))
     if precision is not None:
         _check_one_of("precision", precision, get_args(Precision))

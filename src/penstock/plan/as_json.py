@@ -87,6 +87,8 @@ def _plan(f: Forecast) -> dict[str, Any]:
         "sequence_length": task.sequence_length,
         "delay": settings.delay,
         "precision": task.precision,
+        "grad_dtype": task.grad_dtype,
+        "cast": settings.cast if task.grad_dtype != "fp32" else None,
         "optimizer": task.optimizer,
         "waits_for_norm": task.waits,
         "speculates": steps_early(f.choice.plan.program, settings),

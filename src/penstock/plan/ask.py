@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Budget, OptimizerName, Precision, Tier, format_size
+from penstock.config import Budget, GradDtype, OptimizerName, Precision, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.plan.advice import Advice, advice, refusal
 from penstock.plan.alternatives import Alternatives, alternatives
@@ -85,6 +85,7 @@ def plan(
     micro_batch_size: int | None = None,
     sequence_length: int = 2048,
     precision: Precision | None = None,
+    grad_dtype: GradDtype = "fp32",
     optimizer: OptimizerName = "adamw",
     momentum: bool = False,
     clip_grad_norm: float | None = None,
@@ -109,6 +110,8 @@ def plan(
         micro_batches, micro_batch_size: how a step is cut, instead of ``batch``; both or neither.
         sequence_length: tokens in a sequence.
         precision: None: bf16 on a GPU, fp32 on a CPU.
+        grad_dtype: what gradients are rounded to before norm and optimizer. With ``"bf16"`` they are rounded on the
+            device, where that is faster, and half as many bytes go to the host.
         optimizer: its name; ``momentum``: whether ``"sgd"`` has it.
         clip_grad_norm: None: no clipping, and the optimizer overlaps with the backward without more ado.
         schedule: a family; None: the better one.
@@ -124,7 +127,7 @@ def plan(
         ModelError: the model cannot be run block by block.
     """
     check_sources(model, machine, budget)
-    check_choices(precision=precision, optimizer=optimizer, momentum=momentum, schedule=schedule)
+    check_choices(precision=precision, grad_dtype=grad_dtype, optimizer=optimizer, momentum=momentum, schedule=schedule)
     check_split(
         batch=batch,
         micro_batches=micro_batches,
@@ -160,6 +163,7 @@ def plan(
         disk_free=free_bytes(found) if disk_free is None else disk_free,
         speculate=speculate,
         delay=delay,
+        grad_dtype=grad_dtype,
         repeats=REPEATS if clip_grad_norm is not None else 0.0,
     )
     return report(task, batch=batch, split=None if micro_batches is None else (micro_batch_size or 1, micro_batches))

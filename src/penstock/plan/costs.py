@@ -1,12 +1,15 @@
 """From a machine profile and a model's stage times to the costs that the simulator needs."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from penstock.config import GradDtype
 from penstock.errors import ConfigError
+from penstock.plan.crossing import crossing_of, step_rate
 from penstock.plan.machine import Drive, Machine
 from penstock.plan.model import StageTimes
 from penstock.schedule.op import LANES, Lane, Op
-from penstock.schedule.place import FP32, Format
+from penstock.schedule.place import BF16, FP32, Format
 from penstock.schedule.program import Program
 from penstock.sim.costs import Costs, Pair
 
@@ -34,34 +37,42 @@ class Disk:
         )
 
 
-def step_bytes(form: Format) -> int:
-    """Bytes per parameter that a step touches: gradient, then state read and written, and the new weights.
-
-    An ``OP``'s ``nbytes`` are its elements times this (``schedule.update``).
-    """
-    return FP32 + 2 * form.state_slot_bytes + (form.weight_bytes if form.split else 0)
-
-
 def machine_costs(
-    machine: Machine, program: Program, form: Format, times: StageTimes, optimizer: str, *, io_threads: int = 4
+    machine: Machine,
+    program: Program,
+    form: Format,
+    times: StageTimes,
+    optimizer: str,
+    *,
+    io_threads: int = 4,
+    grad_dtype: GradDtype = "fp32",
+    narrow: Collection[int] = (),
 ) -> Costs:
     """The costs of a schedule of ``program`` on ``machine``.
 
     ``optimizer``: key of the machine's optimizer rates, ``"adamw.bf16"``. ``io_threads``: as ``penstock.wrap``.
+    ``grad_dtype``: as in ``Settings``; ``narrow``: groups whose gradients are rounded to it on the device
+    (``schedule.provision``).
 
     A transfer takes its bytes over the lane's rate, compute what ``times`` say, an optimizer step its parameters over
-    the measured rate; sums and norms on the host are bound by memory like the step, and take its bytes per second.
+    the measured rate; a gradient that is rounded on its way what doctor has measured of that (``crossing``); sums and
+    norms on the host are bound by memory like the step, and take its bytes per second.
 
     Raises:
         ConfigError: the machine has no rate for this optimizer.
     """
-    touched = step_bytes(form)
+    touched = form.step_bytes()
     if optimizer not in machine.host.optimizer:
         known = ", ".join(sorted(machine.host.optimizer)) or "none"
         raise ConfigError(
             f"the profile of {machine.name} has no optimizer rate {optimizer}, only {known}: measure it "
             "with penstock doctor"
         )
+    steps = {False: step_rate(machine, optimizer, "rounded" if grad_dtype == "bf16" else "fp32") * touched}
+    rounded_down = 0.0
+    if narrow:
+        steps[True] = step_rate(machine, optimizer, "bf16") * form.step_bytes(BF16)
+        rounded_down = BF16 * crossing_of(machine).grad_bf16
     host = machine.host.optimizer[optimizer] * touched
     device = machine.device.optimizer.get(optimizer, 0.0) or host / touched
     disk = Disk.of(machine.drives)
@@ -92,6 +103,11 @@ def machine_costs(
             return 0.0
         if lane not in rates:
             raise KeyError(f"op {op.id} of lane {lane}: {machine.name} has none")
+        word = op.word
+        if word.kind == "OP":
+            return machine.overhead + op.nbytes / steps[word.group in narrow]
+        if word.kind == "DG" and word.group in narrow:
+            return machine.overhead + op.nbytes / rounded_down
         return machine.overhead + op.nbytes / rates[lane] + (latency if lane in ("net", "send") else 0.0)
 
     workers = max(1, io_threads // 2)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Literal
 
 from penstock.plan.machine import Crossing, Machine
+from penstock.schedule.place import Side
 
-Side = Literal["device", "host"]
 Reads = Literal["fp32", "bf16", "rounded"]
 """How a step on the host meets its gradient: as it is, in fp32 or in bf16, or in fp32 to be rounded to bf16."""
 

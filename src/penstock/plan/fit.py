@@ -12,14 +12,14 @@ from functools import cached_property
 from itertools import product
 from typing import Literal
 
-from penstock.config import Budget, Tier, format_size
+from penstock.config import Budget, GradDtype, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.plan.means import check_means, no_speculation, steps_early
 from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.op import Schedule, peak_bytes
-from penstock.schedule.place import FP32, Depths, Format, Placement, Settings, checksum_bytes, page_up
+from penstock.schedule.place import BF16, FP32, Depths, Format, Placement, Settings, Side, checksum_bytes, page_up
 from penstock.schedule.program import ALIGN, Program
-from penstock.schedule.provision import Provision, fixed_bytes
+from penstock.schedule.provision import Provision, fixed_bytes, narrow_groups
 from penstock.schedule.route import Route
 from penstock.schedule.vertical import vertical, vertical_route
 
@@ -39,6 +39,8 @@ class Plan:
     state_bytes: int
     """weights, fp32 gradients and optimizer state of the whole model"""
     disk_bytes: int
+    narrow: frozenset[int] = frozenset()
+    """groups whose gradients cross to the host, and wait, in bf16"""
 
     @property
     def device_bytes(self) -> int:
@@ -78,9 +80,10 @@ class Request:
     """What is to be fitted.
 
     ``wait``, ``speculate``, ``delay``: as in ``Settings``; of the latter two None leaves the choice to the planner,
-    and where there is nothing to choose by (``fit``) what can speculates, and nothing is delayed. ``inputs``: bytes of
-    all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the device besides the
-    state, where state steps there.
+    and where there is nothing to choose by (``fit``) what can speculates, and nothing is delayed. ``grad_dtype``,
+    ``cast``: likewise; None is the device where there is nothing to choose by: fewer bytes cross and wait. ``inputs``:
+    bytes of all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the device besides
+    the state, where state steps there.
     """
 
     program: Program
@@ -90,6 +93,8 @@ class Request:
     wait: bool
     speculate: bool | None = False
     delay: float | None = 0.0
+    grad_dtype: GradDtype = "fp32"
+    cast: Side | None = None
     train: bool = True
     family: Family = "vertical"
     inputs: int = 0
@@ -124,6 +129,21 @@ class Request:
         """Whether anything could, if it is not forbidden."""
         return self.train and no_speculation(self.budget, self.form, wait=self.wait) is None
 
+    @cached_property
+    def casts_on_device(self) -> bool:
+        """Whether gradients that are complete on the device are rounded there."""
+        return self.cast != "host" and self.may_cast_on_device
+
+    @property
+    def may_cast_on_device(self) -> bool:
+        """Whether any gradient could be, if the choice is free."""
+        return self.grad_dtype == "bf16" and bool(self.route.whole)
+
+    @property
+    def narrow(self) -> frozenset[int]:
+        """Groups whose gradients are, wherever they live."""
+        return self.route.whole if self.casts_on_device else frozenset()
+
     def check_means(self) -> None:
         """As ``means.check_means``; an evaluation steps nothing and has no means."""
         if self.train:
@@ -149,7 +169,8 @@ class Request:
                 for g in self.program.groups
                 if place.state[g.index] != "device" and (settings.waits(g.index) or settings.delay)
             )
-            gradients = sum(g.trainable * FP32 for g in stepped)
+            narrow = narrow_groups(self.route, settings)
+            gradients = sum(g.trainable * (BF16 if g.index in narrow else FP32) for g in stepped)
         if self.train and place.checkpoints == "disk":
             checkpoints = sum(page_up(s.checkpoint) * stay.leaving(s.index) for s in stages)
         return gradients + checkpoints
@@ -186,6 +207,7 @@ class Request:
             schedule=self.build(settings),
             state_bytes=total * self.form.weight_bytes + trained * per_element,
             disk_bytes=self.disk_bytes(settings.place),
+            narrow=narrow_groups(self.route, settings),
         )
 
     def fixed(self, place: Placement) -> tuple[tuple[Tier, str, int], ...]:
@@ -269,6 +291,8 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) 
         speculate=request.speculates,
         train=request.train,
         delay=(request.delay or 0.0) if request.train else 0.0,
+        grad_dtype=request.grad_dtype,
+        cast="device" if request.casts_on_device else "host",
     )
 
 

@@ -123,9 +123,10 @@ class Forecast:
     def phases(self) -> Mapping[str, tuple[Lane, float]]:
         """Phase -> the lane that bounds it, and its seconds with what other lanes take from it."""
         question, plan = self.choice.question, self.choice.plan
-        loads = Loads(self.choice.request, plan.settings, question.costs)
+        costs = question.costs_of(self.choice.request)
+        loads = Loads(self.choice.request, plan.settings, costs)
         own = loads.of(plan.settings.place)
-        shared = own @ limits_of(question.costs, Depths())[: len(LOCAL_LANES)].T * (own > 0)
+        shared = own @ limits_of(costs, Depths())[: len(LOCAL_LANES)].T * (own > 0)
         return {
             phase: (LOCAL_LANES[int(np.argmax(row))], float(row.max()))
             for phase, row in zip(loads.walk.phases, shared, strict=True)

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from penstock.config import Tier
 from penstock.plan.fit import Request, tied_groups
 from penstock.schedule.op import LOCAL_LANES, Lane, Op, parse_word
-from penstock.schedule.place import FP32, Depths, Placement, Settings, chunk_count, page_up
+from penstock.schedule.place import BF16, FP32, Depths, Placement, Settings, chunk_count, page_up
+from penstock.schedule.provision import narrow_groups
 from penstock.sim.costs import Costs
 
 Home = tuple[Tier, Tier]
@@ -182,6 +183,7 @@ class Loads:
         self.s = settings
         self.route = request.route
         self.groups = request.program.groups
+        self.narrow = narrow_groups(self.route, settings)
         self._costs = costs
         self._cache: dict[tuple[object, ...], Load] = {}
 
@@ -282,8 +284,12 @@ class Loads:
         on_disk = home_state_on_disk(home, form.moments, split=form.split)
         return self.s.wait and not (self.s.speculate and on_disk == form.state_slot_bytes)
 
+    def gradient_bytes(self, g: int) -> int:
+        """``Provision.gradient_bytes``."""
+        return BF16 if g in self.narrow else FP32
+
     def _gradient_load(self, load: Load, g: int, home: Home, gradients: Tier) -> None:
-        route, nbytes = self.route, self.groups[g].trainable * FP32
+        route, nbytes = self.route, self.groups[g].trainable * self.gradient_bytes(g)
         n = chunk_count(self.groups[g].trainable, self.s.chunk)
         seen: set[int] = set()
         for i in route.gradient_visits[g]:
@@ -308,7 +314,7 @@ class Loads:
         on_disk = home_state_on_disk(home, form.moments, split=form.split)
         if on_disk:
             moves += [("RS", on_disk), ("WS", on_disk)]
-        moves.append(("OP", FP32 + 2 * form.state_slot_bytes + (form.weight_bytes if form.split else 0)))
+        moves.append(("OP", form.step_bytes(self.gradient_bytes(g))))
         if form.split and home[0] != "host":
             moves.append(("WW" if home[0] == "disk" else "UN", form.weight_bytes))
         waits = self.waits(home)
@@ -316,7 +322,7 @@ class Loads:
             for kind, width in moves:
                 self._add(load, phase, f"{kind}{g}.0", width * numel, n, share)
             if gradients == "disk" and (waits or phase == self.walk.first[g]):
-                self._add(load, phase, f"RG{g}.0", FP32 * numel, n, share)
+                self._add(load, phase, f"RG{g}.0", self.gradient_bytes(g) * numel, n, share)
 
     def _none(self) -> Load:
         return np.zeros((len(self.walk.phases), len(LOCAL_LANES)))

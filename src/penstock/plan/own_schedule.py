@@ -7,7 +7,7 @@ from penstock.errors import BudgetError, ScheduleError
 from penstock.plan.fit import Plan, Request
 from penstock.schedule.check import check_readers
 from penstock.schedule.op import Op, Schedule
-from penstock.schedule.place import GRAIN, on_grain
+from penstock.schedule.place import GRAIN, Side, on_grain
 from penstock.schedule.program import ALIGN
 
 _SHOWN = 3
@@ -101,13 +101,23 @@ def means_of(schedule: Schedule, *, wait: bool) -> tuple[bool, float]:
     return schedule.speculative or (wait and "NORM" not in schedule.by_id), most if late else 0.0
 
 
+def cast_of(schedule: Schedule) -> Side:
+    """On which side of the link a schedule rounds gradients, if they are rounded: on the device it takes a buffer for
+    each of them there."""
+    return "device" if any(len(op.writes) > 1 for op in schedule.lanes["d2h"] if op.word.kind == "DG") else "host"
+
+
 def _is_late(op: Op) -> bool:
     """Whether a step is of a gradient that the step before has left: ``h`` held in host memory, ``r`` on disk."""
     return any(name[0] in "hr" for name in op.reads)
 
 
 def _check_means(wanted: Schedule, schedule: Schedule) -> None:
-    """Raises ScheduleError: one speculates or delays, and the other does otherwise."""
+    """Raises ScheduleError: one speculates, delays or rounds gradients, and the other does otherwise."""
+    if cast_of(schedule) == "device" != cast_of(wanted):
+        raise ScheduleError(
+            "the schedule rounds gradients to bf16 on the device, and the plan does not: give grad_dtype='bf16'"
+        )
     if schedule.speculative != wanted.speculative:
         does, doing = ("speculates", "does not") if schedule.speculative else ("does not speculate", "does")
         raise ScheduleError(

@@ -145,14 +145,19 @@ class PlacementLP:
         by_tier[state] += group.trainable * FP32 * (form.moments + form.split)
         by_tier["disk"] = 0.0
         if group.trainable and g in self.loads.route.gradient_visits:
-            nbytes = group.trainable * FP32
             if state == "device":
-                by_tier["device"] += nbytes
+                by_tier["device"] += group.trainable * FP32
             else:
-                held = chunk_count(group.trainable, self.s.chunk) * self.s.chunk * FP32
+                held = chunk_count(group.trainable, self.s.chunk) * self.s.chunk * self._widest_gradient
                 by_tier["host"] += held * self._uses_held(g, home, gradients)
-                by_tier["disk"] += nbytes * (gradients == "disk")
+                by_tier["disk"] += group.trainable * self.loads.gradient_bytes(g) * (gradients == "disk")
         return np.array([by_tier[tier] for tier in TIERS])
+
+    @cached_property
+    def _widest_gradient(self) -> int:
+        """``Provision.widest_gradient``: groups whose gradients cross in fp32 are all or none, but for tied ones, which
+        always step in host memory."""
+        return max(map(self.loads.gradient_bytes, self.loads.route.gradient_visits), default=FP32)
 
     def _uses_held(self, g: int, home: Home, gradients: Waits) -> float:
         """How many gradients of a group are held in host memory: one for each stage that uses it, or a share."""
@@ -180,7 +185,7 @@ class PlacementLP:
         option = self._settings(checkpoints, gradients)
         total = np.array([*self.request.peaks(option), self.request.space_bytes(option)], dtype=np.float64)
         if self.s.speculate and gradients == "disk":  # with a group's state in memory, gradients come back from disk
-            total[1] += self.s.depths.stage_out * self.s.chunk * FP32
+            total[1] += self.s.depths.stage_out * self.s.chunk * self._widest_gradient
         found: Sizes = total - self._at_the_bottom(gradients)
         return found
 

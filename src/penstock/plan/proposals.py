@@ -203,10 +203,18 @@ class Proposals:
 
     def program(self, settings: Settings, request: Request) -> PlacementLP:
         """The linear program of a request with the chunks, depths and delay of some settings."""
-        key = (request.family, request.speculates, settings.chunk, settings.depths, settings.delay)
+        key = (
+            request.family,
+            request.speculates,
+            request.casts_on_device,
+            settings.chunk,
+            settings.depths,
+            settings.delay,
+        )
         if key not in self._programs:
             walk = self._walk(request)
-            self._programs[key] = PlacementLP(request, settings, self.q.costs, disk_free=self.q.disk_free, walk=walk)
+            costs = self.q.costs_of(request)
+            self._programs[key] = PlacementLP(request, settings, costs, disk_free=self.q.disk_free, walk=walk)
         return self._programs[key]
 
     def _walk(self, request: Request) -> Walk:

@@ -11,7 +11,7 @@ from penstock.plan.machine import Machine
 from penstock.plan.means import DELAYS, REPEATS, steps_early
 from penstock.plan.model import StageTimes
 from penstock.plan.outside import Peaks, Phase, beyond, peaks_outside_steps
-from penstock.schedule.place import Placement, Settings
+from penstock.schedule.place import Placement, Settings, Side
 from penstock.sim.costs import Costs
 
 SIMULATED_OPS = 50_000
@@ -43,7 +43,8 @@ class Question:
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:
-        """The request in each family, waiting for the norm and speculating as far as either may be chosen.
+        """The request in each family, waiting for the norm and speculating, and with gradients that are rounded on
+        either side of the link, as far as these may be chosen.
 
         Raises:
             ConfigError: what is forced cannot be.
@@ -54,7 +55,8 @@ class Question:
         means = (False, True) if free else (self.request.speculates,)
         forced = replace(self.request, family=families[0])
         forced.check_means()
-        return tuple(replace(forced, family=family, speculate=early) for family in families for early in means)
+        asked = (replace(forced, family=family, speculate=early) for family in families for early in means)
+        return tuple(replace(request, cast=side) for request in asked for side in _sides(request))
 
     def delays_of(self, request: Request) -> tuple[float, ...]:
         """The delay ratios to begin with: the one that is forced, or those that the family can have."""
@@ -86,9 +88,33 @@ class Question:
             slots=request.budget.slots,
         )
 
-    @cached_property
+    def costs_of(self, request: Request) -> Costs:
+        """What the ops of a request's schedules take, which depends on where gradients are rounded."""
+        if request.narrow not in self._costs:
+            self._costs[request.narrow] = machine_costs(
+                self.machine,
+                request.program,
+                request.form,
+                self.times,
+                self.optimizer,
+                io_threads=self.io_threads,
+                grad_dtype=request.grad_dtype,
+                narrow=request.narrow,
+            )
+        return self._costs[request.narrow]
+
+    @property
     def costs(self) -> Costs:
-        request = self.request
-        return machine_costs(
-            self.machine, request.program, request.form, self.times, self.optimizer, io_threads=self.io_threads
-        )
+        """``costs_of`` what is asked."""
+        return self.costs_of(self.request)
+
+    @cached_property
+    def _costs(self) -> dict[frozenset[int], Costs]:
+        return {}
+
+
+def _sides(request: Request) -> tuple[Side, ...]:
+    """Where a request's gradients may be rounded, if that is worth a choice."""
+    if request.cast is None and request.may_cast_on_device:
+        return ("device", "host")
+    return ("device" if request.casts_on_device else "host",)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.plan.costs import Disk
+from penstock.plan.crossing import Reads, step_rate
 from penstock.plan.lane_loads import bound, limits_of
 from penstock.plan.question import Question
 from penstock.schedule.op import LOCAL_LANES
-from penstock.schedule.place import FP32, Depths, Format
+from penstock.schedule.place import BF16, FP32, Depths, Format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +77,12 @@ def roofline(question: Question, tokens: int) -> Roofline:
         load[0, LOCAL_LANES.index("read")] = parameters * read / disk.read
         load[0, LOCAL_LANES.index("write")] = parameters * write / disk.write
         turns, at_once = float(load.sum()), bound(load, limits_of(question.costs, Depths())[: len(LOCAL_LANES)])
-    down = parameters * FP32 / machine.device.d2h
+    down = parameters * (BF16 if request.may_cast_on_device else FP32) / machine.device.d2h
+    ways: tuple[Reads, ...] = ("fp32",) if request.grad_dtype == "fp32" else ("rounded", "bf16")
     return Roofline(
         compute_tokens_per_second=rate,
         disk_seconds=at_once,
-        host_seconds=parameters / machine.host.optimizer[question.optimizer],
+        host_seconds=parameters / max(step_rate(machine, question.optimizer, way) for way in ways),
         link_seconds=max(2 * weights / machine.device.h2d, down),
         balance_tokens=None if turns is None else rate * turns,  # rate = F / (8 parameters)
         disk_tokens=None if at_once is None else rate * at_once,

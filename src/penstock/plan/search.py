@@ -249,7 +249,7 @@ class _Search:
                 self.misplaced = why
                 return False
         plan = proposal.request.plan(proposal.settings)
-        simulation = simulate(World.of(plan.schedule), self.q.costs)
+        simulation = simulate(World.of(plan.schedule), self.q.costs_of(proposal.request))
         self.ops += len(plan.schedule.ops)
         self.seen.add(key)
         expected = self.q.expected(simulation.time, proposal.settings)
@@ -328,13 +328,14 @@ def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placemen
 
 
 def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
-    """The best proposals, each with another combination of family, speculation, delay, tiers or pattern."""
+    """The best proposals, each with another combination of family, speculation, cast, tiers or pattern."""
     chosen: list[Proposal] = []
     kinds: set[tuple[object, ...]] = set()
     for p in proposals:
         kind = (
             p.request.family,
             p.settings.speculate,
+            p.settings.cast,
             p.settings.place.checkpoints,
             p.settings.place.gradients,
             p.pattern,

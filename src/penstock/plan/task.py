@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from penstock.config import Budget, OptimizerName, Precision, Tier, format_size
+from penstock.config import Budget, GradDtype, OptimizerName, Precision, Tier, format_size
 from penstock.errors import ConfigError
 from penstock.plan.fit import Family, Request
 from penstock.plan.machine import Machine
@@ -35,7 +35,7 @@ class Task:
     ``waits``: the optimizer waits for the global gradient norm (clipping, or fp16's overflow check). ``families``:
     schedules that may be chosen. ``disk_free``: bytes on disk that may be used. ``speculate``, ``delay``: forced, or
     None to be chosen; ``repeats``: the share of steps that is expected to be run again if anything speculates, which is
-    none where nothing is clipped: a step that overflows in fp16 is dropped.
+    none where nothing is clipped: a step that overflows in fp16 is dropped. ``grad_dtype``: as in ``Settings``.
     """
 
     shape: ModelShape
@@ -51,6 +51,7 @@ class Task:
     speculate: bool | None = None
     delay: float | None = None
     repeats: float = REPEATS
+    grad_dtype: GradDtype = "fp32"
     profiles: dict[int, ModelProfile] = field(default_factory=dict, compare=False, repr=False)
     """those made so far, by sequences in a micro-batch"""
 
@@ -109,6 +110,7 @@ class Task:
             wait=self.waits,
             speculate=self.speculate,
             delay=self.delay,
+            grad_dtype=self.grad_dtype,
             family=self.families[0],
             inputs=micro_batches * profile.tokens * _TOKEN_BYTES,
             step_temporaries=0 if self.machine.device.kind == "cpu" else DEVICE_TEMPORARIES,

@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from penstock.errors import ModelError, NonFiniteError
 from penstock.optim import kernels
+from penstock.optim.crossing import copy_cast
 from penstock.optim.fallback import fold_squares
 from penstock.optim.norm import grad_norm
 from penstock.run.context import NonFinite, StepContext
 from penstock.run.pools import Pools
 from penstock.run.residence import Residence, numpy_bytes
+from penstock.run.stepping import Stepping
 from penstock.run.streams import CudaStreams, HostStreams
 from penstock.schedule.op import Op, Schedule
 from penstock.schedule.place import FP32, Chunk, Settings, chunks, page_up
@@ -69,8 +71,10 @@ class Moves:
         runs: Mapping[int, Sequence[tuple[int, int, int]]],
         threads: int,
         schedule: Schedule,
+        narrow: frozenset[int],
     ) -> None:
-        """``runs``: for each group, (first element, end, index of hyper-parameters) in order of elements."""
+        """``runs``: for each group, (first element, end, index of hyper-parameters) in order of elements. ``narrow``:
+        as in ``Plan``."""
         assert settings.ranks == 1
         self._normed = "NORM" in schedule.by_id
         self._speculative = schedule.speculative
@@ -91,10 +95,12 @@ class Moves:
         self._tape = tape
         self._scratch = scratch
         self._streams = streams
-        self._runs = runs
         self._threads = threads
         self._cuts = [chunks(g, settings.chunk) for g in program.groups]
         self._dtype = residence.dtype
+        self._grad_dtype = torch.bfloat16 if settings.grad_dtype == "bf16" else torch.float32
+        self._narrow = narrow
+        self._stepping = Stepping(groups, runs, threads, self._grad_dtype)
         self._attached: dict[int, str] = {}
         self._accumulators: dict[int, torch.Tensor] = {}
         self._device_norms: dict[int, torch.Tensor] = {}
@@ -257,9 +263,21 @@ class Moves:
 
     # ---- gradients
 
+    def _gradient(self, op: Op, name: str) -> torch.Tensor:
+        """A chunk's gradient in a host buffer, as wide as it crosses to it."""
+        dtype = torch.bfloat16 if op.word.group in self._narrow else torch.float32
+        return self._view(name, self._chunk(op).numel, dtype)
+
     def _dg(self, op: Op) -> None:
-        c = self._chunk(op)
-        self._copy(self._view(op.writes[0], c.numel), self._view(op.reads[0], c.numel, offset=c.start * FP32))
+        c, target = self._chunk(op), self._gradient(op, op.writes[0])
+        source = self._view(op.reads[0], c.numel, offset=c.start * FP32)
+        if op.word.group not in self._narrow:
+            self._copy(target, source)
+            return
+        # Where host and device are one memory the cast is the copy, and has no use for the buffer.
+        staging = None if source.device.type == "cpu" else self._view(op.writes[1], c.numel, torch.bfloat16)
+        copy_cast(target, source, staging)
+        self._tally.moved += target.numel() * target.itemsize
 
     def _ag(self, op: Op) -> None:
         c = self._chunk(op)
@@ -272,7 +290,8 @@ class Moves:
     def _ng(self, op: Op) -> None:
         c = self._chunk(op)
         partials = self._partials(op.word.group, c.start, c.numel)
-        kernels.partial_norms(self._view(op.reads[0], c.numel), partials, self._threads)
+        gradient = self._gradient(op, op.reads[0])
+        kernels.partial_norms(gradient, partials, self._threads, grad_dtype=self._grad_dtype)
 
     def _nd(self, op: Op) -> None:
         g = op.word.group
@@ -280,9 +299,9 @@ class Moves:
 
     def _norm_on_device(self, g: int, gradient: torch.Tensor) -> None:
         if gradient.device.type == "cpu":
-            kernels.partial_norms(gradient, self.context.partials[g], self._threads)
+            kernels.partial_norms(gradient, self.context.partials[g], self._threads, grad_dtype=self._grad_dtype)
         else:
-            self._device_norms[g] = fold_squares(gradient)
+            self._device_norms[g] = fold_squares(gradient, self._grad_dtype)
 
     def _norm(self, op: Op) -> None:
         """The global norm, the factor that every gradient is multiplied by, and whether the step is skipped."""
@@ -303,16 +322,16 @@ class Moves:
         self.context.norm = grad_norm(ordered) / self.context.loss_scale
 
     def _wg(self, op: Op) -> None:
-        c = self._chunk(op)
-        data = numpy_bytes(self._view(op.reads[0], c.numel))
-        self._write_scratch(f"gradient.{op.word.group}", c.start * FP32, data)
+        gradient = self._gradient(op, op.reads[0])
+        offset = self._chunk(op).start * gradient.itemsize
+        self._write_scratch(f"gradient.{op.word.group}", offset, numpy_bytes(gradient))
 
     def _rg(self, op: Op) -> None:
         if self._idle(op):
             return
-        c = self._chunk(op)
-        data = numpy_bytes(self._view(op.writes[0], c.numel))
-        self._read_scratch(f"gradient.{op.word.group}", c.start * FP32, data)
+        gradient = self._gradient(op, op.writes[0])
+        offset = self._chunk(op).start * gradient.itemsize
+        self._read_scratch(f"gradient.{op.word.group}", offset, numpy_bytes(gradient))
 
     # ---- optimizer
 
@@ -354,7 +373,7 @@ class Moves:
     def _op(self, op: Op) -> None:
         g, c, form = op.word.group, self._chunk(op), self._settings.form
         self._residence.about_to_change(g, c.start, c.numel)
-        gradient = self._view(op.reads[0], c.numel)
+        gradient = self._gradient(op, op.reads[0])
         offsets = dict(self._state_parts(op))
         span = slice(c.start, c.start + c.numel)
 
@@ -396,7 +415,7 @@ class Moves:
         *,
         partials: bool = True,
     ) -> None:
-        """The optimizer on elements ``[start, start + n)`` of a group, run by run of equal hyper-parameters.
+        """The optimizer on elements ``[start, start + n)`` of a group.
 
         ``context``: of the step whose gradient it is; None: it was stepped before, and only its weights are wanted.
         """
@@ -409,49 +428,9 @@ class Moves:
             context.updating = True
         else:
             self.context.finishing = True
-        spans = [
-            (max(first, start) - start, min(end, start + n) - start, hyper, count)
-            for first, end, hyper, count in self._runs_now(context, g)
-            if max(first, start) < min(end, start + n)
-        ]
-        whole = sum(b - a for a, b, _, _ in spans) == n
-        if out is not None and not whole:
-            kernels.cast(out, master, self._threads)  # what is not stepped keeps its value
         in_passing = partials and not self._normed and context is self.context
         norms = self._partials(g, start, n) if in_passing else None
-        if norms is not None and not (whole and len(spans) == 1):
-            kernels.partial_norms(gradient, norms, self._threads)
-            norms = None
-        for a, b, hyper, count in spans:
-            kernels.step(
-                context.hypers[hyper],
-                count,
-                grad=gradient[a:b],
-                master=master[a:b],
-                moments=tuple(m[a:b] for m in moments),
-                out=None if out is None else out[a:b],
-                grad_scale=context.grad_scale,
-                partials=norms,
-                threads=self._threads,
-            )
-
-    def _runs_now(self, context: StepContext, g: int) -> list[tuple[int, int, int, int]]:
-        """The group's runs in a step: (first element, end, index of hyper-parameters, number of the update).
-
-        A parameter that no micro-batch gave a gradient stays as it is, moments and weight decay included, and counts
-        one update less from then on: torch's optimizers pass over a parameter without a gradient.
-        """
-        slices = [s for s in self._groups[g].slices if s.trainable]
-        if all(id(s.parameter) in context.touched and s.name not in context.missed for s in slices):
-            return [(first, end, hyper, context.count) for first, end, hyper in self._runs[g]]
-        ends = [s.offset for s in slices[1:]] + [self._program.groups[g].trainable]  # with padding
-        return [
-            (max(first, s.offset), min(end, stop), hyper, context.count - context.missed.get(s.name, 0))
-            for s, stop in zip(slices, ends, strict=True)
-            if id(s.parameter) in context.touched
-            for first, end, hyper in self._runs[g]
-            if first < stop and s.offset < end
-        ]
+        self._stepping.step(context, g, start, gradient, master, moments, out, norms)
 
     # ---- checkpoints
 

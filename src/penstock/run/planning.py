@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from penstock.config import Budget, Tier
+from penstock.config import Budget, GradDtype, Tier
 from penstock.errors import BudgetError, ModelError
 from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.plan.costs import machine_costs
 from penstock.plan.fit import Family, Plan, Request, fit
 from penstock.plan.means import REPEATS
 from penstock.plan.model import StageTimes
-from penstock.plan.own_schedule import means_of, with_schedule
+from penstock.plan.own_schedule import cast_of, means_of, with_schedule
 from penstock.plan.search import best
 from penstock.run import batch
 from penstock.run.runner import Machinery, Runner
@@ -132,12 +132,13 @@ class Planning:
         wait: bool,
         speculate: bool | None = False,
         delay: float | None = 0.0,
+        grad_dtype: GradDtype = "fp32",
         repeats: float = REPEATS,
         before_change: Callable[[], None],
     ) -> None:
-        """``wait``: whether a step's numbers need the global gradient norm. ``speculate``, ``delay``: as in
-        ``Request``; ``repeats``: as in ``Question``. ``before_change``: called before a runner gives its memory back:
-        what it has left to do is to be done now.
+        """``wait``: whether a step's numbers need the global gradient norm. ``speculate``, ``delay``,
+        ``grad_dtype``: as in ``Request``; ``repeats``: as in ``Question``. ``before_change``: called before a runner
+        gives its memory back: what it has left to do is to be done now.
         """
         self._before_change = before_change
         self.runner: Runner | None = None
@@ -147,6 +148,7 @@ class Planning:
         self._wait = wait
         self._speculate = speculate
         self._delay = delay
+        self._grad_dtype = grad_dtype
         self._repeats = repeats
         self._over: list[bool] = []
         self._plans: dict[bool, Ready] = {}
@@ -204,7 +206,14 @@ class Planning:
         shared = self._shared
         assert shared.machine is not None
         costs = machine_costs(
-            shared.machine, plan.program, plan.settings.form, times, shared.optimizer, io_threads=shared.io_threads
+            shared.machine,
+            plan.program,
+            plan.settings.form,
+            times,
+            shared.optimizer,
+            io_threads=shared.io_threads,
+            grad_dtype=plan.settings.grad_dtype,
+            narrow=plan.narrow,
         )
         return simulate(World.of(plan.schedule), costs)
 
@@ -226,10 +235,11 @@ class Planning:
 
     def _request(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
-        speculate, delay = self._speculate, self._delay
+        speculate, delay, cast = self._speculate, self._delay, None
         if isinstance(self._schedule, Schedule):  # what is left open is as the schedule has it
             early, share = means_of(self._schedule, wait=self._wait)
             speculate, delay = early if speculate is None else speculate, share if delay is None else delay
+            cast = cast_of(self._schedule)
         if speculate is None and self._shared.machine is None and self._repeats > _OFTEN:
             speculate = False  # there is no profile to tell what a step and what waiting costs
         return Request(
@@ -240,6 +250,8 @@ class Planning:
             wait=self._wait,
             speculate=speculate,
             delay=delay,
+            grad_dtype=self._grad_dtype,
+            cast=cast,
             train=train,
             family="horizontal" if name == "horizontal" else "vertical",
             inputs=len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches),

@@ -21,7 +21,7 @@ from penstock.run.serial import SerialExecutor
 from penstock.run.streams import CudaStreams, HostStreams
 from penstock.run.trace import MemorySample, TraceEvent
 from penstock.schedule.op import LOCAL_LANES, Lane, Op, Schedule
-from penstock.schedule.place import FP32, grain
+from penstock.schedule.place import BF16, FP32, grain
 from penstock.schedule.program import ALIGN
 from penstock.store.layout import Layout, Region
 from penstock.store.store import Store
@@ -90,6 +90,7 @@ class Runner:
             shared.runs,
             shared.threads,
             plan.schedule,
+            plan.narrow,
         )
         self._executor = self._executor_of(plan.schedule)
         self._partials = {
@@ -241,20 +242,27 @@ def _scratch(plan: Plan, shared: Machinery) -> Store | None:
     if Store.exists(shared.scratch_paths):  # left behind by a run that was killed; a live one holds its lock
         Store.delete(shared.scratch_paths)
     grids = {
-        f"gradient.{g.index}": (Region(nbytes=g.trainable * FP32, block=grain(g.trainable) * FP32),)
+        f"gradient.{g.index}": (Region(nbytes=g.trainable * width, block=grain(g.trainable) * width),)
         for g in plan.program.groups
-        if g.trainable
+        if g.trainable and (width := _gradient_bytes(plan, g.index))
     }
     layout = Layout.build(((name, nbytes, 1) for name, nbytes in wanted), grids)
     model = {"scratch": True}
     return Store.create(shared.scratch_paths, layout, model=model, io_threads=shared.io_threads, passing=True)
 
 
+def _gradient_bytes(plan: Plan, g: int) -> int:
+    """Of an element of a gradient that waits on disk."""
+    return BF16 if g in plan.narrow else FP32
+
+
 def _scratch_entries(schedule: Schedule, plan: Plan) -> list[tuple[str, int]]:
     entries: dict[str, int] = {}
     for op in schedule.lanes["write"]:
         if op.word.kind == "WG":
-            entries[f"gradient.{op.word.group}"] = plan.program.groups[op.word.group].trainable * FP32
+            entries[f"gradient.{op.word.group}"] = plan.program.groups[op.word.group].trainable * _gradient_bytes(
+                plan, op.word.group
+            )
         elif op.word.kind == "WC":
             entries[f"checkpoint.{op.word.stage}.{op.word.micro_batch}"] = op.nbytes
     return list(entries.items())

@@ -7,10 +7,15 @@ from itertools import pairwise
 from math import ceil
 from typing import Literal
 
-from penstock.config import Tier
+from penstock.config import GradDtype, Tier
 from penstock.schedule.program import ALIGN, GroupSpec, Program, round_up
 
-FP32 = 4
+FP32, BF16 = 4, 2
+"""bytes of an element"""
+
+Side = Literal["device", "host"]
+"""of the link between the two: which of them rounds"""
+
 PAGE = 4096
 """Bytes to which everything that goes to disk is padded."""
 BOUNCE = 8 << 20
@@ -131,6 +136,10 @@ class Format:
         """Bytes per element of a buffer that can hold master and moments."""
         return FP32 * (1 + self.moments)
 
+    def step_bytes(self, gradient: int = FP32) -> int:
+        """Bytes per element that a step touches: ``gradient``, then state read and written, and the new weights."""
+        return gradient + 2 * self.state_slot_bytes + (self.weight_bytes if self.split else 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -199,9 +208,19 @@ class Settings:
     delay: float = 0.0
     """The delay ratio, 0 to 1: which share of the chunks that step in host memory takes its step in the next step's
     forward, before the chunk's weights are loaded for the first time. Only for the vertical schedule."""
+    grad_dtype: GradDtype = "fp32"
+    """What each group's complete gradient is rounded to, once, before norm and optimizer: see docs/numerics.md."""
+    cast: Side = "host"
+    """Where that is done to a gradient that is complete on the device: there, so that it crosses in bf16, or by those
+    who read it. Changes no bit, and nothing at all in fp32. What is summed on the host is rounded there."""
     ranks: int = 1
     """Data-parallel ranks. Each has an even part of every group's weights and state (ZeRO-3): it brings its part to the
     device, all gather the whole for each visit, and scatter the sum of their gradients. Nothing lives on the device."""
+
+    @property
+    def casts_on_device(self) -> bool:
+        """Whether gradients that are complete on the device are rounded there."""
+        return self.grad_dtype == "bf16" and self.cast == "device" and self.ranks == 1
 
     def waits(self, group: int) -> bool:
         """Whether a group's optimizer step waits for the global gradient norm."""

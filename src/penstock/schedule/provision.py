@@ -19,7 +19,17 @@ from functools import cached_property
 
 from penstock.config import Tier
 from penstock.schedule.op import Pool
-from penstock.schedule.place import FP32, Format, Placement, Settings, chunk_count, delayed_share, page_up, part_of
+from penstock.schedule.place import (
+    BF16,
+    FP32,
+    Format,
+    Placement,
+    Settings,
+    chunk_count,
+    delayed_share,
+    page_up,
+    part_of,
+)
 from penstock.schedule.program import Program
 from penstock.schedule.route import Route
 from penstock.schedule.stay import SPARE
@@ -72,6 +82,11 @@ def fixed_bytes(
     )
 
 
+def narrow_groups(route: Route, settings: Settings) -> frozenset[int]:
+    """Groups whose gradients are rounded on the device, so that they cross to the host, and wait, in bf16."""
+    return route.whole if settings.casts_on_device else frozenset()
+
+
 class Provision:
     """All pools of one step, and which of them a group's weights and device gradients come from.
 
@@ -88,6 +103,7 @@ class Provision:
         self.weights_pool: dict[int, str] = {}
         self.gradients_pool: dict[int, str] = {}
         self.delayed = self._delayed()
+        self._narrow = narrow_groups(route, settings)
         self.checkpoints_pool, self.held_pool, self.checkpoint_parts = "checkpoints", "gradients_held", 1
         shared = self._share()
         self.pools: dict[str, Pool] = {}
@@ -104,6 +120,15 @@ class Provision:
     def streamed(self) -> Iterator[int]:
         """Trainable groups that step in host memory: their gradients go down."""
         return (g for g in self.route.gradient_visits if self.s.place.state[g] != "device")
+
+    def gradient_bytes(self, g: int) -> int:
+        """Bytes of an element of a group's gradient on the host and on disk."""
+        return BF16 if g in self._narrow else FP32
+
+    @cached_property
+    def widest_gradient(self) -> int:
+        """... of the group whose are the largest. All host buffers of gradients have room for it."""
+        return max(map(self.gradient_bytes, self.streamed()), default=FP32)
 
     def held(self, g: int, use: int, *, waits: bool) -> bool:
         """Whether the host gradient of a group's ``use``-th stage outlives the visit that makes it.
@@ -272,7 +297,7 @@ class Provision:
         if self.delayed:
             count = self._most_held(0)
         if count:
-            yield Pool(name=name, tier="host", size=self.s.chunk * FP32, count=count)
+            yield Pool(name=name, tier="host", size=self.s.chunk * self.widest_gradient, count=count)
 
     def _from_disk(self, g: int) -> bool:
         """Whether any chunk of a group's weights is read from disk: a delayed one's first load comes from its step."""
@@ -298,14 +323,17 @@ class Provision:
         def pool(name: str, width: int, count: int) -> Pool:
             return Pool(name=name, tier="host", size=self.s.chunk * width, count=count)
 
+        if not self._narrow.isdisjoint(streamed):
+            # A lane rounds and sends one chunk at a time: more buffers would wait for it.
+            yield Pool(name="casts", tier="device", size=self.s.chunk * BF16, count=1)
         if self.held_pool == "gradients_held":
             yield from self._held("gradients_held")
         yield from (
             pool(name, width, count)
             for name, width, count, wanted in (
                 ("stage_in", form.weight_bytes, depths.stage_in, on_disk),
-                ("gradients_out", FP32, depths.stage_out, out),
-                ("gradients_in", FP32, depths.stage_out, back),
+                ("gradients_out", self.widest_gradient, depths.stage_out, out),
+                ("gradients_in", self.widest_gradient, depths.stage_out, back),
                 ("state", form.state_slot_bytes, depths.state, state),
                 ("new_weights", form.weight_bytes, depths.stage_out, leaves),
             )

@@ -36,6 +36,7 @@ class Route:
     | ``readers`` | group -> indices of the visits that need its weights |
     | ``gradient_visits`` | trainable group -> indices of the visits that make gradients for it |
     | ``uses`` | trainable group -> stages that make gradients for it, in backward order |
+    | ``whole`` | trainable groups whose gradient is complete on the device, after the one visit that makes it |
     | ``summed`` | (group, stage) whose gradient is made in more than one visit, so that parts are summed on the host |
     """
 
@@ -59,6 +60,7 @@ class Route:
                 self.gradient_visits[g].append(i)
         makers = {g: [self.visits[i].stage for i in indices] for g, indices in self.gradient_visits.items()}
         self.uses = {g: tuple(dict.fromkeys(stages)) for g, stages in makers.items()}
+        self.whole = frozenset(g for g, indices in self.gradient_visits.items() if len(indices) == 1)
         made = Counter((g, stage) for g, stages in makers.items() for stage in stages)
         self.summed = {key for key, visits in made.items() if visits > 1}
         self._stays: dict[int, Stay] = {}

@@ -5,6 +5,7 @@ Buffers, per group ``g`` and chunk ``c``:
     H{g}.{c}u{k}   host gradient of the k-th stage that uses the group, in backward order; u0 receives the total
     t{tag}         a further micro-batch's gradient on its way into H (horizontal only)
     R{g}.{c}       gradient read back from disk
+    c{tag}         on the device, a chunk's gradient rounded to bf16 on its way into H
     g{g}@{visit}   on the device, with several ranks: this rank's part of the sum of all ranks' gradients
     S{g}.{c}       optimizer state in flight
     O{g}.{c}       new weights in flight
@@ -77,7 +78,7 @@ class Updates:
         visit = self.b.visits[index]
         use = self.b.route.uses[g].index(visit.stage)
         source = self.b.gradient_buffer(g, visit)
-        trained = self.b.trained_chunks(g)
+        trained, width = self.b.trained_chunks(g), self.b.provision.gradient_bytes(g)
         if self.s.ranks > 1:
             part = f"g{g}@{visit.name}", "gradient_parts"
             nbytes = self.b.parts[g].trainable * FP32
@@ -90,14 +91,15 @@ class Updates:
             target = name if first else f"t{tag}"
             if not first:
                 pool = "gradients_out"
+            cast = [f"c{tag}"] if width < FP32 else []
             down = self.b.emit(
                 f"DG{tag}",
                 after=[after],
-                takes=[(target, pool)],
+                takes=[(target, pool), *((name, "casts") for name in cast)],
                 reads=[source],
-                writes=[target],
-                gives=[source] if c is trained[-1] else [],
-                nbytes=c.numel * FP32,
+                writes=[target, *cast],
+                gives=[*cast, *([source] if c is trained[-1] else [])],
+                nbytes=c.numel * width,
             )
             if not first:
                 down = self._add(tag, name, target, after=[down, self._down[name]], numel=c.numel)
@@ -115,12 +117,12 @@ class Updates:
         for use in range(1, len(self.b.route.uses[g])):
             part = f"H{g}.{c.index}u{use}"
             op = self._add(f"{g}.{c.index}@sum{use}", total, part, after=[op, self._down[part]], numel=c.numel)
-        late = c.index in self._delayed(g)
+        late, nbytes = c.index in self._delayed(g), c.numel * self.b.provision.gradient_bytes(g)
         if self._waited_for or late:  # else the step itself computes it in passing
-            op = self.b.emit(f"NG{g}.{c.index}", after=[op], reads=[total], nbytes=c.numel * FP32)
+            op = self.b.emit(f"NG{g}.{c.index}", after=[op], reads=[total], nbytes=nbytes)
             self._normed.append(op)
         if self.s.place.gradients == "disk" and (self.s.waits(g) or late):
-            op = self.b.emit(f"WG{g}.{c.index}", after=[op], reads=[total], gives=[total], nbytes=c.numel * FP32)
+            op = self.b.emit(f"WG{g}.{c.index}", after=[op], reads=[total], gives=[total], nbytes=nbytes)
         self._final[total] = op
 
     def steps_after_norm(self) -> None:
@@ -191,9 +193,9 @@ class Updates:
 
     def _back(self, g: int, c: Chunk, into: str, after: list[str]) -> str:
         """Emit the way back of a gradient that has waited on disk."""
-        tag = f"{g}.{c.index}"
+        nbytes = c.numel * self.b.provision.gradient_bytes(g)
         return self.b.emit(
-            f"RG{tag}", after=after, takes=[(into, "gradients_in")], writes=[into], nbytes=c.numel * FP32
+            f"RG{g}.{c.index}", after=after, takes=[(into, "gradients_in")], writes=[into], nbytes=nbytes
         )
 
     def _arithmetic(self, g: int, c: Chunk, gradient: str, after: list[str]) -> tuple[str, list[str]]:
@@ -204,7 +206,6 @@ class Updates:
         if on_disk:
             after = [*after, self.b.emit(f"RS{tag}", takes=[(state[0], "state")], writes=state, nbytes=on_disk)]
         new = [f"O{tag}"] if self._leaves(g) else []
-        touched = FP32 + 2 * form.state_slot_bytes + (form.weight_bytes if form.split else 0)
         done = self.b.emit(
             f"OP{tag}",
             after=after,
@@ -212,7 +213,7 @@ class Updates:
             reads=[gradient, *state],
             writes=[*state, *new],
             gives=[gradient],
-            nbytes=touched * c.numel,
+            nbytes=form.step_bytes(self.b.provision.gradient_bytes(g)) * c.numel,
         )
         return done, new or state
 
