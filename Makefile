@@ -32,6 +32,10 @@ bench: $(READY)
 	$(BIN)/python -m bench.large
 	$(BIN)/python -m bench.prediction
 	$(BIN)/python -m bench.lp_vs_brute_force
+	$(BIN)/python -m bench.clipping
+	$(BIN)/python -m bench.alpha
+	$(BIN)/python -m bench.commit
+	$(BIN)/python -m bench.roofline
 
 # torch goes first and pinned, so that nothing else picks another build of it. The native library is built here, too.
 $(READY): $(BUILT_FROM)

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,6 +134,16 @@ def _remove(group: Path) -> None:
     print(f"the cgroup {group} is still busy: remove it with rmdir", file=sys.stderr)
 
 
+def _joining(group: Path | None) -> Callable[[], None]:
+    """What a process does before its program begins, so that the limit of ``group`` is its limit."""
+
+    def join() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text("0")
+
+    return join
+
+
 def run(side: Side, work: Work, *, group: Path | None, logs: Path, warm_up: int) -> Run:
     """Run one side to its end in ``group`` and return what it reported.
 
@@ -144,10 +154,6 @@ def run(side: Side, work: Work, *, group: Path | None, logs: Path, warm_up: int)
     report, log = logs / f"{side.name}.jsonl", logs / f"{side.name}.log"
     report.unlink(missing_ok=True)
 
-    def join() -> None:
-        if group is not None:
-            (group / "cgroup.procs").write_text("0")
-
     with log.open("w") as output:
         code = subprocess.run(
             [*side.command, "--work", work.to_json(), "--report", str(report)],
@@ -156,13 +162,46 @@ def run(side: Side, work: Work, *, group: Path | None, logs: Path, warm_up: int)
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            preexec_fn=join,
+            preexec_fn=_joining(group),
         ).returncode
     steps = [Step(**json.loads(line)) for line in report.read_text().splitlines()] if report.exists() else []
     if code != 0 or len(steps) != work.steps:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         raise BenchError(f"{side.name} ended with code {code} after {len(steps)} of {work.steps} steps; {log}:\n{tail}")
     return Run(steps=tuple(steps), warm_up=warm_up)
+
+
+def run_in(group: Path | None, module: str, *arguments: str, show: bool = False) -> str:
+    """Run ``python -m module`` to its end in ``group`` and return what it printed.
+
+    Profiles of machines that it looks for or stores are the benchmarks' own. ``show``: what it says on its standard
+    error is shown as it comes.
+
+    Raises:
+        BenchError: it failed; quotes the end of what it said.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_WAIT_POLICY": "passive", "XDG_CACHE_HOME": str(SCRATCH / "cache")},
+        stdout=subprocess.PIPE,
+        stderr=None if show else subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_joining(group),
+    )
+    if done.returncode:
+        asked = " ".join((module, *arguments))[:200]
+        said = "what it said is above" if show else done.stderr[-3000:]
+        raise BenchError(f"{asked} ended with code {done.returncode}:\n{said}")
+    return done.stdout
+
+
+def measure_machine(folder: Path, group: Path | None) -> Path:
+    """``penstock doctor`` on the disk of ``folder``, as the processes in ``group`` see it; the profile's file."""
+    target = folder / "machine.json"
+    target.write_text(run_in(group, "penstock.cli", "doctor", "--path", str(folder), "--json"))
+    return target
 
 
 def alternate(

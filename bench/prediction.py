@@ -10,16 +10,25 @@ peak memory within 2%, step time within 10% in the median and 20% at worst.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.harness import MB, ROOT, SCRATCH, BenchError, DiskLimit, disk_cgroup, machine, results_file, write_section
+from bench.harness import (
+    MB,
+    SCRATCH,
+    BenchError,
+    DiskLimit,
+    disk_cgroup,
+    machine,
+    measure_machine,
+    results_file,
+    run_in,
+    write_section,
+)
 from bench.prediction_run import Case, Outcome
 
 MEDIAN, WORST, MEMORY = 0.10, 0.20, 0.02
@@ -85,28 +94,6 @@ class Row:
         )
 
 
-def measure_machine(folder: Path, group: Path | None) -> Path:
-    """``penstock doctor`` on the disk under test; the profile's file."""
-    done = _run([sys.executable, "-m", "penstock.cli", "doctor", "--path", str(folder), "--json"], group)
-    target = folder / "machine.json"
-    target.write_text(done)
-    return target
-
-
-def _run(command: Sequence[str], group: Path | None) -> str:
-    def join() -> None:
-        if group is not None:
-            (group / "cgroup.procs").write_text("0")
-
-    environment = os.environ | {"OMP_WAIT_POLICY": "passive", "XDG_CACHE_HOME": str(SCRATCH / "cache")}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, preexec_fn=join
-    )
-    if done.returncode:
-        raise BenchError(f"{' '.join(command[:4])} ended with code {done.returncode}:\n{done.stderr[-3000:]}")
-    return done.stdout
-
-
 def measure(steps: int, wanted: Sequence[int]) -> list[Row]:
     """Every configuration, those under the disk limit last."""
     rows = []
@@ -118,8 +105,8 @@ def measure(steps: int, wanted: Sequence[int]) -> list[Row]:
         with TemporaryDirectory(dir=SCRATCH) as folder, disk_cgroup(HELD if held else None, Path(folder)) as group:
             profile = measure_machine(Path(folder), group)
             for case in chosen:
-                command = [sys.executable, "-m", "bench.prediction_run", case.to_json(), str(profile), str(steps)]
-                row = Row(case=case, held=held, outcome=Outcome(**json.loads(_run(command, group).splitlines()[-1])))
+                said = run_in(group, "bench.prediction_run", case.to_json(), str(profile), str(steps))
+                row = Row(case=case, held=held, outcome=Outcome(**json.loads(said.splitlines()[-1])))
                 print(row.line(), flush=True)
                 rows.append(row)
     return rows

@@ -90,8 +90,10 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt-168m": _gpt_168m,
+    "llama-29m": lambda: _llama(512, 1344, 8, 8, 4096),
     "llama-45m": lambda: _llama(512, 1344, 12, 8, 8192),
     "llama-1.3b": lambda: _llama(2048, 5504, 24, 16, 32000),
+    "llama-tiny": lambda: _llama(64, 176, 4, 2, 256),
     "gpt-tiny": lambda: _llama(256, 704, 3, 4, 8192),
 }
 
