@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import pytest
 from tests.models import MODELS
-from tests.training import budget, steps_of, wrap
+from tests.training import assert_same, budget, run_steps, steps_of, wrap
 
 import penstock
+from penstock.plan.crossing import crossing_of
 from penstock.plan.machine import Device, Drive, Host, Machine
 from penstock.plan.profiles import save_profile
 from penstock.schedule.op import LOCAL_LANES
@@ -88,6 +89,26 @@ def test_predicting_changes_no_bit(tmp_path: Path) -> None:
         with wrap(case, budget(tmp_path / f"store{len(losses)}", weights="disk", state="disk"), plan=plan) as engine:
             losses.append([engine.step(micro_batches).loss for micro_batches in steps_of(case, 2)])
     assert losses[0] == losses[1]
+
+
+def test_the_profile_decides_who_rounds_gradients_and_changes_no_bit(tmp_path: Path) -> None:
+    case, steps = MODELS["llama"], steps_of(MODELS["llama"], 2)
+    fast = machine(tmp_path)
+    slow_link = replace(fast, device=replace(fast.device, d2h=1e6, d2h_both=1e6))
+    found = {}
+    for side, known in {"device": slow_link, "host": fast}.items():
+        rate = 1e8 if side == "device" else 1e5
+        plan = replace(known, crossing=replace(crossing_of(known), grad_bf16=rate))
+        where = budget(tmp_path / side, weights="disk", state="disk")
+        with wrap(case, where, plan=plan, grad_dtype="bf16", clip_grad_norm=1e9) as engine:
+            found[side] = run_steps(engine, steps)
+            assert engine.plan.settings.cast == side
+            assert engine.prediction is not None
+            planned = {op.id: op.nbytes for op in engine.plan.schedule.lanes["d2h"]}
+            traced = {event.op: event.bytes for event in engine.trace if event.op.startswith("DG")}
+            assert traced == {name: planned[name] for name in traced}
+            assert len(traced) == sum(name.startswith("DG") for name in planned) > 0
+    assert_same(found["device"], found["host"])
 
 
 def test_a_plan_that_is_no_machine_is_refused(tmp_path: Path) -> None:
