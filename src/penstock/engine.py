@@ -205,47 +205,52 @@ class Engine:
             loss_scale=self._scale.value,
             missed=dict(self._missed),
             previous=None if standing.pending is None else standing.pending.context,
-            settled=standing.pending is None,
-            commit=standing.settle,
+            complete=standing.pending is None,
+            commit=standing.complete,
         )
         undo = standing.undo(context, buffers, early=runner.speculates or not self._waits)
         try:
             outcome = take_step(runner, context, self._to_device(micro_batches), weights, undo)
+            numbers = self._numbers(outcome, micro_batches, weights, time.perf_counter() - began)
+            stats = self._stats(runner, outcome, numbers)
+            if not numbers.skipped:
+                self._residence.complete_step()
         except BaseException as error:
             standing.broken_off(context, buffers, error)
             raise
-        numbers = self._numbers(outcome, micro_batches, weights, time.perf_counter() - began)
-        stats = self._stats(runner, outcome, numbers)
-        self._end_step(runner, outcome, buffers, numbers)
+        self._end_step(outcome, buffers, numbers)
+        standing.after_step(outcome.context, runner)
         self.last_step = replace(stats, seconds=time.perf_counter() - began)
         return self.last_step
 
-    def _end_step(
-        self, runner: Runner, outcome: Outcome, buffers: Mapping[str, torch.Tensor], numbers: StepStats
-    ) -> None:
-        """Make a step that has run count, or refuse it."""
+    def _end_step(self, outcome: Outcome, buffers: Mapping[str, torch.Tensor], numbers: StepStats) -> None:
+        """Make a step that has run count, or refuse it: all of it, or the state says that it is in between."""
         context = outcome.context
-        assert context.norm is not None
-        context.skip = not math.isfinite(context.norm)
+        context.skip = numbers.skipped
         if context.skip:
             where = f"step {context.step}: {outcome.non_finite or 'a gradient'} was infinite or NaN"
             self._buffers.put_back(buffers)
             if not self._waits:
                 self._refuse_step(where)
             log.warning("%s; nothing was updated", where)
-        else:
-            self._residence.turn_step()
-        self.step_count, self.last_step = self.step_count + 1, numbers
-        self._planning.observe(over=not context.skip and context.clip_factor() < 1.0)
-        self._count_update(context)
-        self._scale.update(overflow=context.skip)
-        self.optimizer.record_step()
-        self._standing.after_step(context, runner)
+        try:
+            if not context.skip:
+                self._residence.turn_step()
+            self.step_count, self.last_step = self.step_count + 1, numbers
+            self._planning.observe(over=not context.skip and context.clip_factor() < 1.0)
+            self._count_update(context)
+            self._scale.update(overflow=context.skip)
+            self.optimizer.record_step()
+        except BaseException as error:
+            self._standing.give_up(
+                f"step {context.step} was broken off by {type(error).__name__} while it was counted"
+            )
+            raise
 
     def _refuse_step(self, where: str) -> NoReturn:
         """A gradient that nothing waited for was infinite or NaN."""
         if not self._home.discardable:
-            self._standing.broken = f"{where}, and the state was updated with it"
+            self._standing.give_up(f"{where}, and the state was updated with it")
             raise NonFiniteError(
                 f"{self._standing.broken}. Load a snapshot; with clip_grad_norm set such a step is skipped"
             )
@@ -399,17 +404,12 @@ class Engine:
             self._check_seed(snapshot.meta)
             self._check_param_groups(snapshot.meta)
             self._standing.note(between_steps=False)
-            self._standing.broken = f"loading {path} was broken off"  # until everything below is done
+            self._standing.give_up(f"loading {path} was broken off")  # until everything below is done
             snapshots.restore(snapshot, self._residence, self._buffers)
             self._adopt(snapshot.meta)
             for mine, saved in zip(self.optimizer.param_groups, snapshot.meta["param_groups"], strict=True):
                 mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-            self._standing.broken = None
-            try:
-                self._standing.note(between_steps=True)
-            except StoreError as error:
-                self._standing.broken = f"loading {path} could not be made durable: {error}"
-                raise
+            self._standing.replaced(self._planning.runner)
 
     def close(self) -> None:
         """Bring what is in memory to the store and give everything back. The model's parameters stay placeholders."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from penstock.config import Tier, format_size
 from penstock.errors import BudgetError, ScheduleError
 from penstock.plan.fit import Plan, Request
-from penstock.schedule.check import check_readers
+from penstock.schedule.check import check_readers, check_waits
 from penstock.schedule.op import Op, Schedule
 from penstock.schedule.place import GRAIN, Side, on_grain
 from penstock.schedule.program import ALIGN
@@ -57,6 +57,7 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
                 f"order {', '.join(sums[name])}"
             )
     check_readers(schedule, request.program, settings.place.weights)
+    check_waits(schedule, settings.waits)
     own = replace(schedule, fixed=wanted.fixed)
     limits: tuple[tuple[Tier, int], ...] = (
         ("device", request.budget.device_bytes),

@@ -62,7 +62,9 @@ class Question:
         """The delay ratios to begin with: the one that is forced, or those that the family can have."""
         if request.delay is not None:
             return (request.delay,)
-        return (0.0,) if request.one_by_one else self.delays
+        # With one slot a step that is pending leaves the store in pieces between steps, where it is whole otherwise.
+        in_place = request.bottom == "disk" and request.budget.slots == 1
+        return (0.0,) if request.one_by_one or in_place else self.delays
 
     def expected(self, seconds: float, settings: Settings) -> float:
         """Seconds of a step on average, where one with these settings takes ``seconds``: some are run twice."""

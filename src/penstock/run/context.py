@@ -45,14 +45,16 @@ class StepContext:
     """ids of the parameters that have received a gradient"""
     updating: bool = False
     """whether any of the state may have been changed by this step"""
+    in_memory: bool = False
+    """... of the state that lives in memory, of which there is no other copy"""
     finishing: bool = False
     """whether any of it may have been changed by what the step before has left"""
     previous: "StepContext | None" = None
     """the step before, if it has delayed chunks that this one is to step"""
     commit: Callable[[], None] | None = None
     """makes the step before durable, once its delayed chunks are stepped"""
-    settled: bool = True
-    """whether the step before is complete"""
+    complete: bool = True
+    """whether the step before is"""
     known: bool = False
     """whether ``grad_scale`` is right from the start: the step runs again, after one that has found the norm"""
     repeat: bool = False

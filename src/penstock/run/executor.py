@@ -85,23 +85,12 @@ class Executor:
         Raises:
             BaseException: whatever the first failing op raised; all lanes have come to rest by then.
         """
-        with self._lock:
-            self._missing = {op.id: len(op.after) for op in self.schedule.ops}
-            self.marks = {}
-            self._slot_marks = {}
-            self._error = None
-            self._active = True
-            self.pools.start_step()
-            self._streams.restart()
-            for lane in self._lanes.values():
-                lane.rewind()
-            self._wake()
         try:
+            self._begin()
             self._drain("compute")
             self._wait_idle()
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt may arrive in a wait: the lanes must come to rest first
-            self._fail(error)
-            self._wait_idle()
+            self._come_to_rest(error)
         finally:
             with self._lock:
                 self._active = False
@@ -109,6 +98,30 @@ class Executor:
         self._streams.resolve(self.marks.values())
         if self.schedule.carried:
             self.pools.end_step()
+
+    def _begin(self) -> None:
+        """Let the lanes start."""
+        with self._lock:
+            self._missing = {op.id: len(op.after) for op in self.schedule.ops}
+            self.marks = {}
+            self._slot_marks = {}
+            self._error = None
+            self.pools.start_step()
+            self._streams.restart()
+            for lane in self._lanes.values():
+                lane.rewind()
+            self._active = True
+            self._wake()
+
+    def _come_to_rest(self, error: BaseException) -> None:
+        """Stop the lanes, whatever else arrives meanwhile: they work on what the caller is about to look at."""
+        while True:
+            try:
+                self._fail(error)
+                self._wait_idle()
+            except KeyboardInterrupt:
+                continue
+            return
 
     def _surface(self) -> None:
         """Raise the first error, with every buffer given back."""

@@ -94,10 +94,14 @@ class Home:
         return store, record
 
     @property
+    def writes_beside(self) -> bool:
+        """Whether what a step writes to disk lies beside what counts."""
+        return self.store is not None and self.slots.two and self._budget.durability != "interval"
+
+    @property
     def discardable(self) -> bool:
-        """Whether a step only writes beside what counts, so that it can be dropped."""
-        on_disk = self.store is not None and self.slots.two and self.residence.state_on_disk()
-        return on_disk and self._budget.durability != "interval"
+        """Whether all that a step writes lies beside what counts, so that it can be dropped."""
+        return self.writes_beside and self.residence.state_on_disk()
 
     @property
     def always_whole(self) -> bool:
@@ -125,7 +129,7 @@ class Home:
         elif self._budget.durability != "interval":
             self.slots.committed()  # no commit promises anything: a step may overwrite what the one before it had read
 
-    def settle(self, progress: Callable[[], Progress], buffers: Mapping[str, torch.Tensor] | None) -> None:
+    def complete(self, progress: Callable[[], Progress], buffers: Mapping[str, torch.Tensor] | None) -> None:
         """Within a step, the one before is complete: commit it where every step is a commit.
 
         ``progress``, ``buffers``: as they were at its end. Nothing of the step under way may have been written yet.
@@ -139,7 +143,7 @@ class Home:
         self._started = True
         assert self.store is not None
         if self.always_whole:
-            if not self.slots.settled:  # arrays have moved to disk since the last commit
+            if not self.slots.all_durable:  # arrays have moved to disk since the last commit
                 self.note(progress, between_steps=True)
         elif self._budget.durability != "interval":
             last = self.store.last_commit()

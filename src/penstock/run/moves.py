@@ -361,7 +361,7 @@ class Moves:
         if self.context.previous is not None:
             assert self.context.commit is not None
             self.context.commit()
-            self.context.settled = True
+            self.context.complete = True
 
     def _ws(self, op: Op) -> None:
         if self._idle(op):
@@ -426,6 +426,7 @@ class Moves:
             return
         if context is self.context:
             context.updating = True
+            context.in_memory |= not self._place.all_on_disk(g, self._settings.form)
         else:
             self.context.finishing = True
         in_passing = partials and not self._normed and context is self.context

@@ -11,7 +11,7 @@ On disk an array has one slot or two (``run.slots``). Whoever has written all of
 a step that has been taken says so with ``turn_step``.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -157,27 +157,37 @@ class Residence:
         if name in self.slots:
             self.slots.turn((name,))
 
+    def complete_step(self) -> None:
+        """Bring what a step does not write, where it has written, so that ``turn_step`` may follow.
+
+        Raises:
+            StoreError: the drive failed. What is read is what was read before.
+        """
+        for name in self._stepped():
+            self._copy_frozen(self.parts[name])
+
     def turn_step(self) -> None:
         """A step has written all that is trained: what is on disk is read from where it was written."""
-        for group in self.groups:
-            for part in parts_of(group, self.form, self.dtype):
-                if group.trainable and self.tier_of(part.name) == "disk":
-                    if part.numel > group.trainable:
-                        self._copy_frozen(part, group.trainable)
-                    self.slots.turn((part.name,))
+        self.slots.turn(self._stepped())
 
-    def _copy_frozen(self, part: Part, first: int) -> None:
+    def _stepped(self) -> list[str]:
+        """Arrays on disk that a step writes."""
+        trained = {g.index for g in self.groups if g.trainable}
+        return [name for name, part in self.parts.items() if part.group in trained and self.tier_of(name) == "disk"]
+
+    def _copy_frozen(self, part: Part) -> None:
         """Bring what a step does not write to the slot that it wrote, once: from then on it is in both."""
-        if part.name in self._same or self.slots.current(part.name) == self.slots.target(part.name):
+        first, name = self.groups[part.group].trainable, part.name
+        if part.numel == first or name in self._same or self.slots.current(name) == self.slots.target(name):
             return
         bounce = HostSlab(BOUNCE)
         try:
-            for start, piece in self.pieces(part.name, bounce, first):
-                self.read(part.name, start, piece)
-                self.write(part.name, start, piece)
+            for start, piece in self.pieces(name, bounce, first):
+                self.read(name, start, piece)
+                self.write(name, start, piece)
         finally:
             bounce.close()
-        self._same.add(part.name)
+        self._same.add(name)
 
     def about_to_change(self, g: int, start: int, numel: int) -> None:
         """Elements of a group's arrays are about to be changed: what is written in the background comes first."""
@@ -203,28 +213,27 @@ class Residence:
 
     def any_state_on_disk(self) -> bool:
         """Whether any array that a step changes lives on disk."""
-        trained = {g.index for g in self.groups if g.trainable}
-        return any(part.group in trained and self.tier_of(name) == "disk" for name, part in self.parts.items())
+        return bool(self._stepped())
 
-    def recast(self, names: Iterable[str]) -> None:
+    def recast(self, names: Sequence[str]) -> None:
         """Make trained 16-bit weights, wherever they are, what their master copies on disk say."""
-        bounce, cast = HostSlab(BOUNCE), HostSlab(BOUNCE // 2)
+        bounce, cast = HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 4)
         try:
             for name in names:
-                trained = self.parts[f"master.{self.parts[name].group}"].numel
-                for start, piece in self.pieces(f"master.{self.parts[name].group}", bounce):
-                    self.read(f"master.{self.parts[name].group}", start, piece)
+                master = f"master.{self.parts[name].group}"
+                for start, piece in self.pieces(master, bounce):
+                    self.read(master, start, piece)
                     out = cast.bytes[: piece.numel() * self.dtype.itemsize].view(self.dtype)
                     kernels.cast(out, piece)
                     self.write(name, start, out)
-                if self.tier_of(name) == "disk":
-                    part = self.parts[name]
-                    if part.numel > trained:
-                        self._copy_frozen(part, trained)
-                    self.turn(name)
         finally:
             bounce.close()
             cast.close()
+        on_disk = [name for name in names if self.tier_of(name) == "disk"]
+        for name in on_disk:
+            self._copy_frozen(self.parts[name])
+        for name in on_disk:
+            self.turn(name)
 
     def fetch(self, name: str, offset: int, shape: torch.Size) -> torch.Tensor:
         """A parameter out of an array, from element ``offset`` on, as a new fp32 tensor; reads all that has a checksum

@@ -134,7 +134,7 @@ class Runner:
         finally:
             executor.close()
             self.pools.reset()
-        if not context.settled and context.commit is not None:
+        if not context.complete and context.commit is not None:
             context.commit()
 
     def run(

@@ -50,7 +50,7 @@ class Slots:
         return self._before[name]
 
     @property
-    def settled(self) -> bool:
+    def all_durable(self) -> bool:
         """Whether what reads return is what counts: the other slots are free to be written."""
         return self._current == self._durable
 

@@ -9,7 +9,7 @@ rest          nothing is pending and nothing is written any more: before arrays 
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from penstock.run.background import Background
 from penstock.run.buffers import Buffers
 from penstock.run.context import StepContext
 from penstock.run.home import Home
+from penstock.run.interrupt import whole_steps
 from penstock.run.runner import Runner
 
 
@@ -56,6 +57,16 @@ class Standing:
         self._waits = waits
         self._interval = interval
         self._background: Background | None = None
+        self._unwritten: StoreError | None = None
+
+    def give_up(self, why: str) -> None:
+        """The state is half updated: it cannot be used until ``mend``. What was pending is lost with it."""
+        self.broken = why
+        self.pending = None
+
+    def mend(self) -> None:
+        """All of the state has been replaced by a whole one."""
+        self.broken = None
 
     def check_usable(self) -> None:
         """Raises:
@@ -74,13 +85,16 @@ class Standing:
         Raises:
             StoreError: what was written in the background has failed; the state is what it was without.
         """
+        unwritten, self._unwritten = self._unwritten, None
+        if unwritten is not None:
+            raise unwritten
         if self._background is not None:
             self._background.check()
         buffers = self._buffers.copies()
         if self.pending is None:
             self.note(between_steps=False)
-        else:
-            self.pending.buffers = buffers
+        else:  # on the host: its commit comes in the middle of the step, and should not wait for the device
+            self.pending.buffers = {name: tensor.to("cpu") for name, tensor in buffers.items()}
         return buffers
 
     def undo(
@@ -101,19 +115,21 @@ class Standing:
 
     def broken_off(self, context: StepContext, buffers: Mapping[str, torch.Tensor], error: BaseException) -> None:
         """Find out what a step that an error has ended has left, and say so from now on if it cannot be used."""
-        said = f"step {context.step} was broken off by {type(error).__name__}: {error}"
-        if context.finishing and not context.settled:
-            self.broken = f"{said}; the step before was not complete"
+        said = f"step {context.step} was broken off by {_named(error)}"
+        if context.finishing and not context.complete:
+            self.give_up(f"{said}; the step before was not complete")
             return
-        if context.updating and not self._home.discardable:
-            self.broken = said
+        if context.in_memory or (context.updating and not self._home.writes_beside):
+            self.give_up(said)
             return
         try:
             self._buffers.put_back(buffers)
             if context.updating:
                 self._home.residence.recast(self._home.residence.stale())
-        except StoreError as second:
-            self.broken = f"{said}; weights in memory could not be read back: {second}"
+        except BaseException as second:
+            self.give_up(f"{said}; weights in memory could not be read back: {_named(second)}")
+            if not isinstance(second, StoreError):
+                raise
             return
         if self.pending is None:
             with contextlib.suppress(StoreError):  # then the store stays marked as within a step: nothing is lost
@@ -132,29 +148,34 @@ class Standing:
             try:
                 self.note(between_steps=True)
             except StoreError as error:
-                self.broken = f"step {context.step} was computed, but could not be made durable: {error}"
+                self.give_up(f"step {context.step} was computed, but could not be made durable: {error}")
                 raise
         if self._interval is not None and context.step % self._interval == 0:
             self.flush(runner)
-            self._write_in_background(runner)
+            try:
+                self._write_in_background(runner.stepped)
+            except StoreError as error:
+                self._unwritten = error  # the step counts: this is for the next one to say
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """The step before is complete: its delayed chunks are stepped."""
         pending, self.pending = self.pending, None
         assert pending is not None
-        self._home.settle(lambda: pending.progress, pending.buffers)
+        self._home.complete(lambda: pending.progress, pending.buffers)
 
     def flush(self, runner: Runner | None) -> None:
         """Complete the step before, if it has left chunks to the next one. ``runner``: of that step."""
         if self.pending is None or self.broken is not None:
             return
         assert runner is not None
-        context = replace(self.pending.context, previous=self.pending.context, settled=False, commit=self.settle)
+        context = replace(self.pending.context, previous=self.pending.context, complete=False, commit=self.complete)
         try:
-            runner.flush(context)
-            self.note(between_steps=True)
+            with whole_steps():
+                runner.flush(context)
+                self.note(between_steps=True)
         except BaseException as error:
-            self.broken = f"step {context.step} could not be completed: {type(error).__name__}: {error}"
+            if self.pending is not None:
+                self.give_up(f"step {context.step} could not be completed: {_named(error)}")
             raise
 
     # ---- the store
@@ -164,15 +185,33 @@ class Standing:
         if self.broken is None:
             self._home.note(self._progress, between_steps=between_steps)
 
-    def _write_in_background(self, runner: Runner) -> None:
-        """Begin to write what is in memory; the commit of this step follows when it is written."""
+    def replaced(self, runner: Runner | None) -> None:
+        """All of the state has been replaced, and ``progress`` says by what.
+
+        Raises:
+            StoreError: it could not be made durable.
+        """
+        self.mend()
+        try:
+            self.note(between_steps=True)
+            if self._interval is not None:
+                self._write_in_background(() if runner is None else runner.stepped)
+                self.rest(runner)
+        except StoreError as error:
+            self.give_up(f"what was loaded could not be made durable: {error}")
+            raise
+
+    def _write_in_background(self, order: Sequence[int]) -> None:
+        """Begin to write what is in memory; the commit of this step follows when it is written. ``order``: groups in
+        the order in which the next step changes them.
+        """
         residence = self._home.residence
         if self._background is None:
             self._background = residence.background = Background(residence)
         self._background.wait()
         self._home.write_buffers()
         progress = self._progress()
-        self._background.begin(runner.stepped, lambda: self._home.commit_interval(progress))
+        self._background.begin(order, lambda: self._home.commit_interval(progress))
         if residence.any_state_on_disk():
             self._background.wait()  # the next step writes over what is on disk, which this commit names
 
@@ -194,3 +233,8 @@ class Standing:
                 self._background.close()
         finally:
             self._home.close(self._progress if self.broken is None else None)
+
+
+def _named(error: BaseException) -> str:
+    """An error's kind, and what it says if it says anything."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

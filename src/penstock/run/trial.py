@@ -47,12 +47,16 @@ def take_step(
     """
     losses = runner.run(context, micro_batches, loss_weights)
     assert context.norm is not None
-    if not context.settled:  # what the step before had left to do was all in memory
+    if not context.complete:  # what the step before had left to do was all in memory
         assert context.commit is not None
         context.commit()
-        context.settled = True
+        context.complete = True
     if context.failure is not None:
-        raise context.failure
+        failure, context.failure = context.failure, None
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame, which would hold it and the micro-batches
     if undo is None:
         return Outcome(context=context, losses=losses)
     if not math.isfinite(context.norm):

@@ -21,7 +21,7 @@ in ``check_world``, the absence of deadlock in ``order``.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.config import Tier
 from penstock.errors import ScheduleError
@@ -40,6 +40,24 @@ def check(schedule: Schedule) -> None:
         ScheduleError: names the rule, the op, and what it waits for or collides with.
     """
     check_world(World.of(schedule))
+
+
+def check_waits(schedule: Schedule, waits: Callable[[int], bool]) -> None:
+    """Check what a schedule does not say of itself either: which groups must wait for the norm (``waits``), because
+    their state changes in place.
+
+    Raises:
+        ScheduleError: names the optimizer step that may come before it.
+    """
+    norm = schedule.by_id.get("NORM")
+    left = {name for name, _, _ in schedule.carried}
+    clocks = Clocks(run_order(schedule))
+    for op in schedule.ops:
+        if op.word.kind in ("OP", "OD") and waits(op.word.group) and left.isdisjoint(op.reads):
+            if f"R{op.id[2:]}".lower() in op.reads:  # left by the step before, on disk
+                continue
+            if norm is None or not clocks.before(norm, op):
+                raise ScheduleError(f"op {op.id} may run before NORM, which its group waits for", op=op.id)
 
 
 def check_readers(schedule: Schedule, program: Program, weights: Sequence[Tier]) -> None:

@@ -37,7 +37,8 @@ class Updates:
         self._norm = ""  # op after which the global norm is known
         self._waited_for = any(self.s.waits(g) for g in self.b.route.gradient_visits)
         self._late = sum(map(len, self.b.provision.delayed.values()))  # delayed chunks to come
-        self._late_writes: list[str] = []
+        self._late_ends: list[str] = []  # what brings the delayed chunks so far home
+        self._late_writes = False
         self._commit: list[str] = []  # the op that commits the step before, once there is one
         self._final: dict[str, str] = {}  # H buffer u0 -> op that completes it
         self._down: dict[str, str] = {}  # H buffer -> op that last wrote it
@@ -171,10 +172,12 @@ class Updates:
         """``home`` of a delayed chunk; after the last of them the step before is committed."""
         before = len(self.b.ops)
         last = self.home(g, c, after)
-        self._late_writes += [op.id for op in self.b.ops[before:] if op.lane == "write"]
+        writes = [op.id for op in self.b.ops[before:] if op.lane == "write"]
+        self._late_ends += [*writes, last]
+        self._late_writes |= bool(writes)
         self._late -= 1
         if not self._late and self._late_writes:
-            self._commit = [self.b.emit("CM", after=self._late_writes)]
+            self._commit = [self.b.emit("CM", after=self._late_ends)]
         return last
 
     def step_delayed(self, g: int, c: Chunk) -> tuple[str, list[str]]:

@@ -68,13 +68,15 @@ def _speculates(schedule: Schedule, step: Op) -> bool:
 
 
 def _check_commit(schedule: Schedule, left: set[str], clocks: Clocks) -> None:
-    """``CM`` comes after all that the step before has left is written, and before anything of this step is."""
+    """``CM`` comes after all that the step before has left is stepped and at home, and before anything of this step is
+    written."""
     late = {op.id[2:] for op in schedule.ops if op.word.kind == "OP" and not left.isdisjoint(op.reads)}
-    writes = [op for op in schedule.ops if op.word.kind in ("WS", "WW")]
     commit = schedule.by_id.get("CM")
-    for op in writes:
-        if commit is not None and op.id[2:] in late:
+    for op in schedule.ops:
+        if commit is not None and op.id[2:] in late and op.word.kind in ("OP", "UN", "WS", "WW"):
             _check_after(op, commit, clocks)
+        elif op.word.kind not in ("WS", "WW"):
+            continue
         elif commit is not None:
             _check_after(commit, op, clocks)
         elif op.id[2:] in late:

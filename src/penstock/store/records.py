@@ -118,6 +118,7 @@ class CommitLog:
         self._paths = (directory / "commit.0", directory / "commit.1")
         self._store = store
         self._newest = self._find()
+        self._doubtful: Path | None = None  # of a record that may be there or not
         _write_again(self.path)
 
     @staticmethod
@@ -163,6 +164,11 @@ class CommitLog:
         return self._paths[entry.sequence % 2]
 
     @property
+    def doubtful(self) -> bool:
+        """Whether the writing of a record has failed, so that it may be there or not."""
+        return self._doubtful is not None
+
+    @property
     def last(self) -> dict[str, Any] | None:
         """The newest record, or None before the first."""
         return self._newest.record
@@ -183,17 +189,38 @@ class CommitLog:
         Raises:
             StoreError: it could not be written; the last one still stands.
         """
+        self.settle()
         entry = _Entry(sequence=self._newest.sequence + 1, record=json.loads(json.dumps(record)), table=table)
         path = self._place(entry)
-        text = encode("commit", {"store": self._store} | asdict(entry))
+        self._doubtful = path
         try:
-            with open(path, "r+b") as file:
-                file.write(text.ljust(max(RESERVE, os.fstat(file.fileno()).st_size)))
-                file.flush()
-                os.fdatasync(file.fileno())
+            _overwrite(path, encode("commit", {"store": self._store} | asdict(entry)))
         except OSError as e:
             raise store_error(f"{path}: commit failed: {e.strerror}: the commit before it still stands", e) from e
-        self._newest = entry
+        self._newest, self._doubtful = entry, None
+
+    def settle(self) -> None:
+        """Make sure that a record whose writing has failed is not there after all. Before anything is written that it
+        names: a process that is killed then must find the record before it.
+
+        Raises:
+            StoreError: that fails, too; nothing may be written.
+        """
+        if self._doubtful is not None:
+            try:
+                _overwrite(self._doubtful, b"")
+            except OSError as e:
+                what = f"{self._doubtful}: a commit that has failed cannot be taken back: {e.strerror}"
+                raise store_error(f"{what}: the commit before it still stands", e) from e
+            self._doubtful = None
+
+
+def _overwrite(path: Path, text: bytes) -> None:
+    """Replace all of a commit file, in place and durably."""
+    with open(path, "r+b") as file:
+        file.write(text.ljust(max(RESERVE, os.fstat(file.fileno()).st_size)))
+        file.flush()
+        os.fdatasync(file.fileno())
 
 
 def _blank(path: Path) -> bool:

@@ -231,6 +231,8 @@ class Store:
         """
         view, extent = byte_view(buffer), self.layout[name]
         address = extent.address(offset, len(view), slot)
+        if self._commits.doubtful:
+            self._commits.settle()
         found = [(number, digest) for number, _, digest in digests.blocks_of(extent, offset, view)]
         self._written = True
         self._files.write(address, view)
@@ -294,6 +296,7 @@ class Store:
         Raises:
             StoreError: the record could not be written; the one before still stands.
         """
+        self._commits.settle()
         table, changed = self._commits.table, self._changed
         self._changed = False  # before the copy: what is written during the commit is not covered by it
         try:
