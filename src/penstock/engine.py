@@ -242,9 +242,7 @@ class Engine:
             self._scale.update(overflow=context.skip)
             self.optimizer.record_step()
         except BaseException as error:
-            self._standing.give_up(
-                f"step {context.step} was broken off by {type(error).__name__} while it was counted"
-            )
+            self._standing.give_up(f"step {context.step} was broken off by {type(error).__name__} while it was counted")
             raise
 
     def _refuse_step(self, where: str) -> NoReturn:
