@@ -67,7 +67,7 @@ def _numbers(run: Path) -> list[tuple[int, float, float, float]]:
 
 def test_a_run_trains_and_leaves_its_files(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    assert main(["train", str(config), "--steps", "6"]) == 0
+    assert main(["train", str(config), "--steps", "6", "--speculate", "false"]) == 0
     metrics = _metrics(run)
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.1

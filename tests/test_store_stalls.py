@@ -4,7 +4,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -47,10 +46,6 @@ def _stalling(
 
     patch.setattr(os, call, stall)
     return real
-
-
-def _watchers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "penstock-stalls"]
 
 
 @pytest.mark.parametrize(
@@ -96,10 +91,12 @@ def test_requests_that_come_back_are_not_said_and_nothing_is_left_at_the_end(
     for _ in range(20):
         store.write("a", 0, aligned_bytes(SIZE))
         store.read("a", 0, aligned_bytes(SIZE))
-    assert len(_watchers()) == 1
+    watcher = store._files._stalls._watcher
+    assert watcher is not None
+    assert watcher.is_alive()
     assert not store._files._stalls._under_way
     store.close()
-    assert not _watchers()
+    assert not watcher.is_alive()
     assert not caplog.messages
 
 

@@ -217,6 +217,8 @@ class Residence:
 
     def recast(self, names: Sequence[str]) -> None:
         """Make trained 16-bit weights, wherever they are, what their master copies on disk say."""
+        if not names:
+            return
         bounce, cast = HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 4)
         try:
             for name in names:

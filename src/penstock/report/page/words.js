@@ -1,7 +1,7 @@
 // An op's id taken apart, and in plain words: the same words as penstock.schedule.op has.
 
 const WORD =
-  /^(?:([FBEIW]|[DWRUG]C|[SR][AD])(\d+)m(\d+)|([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?|(NORM|AN))$/;
+  /^(?:([FBEIW]|[DWRUG]C|[SR][AD])(\d+)m(\d+)|([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?|(NORM|AN|CM))$/;
 const parsedWords = new Map();
 
 function wordOf(id) {
@@ -44,6 +44,7 @@ const SENTENCES = {
   WW: "new weights of {group} to disk",
   UN: "new weights of {group} up to the device",
   OD: "optimizer step of {group}, on the device",
+  CM: "commit of the step before",
   DC: "checkpoint of {stage} down to host memory",
   WC: "checkpoint of {stage} to disk",
   RC: "checkpoint of {stage} back from disk",
