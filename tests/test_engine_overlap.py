@@ -26,6 +26,8 @@ from tests.training import (
 
 from penstock.run import planning
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASE = MODELS["gpt2"]
 STEPS = steps_of(CASE, 3)
 PLACES: dict[str, dict[str, Any]] = {
