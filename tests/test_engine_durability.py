@@ -7,11 +7,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from tests.models import MODELS
 from tests.training import Result, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
+from torch import nn
 
 import penstock
 from penstock.errors import ConfigError, StoreError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = MODELS["gpt2"]
 STEPS = steps_of(CASE, 4)
@@ -29,6 +33,45 @@ def killed(store: Path, to: Path) -> Path:
     """The store of a run that ends here and now."""
     shutil.copytree(store, to, ignore=shutil.ignore_patterns("lock", "scratch"))
     return to
+
+
+def partly_frozen(scale: float) -> nn.Module:
+    """One group is frozen, and a part of each other one; ``scale``: of all weights."""
+    model = CASE.model()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(scale)
+            parameter.requires_grad_(not name.endswith("bias") and ".h.0." not in name)
+    return model
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"weights": "host"},
+        {"weights": "device"},
+        {"weights": "host", "state": "host", "durability": "interval", "interval": 1},
+    ],
+    ids=["host", "device", "interval"],
+)
+def test_frozen_weights_in_memory_that_a_snapshot_brings_outlive_a_kill(tmp_path: Path, places: dict[str, Any]) -> None:
+    """They follow from nothing that a step writes."""
+    settings: dict[str, Any] = COMMON | {"delay": 0.0}
+    with wrap(CASE, budget(tmp_path / "other"), model=partly_frozen(1.5), **settings) as engine:
+        wanted = run_steps(engine, STEPS[:1])
+        engine.save(tmp_path / "snapshot")
+        later = run_steps(engine, STEPS[1:2])
+    with wrap(CASE, budget(tmp_path / "run", **places), model=partly_frozen(1.0), **settings) as engine:
+        engine.step(STEPS[0])
+        assert {part.trainable for part in engine._residence.parts.values() if part.group == 1} == {0}
+        engine.load(tmp_path / "snapshot")
+        loaded = killed(tmp_path / "run", tmp_path / "loaded")
+        engine.step(STEPS[1])
+        engine._rest()
+        stepped = killed(tmp_path / "run", tmp_path / "stepped")
+    for store, result in ((loaded, wanted), (stepped, later), (tmp_path / "run", later)):
+        with wrap(CASE, budget(store, **places), model=partly_frozen(1.0), **settings) as engine:
+            assert_same_state(state_of(engine), result.state)
 
 
 @pytest.mark.parametrize("weights", ["host", "device"])

@@ -56,13 +56,9 @@ class Background:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a write has been begun and has neither been committed nor failed yet."""
-        return self._thread is not None and self._thread.is_alive()
-
     def begin(self, order: Sequence[int], done: Callable[[], None]) -> None:
-        """Start to write every array in memory as it is now; waits for the write before, if it is still under way.
+        """Start to write what is in memory as it is now (of frozen groups what is not on disk yet); waits for the write
+        before, if it is still under way.
 
         On a GPU, all that has changed an array so far is complete or queued on the current stream.
 
@@ -136,7 +132,8 @@ class Background:
             self._device.close()
 
     def _cut(self, order: Sequence[int]) -> "list[_Piece]":
-        """All pieces in memory: group by group in their order, and in a group as chunks change, range by range."""
+        """All pieces in memory that are not on disk as they are: group by group in their order, and in a group as
+        chunks change, range by range."""
         residence, cut = self._residence, []
         groups = {group.index: group for group in residence.groups}
         for g in dict.fromkeys((*order, *groups)):
@@ -144,7 +141,7 @@ class Background:
             mine = [
                 _Piece(name=part.name, start=start, numel=view.numel())
                 for part in parts
-                if residence.tier_of(part.name) != "disk"
+                if residence.tier_of(part.name) != "disk" and not residence.is_kept(part)
                 for start, view in residence.pieces(part.name, self._bounce)
             ]
             cut += sorted(mine, key=lambda piece: piece.start)
@@ -163,6 +160,7 @@ class Background:
                 for name in pieces.names:
                     self._residence.turn(name)
                 done()
+                self._residence.keep(pieces.names)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the write is waited for
             pieces.fail(error)
         finally:

@@ -124,6 +124,7 @@ class Home:
         if not between_steps:
             self._before_step(progress)
         elif self.always_whole or self._whole_between_steps or (not self._started and self.residence.state_on_disk()):
+            self.residence.keep_frozen()
             self._buffers.write_changed(self._write_buffer, buffers)
             self._commit(progress, whole=True, stale=self.residence.stale())
         elif self._budget.durability != "interval":

@@ -11,7 +11,7 @@ On disk an array has one slot or two (``run.slots``). Whoever has written all of
 a step that has been taken says so with ``turn_step``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,6 +113,8 @@ class Residence:
         """who has to know before an array in memory is changed"""
         self._same: set[str] = set()
         """arrays whose frozen part is the same in both slots"""
+        self._kept: set[str] = set()
+        """arrays in memory whose frozen part is in their extent's current slot as well"""
         self._arrays: dict[str, torch.Tensor] = {}
         self._slabs: dict[str, HostSlab | DeviceSlab] = {}
         if store is None:
@@ -147,6 +149,8 @@ class Residence:
         """The opposite of ``read``. On disk with two slots it goes beside what ``read`` gives, until ``turn``."""
         if name in self._arrays:
             self._arrays[name][start : start + data.numel()].copy_(data)
+            if start + data.numel() > self.parts[name].trainable:
+                self._kept.discard(name)
         else:
             assert self.store is not None
             self.store.write(name, start * data.itemsize, numpy_bytes(data), self.slots.target(name))
@@ -188,6 +192,24 @@ class Residence:
         finally:
             bounce.close()
         self._same.add(name)
+
+    def is_kept(self, part: Part) -> bool:
+        """Whether a commit of what is in memory finds all of an array on disk already: no step changes any of it."""
+        return part.trainable == 0 and part.name in self._kept
+
+    def keep(self, names: Iterable[str]) -> None:
+        """All of these arrays, which are in memory, has been written to the extents that are read from now on."""
+        self._kept.update(names)
+
+    def keep_frozen(self) -> None:
+        """Write what no step changes, of what is in memory, where its extent has something else.
+
+        Raises:
+            StoreError: the drive failed. What is read is what was read before.
+        """
+        changed = [n for n in self._arrays if self.parts[n].trainable < self.parts[n].numel and n not in self._kept]
+        if changed:
+            self._write_extents(changed, frozen_only=True)
 
     def about_to_change(self, g: int, start: int, numel: int) -> None:
         """Elements of a group's arrays are about to be changed: what is written in the background comes first."""
@@ -274,16 +296,21 @@ class Residence:
 
     def to_disk(self) -> None:
         """Write what is in memory to its extents, and keep it in memory. Needs a store."""
+        self._write_extents([name for name in self._arrays if not self.is_kept(self.parts[name])], frozen_only=False)
+
+    def _write_extents(self, names: Sequence[str], *, frozen_only: bool) -> None:
         assert self.store is not None
         bounce = HostSlab(BOUNCE)
         try:
-            for name, array in self._arrays.items():
-                for start, piece in self.pieces(name, bounce):
+            for name in names:
+                array = self._arrays[name]
+                for start, piece in self.pieces(name, bounce, self.parts[name].trainable if frozen_only else 0):
                     piece.copy_(array[start : start + piece.numel()])
                     self.store.write(name, start * piece.itemsize, numpy_bytes(piece), self.slots.target(name))
                 self.turn(name)
         finally:
             bounce.close()
+        self.keep(names)
 
     def pieces(self, name: str, bounce: HostSlab, first: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
         """Cut an array, from element ``first`` (where the trainable or the frozen part begins) on, into ranges that fit
@@ -318,6 +345,8 @@ class Residence:
         old = self._slabs.get(name)
         if new is not None:
             self._slabs[name], self._arrays[name] = new
+            if old is None:
+                self.keep((name,))
         else:
             del self._arrays[name], self._slabs[name]
             self.turn(name)

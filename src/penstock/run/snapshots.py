@@ -75,7 +75,8 @@ def restore(snapshot: SnapshotReader, residence: Residence, buffers: Buffers) ->
             for start, piece in residence.pieces(name, bounce):
                 snapshot.read(name, start * piece.itemsize, numpy_bytes(piece))
                 residence.write(name, start, piece)
-            residence.turn(name)
+            if residence.tier_of(name) == "disk":
+                residence.turn(name)
         buffers.read(snapshot.read)
     finally:
         bounce.close()
