@@ -69,6 +69,7 @@ def test_without_memory_a_step_fails_and_can_be_repeated(
     calls = 0
     attempt.to(2)
     numbers = range(calls) if campaign.full else random.Random(name).sample(range(calls), 1)
+    attempt.close()
     again = 0
     for number in numbers:
         attempt = Attempt(name, tmp_path / f"store-{number}", model=build, survives=(kind, StoreError))
