@@ -51,6 +51,8 @@ def ctrl_c_works() -> None:
     """A shell starts its background jobs with Ctrl-C ignored, which processes that tests start would inherit."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; processes that tests start inherit it
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="session")
