@@ -37,7 +37,7 @@ that an op touches, so that the checker can prove that no op races another.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 from penstock.config import TIERS, Tier
@@ -96,6 +96,7 @@ class Word:
     visit: str = ""
 
 
+@lru_cache(maxsize=1 << 17)  # schedules of one model have mostly the same ids
 def parse_word(text: str) -> Word:
     """Take an op's id apart.
 

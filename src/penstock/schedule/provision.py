@@ -226,8 +226,9 @@ class Provision:
     ) -> Iterator[tuple[Pool, list[int]]]:
         """Device pools by size class, each with room for one visit's needs and ``depth`` - 1 more to run ahead."""
         classes = size_classes(sizes.values())
+        size_of = {g: class_of(n, classes) for g, n in sizes.items() if n}
         for i, size in enumerate(classes):
-            members = {g for g, n in sizes.items() if n and class_of(n, classes) == size}
+            members = {g for g, own in size_of.items() if own == size}
             need = {visit: sum(g in members for g in groups) for visit, groups in needs.items()}
             visits = sum(self.route.times[visit] for visit, n in need.items() if n)
             count = max(need.values()) + (depth - 1 if visits > 2 else 0)
