@@ -100,6 +100,7 @@ class Provision:
         self.s = settings
         self.stay = route.stay(settings.depths.weights)
         self._parts = [part_of(g, settings.ranks) for g in route.program.groups]
+        self._held_counts: dict[tuple[int, int], int] = {}
         self.weights_pool: dict[int, str] = {}
         self.gradients_pool: dict[int, str] = {}
         self.delayed = self._delayed()
@@ -146,9 +147,12 @@ class Provision:
 
     def held_count(self, g: int, use: int) -> int:
         """How many chunks of a group's gradient of its ``use``-th stage are held."""
-        late = len(self.delayed.get(g, ()))
-        on_time = self.trained_count(g) - late
-        return late * self.held(g, use, waits=True) + on_time * self.held(g, use, waits=self.s.waits(g))
+        if (g, use) not in self._held_counts:
+            late = len(self.delayed.get(g, ()))
+            on_time = self.trained_count(g) - late
+            held = late * self.held(g, use, waits=True) + on_time * self.held(g, use, waits=self.s.waits(g))
+            self._held_counts[g, use] = held
+        return self._held_counts[g, use]
 
     def _delayed(self) -> dict[int, frozenset[int]]:
         if not self.s.delay:
@@ -280,7 +284,7 @@ class Provision:
             for name in ("checkpoints_out", "checkpoints_in"):
                 yield Pool(name=name, tier="host", size=page_up(size), count=self.s.depths.checkpoints)
 
-    @property
+    @cached_property
     def _away(self) -> int:
         """How many checkpoints are off the device at the end of the forward."""
         under_way = range(self.route.at_once)
