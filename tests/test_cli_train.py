@@ -14,7 +14,7 @@ import torch
 from tests.test_engine_prediction import machine
 
 from penstock.cli import main, settings
-from penstock.cli.train import lr_factor, optimizer_spec
+from penstock.cli.recipe import lr_factor, optimizer_spec
 from penstock.config import LrScheduleConfig, OptimizerConfig, OverrideConfig
 from penstock.optim.spec import SGD, Override
 from penstock.plan.profiles import save_profile

@@ -1,76 +1,44 @@
 """``penstock train``: from a settings file to a trained model, step by step, with everything it did written down."""
 
-import logging
-import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.cli.display import Display, choose_display
-from penstock.cli.interrupt import Interrupt
 from penstock.cli.keeping import cost_of_a_kill, space
-from penstock.cli.meter import Meter, Outline, metrics_of
+from penstock.cli.loop import Stretch, report_last, run_steps
+from penstock.cli.meter import Meter, Outline
 from penstock.cli.model import build_model, parameter_count
 from penstock.cli.out_of_memory import explain, is_out_of_memory
 from penstock.cli.pace import Pace
+from penstock.cli.recipe import optimizer_spec
 from penstock.cli.run_folder import (
-    MetricsFile,
     Start,
     claim,
     discard,
     has_steps,
-    trace_path,
-    write_prediction,
     write_settings,
 )
 from penstock.cli.schedule_file import read_world
-from penstock.cli.summary import closing, opening, reset_peak_resident, resident_bytes
-from penstock.config import LrScheduleConfig, OptimizerConfig, OptimizerName, Tier, TrainConfig
+from penstock.cli.summary import closing, opening, resident_bytes
+from penstock.config import Tier, TrainConfig
 from penstock.data.batches import Batches
 from penstock.data.tokens import TokenArray, TokenizedText, tokenize
 from penstock.engine import Engine
 from penstock.errors import ConfigError
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec, Override
+from penstock.optim.spec import OptimizerSpec
 from penstock.plan.machine import Machine
 from penstock.plan.meta import Kind
 from penstock.plan.profiles import find_profile, save_profile
-from penstock.report.prediction import Prediction
 from penstock.run.device import resolve_device
-from penstock.run.trace import TraceWriter
 from penstock.schedule.op import Schedule
-from penstock.sim.result import Simulation
 from penstock.wrapping import wrap
-
-log = logging.getLogger("penstock")
-
-_OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD, "lion": Lion}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stretch:
-    """A run from a start, or a resumption, to a stop. ``first``: steps that earlier stretches have done."""
-
-    config: TrainConfig
-    folder: Path
-    display: Display
-    engine: Engine
-    train: Batches
-    validation: Batches | None
-    first: int
-    meter: Meter
-    pace: Pace
-
-    @property
-    def trace(self) -> Path | None:
-        return None if self.config.trace_steps == 0 else trace_path(self.folder, self.first)
 
 
 def train(config: TrainConfig, start: Start) -> int:
@@ -127,20 +95,12 @@ def _train(
             ),
             pace=Pace(),
         )
-        _report_last(stretch)
+        report_last(stretch)
         _check_unfinished(config, engine.step_count)
         write_settings(folder, config)
-        code = _steps(stretch)
+        code = run_steps(stretch)
     display.say(closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0))
     return code
-
-
-def _report_last(stretch: Stretch) -> None:
-    """Add the line of the step that the run goes on after, if a kill came between its commit and its line."""
-    last = stretch.engine.last_step
-    with MetricsFile(stretch.folder, done=stretch.first) as metrics:
-        if last is not None and metrics.last < stretch.first == last.step:
-            metrics.write(metrics_of(last, _evaluate(stretch, last.step)))
 
 
 def _check_unfinished(config: TrainConfig, done: int) -> None:
@@ -228,88 +188,3 @@ def _batches(config: TrainConfig, text: TokenizedText) -> tuple[Batches, Batches
 
     held_out = None if text.validation is None else batches(text.validation, "validation", None)
     return batches(text.train, "training", config.seed), held_out
-
-
-def optimizer_spec(config: OptimizerConfig) -> OptimizerSpec:
-    """The optimizer that the settings describe; what they leave out keeps the spec's default."""
-    overrides = tuple(Override(match=o.match, lr=o.lr, weight_decay=o.weight_decay) for o in config.overrides)
-    return _OPTIMIZERS[config.name](**config.given(), overrides=overrides)
-
-
-def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate of each step, from 0: warm-up to 1, then a decay that ends at ``final``."""
-    final = config.final or 0.0
-
-    def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        if config.kind == "constant":
-            return 1.0
-        progress = min((step - config.warmup_steps) / max(steps - config.warmup_steps, 1), 1.0)
-        down = progress if config.kind == "linear" else (1 - math.cos(math.pi * progress)) / 2
-        return 1.0 + (final - 1.0) * down
-
-    return factor
-
-
-def _steps(stretch: Stretch) -> int:
-    """The training loop. Returns the exit code."""
-    config, display, engine, first = stretch.config, stretch.display, stretch.engine, stretch.first
-    factor = lr_factor(config.lr_schedule, config.steps)
-    scheduler = LambdaLR(engine.optimizer, lambda index: factor(first + index))
-    reset_peak_resident()
-    with ExitStack() as stack:
-        metrics = stack.enter_context(MetricsFile(stretch.folder, done=first))
-        trace = stack.enter_context(TraceWriter(stretch.trace, steps=config.trace_steps)) if stretch.trace else None
-        interrupt = stack.enter_context(Interrupt(display.notice, display.last_words))
-        display.begin(stretch.meter)
-        stack.callback(display.end)
-        known: Simulation | None = None
-        for index in range(first, config.steps):
-            stats = engine.step(stretch.train.step(index))
-            interrupt.leave_lost_terminal()
-            scheduler.step()
-            if trace is not None:
-                trace.step(engine.trace, engine.counters)
-            stretch.meter.planned(engine.plan.state_bytes, engine.plan.disk_bytes)
-            if index == first:
-                _say_cost(stretch)
-            known = _foretell(stretch, known)
-            if slow := stretch.pace.check(stats, known):
-                log.warning(slow)
-            held_out = None if interrupt.requested else _evaluate(stretch, index + 1)
-            stretch.meter.add(stats, held_out)
-            metrics.write(metrics_of(stats, held_out))
-            display.update()
-            if interrupt.requested:
-                break
-    return interrupt.exit_code
-
-
-def _say_cost(stretch: Stretch) -> None:
-    """What a kill would cost, where that was not known before the first plan."""
-    budget = stretch.config.budget
-    if cost_of_a_kill(budget, None) is None:
-        stretch.display.say(f"As planned, {cost_of_a_kill(budget, stretch.engine.plan)}")
-
-
-def _foretell(stretch: Stretch, known: Simulation | None) -> Simulation | None:
-    """Write down what is predicted of this plan's steps, when it is not known yet; returns what is."""
-    simulation = stretch.engine.prediction
-    if simulation is None or simulation is known:
-        return known
-    prediction = Prediction.of(simulation, budget=stretch.meter.outline.given)
-    write_prediction(stretch.folder, prediction)
-    stretch.meter.forecast(prediction.time, prediction.bottleneck)
-    return simulation
-
-
-def _evaluate(stretch: Stretch, done: int) -> float | None:
-    """The mean held-out loss, when this step is followed by an evaluation."""
-    evaluate = stretch.config.evaluate
-    if evaluate is None or stretch.validation is None:
-        return None
-    if done % evaluate.every and done != stretch.config.steps:
-        return None
-    losses = [stretch.engine.evaluate(stretch.validation.step(index)) for index in range(evaluate.batches)]
-    return sum(losses) / len(losses)

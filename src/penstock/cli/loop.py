@@ -1,0 +1,119 @@
+"""The training loop of ``penstock train``, and what it says and writes down about each step."""
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from penstock.cli.display import Display
+from penstock.cli.interrupt import Interrupt
+from penstock.cli.keeping import cost_of_a_kill
+from penstock.cli.meter import Meter, metrics_of
+from penstock.cli.pace import Pace
+from penstock.cli.recipe import lr_factor
+from penstock.cli.run_folder import (
+    MetricsFile,
+    trace_path,
+    write_prediction,
+)
+from penstock.cli.summary import reset_peak_resident
+from penstock.config import TrainConfig
+from penstock.data.batches import Batches
+from penstock.engine import Engine
+from penstock.report.prediction import Prediction
+from penstock.run.trace import TraceWriter
+from penstock.sim.result import Simulation
+
+log = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A run from a start, or a resumption, to a stop. ``first``: steps that earlier stretches have done."""
+
+    config: TrainConfig
+    folder: Path
+    display: Display
+    engine: Engine
+    train: Batches
+    validation: Batches | None
+    first: int
+    meter: Meter
+    pace: Pace
+
+    @property
+    def trace(self) -> Path | None:
+        return None if self.config.trace_steps == 0 else trace_path(self.folder, self.first)
+
+
+def report_last(stretch: Stretch) -> None:
+    """Add the line of the step that the run goes on after, if a kill came between its commit and its line."""
+    last = stretch.engine.last_step
+    with MetricsFile(stretch.folder, done=stretch.first) as metrics:
+        if last is not None and metrics.last < stretch.first == last.step:
+            metrics.write(metrics_of(last, _evaluate(stretch, last.step)))
+
+
+def run_steps(stretch: Stretch) -> int:
+    """The training loop. Returns the exit code."""
+    config, display, engine, first = stretch.config, stretch.display, stretch.engine, stretch.first
+    factor = lr_factor(config.lr_schedule, config.steps)
+    scheduler = LambdaLR(engine.optimizer, lambda index: factor(first + index))
+    reset_peak_resident()
+    with ExitStack() as stack:
+        metrics = stack.enter_context(MetricsFile(stretch.folder, done=first))
+        trace = stack.enter_context(TraceWriter(stretch.trace, steps=config.trace_steps)) if stretch.trace else None
+        interrupt = stack.enter_context(Interrupt(display.notice, display.last_words))
+        display.begin(stretch.meter)
+        stack.callback(display.end)
+        known: Simulation | None = None
+        for index in range(first, config.steps):
+            stats = engine.step(stretch.train.step(index))
+            interrupt.leave_lost_terminal()
+            scheduler.step()
+            if trace is not None:
+                trace.step(engine.trace, engine.counters)
+            stretch.meter.planned(engine.plan.state_bytes, engine.plan.disk_bytes)
+            if index == first:
+                _say_cost(stretch)
+            known = _foretell(stretch, known)
+            if slow := stretch.pace.check(stats, known):
+                log.warning(slow)
+            held_out = None if interrupt.requested else _evaluate(stretch, index + 1)
+            stretch.meter.add(stats, held_out)
+            metrics.write(metrics_of(stats, held_out))
+            display.update()
+            if interrupt.requested:
+                break
+    return interrupt.exit_code
+
+
+def _say_cost(stretch: Stretch) -> None:
+    """What a kill would cost, where that was not known before the first plan."""
+    budget = stretch.config.budget
+    if cost_of_a_kill(budget, None) is None:
+        stretch.display.say(f"As planned, {cost_of_a_kill(budget, stretch.engine.plan)}")
+
+
+def _foretell(stretch: Stretch, known: Simulation | None) -> Simulation | None:
+    """Write down what is predicted of this plan's steps, when it is not known yet; returns what is."""
+    simulation = stretch.engine.prediction
+    if simulation is None or simulation is known:
+        return known
+    prediction = Prediction.of(simulation, budget=stretch.meter.outline.given)
+    write_prediction(stretch.folder, prediction)
+    stretch.meter.forecast(prediction.time, prediction.bottleneck)
+    return simulation
+
+
+def _evaluate(stretch: Stretch, done: int) -> float | None:
+    """The mean held-out loss, when this step is followed by an evaluation."""
+    evaluate = stretch.config.evaluate
+    if evaluate is None or stretch.validation is None:
+        return None
+    if done % evaluate.every and done != stretch.config.steps:
+        return None
+    losses = [stretch.engine.evaluate(stretch.validation.step(index)) for index in range(evaluate.batches)]
+    return sum(losses) / len(losses)

@@ -1,0 +1,30 @@
+"""Settings as frozen, keyword-only dataclasses. The strict YAML file of ``penstock train`` is these same classes.
+
+One file for each section. May import: ``errors``.
+"""
+
+from penstock.config.budget import TIERS, Budget, Durability, GradDtype, Precision, Tier
+from penstock.config.data import DataConfig
+from penstock.config.model import ModelConfig
+from penstock.config.optimizer import LrScheduleConfig, OptimizerConfig, OptimizerName, OverrideConfig
+from penstock.config.sizes import format_size, parse_size
+from penstock.config.train import EvaluateConfig, TrainConfig
+
+__all__ = [
+    "TIERS",
+    "Budget",
+    "DataConfig",
+    "Durability",
+    "EvaluateConfig",
+    "GradDtype",
+    "LrScheduleConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OptimizerName",
+    "OverrideConfig",
+    "Precision",
+    "Tier",
+    "TrainConfig",
+    "format_size",
+    "parse_size",
+]

@@ -1,0 +1,110 @@
+"""How much memory a run may take, where the rest goes, and how durable it is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from penstock.config.sizes import parse_size
+from penstock.errors import ConfigError
+
+Tier = Literal["device", "host", "disk"]
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+Precision = Literal["fp32", "bf16", "fp16"]
+GradDtype = Literal["fp32", "bf16"]
+Durability = Literal["step", "interval", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much memory of each tier training may take, and where on disk the rest goes.
+
+    | field | meaning |
+    |---|---|
+    | ``device`` | bytes (or ``"256MiB"``) of the accelerator's memory; on the CPU, of the memory that computes |
+    | ``host`` | bytes of host memory for buffers and whatever state is kept there |
+    | ``disk`` | a directory, or several that are striped; None: nothing goes to disk |
+    | ``weights``, ``state``, ``gradients``, ``checkpoints`` | pin one kind to a tier; None: the planner chooses |
+    | ``slots`` | copies of the state on disk: with 2 a run that is killed goes on from its last step; 1 takes half |
+    | ``durability`` | what a kill may cost. ``step``: the step in flight; needs ``disk``, 2 ``slots``, and all state on
+    disk. ``interval``: the steps since the last commit, one every ``interval`` steps, of state that may live in memory.
+    ``none``: the whole run. None: ``step`` where all state is on disk in 2 slots, else ``none`` |
+    | ``interval`` | steps from one commit to the next, with durability ``interval`` |
+    """
+
+    device: str | int
+    host: str | int
+    disk: str | Path | Sequence[str | Path] | None = None
+    weights: Tier | None = None
+    state: Tier | None = None
+    gradients: Literal["host", "disk"] | None = None
+    checkpoints: Tier | None = None
+    slots: Literal[1, 2] = 2
+    durability: Durability | None = None
+    interval: int | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        return parse_size(self.device)
+
+    @property
+    def host_bytes(self) -> int:
+        return parse_size(self.host)
+
+    @property
+    def disk_paths(self) -> tuple[Path, ...]:
+        if self.disk is None:
+            return ()
+        paths = [self.disk] if isinstance(self.disk, str | Path) else self.disk
+        return tuple(Path(path) for path in paths)
+
+    def __post_init__(self) -> None:
+        parse_size(self.device)
+        parse_size(self.host)
+        for kind in ("weights", "state", "gradients", "checkpoints"):
+            tier = getattr(self, kind)
+            tiers = TIERS[1:] if kind == "gradients" else TIERS
+            if tier is not None and tier not in tiers:
+                raise ConfigError(f"budget.{kind}={tier!r}: must be one of {', '.join(tiers)} or None")
+            if tier == "disk" and not self.disk_paths:
+                raise ConfigError(f"budget.{kind}='disk' needs budget.disk, a directory")
+        if self.slots not in (1, 2):
+            raise ConfigError(f"budget.slots={self.slots!r}: must be 1 or 2")
+        self._check_durability()
+        if self.disk is not None and not self.disk_paths:
+            raise ConfigError("budget.disk is an empty list: give a directory or None")
+
+    def with_pins(self, precision: Precision) -> "Budget":
+        """The budget with what its durability asks for pinned: for ``step`` all state is on disk.
+
+        Raises:
+            ConfigError: in fp32, where the master copy is the weights, these are pinned elsewhere.
+        """
+        if self.durability != "step":
+            return self
+        if precision != "fp32":
+            return replace(self, state="disk")
+        if self.weights not in (None, "disk"):
+            raise ConfigError(
+                "budget.durability='step' needs all state on disk, and in fp32 the weights are part of it: "
+                f"budget.weights={self.weights!r} must be 'disk', or durability 'interval'"
+            )
+        return replace(self, state="disk", weights="disk")
+
+    def _check_durability(self) -> None:
+        asked = f"budget.durability={self.durability!r}"
+        if self.durability not in (None, *get_args(Durability)):
+            raise ConfigError(f"{asked}: must be one of {', '.join(get_args(Durability))} or None")
+        if (self.durability == "interval") != (self.interval is not None):
+            raise ConfigError(
+                f"{asked} with budget.interval={self.interval!r}: give both, as durability='interval' and "
+                "interval=100 (steps), or neither"
+            )
+        if self.interval is not None and self.interval < 1:
+            raise ConfigError(f"budget.interval={self.interval}: must be at least 1 step")
+        if self.durability is not None and not self.disk_paths:
+            raise ConfigError(f"{asked} needs budget.disk, a directory to keep the state in")
+        if self.durability in ("step", "interval") and self.slots == 1:
+            raise ConfigError(f"{asked} needs budget.slots=2: a commit must not overwrite the one before")
+        if self.durability == "step" and self.state not in (None, "disk"):
+            raise ConfigError(f"{asked} needs the state on disk, not budget.state={self.state!r}: use 'interval'")

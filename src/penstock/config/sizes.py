@@ -1,0 +1,34 @@
+"""Bytes as people write them."""
+
+import re
+
+from penstock.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS |= {f"{_letter}iB": 1024**_power, f"{_letter}B": 1000**_power}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes meant by ``"256MiB"``, ``"1.5 GB"`` or a plain number of bytes.
+
+    Raises:
+        ConfigError: the text is not a size.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size: write a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_size(size: float) -> str:
+    """A size for people: ``268435456`` is ``"256 MiB"``."""
+    unit = "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 999.5 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 99.95 else f"{size:.3g} {unit}"

@@ -1,0 +1,121 @@
+"""A training run: the YAML file of ``penstock train``."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from penstock.config.budget import Budget, GradDtype, Precision
+from penstock.config.data import DataConfig
+from penstock.config.model import ModelConfig
+from penstock.config.optimizer import LrScheduleConfig, OptimizerConfig
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Loss on held-out text during the run. Without this section nothing is held out.
+
+    | field | meaning |
+    |---|---|
+    | ``every`` | steps from one evaluation to the next; the last step is always followed by one |
+    | ``batches`` | evaluation batches, each of ``micro_batches`` micro-batches |
+    | ``share`` | share of the text that is held out |
+    """
+
+    every: int
+    batches: int = 1
+    share: float = 0.02
+
+    def __post_init__(self) -> None:
+        for key in ("every", "batches"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"evaluate.{key}={getattr(self, key)}: must be at least 1")
+        if not 0 < self.share < 1:
+            raise ConfigError(f"evaluate.share={self.share}: must be between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run: the YAML file of ``penstock train``.
+
+    | field | meaning |
+    |---|---|
+    | ``run`` | folder that the run writes its metrics, trace and resolved settings into |
+    | ``model``, ``data``, ``optimizer``, ``budget`` | sections |
+    | ``lr_schedule``, ``evaluate`` | sections; may be left out |
+    | ``steps`` | optimizer steps |
+    | ``micro_batches`` | micro-batches that a step accumulates gradients over |
+    | ``micro_batch_size`` | sequences in a micro-batch |
+    | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; None: bf16 on a GPU, fp32 on the CPU |
+    | ``grad_dtype`` | ``fp32``, or ``bf16``: each step's gradient is rounded to it, once, before norm and optimizer |
+    | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
+    | ``plan`` | ``auto``: for this machine, measured first if it never was; None: by a fixed order of preference |
+    | ``delay`` | share of each group's chunks that steps in the next step's forward, 0 to 1; None: the plan chooses |
+    | ``speculate`` | whether groups step before the norm is known, and again if it was over; None: the plan chooses |
+    | ``clip_grad_norm`` | gradients are scaled down to this norm; None: off |
+    | ``device`` | a torch device; None: the accelerator if there is one, else ``cpu`` |
+    | ``seed`` | everything random follows from it |
+    | ``trace_steps`` | steps that the trace keeps, the first ones; 0: no trace; None: all of them |
+
+    ``{run}`` in ``budget.disk`` stands for the run's folder.
+    """
+
+    run: str
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    budget: Budget
+    steps: int
+    micro_batches: int = 1
+    micro_batch_size: int = 1
+    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    evaluate: EvaluateConfig | None = None
+    precision: Precision | None = None
+    grad_dtype: GradDtype = "fp32"
+    schedule: Literal["vertical", "horizontal"] | Path = "vertical"
+    plan: Literal["auto"] | None = "auto"
+    delay: float | None = None
+    speculate: bool | None = None
+    clip_grad_norm: float | None = None
+    device: str | None = None
+    seed: int = 0
+    trace_steps: int | None = 50
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "micro_batches", "micro_batch_size"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}={getattr(self, key)}: must be at least 1")
+        if not self.run:
+            raise ConfigError("run is empty: name a folder for the run")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed}: must not be negative")
+        if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
+            raise ConfigError(f"clip_grad_norm={self.clip_grad_norm}: must be positive, or null for no clipping")
+        self._check_overlap()
+        if self.trace_steps is not None and self.trace_steps < 0:
+            raise ConfigError(f"trace_steps={self.trace_steps}: must not be negative")
+        decays = self.lr_schedule.kind != "constant"
+        if decays and self.lr_schedule.warmup_steps >= self.steps:
+            raise ConfigError(
+                f"lr_schedule.warmup_steps={self.lr_schedule.warmup_steps} leaves no step of the {self.steps} for the "
+                f"{self.lr_schedule.kind} decay: lower it, or use kind: constant"
+            )
+
+    def _check_overlap(self) -> None:
+        """``delay`` and ``speculate`` are refused where they would have no effect."""
+        if self.delay is not None and not 0 <= self.delay <= 1:
+            raise ConfigError(f"delay={self.delay}: must be from 0 to 1, or null: the plan chooses")
+        for key in ("delay", "speculate"):
+            if getattr(self, key) is not None and isinstance(self.schedule, Path):
+                raise ConfigError(
+                    f"{key} has no effect with a schedule of your own ({self.schedule}), which says it itself"
+                )
+        if self.delay is not None and self.schedule == "horizontal":
+            raise ConfigError(
+                "delay has no effect with schedule 'horizontal', which delays no step: drop it or use vertical"
+            )
+        if self.speculate is not None and self.clip_grad_norm is None and self.precision != "fp16":
+            raise ConfigError(
+                "speculate has no effect without clip_grad_norm or precision: fp16, as no step waits for a norm then: "
+                "drop it, or set clip_grad_norm"
+            )
