@@ -111,9 +111,9 @@ def test_metrics_hold_each_step_once_and_in_order_after_a_kill(config: Path, tmp
 
 KILLED = """
 import os, signal, sys
-from penstock.cli import main, train
+from penstock.cli import loop, main
 
-class Killed(train.MetricsFile):
+class Killed(loop.MetricsFile):
     def write(self, metrics):
         if metrics["step"] == 4 and sys.argv[1] == "before":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -121,7 +121,7 @@ class Killed(train.MetricsFile):
         if metrics["step"] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
 
-train.MetricsFile = Killed
+loop.MetricsFile = Killed
 main(sys.argv[2:])
 """
 
