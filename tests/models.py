@@ -107,6 +107,28 @@ def qwen3(**changes: Any) -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**_decoder(tie_word_embeddings=True, **changes)))
 
 
+def mistral(**changes: Any) -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**_decoder(sliding_window=4) | changes))
+
+
+def phi(**changes: Any) -> nn.Module:
+    from transformers import PhiConfig, PhiForCausalLM
+
+    settings = _decoder(num_key_value_heads=4)
+    settings.pop("head_dim")
+    return PhiForCausalLM(PhiConfig(**settings | changes))
+
+
+def phi3(**changes: Any) -> nn.Module:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    settings = _decoder()
+    settings.pop("head_dim")
+    return Phi3ForCausalLM(Phi3Config(**settings | changes))
+
+
 def gpt2(**changes: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -45,9 +45,17 @@ def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype)
 
 
 def shapes(micro_batch: MicroBatch) -> Shapes:
-    """What a plan depends on: names, shapes and dtypes of the tensors."""
+    """What a plan depends on: names, shapes and dtypes of the tensors.
+
+    A mask that hides something is as one with another dimension: models drop masks that hide nothing, and what they
+    make of the others takes memory.
+    """
     tensors = ((n, v) for n, v in sorted(micro_batch.items()) if isinstance(v, torch.Tensor))
-    return tuple((name, tuple(value.shape), str(value.dtype)) for name, value in tensors)
+    return tuple((name, (*value.shape, *_hides(name, value)), str(value.dtype)) for name, value in tensors)
+
+
+def _hides(name: str, value: torch.Tensor) -> tuple[int, ...]:
+    return (int(not bool(value.all())),) if name.endswith("attention_mask") and not value.is_meta else ()
 
 
 def covers(planned: Shapes, wanted: Shapes) -> bool:

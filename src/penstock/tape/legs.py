@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from penstock.schedule.program import Stage
+from penstock.tape import trees
 from penstock.tape.passage import Facts, Site, StageFacts, memory_order
 from penstock.tape.watch import Birth
 
@@ -31,6 +32,7 @@ class Usage:
 class Seen:
     """A tensor at a block's boundary. ``birth`` is None for what no op of the probe made (an input, a parameter)."""
 
+    place: trees.Place
     birth: Birth | None
     nbytes: int
     movable: bool
@@ -66,11 +68,12 @@ class Leg:
     reached: tuple[bool, ...] = ()
 
 
-def see(tensor: torch.Tensor, birth: Birth | None) -> Seen:
+def see(place: trees.Place, tensor: torch.Tensor, birth: Birth | None) -> Seen:
     nbytes = tensor.numel() * tensor.element_size()
     # A view's base would keep the storage alive, whatever becomes of the view.
     alone = tensor.layout == torch.strided and tensor._base is None and memory_order(tensor) is not None
     return Seen(
+        place=place,
         birth=birth,
         nbytes=nbytes,
         movable=alone and 0 < nbytes == tensor.untyped_storage().nbytes(),
@@ -109,7 +112,9 @@ class Stages:
         for stage, members in enumerate(self.members):
             leg = self._legs[members[0]]
             call = Facts(output_needs_grad=leg.needed, buffers=leg.changed)
-            found.append(StageFacts(site=leg.site, call=call, offload=tuple(self._offload[stage])))
+            boundary = self._boundary(stage)
+            offload = tuple(boundary[p].place for p in self._offload[stage])
+            found.append(StageFacts(site=leg.site, call=call, offload=offload))
         return tuple(found)
 
     # -- which tensors may leave the device -------------------------------------------------------------------------

@@ -55,13 +55,14 @@ class Facts:
 class StageFacts:
     """What the probe learned about a stage beyond what a schedule has to know.
 
-    ``site``: the block of a call, None for a segment. ``offload``: which tensors are the stage's checkpoint, as
-    positions among the next call's distinct input tensors, or (before the epilogue) among this call's outputs.
+    ``site``: the block of a call, None for a segment. ``offload``: which tensors are the stage's checkpoint, by their
+    places among the next call's inputs, or (before the epilogue) in the order of this call's outputs. Places and not
+    numbers, as another micro-batch may have no tensor where this one has a mask.
     """
 
     site: Site | None
     call: Facts
-    offload: tuple[int, ...]
+    offload: tuple[trees.Place, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +143,10 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A suspended block call: the block and the distinct tensors among its arguments."""
+    """A suspended block call: the block and the distinct tensors among its arguments, by their places."""
 
     site: Site
-    tensors: list[torch.Tensor]
+    tensors: dict[trees.Place, torch.Tensor]
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -231,7 +232,7 @@ class Passage:
     def arrive(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block call inside the greenlet: suspended, then run and cut, then suspended again."""
         refuse_cache(site.name, (args, kwargs))
-        self.arrival = Arrival(site=site, tensors=trees.tensors((args, kwargs)))
+        self.arrival = Arrival(site=site, tensors=trees.places((args, kwargs)))
         self._suspend("call")
         self.arrival = None
         output = self._run_and_cut(site, args, kwargs) if self.train else self._run_only(site, args, kwargs)

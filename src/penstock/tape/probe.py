@@ -144,12 +144,12 @@ class Probe:
     def _run_call(self, passage: Passage, arrival: Arrival) -> None:
         site = arrival.site
         leg = self._start(site)
-        leg.inputs = [self._see(t) for t in arrival.tensors]
+        leg.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = _buffers(site.module), _attributes(site)
         with self._measuring(leg.forward, site):
             self._tape.run_call(passage, self._watch.leg, Facts())
         leg.changed = tuple((b.module, b.name) for b in before if b.has_changed())
-        leg.outputs = [self._see(t) for t in passage.outputs]
+        leg.outputs = [self._see(place, t) for place, t in trees.places(passage.outputs).items()]
         leg.kept_attributes = self._kept(site, attributes, {id(seen.birth) for seen in leg.outputs})
 
     def _kept(self, site: Site, before: Attributes, outputs: set[int]) -> list[Kept]:
@@ -177,8 +177,8 @@ class Probe:
         self._watch.leg = len(self._legs) - 1
         return self._legs[-1]
 
-    def _see(self, tensor: torch.Tensor) -> Seen:
-        return see(tensor, self._watch.birth(tensor))
+    def _see(self, place: trees.Place, tensor: torch.Tensor) -> Seen:
+        return see(place, tensor, self._watch.birth(tensor))
 
     # -- backward -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from penstock.errors import ModelError
 from penstock.schedule.program import Stage
-from penstock.tape import graph, rng
+from penstock.tape import graph, rng, trees
 from penstock.tape.blocks import Block
 from penstock.tape.groups import ParamGroup
 from penstock.tape.passage import Event, Facts, LossFn, Passage, Site, StageFacts, current_passage, memory_order
@@ -286,10 +286,11 @@ class Tape:
         return saved_tensors_hooks(packer.pack, packer.unpack)
 
     def _note_checkpoint(self, passage: Passage, stage: int) -> None:
-        positions = self.facts[stage].offload
-        if positions:
-            found = passage.arrival.tensors if passage.arrival is not None else passage.outputs
-            self._checkpoints[stage, passage.index] = [Movable.of(found[p]) for p in positions]
+        places = self.facts[stage].offload
+        if places:
+            arrival = passage.arrival
+            found = trees.places(passage.outputs) if arrival is None else arrival.tensors
+            self._checkpoints[stage, passage.index] = [Movable.of(found[p]) for p in places if p in found]
 
     def run_code(self, passage: Passage, stage: int) -> Event:
         """Let the model's own code run, as a stage of its own."""

@@ -7,12 +7,14 @@ same code meet the same tensors in the same order.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
+Place = tuple[Hashable, ...]
+"""Where a tensor is in nested containers: the indices, keys and names of fields on the way to it."""
 
 _MISSING = object()
 
@@ -28,9 +30,14 @@ def is_mutable_container(value: object) -> bool:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """Every distinct tensor in ``value``, in order of first sight."""
-    found: dict[int, torch.Tensor] = {}
-    _walk(value, found, set())
-    return list(found.values())
+    return list(places(value).values())
+
+
+def places(value: Any) -> dict[Place, torch.Tensor]:
+    """Every distinct tensor in ``value`` under the place where it is first seen, in that order."""
+    found: dict[int, tuple[Place, torch.Tensor]] = {}
+    _walk(value, (), found, set())
+    return dict(found.values())
 
 
 def replace(value: Any, fn: Replace) -> Any:
@@ -55,16 +62,16 @@ def settle(value: Any, before: Any, fn: Replace) -> Any:
     return _settle(value, before, fn, set())
 
 
-def _walk(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+def _walk(value: Any, place: Place, found: dict[int, tuple[Place, torch.Tensor]], seen: set[int]) -> None:
     if isinstance(value, torch.Tensor):
-        found.setdefault(id(value), value)
+        found.setdefault(id(value), (place, value))
     elif isinstance(value, tuple):
-        for item in value:
-            _walk(item, found, seen)
+        for index, item in enumerate(value):
+            _walk(item, (*place, index), found, seen)
     elif (isinstance(value, list | MutableMapping) or is_record(value)) and id(value) not in seen:
         seen.add(id(value))
-        for _, item in _entries(value):
-            _walk(item, found, seen)
+        for key, item in _entries(value):
+            _walk(item, (*place, key), found, seen)
 
 
 def _map(value: Any, fn: Replace, memo: dict[int, Any]) -> Any:
