@@ -168,14 +168,19 @@ class Engine:
 
     # ---- training
 
-    def step(self, micro_batches: Sequence[Mapping[str, Any]]) -> StepStats:
+    def step(
+        self, micro_batches: Sequence[Mapping[str, Any]], *, loss_weights: Sequence[float] | None = None
+    ) -> StepStats:
         """One optimizer step over the micro-batches: gradients are summed, weighted by their number of labels.
 
         Micro-batches are mappings of tensors, what ``loss_fn`` (or the model) takes. Their number and sizes may change
         from step to step; a plan is made whenever they are more, larger or of other shapes than planned for.
+        ``loss_weights``: what each micro-batch's loss counts in the sum, instead of its share of the labels: 1 each
+        where ``loss_fn`` divides by what the whole step has.
 
         Raises:
-            ModelError: the list is empty, or a micro-batch takes another way through the model than the first.
+            ModelError: the list is empty, or a micro-batch takes another way through the model than the first; the
+                weights are not one finite number for each.
             BudgetError: a step of this size does not fit; says what would.
             NonFiniteError: a loss is infinite or NaN (nothing was updated).
             StoreError: the disk failed.
@@ -188,12 +193,12 @@ class Engine:
         """
         self._check_usable()
         with whole_steps():
-            return self._step(micro_batches)
+            return self._step(micro_batches, loss_weights)
 
-    def _step(self, micro_batches: Sequence[Mapping[str, Any]]) -> StepStats:
+    def _step(self, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float] | None) -> StepStats:
         began = time.perf_counter()
         batch.check(micro_batches)
-        weights = batch.loss_weights(self.model, micro_batches)
+        weights = batch.loss_weights(self.model, micro_batches, loss_weights)
         runner = self._planning.runner_for(micro_batches, train=True)
         standing = self._standing
         buffers = standing.before_step()
@@ -265,14 +270,18 @@ class Engine:
                 if s.trainable and id(s.parameter) not in context.touched:
                     self._missed[s.name] = self._missed.get(s.name, 0) + 1
 
-    def evaluate(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
+    def evaluate(
+        self, micro_batches: Sequence[Mapping[str, Any]], *, loss_weights: Sequence[float] | None = None
+    ) -> float:
         """Mean loss of the micro-batches in evaluation mode, forward only; changes nothing.
+
+        ``loss_weights``: as in ``step``.
 
         Raises: as ``step``.
         """
         self._check_usable()
         batch.check(micro_batches)
-        weights = batch.loss_weights(self.model, micro_batches)
+        weights = batch.loss_weights(self.model, micro_batches, loss_weights)
         modes = {module: module.training for module in self.model.modules()}
         buffers = self._buffers.copies()
         self.model.eval()

@@ -1,5 +1,6 @@
 """Micro-batches: checked, moved to the device, and weighted so that the loss is the mean over tokens."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -90,12 +91,21 @@ def items(model: nn.Module, micro_batch: MicroBatch) -> int | None:
     return int((labels != _IGNORED).sum())
 
 
-def loss_weights(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> list[float]:
+def loss_weights(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], given: Sequence[float] | None = None
+) -> list[float]:
     """Each micro-batch's share of the step's items; equal shares where there are no labels to count.
 
+    ``given``: the weights, where the caller knows better: they are only checked.
+
     Raises:
-        ModelError: a micro-batch has labels and none of them counts, so that its mean is undefined.
+        ModelError: a micro-batch has labels and none of them counts, so that its mean is undefined; or the given
+            weights are not one finite number for each micro-batch.
     """
+    if given is not None:
+        if len(given) != len(micro_batches) or not all(math.isfinite(weight) for weight in given):
+            raise ModelError(f"loss_weights={given!r} for {len(micro_batches)} micro-batches: give a number for each")
+        return [float(weight) for weight in given]
     counts = [items(model, mb) for mb in micro_batches]
     for m, count in enumerate(counts):
         if count == 0:

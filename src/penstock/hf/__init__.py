@@ -1,0 +1,34 @@
+"""Hugging Face: its libraries' own training loops on the engine.
+
+    trainer             a transformers.Trainer whose steps, evaluation and checkpoints the engine carries out
+    sft_trainer         the same for TRL's SFTTrainer
+    training_arguments  what becomes of each of the Trainer's arguments
+    engine_arguments    what a Trainer has to be told about the engine
+
+May import: everything but ``cli``. Importing the package itself imports neither torch nor transformers.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.hf.engine_arguments import EngineArguments
+    from penstock.hf.sft_trainer import SFTTrainer
+    from penstock.hf.trainer import EngineMixin, Trainer
+
+_WHERE = {
+    "EngineArguments": "penstock.hf.engine_arguments",
+    "EngineMixin": "penstock.hf.trainer",
+    "SFTTrainer": "penstock.hf.sft_trainer",
+    "Trainer": "penstock.hf.trainer",
+}
+
+__all__ = ["EngineArguments", "EngineMixin", "SFTTrainer", "Trainer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs a library only when it is asked for."""
+    from importlib import import_module
+
+    if name not in _WHERE:
+        raise AttributeError(f"module 'penstock.hf' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)

@@ -1,0 +1,89 @@
+"""The engine's part of a Trainer's ``checkpoint-N``: a snapshot, and which store it was taken from."""
+
+import importlib
+import json
+from pathlib import Path
+
+from transformers import PreTrainedModel
+from transformers.utils import is_peft_available
+
+from penstock.config import Budget
+from penstock.engine import Engine
+from penstock.errors import ConfigError
+from penstock.store.store import Store
+
+SNAPSHOT = "penstock.snapshot"
+SCHEDULER = "scheduler.pt"
+ARGUMENTS = "training_args.bin"
+_ORIGIN = "penstock.json"
+
+
+def save(engine: Engine, folder: Path) -> None:
+    """Write the whole state: weights, moments, the step, and where the run keeps its store.
+
+    Raises:
+        StoreError: the disk is full or fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    engine.save(folder / SNAPSHOT, overwrite=True)
+    (folder / _ORIGIN).write_text(json.dumps({"disk": _resolved(engine.budget)}) + "\n")
+
+
+def require(folder: Path) -> Path:
+    """The folder, if it has a snapshot.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if not (folder / SNAPSHOT).exists():
+        raise ConfigError(
+            f"{folder} has no {SNAPSHOT}, so training cannot go on from it: was it saved with save_only_model, or by "
+            "a Trainer without the engine? Load its model instead, and start anew"
+        )
+    return folder
+
+
+def load(engine: Engine, folder: Path) -> None:
+    """Take the checkpoint's state over: what the engine and its store had is gone.
+
+    Raises:
+        StoreError: the snapshot is damaged, or another model's.
+        ConfigError: it was saved by a run with another seed.
+    """
+    engine.load(folder / SNAPSHOT)
+
+
+def make_room(folder: Path, budget: Budget) -> None:
+    """Delete the store that the run of this checkpoint has left, whole or not: the checkpoint decides.
+
+    A store of another run is not touched; whether it can be used is for the engine to say.
+    """
+    origin = folder / _ORIGIN
+    known = json.loads(origin.read_text())["disk"] if origin.exists() else []
+    if known and known == _resolved(budget) and Store.exists(budget.disk_paths):
+        Store.delete(budget.disk_paths)
+
+
+def _resolved(budget: Budget) -> list[str]:
+    return [str(path.resolve()) for path in budget.disk_paths]
+
+
+def write_model(engine: Engine, folder: Path) -> None:
+    """Write the model as ``save_pretrained`` of its class does: of one with adapters, these alone.
+
+    Raises:
+        ConfigError: its class has no ``save_pretrained``.
+    """
+    model = engine.model
+    if isinstance(model, PreTrainedModel):
+        kept = set(model.state_dict())
+        state = dict(engine.master_parameters()) | dict(model.named_buffers())
+        model.save_pretrained(folder, state_dict={name: state[name] for name in state if name in kept})
+    elif is_peft_available() and isinstance(model, importlib.import_module("peft").PeftModel):
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        state = {name: tensor for name, tensor in engine.master_parameters() if name in trained}
+        model.save_pretrained(folder, state_dict=state)
+    else:
+        raise ConfigError(
+            f"{type(model).__name__} has no save_pretrained: set save_strategy='no', and use trainer.engine.save(path)"
+        )

@@ -1,0 +1,39 @@
+"""What a Trainer has to be told about the engine, beside its own arguments."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from penstock.config import Budget, GradDtype
+from penstock.plan.machine import Machine
+from penstock.schedule.op import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArguments:
+    """The engine's side of a training run by a library's own loop. Everything else follows from the loop's arguments.
+
+    | field | meaning |
+    |---|---|
+    | ``budget`` | memory per tier, and the directories of the disk tier |
+    | ``overwrite`` | whether a store that is in these directories already is deleted when training starts anew; without
+    it that is an error |
+    | ``schedule``, ``plan``, ``speculate``, ``delay``, ``grad_dtype``, ``blocks``, ``io_threads`` | as in
+    ``penstock.wrap`` |
+    """
+
+    budget: Budget
+    overwrite: bool = False
+    schedule: Literal["vertical", "horizontal"] | Schedule = "vertical"
+    plan: Machine | Literal["auto"] | None = "auto"
+    speculate: bool | None = None
+    delay: float | None = None
+    grad_dtype: GradDtype | None = None
+    blocks: Sequence[nn.Module] | None = None
+    io_threads: int = 4
+
+    def for_wrap(self) -> dict[str, Any]:
+        """What ``wrap`` takes from here."""
+        return {key: value for key, value in vars(self).items() if key != "overwrite"}

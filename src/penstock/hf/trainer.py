@@ -1,0 +1,311 @@
+"""``transformers.Trainer`` on the engine: the library's own loop, whose steps, evaluation and state are the engine's.
+
+    training_step      collects a micro-batch; at the last of an optimizer step the engine takes them all
+    optimizer.step     checks that it has
+    prediction_step    the library's own, run by the engine as the loss of one micro-batch in evaluation mode
+    checkpoint-N/      the model as ``save_pretrained`` writes it, and beside it a snapshot of the engine
+
+A micro-batch goes through the engine as a mapping that also carries a ``Piece``: what to compute, and what came of it.
+"""
+
+import contextvars
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from penstock.engine import Engine
+from penstock.errors import ConfigError, ModelError
+from penstock.hf import checkpoint
+from penstock.hf.engine_arguments import EngineArguments
+from penstock.hf.trainer_optimizer import optimizer_of, precision_of
+from penstock.hf.training_arguments import check_arguments
+from penstock.optim.driven import DrivenOptimizer
+from penstock.run.stats import StepStats
+from penstock.store.store import Store
+from penstock.wrapping import wrap
+
+if TYPE_CHECKING:
+    _Mixed = transformers.Trainer
+else:
+    _Mixed = object
+
+_PIECE = "penstock_piece"
+_FOREIGN = ("optimizers", "model_init")
+
+
+@dataclass(kw_only=True, eq=False)
+class Piece:
+    """A micro-batch on its way through the engine. ``notes``: what its latest passage left, for whoever made it."""
+
+    loss: Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+    notes: Any = None
+
+
+_current: contextvars.ContextVar[Piece | None] = contextvars.ContextVar("penstock_piece", default=None)
+
+
+def current_piece() -> Piece | None:
+    """The micro-batch whose forward is running, None outside of one.
+
+    Forwards take turns within a step: each is suspended while others run, and has a context of its own.
+    """
+    return _current.get()
+
+
+class EngineMixin(_Mixed):
+    """Puts the training of a ``transformers.Trainer`` (named after it among the bases) on the engine.
+
+    Takes one more keyword argument than the class that it is mixed into: ``engine``, an ``EngineArguments``.
+    ``compute_loss``, of the library or of a subclass, is called for each micro-batch, and once or twice more: when a
+    plan is made for micro-batches of a new shape, and when a step is run again because its norm was over the limit.
+
+    Raises:
+        ConfigError: an argument cannot be honoured; it is named, and what to do.
+    """
+
+    def __init__(self, *args: Any, engine: EngineArguments, **kwargs: Any) -> None:
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        for name in _FOREIGN:
+            if any(part is not None for part in _parts(given.get(name))):
+                raise ConfigError(
+                    f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
+                )
+        if given.get("args") is not None:
+            check_arguments(given["args"])  # before datasets are prepared; and again, as the library has filled them in
+        self._engine_arguments = engine
+        self._engine: Engine | None = None
+        self._collected: list[tuple[dict[str, Any], float]] = []
+        self._stats: StepStats | None = None
+        self._resumes: Path | None = None
+        super().__init__(*args, **kwargs)
+        check_arguments(self.args)
+        if getattr(self.model, "is_activation_checkpointing", False):
+            raise ConfigError(
+                "the model has activation checkpointing switched on, and the engine recomputes each block by itself: "
+                "call model.activation_checkpointing_disable()"
+            )
+
+    # ---- the engine
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that holds the model's state; made when it is first needed, and open until ``end``."""
+        if self._engine is None:
+            self._engine = self._open_engine()
+        return self._engine
+
+    def _open_engine(self) -> Engine:
+        given = self._engine_arguments
+        assert isinstance(self.model, nn.Module)
+        if self._resumes is not None:
+            checkpoint.make_room(self._resumes, given.budget)
+        elif given.overwrite and Store.exists(given.budget.disk_paths):
+            Store.delete(given.budget.disk_paths)
+        engine = wrap(
+            self.model,
+            optimizer=optimizer_of(self),
+            precision=precision_of(self.args, self.model),
+            clip_grad_norm=self.args.max_grad_norm if self.args.max_grad_norm > 0 else None,
+            device=self.args.device,
+            loss_fn=_loss_of_piece,
+            seed=self.args.seed,
+            **given.for_wrap(),
+        )
+        if engine.step_count and self._resumes is None:
+            done, where = engine.step_count, given.budget.disk_paths[0]
+            engine.close()
+            raise ConfigError(
+                f"budget.disk: {where} holds the state of a run after step {done}, and this one starts anew. To go on "
+                "with a run: trainer.train(resume_from_checkpoint=True). To replace it: EngineArguments(overwrite=True)"
+            )
+        return engine
+
+    def end(self) -> None:
+        """Close the engine, then what the library closes. The model's parameters are placeholders from here on."""
+        if self._engine is not None:
+            self._engine.close()
+        super().end()  # type: ignore[no-untyped-call]
+
+    # ---- training
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The library's own ``train``.
+
+        Raises:
+            ConfigError: a callback looks at gradients, which there are none of between steps.
+        """
+        for callback in self.callback_handler.callbacks:
+            if type(callback).on_pre_optimizer_step is not transformers.TrainerCallback.on_pre_optimizer_step:
+                raise ConfigError(
+                    f"{type(callback).__name__}.on_pre_optimizer_step cannot be honoured: it is for looking at "
+                    "gradients, and these have become the update by then. Use on_step_end, and the logged grad_norm"
+                )
+        asked = self.args.activation_checkpointing
+        self.args.activation_checkpointing = False  # honoured by the engine; the library would do it once more
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.args.activation_checkpointing = asked
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The engine's optimizer, which the library's loop and learning rate schedules take for one of torch's."""
+        if self.optimizer is None:
+            self.optimizer = DrivenOptimizer(self.engine.optimizer, self._finish_step)
+        return self.optimizer
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Collect a micro-batch. The last of an optimizer step returns the loss of them all, the others zero.
+
+        By then the step has happened: callbacks that are called before ``optimizer.step`` come after it.
+        """
+        model.train()
+
+        def loss(of: nn.Module, prepared: dict[str, Any]) -> torch.Tensor:
+            with self.compute_loss_context_manager():
+                value = self.compute_loss(of, prepared, num_items_in_batch=num_items_in_batch)
+            assert isinstance(value, torch.Tensor)
+            return value
+
+        micro_batch = dict(self._prepare_inputs(inputs)) | {_PIECE: Piece(loss=loss)}
+        self._collected.append((micro_batch, self._loss_weight(num_items_in_batch)))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), DrivenOptimizer):
+            raise ConfigError("create_optimizer was overridden: the engine's optimizer is the only one that it can use")
+        micro_batches, weights = zip(*self._collected, strict=True)
+        self._collected.clear()
+        self._stats = self.engine.step(micro_batches, loss_weights=weights)
+        self._after_pieces([micro_batch[_PIECE] for micro_batch in micro_batches])
+        return torch.tensor(self._stats.loss, device=self.args.device)
+
+    def _loss_weight(self, num_items_in_batch: Any) -> float:
+        """What a micro-batch's loss counts, as the library has it: losses that know the whole step's items add up."""
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            knows = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = knows or self.compute_loss_func is not None
+        return 1.0 if scaled else 1.0 / self.current_gradient_accumulation_steps
+
+    def _taken(self) -> StepStats:
+        """What the engine said of the step that the loop is about to finish."""
+        if self._stats is None:
+            raise ModelError("training_step was overridden and did not call super().training_step: no step was taken")
+        return self._stats
+
+    def _finish_step(self) -> None:
+        """What ``optimizer.step`` does: the engine has taken the step already."""
+        if isinstance(self.optimizer, AcceleratedOptimizer):  # the learning rate stays where a step was skipped
+            self.optimizer._is_overflow = self._taken().skipped
+        self._stats = None
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return torch.tensor(self._taken().grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self._taken().grad_norm
+
+    def _after_pieces(self, pieces: list[Piece]) -> None:
+        """For subclasses whose loss keeps books: what each micro-batch of a step has left."""
+
+    # ---- evaluation
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """The library's own step of evaluation, run by the engine: its outputs, logits too, are whole on the device."""
+        above = super().prediction_step
+
+        found: list[tuple[Any, Any, Any]] = []
+
+        def loss(of: nn.Module, prepared: dict[str, Any]) -> torch.Tensor:
+            found[:] = [above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)]
+            value = found[0][0]
+            return torch.zeros((), device=self.args.device) if value is None else value
+
+        piece = Piece(loss=loss)
+        self.engine.evaluate([dict(self._prepare_inputs(inputs)) | {_PIECE: piece}], loss_weights=[1.0])
+        self._after_pieces([piece])
+        return found[0]
+
+    # ---- checkpoints
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.lr_scheduler is not None
+        checkpoint.save(self.engine, Path(output_dir))
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, checkpoint.SCHEDULER))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Only looks: the weights are part of the snapshot, and come when there is an engine."""
+        self._resumes = checkpoint.require(Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
+        if checkpoint_dir is None:
+            return
+        assert self.lr_scheduler is not None
+        checkpoint.load(self.engine, Path(checkpoint_dir))
+        states = torch.load(os.path.join(checkpoint_dir, checkpoint.SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(states)
+        self._resumes = None
+
+    def _load_best_model(self) -> None:
+        """Take over the best checkpoint: the library loads its weights, here the optimizer goes back with them."""
+        assert self.state.best_model_checkpoint is not None
+        checkpoint.load(self.engine, checkpoint.require(Path(self.state.best_model_checkpoint)))
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
+        folder = Path(str(self.args.output_dir if output_dir is None else output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_model(self.engine, folder)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, folder / checkpoint.ARGUMENTS)
+
+    # ---- what the library would do to a model that it holds itself
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """No autocast: the engine computes in the precision that was asked for."""
+        return super()._build_accelerator_args(**kwargs) | {"mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the model stays where it is until the engine takes its state over."""
+
+
+class Trainer(EngineMixin, transformers.Trainer):
+    """``transformers.Trainer`` on the engine.
+
+        trainer = penstock.hf.Trainer(
+            model=model, args=TrainingArguments(...), train_dataset=...,
+            engine=penstock.hf.EngineArguments(budget=penstock.Budget(device="8GiB", host="32GiB", disk="/ssd/run")),
+        )
+        trainer.train()
+        trainer.save_model("out")
+        trainer.end()
+
+    Raises:
+        ConfigError: an argument cannot be honoured; it is named, and what to do.
+    """
+
+
+def _loss_of_piece(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    """The engine's ``loss_fn``: whatever the micro-batch's piece computes, on a mapping that it may change."""
+    inputs = dict(micro_batch)
+    piece = inputs.pop(_PIECE)
+    piece.notes = None
+    _current.set(piece)
+    loss: torch.Tensor = piece.loss(model, inputs)
+    return loss
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

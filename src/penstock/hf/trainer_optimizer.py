@@ -1,0 +1,60 @@
+"""The engine's optimizer for a Trainer's arguments."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.config import Precision
+from penstock.errors import ConfigError
+from penstock.optim.from_torch import override_for, spec_of
+from penstock.optim.spec import Lion, OptimizerSpec, Override
+
+_SGD_ARGS = frozenset({"momentum", "nesterov"})
+
+
+def optimizer_of(trainer: Any) -> OptimizerSpec:
+    """The optimizer that a Trainer would create, with the parameters that it would not decay as an override.
+
+    Raises:
+        ConfigError: ``optim``, or something in ``optim_args``, is not among what the engine does.
+    """
+    args = trainer.args
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+    free = [name for name in trained if name not in decayed]
+    overrides = (override_for(free, weight_decay=0.0),) if free else ()
+    if trainer.optimizer_cls_and_kwargs is not None:
+        kind, settings = trainer.optimizer_cls_and_kwargs
+        return spec_of(kind, {"lr": args.learning_rate, "weight_decay": args.weight_decay} | settings, overrides)
+    return _by_name(trainer, overrides)
+
+
+def _by_name(trainer: Any, overrides: tuple[Override, ...]) -> OptimizerSpec:
+    args, name = trainer.args, str(trainer.args.optim.value)
+    if name == "lion_32bit":
+        betas = (args.adam_beta1, args.adam_beta2)
+        return Lion(lr=args.learning_rate, betas=betas, weight_decay=args.weight_decay, overrides=overrides)
+    if name not in ("adamw_torch", "adamw_torch_fused", "sgd"):
+        raise ConfigError(f"optim={name!r} cannot be streamed: use adamw_torch, adamw_torch_fused, sgd or lion_32bit")
+    given = {part.split("=")[0].strip() for part in (args.optim_args or "").split(",") if part.strip()}
+    if unknown := given - (_SGD_ARGS if name == "sgd" else frozenset()):
+        raise ConfigError(f"optim_args: {', '.join(sorted(unknown))} would have no effect with optim={name!r}")
+    kind, settings = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+    return spec_of(kind, {**settings, "weight_decay": args.weight_decay}, overrides)
+
+
+def precision_of(args: Any, model: nn.Module) -> Precision:
+    """What weights compute in: as the arguments say, else as the model is.
+
+    Raises:
+        ConfigError: the model's parameters are in 16 bits of a kind, or kinds, that neither names.
+    """
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if torch.float16 in found:
+        raise ConfigError("the model is in fp16, whose gradients need a loss scale: set fp16=True, or bf16=True")
+    return "bf16" if torch.bfloat16 in found else "fp32"

@@ -1,0 +1,136 @@
+"""What becomes of each field of ``transformers.TrainingArguments`` when the engine trains: one of three things.
+
+``KEPT``      the Trainer's own code carries it out, as without the engine
+``ENGINE``    the engine carries it out, or does so in any case
+``REFUSED``   cannot be honoured: any value but the default is an error that says why, and what to do
+
+A field that is in none of them, of a version of the library that is newer than this table, is refused like the last.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.errors import ConfigError
+
+KEPT = frozenset(
+    {
+        # how long, on what, and in which order
+        *("output_dir", "num_train_epochs", "max_steps", "seed", "data_seed", "full_determinism", "use_cpu", "tf32"),
+        *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+        *("average_tokens_across_devices", "train_sampling_strategy", "length_column_name", "label_names"),
+        *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
+        *("remove_unused_columns", "accelerator_config", "ignore_data_skip", "resume_from_checkpoint"),
+        # the loss and the learning rate
+        *("label_smoothing_factor", "neftune_noise_alpha", "use_cache"),
+        *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+        # what is said about it
+        *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter"),
+        *("include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name"),
+        *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "skip_memory_metrics"),
+        # evaluation
+        *("eval_strategy", "eval_steps", "eval_delay", "prediction_loss_only", "eval_on_start"),
+        *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
+        *("batch_eval_metrics", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+        # checkpoints and the hub
+        *("save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
+        "restore_callback_states_from_checkpoint",
+        *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
+        *("hub_revision", "do_train", "do_eval", "do_predict"),
+    }
+)
+
+ENGINE: Mapping[str, str] = {
+    "learning_rate": "lr of the engine's optimizer, before the schedule",
+    "optim": "the engine's own: adamw_torch, adamw_torch_fused, sgd, and lion_32bit",
+    "optim_args": "momentum and nesterov, with optim='sgd'",
+    "weight_decay": "for the parameters that the Trainer decays; 0 for the others",
+    "adam_beta1": "of adamw and lion",
+    "adam_beta2": "of adamw and lion",
+    "adam_epsilon": "of adamw",
+    "max_grad_norm": "clipping, exact; 0: none",
+    "bf16": "weights that compute are bf16, and their master copy is fp32; there is no autocast",
+    "fp16": "as bf16, with a loss scale",
+    "activation_checkpointing": "what the engine does anyway: each block is recomputed from its input",
+    "gradient_checkpointing": "the old name of activation_checkpointing",
+}
+
+_ONE_PROCESS = "the engine trains in one process on one device"
+_MEMORY = "the engine keeps device memory within its budget by itself"
+_COMPILE = "the Trainer would compile the model as a whole, and the engine runs it block by block"
+_RECOMPUTE = "each block is recomputed from its input by the engine, and nothing about that can be chosen"
+
+REFUSED: Mapping[str, str] = {
+    "optim_target_modules": "the optimizers that take it (GaLore, APOLLO) are not among the engine's",
+    "bf16_full_eval": "evaluation runs on the weights that train, in their precision: set bf16",
+    "fp16_full_eval": "evaluation runs on the weights that train, in their precision: set fp16",
+    "activation_checkpointing_kwargs": _RECOMPUTE,
+    "gradient_checkpointing_kwargs": _RECOMPUTE,
+    "torch_compile": _COMPILE,
+    "torch_compile_backend": _COMPILE,
+    "torch_compile_mode": _COMPILE,
+    "use_liger_kernel": "it replaces the forward of blocks that the engine runs one by one",
+    "liger_kernel_config": "it replaces the forward of blocks that the engine runs one by one",
+    "torch_empty_cache_steps": _MEMORY,
+    "auto_find_batch_size": f"{_MEMORY}, and says before it starts what would fit: choose a batch size that does",
+    "enable_jit_checkpoint": "it saves in the middle of a step: use save_strategy='steps', and resume from the last",
+    "parallelism_config": _ONE_PROCESS,
+    "fsdp": _ONE_PROCESS,
+    "fsdp_config": _ONE_PROCESS,
+    "deepspeed": "the engine does what it would do: give the budget instead",
+    "ddp_find_unused_parameters": _ONE_PROCESS,
+    "ddp_bucket_cap_mb": _ONE_PROCESS,
+    "ddp_broadcast_buffers": _ONE_PROCESS,
+    "ddp_static_graph": _ONE_PROCESS,
+    "ddp_backend": _ONE_PROCESS,
+    "ddp_timeout": _ONE_PROCESS,
+    "local_rank": _ONE_PROCESS,
+    "debug": "it watches weights that are not on the device outside of their block's turn",
+}
+
+TRL_KEPT = frozenset(
+    {
+        *("model_init_kwargs", "trust_remote_code", "chat_template_path", "router_aux_loss_coef", "loss_type"),
+        *("dataset_text_field", "dataset_kwargs", "dataset_num_proc", "eos_token", "pad_token", "shuffle_dataset"),
+        *("max_length", "truncation_mode", "packing", "packing_strategy", "padding_free", "pad_to_multiple_of"),
+        *("eval_packing", "completion_only_loss", "assistant_only_loss"),
+    }
+)
+TRL_REFUSED: Mapping[str, str] = {
+    "activation_offloading": "the engine moves activations itself: give the budget, or pin budget.checkpoints",
+}
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse what cannot be honoured.
+
+    Raises:
+        ConfigError: an argument is not at its default and would have no effect, or another than it says.
+    """
+    refused = {**REFUSED, **TRL_REFUSED}
+    for field in dataclasses.fields(args):
+        if field.name in KEPT or field.name in ENGINE or field.name in TRL_KEPT:
+            continue
+        value = getattr(args, field.name)
+        if value is None or value in ([], {}, "", _default_of(field)):
+            continue
+        why = refused.get(field.name, "this version of penstock does not know it")
+        raise ConfigError(f"{field.name}={value!r} cannot be honoured: {why}. Leave it out")
+    if args.world_size > 1:
+        raise ConfigError(f"this is one process of {args.world_size}: {_ONE_PROCESS}. Start it without a launcher")
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs are visible, and the Trainer would copy the model to each: {_ONE_PROCESS}. Make one "
+            "visible, with CUDA_VISIBLE_DEVICES=0"
+        )
+    if args.load_best_model_at_end and args.save_only_model:
+        raise ConfigError(
+            "load_best_model_at_end=True needs the whole state in the checkpoints: leave save_only_model out"
+        )
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default

@@ -1,0 +1,99 @@
+"""From an optimizer of ``torch.optim`` to the engine's own of the same arithmetic, for loops that bring one."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock.errors import ConfigError
+from penstock.optim.spec import SGD, Adam, AdamW, OptimizerSpec, Override
+
+_KINDS: dict[type[torch.optim.Optimizer], type[OptimizerSpec]] = {
+    torch.optim.AdamW: AdamW,
+    torch.optim.Adam: Adam,
+    torch.optim.SGD: SGD,
+}
+_TAKEN = {
+    AdamW: {"lr", "betas", "eps", "weight_decay"},
+    Adam: {"lr", "betas", "eps", "weight_decay"},
+    SGD: {"lr", "momentum", "weight_decay", "nesterov"},
+}
+_HOW = {"foreach", "fused"}
+"""Ways to compute the same thing: the engine has its own."""
+_OFF: dict[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "dampening": 0,
+}
+"""What the engine does not do, with the value that asks for nothing."""
+_PER_GROUP = ("lr", "weight_decay")
+
+
+def spec_of(
+    kind: type[torch.optim.Optimizer], settings: Mapping[str, Any], overrides: Sequence[Override] = ()
+) -> OptimizerSpec:
+    """The engine's optimizer for a class of ``torch.optim`` and its keyword arguments.
+
+    Raises:
+        ConfigError: the class, or one of the settings, is something that the engine does not do.
+    """
+    if kind not in _KINDS:
+        raise ConfigError(
+            f"{kind.__module__}.{kind.__qualname__} cannot be streamed: use torch.optim.AdamW, Adam or SGD"
+        )
+    mine = _KINDS[kind]
+    off = _OFF | {"decoupled_weight_decay": kind is torch.optim.AdamW}
+    taken: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key in _TAKEN[mine]:
+            taken[key] = tuple(float(beta) for beta in value) if key == "betas" else _number(value)
+        elif key not in _HOW and (key not in off or value != off[key]):
+            raise ConfigError(f"{kind.__name__}({key}={value!r}) cannot be honoured by the engine: leave it out")
+    return mine(**taken, overrides=tuple(overrides))
+
+
+def spec_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
+    """The engine's optimizer that does what ``optimizer`` would: its settings, and those of its param groups.
+
+    ``names``: the names of the trained parameters by their identity. They must all be in the optimizer.
+
+    Raises:
+        ConfigError: the optimizer has taken steps already, leaves a trained parameter out, has one that is not the
+            model's, or its param groups differ in more than ``lr`` and ``weight_decay``.
+    """
+    if optimizer.state:
+        raise ConfigError("the optimizer has taken steps already, and its moments would be lost: set up a new one")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if foreign := held - set(names):
+        raise ConfigError(f"the optimizer has {len(foreign)} parameters that are not among the model's trained ones")
+    if left_out := [name for key, name in names.items() if key not in held]:
+        raise ConfigError(
+            f"the optimizer leaves out {left_out[0]!r} and {len(left_out) - 1} more that require a gradient: freeze "
+            "them (requires_grad_(False)), or give them to it"
+        )
+    first, *others = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    overrides = []
+    for settings, group in zip(others, optimizer.param_groups[1:], strict=True):
+        different = [key for key, value in settings.items() if key not in _PER_GROUP and value != first.get(key)]
+        if different:
+            raise ConfigError(f"the optimizer's param groups differ in {different[0]!r}: only lr and weight_decay may")
+        own = {key: float(settings[key]) for key in _PER_GROUP}
+        overrides.append(override_for([names[id(p)] for p in group["params"]], **own))
+    return spec_of(type(optimizer), {k: v for k, v in first.items() if k not in _BOOKKEEPING}, overrides)
+
+
+def override_for(names: Sequence[str], **settings: float) -> Override:
+    """Other settings for exactly these parameters."""
+    return Override(match="^(?:" + "|".join(re.escape(name) for name in names) + ")$", **settings)
+
+
+_BOOKKEEPING = {"initial_lr", "swa_lr"}
+"""Keys that learning rate schedulers leave in param groups."""
+
+
+def _number(value: Any) -> Any:
+    """A tensor's number, which torch takes for a learning rate."""
+    return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,150 @@
+"""Small training runs by the loops of other libraries, with the engine and without it."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is looked up: models and data are made here
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
+
+import penstock
+from penstock.hf.engine_arguments import EngineArguments
+
+VOCABULARY = 96
+SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss")
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+"""fp32 on both sides: sums in another order, and a dozen steps of the optimizer on top of that"""
+
+
+def llama(*, seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        attention_dropout=dropout,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def examples(count: int, *, longest: int = 12) -> list[dict[str, list[int]]]:
+    """Token sequences of unequal length, padded: micro-batches differ in how many labels count."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(count):
+        length = int(torch.randint(4, longest + 1, (1,), generator=generator))
+        ids = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+        pad = longest - length
+        found.append(
+            {
+                "input_ids": ids + [0] * pad,
+                "attention_mask": [1] * length + [0] * pad,
+                "labels": ids + [-100] * pad,
+            }
+        )
+    return found
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of ``VOCABULARY`` tokens with a chat template, trained on this file."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["<eos>", "<unk>", "<user>", "<assistant>"]
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special)
+    made.train_from_iterator([Path(__file__).read_text()], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="<eos>",
+        pad_token="<eos>",
+        unk_token="<unk>",
+        chat_template=(
+            "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}"
+            "{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}"
+            "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        ),
+    )
+
+
+def on_disk(folder: Path, **settings: Any) -> EngineArguments:
+    """An engine with all state on disk, planned in the same way on any machine."""
+    budget = penstock.Budget(device="64MiB", host="64MiB", disk=folder, weights="disk", state="disk")
+    return EngineArguments(**{"budget": budget, "plan": None} | settings)
+
+
+def in_memory(**settings: Any) -> EngineArguments:
+    return EngineArguments(**{"budget": penstock.Budget(device="64MiB", host="64MiB"), "plan": None} | settings)
+
+
+def arguments(folder: Path, **settings: Any) -> TrainingArguments:
+    return TrainingArguments(str(folder), **COMMON | settings)
+
+
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "num_train_epochs": 2,
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "warmup_steps": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
+class StopAfter(TrainerCallback):
+    """Ends training after a step, as a user's callback may."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def shown(trainer: Any) -> list[tuple[int, str, float]]:
+    """Every number that a run logged, but for times."""
+    return [
+        (line["step"], key, value)
+        for line in trainer.state.log_history
+        for key, value in sorted(line.items())
+        if key in SHOWN or key.endswith(("entropy", "accuracy", "num_tokens"))
+    ]
+
+
+def check_same(found: Sequence[tuple[int, str, float]], plain: Sequence[tuple[int, str, float]]) -> None:
+    """The same lines with the same numbers, up to rounding."""
+    assert [line[:2] for line in found] == [line[:2] for line in plain]
+    assert len(plain) > 4
+    for (step, key, mine), (_, _, theirs) in zip(found, plain, strict=True):
+        torch.testing.assert_close(mine, theirs, **CLOSE, msg=lambda why, s=step, k=key: f"step {s}: {k}: {why}")
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def check_same_weights(engine: penstock.Engine, plain: Any) -> None:
+    mine = {name: tensor.clone() for name, tensor in engine.master_parameters()}
+    torch.testing.assert_close(mine, weights(plain), rtol=1e-3, atol=2e-5)  # AdamW divides by gradients near 0
+
+
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
