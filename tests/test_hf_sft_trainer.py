@@ -11,6 +11,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import load_file
 from tests.library_runs import COMMON, check_same, in_memory, llama, on_disk, one_thread, shown, tokenizer
 
 from penstock.hf import SFTTrainer
@@ -115,4 +116,11 @@ def test_an_adapter_trains_on_frozen_weights(tmp_path: Path) -> None:
         plain_name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         assert ("lora_" in name) != (plain_name in base)
         assert "lora_" in name or torch.equal(tensor, base[plain_name])
+    mine.save_model(str(tmp_path / "out"))
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    trained = {
+        name.replace(".default", ""): t.clone() for name, t in mine.engine.master_parameters() if "lora_" in name
+    }
+    assert sorted(saved) == sorted(trained)
+    assert all(torch.equal(saved[name], trained[name]) for name in trained)
     mine.end()

@@ -1,11 +1,9 @@
 """The engine's part of a Trainer's ``checkpoint-N``: a snapshot, and which store it was taken from."""
 
-import importlib
 import json
 from pathlib import Path
 
 from transformers import PreTrainedModel
-from transformers.utils import is_peft_available
 
 from penstock.config import Budget
 from penstock.engine import Engine
@@ -79,10 +77,10 @@ def write_model(engine: Engine, folder: Path) -> None:
         kept = set(model.state_dict())
         state = dict(engine.master_parameters()) | dict(model.named_buffers())
         model.save_pretrained(folder, state_dict={name: state[name] for name in state if name in kept})
-    elif is_peft_available() and isinstance(model, importlib.import_module("peft").PeftModel):
+    elif callable(getattr(model, "save_pretrained", None)):  # a PeftModel
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         state = {name: tensor for name, tensor in engine.master_parameters() if name in trained}
-        model.save_pretrained(folder, state_dict=state)
+        model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
     else:
         raise ConfigError(
             f"{type(model).__name__} has no save_pretrained: set save_strategy='no', and use trainer.engine.save(path)"
