@@ -20,7 +20,16 @@ from penstock.cli.meter import Meter, Outline, metrics_of
 from penstock.cli.run_folder import MetricsFile, claim, write_settings
 from penstock.cli.summary import closing
 from penstock.cli.terminal import TerminalDisplay, sparkline
-from penstock.config import Budget, DataConfig, EvaluateConfig, ModelConfig, OptimizerConfig, Tier, TrainConfig
+from penstock.config import (
+    BatchConfig,
+    Budget,
+    DataConfig,
+    EvaluateConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Tier,
+    TrainConfig,
+)
 from penstock.errors import ConfigError
 from penstock.run.stats import StepStats
 from penstock.store.layout import Layout
@@ -114,6 +123,8 @@ def _config(run: Path, **changes: Any) -> TrainConfig:
         model=ModelConfig(config={"model_type": "llama"}),
         data=DataConfig(source="stdlib", vocabulary=512, sequence_length=64),
         optimizer=OptimizerConfig(lr=1e-3),
+        batch=BatchConfig(sequences=4),
+        micro_batch_size=2,
         budget=Budget(device="1MiB", host="1MiB", disk=str(run / "store")),
         steps=5,
     )
@@ -159,8 +170,10 @@ def test_resume_keeps_everything(tmp_path: Path) -> None:
 
 def test_resume_on_other_data_is_refused(tmp_path: Path) -> None:
     config = _earlier_run(tmp_path)
-    with pytest.raises(ConfigError, match="micro_batches=1, not 2"):
-        claim(replace(config, micro_batches=2), "resume")
+    with pytest.raises(ConfigError, match="micro_batch_size=2, not 4"):
+        claim(replace(config, micro_batch_size=4), "resume")
+    with pytest.raises(ConfigError, match=r"batch\.sequences=4, not 6"):
+        claim(replace(config, batch=BatchConfig(sequences=6)), "resume")
     with pytest.raises(ConfigError, match="evaluate"):
         claim(replace(config, evaluate=EvaluateConfig(every=1)), "resume")
     assert settings.load(tmp_path / "config.yaml") == config

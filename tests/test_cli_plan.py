@@ -37,8 +37,9 @@ budget:
   host: {host}
   disk: "{{run}}/store"
 steps: 4
-micro_batches: 4
+batch: {{sequences: 8}}
 micro_batch_size: 2
+clip_grad_norm: null
 precision: fp32
 """
 
@@ -133,7 +134,7 @@ def test_json_says_the_same_as_the_function(config: Path, capsys: pytest.Capture
 
 
 def test_settings_and_options_are_laid_over_the_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--micro_batches", 2, "--clip_grad_norm", 1.0, "--tbw", 7, "--disk-free", "1GiB", "--json")
+    options = ("--batch.sequences", 4, "--clip_grad_norm", 1.0, "--tbw", 7, "--disk-free", "1GiB", "--json")
     data = json.loads(answered(capsys, config, *options))
     assert data["plan"]["micro_batches"] == 2
     assert data["plan"]["waits_for_norm"] is True

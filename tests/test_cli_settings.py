@@ -23,6 +23,7 @@ budget:
   device: 64MiB
   host: 24MiB
   disk: "{run}/store"
+batch: {sequences: 12}
 steps: 5
 """
 
@@ -49,11 +50,16 @@ def test_a_file_becomes_the_dataclass_with_defaults(config_file: Path) -> None:
 
 
 def test_flags_win_over_the_file(config_file: Path) -> None:
-    flags = [("optimizer.lr", "1e-3"), ("run", "else"), ("model.config.num_hidden_layers", "2"), ("micro-batches", "3")]
+    flags = [
+        ("optimizer.lr", "1e-3"),
+        ("run", "else"),
+        ("model.config.num_hidden_layers", "2"),
+        ("micro-batch-size", "3"),
+    ]
     config = settings.load(config_file, [*flags, ("evaluate.every", "2"), ("optimizer.betas", "[0.9, 0.99]")])
     assert (config.optimizer.lr, config.run, config.budget.disk) == (1e-3, "else", "else/store")
     assert config.model.config["num_hidden_layers"] == 2
-    assert config.micro_batches == 3
+    assert config.split == (3, 4)
     assert config.evaluate is not None
     assert config.evaluate.every == 2
     assert config.optimizer.betas == (0.9, 0.99)
@@ -103,12 +109,24 @@ def test_an_unknown_flag_names_itself_and_the_nearest_known_one(config_file: Pat
         ("optimizer.momentum", "0.9", "no effect"),
         ("lr_schedule.final", "0.1", "no effect"),
         ("lr_schedule", "{kind: cosine, warmup_steps: 5}", "leaves no step"),
+        ("lr_schedule", "{kind: wsd, warmup_steps: 2, decay_steps: 4}", "more than the 5 steps"),
+        ("lr_schedule", "{kind: wsd}", "for how long"),
+        ("lr_schedule", "{warmup_steps: 2, warmup_share: 0.1}", "twice"),
+        ("lr_schedule", "{kind: linear, decay_shape: cosine}", "no effect with kind 'linear'"),
+        ("lr_schedule", "{warmup_share: 2}", "from 0 to 1"),
+        ("batch", "{sequences: 4, tokens: 256}", "give one of"),
+        ("batch", "{}", "neither sequences nor tokens"),
+        ("batch", "{sequences: 0}", "at least 1"),
+        ("batch", "{tokens: 100}", "give 64 or 128"),
+        ("micro_batch_size", "5", "give one of 3, 4, 6"),
+        ("epochs", "2", "both given"),
+        ("steps", "null", "neither steps nor epochs"),
+        ("optimizer.decay_norms_and_biases", "yes", "true or false"),
+        ("optimizer", "{lr: 1, name: lion, decay_norms_and_biases: true}", "no effect without weight decay"),
         ("clip_grad_norm", "0", "must be positive"),
         ("evaluate.share", "1.0", "lacks every"),
         ("delay", "1.5", "from 0 to 1"),
         ("delay", "half", "a number"),
-        ("speculate", "true", "no step waits for a norm"),
-        ("speculate", "false", "no step waits for a norm"),
         ("speculate", "maybe", "true or false or null"),
         ("grad_dtype", "fp16", "one of fp32, bf16"),
         ("evaluate", "{every: 1, share: 1.0}", "between 0 and 1"),
@@ -122,9 +140,14 @@ def test_a_wrong_value_says_which_setting_and_what_it_must_be(
     assert message.startswith(("--", str(config_file)))
 
 
+def test_a_batch_in_tokens_is_as_many_sequences(config_file: Path) -> None:
+    config = settings.load(config_file, [("batch", "{tokens: 512}"), ("micro_batch_size", "2")])
+    assert (config.sequences_per_step, config.split) == (8, (2, 4))
+
+
 def test_a_check_between_settings_points_at_the_line(config_file: Path) -> None:
     config_file.write_text(MINIMAL.replace("steps: 5", "steps: -5"))
-    assert f"{config_file}:10: steps=-5" in _refused(config_file)
+    assert f"{config_file}:11: steps=-5" in _refused(config_file)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +158,7 @@ def test_a_check_between_settings_points_at_the_line(config_file: Path) -> None:
         ("run: x\nrun: y", "twice"),
         ("1: x", "not text"),
         ("run: [x", "not YAML"),
-        ("run: x", "lacks model, data, optimizer, budget, steps"),
+        ("run: x", "lacks model, data, optimizer, batch, budget"),
     ],
 )
 def test_a_file_that_is_no_settings_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -163,12 +186,14 @@ def test_any_value_survives_being_written_and_read(value: Any) -> None:
 def test_every_setting_has_a_meaning() -> None:
     rows = settings.describe(TrainConfig)
     assert [name for name, _, _, meaning in rows if not meaning] == []
-    assert ("steps", "a whole number", "required", "optimizer steps") in rows
+    assert ("batch.sequences", "a whole number or null", "null", "sequences in a step") in rows
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        ([("speculate", "true"), ("clip_grad_norm", "null")], "no step waits for a norm"),
+        ([("speculate", "false"), ("clip_grad_norm", "null")], "no step waits for a norm"),
         ([("delay", "0.5"), ("schedule", "horizontal")], "--delay: delay has no effect with schedule 'horizontal'"),
         ([("delay", "0"), ("schedule", "own.schedule")], "--delay: delay has no effect with a schedule of your own"),
         (

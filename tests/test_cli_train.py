@@ -29,7 +29,7 @@ optimizer: {{lr: 3e-3, overrides: [{{match: norm, weight_decay: 0.0}}]}}
 lr_schedule: {{warmup_steps: 2}}
 budget: {{device: 8MiB, host: 12MiB, disk: "{{run}}/store", weights: disk, state: disk}}
 evaluate: {{every: 2, share: 0.1}}
-micro_batches: 2
+batch: {{sequences: 4}}
 micro_batch_size: 2
 clip_grad_norm: 1.0
 device: cpu
@@ -165,22 +165,25 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing(config: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("kind", "warmup", "final", "factors"),
+    ("settings", "factors"),
     [
-        ("constant", 0, None, [1, 1, 1, 1]),
-        ("constant", 2, None, [0.5, 1, 1, 1]),
-        ("linear", 0, None, [1, 0.75, 0.5, 0.25]),
-        ("linear", 2, 0.5, [0.5, 1, 1, 0.75]),
-        ("cosine", 0, 0.0, [1, 0.853553, 0.5, 0.146447]),
+        ({}, [1, 1, 1, 1]),
+        ({"warmup_steps": 2}, [0.5, 1, 1, 1]),
+        ({"warmup_share": 0.5}, [0.5, 1, 1, 1]),
+        ({"kind": "linear"}, [1, 0.75, 0.5, 0.25]),
+        ({"kind": "linear", "warmup_steps": 2, "final": 0.5}, [0.5, 1, 1, 0.75]),
+        ({"kind": "cosine", "final": 0.0}, [1, 0.853553, 0.5, 0.146447]),
+        ({"kind": "wsd", "decay_steps": 2}, [1, 1, 1, 1 - 0.5**0.5]),
+        ({"kind": "wsd", "decay_share": 0.5, "decay_shape": "linear", "warmup_steps": 2}, [0.5, 1, 1, 0.5]),
+        ({"kind": "wsd", "decay_steps": 4, "decay_shape": "cosine", "final": 0.2}, [1, 0.882843, 0.6, 0.317157]),
     ],
 )
-def test_the_learning_rate_follows_its_schedule(
-    kind: Any, warmup: int, final: float | None, factors: list[float]
-) -> None:
-    factor = lr_factor(LrScheduleConfig(kind=kind, warmup_steps=warmup, final=final), steps=4)
+def test_the_learning_rate_follows_its_schedule(settings: dict[str, Any], factors: list[float]) -> None:
+    config = LrScheduleConfig(**settings)
+    factor = lr_factor(config, steps=4)
     assert [factor(step) for step in range(4)] == pytest.approx(factors, rel=1e-5)
-    if kind != "constant":
-        assert factor(4) == pytest.approx(final or 0.0)
+    if config.kind != "constant":
+        assert factor(4) == pytest.approx(config.final or 0.0)
 
 
 def test_the_optimizer_is_the_one_that_was_written() -> None:
@@ -188,7 +191,8 @@ def test_the_optimizer_is_the_one_that_was_written() -> None:
         name="sgd", lr=0.5, momentum=0.9, overrides=(OverrideConfig(match="bias", weight_decay=0.0),)
     )
     spec = optimizer_spec(config)
-    assert spec == SGD(lr=0.5, momentum=0.9, overrides=(Override(match="bias", weight_decay=0.0),))
+    overrides = (Override(match="bias", weight_decay=0.0),)
+    assert spec == SGD(lr=0.5, momentum=0.9, overrides=overrides, decay_norms_and_biases=False)
 
 
 def test_a_stored_profile_brings_a_prediction_and_its_schedule_runs_from_a_file(

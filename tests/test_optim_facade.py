@@ -64,6 +64,43 @@ def test_impossible_settings_are_refused(wrong: Callable[[], object]) -> None:
         wrong()
 
 
+def test_weight_decay_may_spare_norms_and_biases() -> None:
+    """In each group: vectors, and what is called a bias however many dimensions it has; not where it is overridden."""
+    shapes = {
+        "embed.weight": (5, 3),
+        "layers.0.norm.weight": (3,),
+        "layers.0.linear.weight": (3, 3),
+        "layers.0.linear.bias": (3,),
+        "layers.0.experts.gate_up_proj_bias": (4, 3),
+        "layers.0.bias_proj.weight": (3, 3),
+        "head.weight": (5, 3),
+        "head.bias": (5,),
+        "gate.scale": (),
+        "last.norm.weight": (3,),
+    }
+    parameters = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
+    overrides = (Override(match="head", lr=5.0), Override(match="last", weight_decay=0.5))
+    spec = AdamW(lr=1.0, weight_decay=0.1, overrides=overrides, decay_norms_and_biases=False)
+    optimizer = StreamedOptimizer(spec, parameters)
+    found = {name: optimizer.param_groups[optimizer.group_of(p)] for name, p in parameters}
+    assert {name: (group["lr"], group["weight_decay"]) for name, group in found.items()} == {
+        "embed.weight": (1.0, 0.1),
+        "layers.0.norm.weight": (1.0, 0.0),
+        "layers.0.linear.weight": (1.0, 0.1),
+        "layers.0.linear.bias": (1.0, 0.0),
+        "layers.0.experts.gate_up_proj_bias": (1.0, 0.0),
+        "layers.0.bias_proj.weight": (1.0, 0.1),
+        "head.weight": (5.0, 0.1),
+        "head.bias": (5.0, 0.0),
+        "gate.scale": (1.0, 0.0),
+        "last.norm.weight": (1.0, 0.5),
+    }
+    without = StreamedOptimizer(AdamW(weight_decay=0.0, decay_norms_and_biases=False), parameters)
+    assert len(without.param_groups) == 1, "there is nothing to spare them from"
+    as_torch = StreamedOptimizer(AdamW(weight_decay=0.1), parameters)
+    assert len(as_torch.param_groups) == 1
+
+
 def test_overrides_become_param_groups() -> None:
     spec = AdamW(
         lr=1e-3,

@@ -83,6 +83,7 @@ ENGINE = {
     "optimizer",
     "plan",
     "prediction",
+    "prepare",
     "save",
     "step",
     "step_count",

@@ -195,6 +195,19 @@ class Engine:
         with whole_steps():
             return self._step(micro_batches, loss_weights)
 
+    def prepare(self, micro_batches: Sequence[Mapping[str, Any]]) -> Plan:
+        """Make the plan for steps of such micro-batches now, and take the memory that it needs; changes nothing else.
+
+        The next ``step`` would do it, too. So ``plan`` and ``prediction`` are there before it, and whether it fits.
+
+        Raises:
+            ModelError, BudgetError, StoreError: as ``step``. After a BudgetError others may be tried.
+        """
+        self._check_usable()
+        batch.check(micro_batches)
+        with whole_steps():
+            return self._planning.runner_for(micro_batches, train=True).plan
+
     def _step(self, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float] | None) -> StepStats:
         began = time.perf_counter()
         batch.check(micro_batches)
@@ -216,7 +229,7 @@ class Engine:
         undo = standing.undo(context, buffers, early=runner.speculates or not self._waits)
         try:
             outcome = take_step(runner, context, self._to_device(micro_batches), weights, undo)
-            numbers = self._numbers(outcome, micro_batches, weights, time.perf_counter() - began)
+            numbers = outcome.numbers(micro_batches, weights, clip=self._clip, seconds=time.perf_counter() - began)
             stats = self._stats(runner, outcome, numbers)
             if not numbers.skipped:
                 self._residence.complete_step()
@@ -323,27 +336,6 @@ class Engine:
 
     def _to_device(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [batch.to_device(mb, self.device, self._dtype) for mb in micro_batches]
-
-    def _numbers(
-        self, outcome: Outcome, micro_batches: Sequence[Mapping[str, Any]], weights: Sequence[float], seconds: float
-    ) -> StepStats:
-        """What a step reports before it counts; its commit keeps it."""
-        context = outcome.context
-        assert context.norm is not None
-        skipped = not math.isfinite(context.norm)
-        return StepStats(
-            step=context.step,
-            loss=math.fsum(w * loss for w, loss in zip(weights, outcome.losses, strict=True)),
-            grad_norm=context.norm,
-            tokens=sum(batch.tokens(mb) for mb in micro_batches),
-            seconds=seconds,
-            lr=float(context.hypers[0].lr) if context.hypers else 0.0,
-            clipped=self._clip is not None and not skipped and context.norm > self._clip,
-            skipped=skipped,
-            repeats=int(outcome.dropped is not None),
-            non_finite=None if outcome.non_finite is None else str(outcome.non_finite),
-            loss_scale=context.loss_scale,
-        )
 
     def _stats(self, runner: Runner, outcome: Outcome, numbers: StepStats) -> StepStats:
         """All that a step reports, but for the time that its commit takes."""

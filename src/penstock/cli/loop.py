@@ -59,7 +59,7 @@ def report_last(stretch: Stretch) -> None:
 def run_steps(stretch: Stretch) -> int:
     """The training loop. Returns the exit code."""
     config, display, engine, first = stretch.config, stretch.display, stretch.engine, stretch.first
-    factor = lr_factor(config.lr_schedule, config.steps)
+    factor = lr_factor(config.lr_schedule, config.step_count)
     scheduler = LambdaLR(engine.optimizer, lambda index: factor(first + index))
     reset_peak_resident()
     with ExitStack() as stack:
@@ -69,7 +69,7 @@ def run_steps(stretch: Stretch) -> int:
         display.begin(stretch.meter)
         stack.callback(display.end)
         known: Simulation | None = None
-        for index in range(first, config.steps):
+        for index in range(first, config.step_count):
             stats = engine.step(stretch.train.step(index))
             interrupt.leave_lost_terminal()
             scheduler.step()
@@ -113,7 +113,7 @@ def _evaluate(stretch: Stretch, done: int) -> float | None:
     evaluate = stretch.config.evaluate
     if evaluate is None or stretch.validation is None:
         return None
-    if done % evaluate.every and done != stretch.config.steps:
+    if done % evaluate.every and done != stretch.config.step_count:
         return None
     losses = [stretch.engine.evaluate(stretch.validation.step(index)) for index in range(evaluate.batches)]
     return sum(losses) / len(losses)

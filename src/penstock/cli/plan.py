@@ -1,7 +1,6 @@
 """``penstock plan``: what a run will do on a machine, before anything is bought, loaded or waited for."""
 
 import json
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,18 +8,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.cli.settings import load
+from penstock.cli.task import free_here, task_of
 from penstock.config import GradDtype, OptimizerName, Precision, TrainConfig, parse_size
 from penstock.errors import ConfigError
 from penstock.plan.arguments import check_disk
 from penstock.plan.ask import PlanReport, measured, plan, rated, report
 from penstock.plan.fit import Family
-from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
-from penstock.plan.means import REPEATS, with_pinned_gradients
 from penstock.plan.meta import Kind
-from penstock.plan.model import ModelShape
 from penstock.plan.profiles import check_device, machine_named, on_directories
-from penstock.plan.task import MOMENTS, Task, free_bytes, own_budget
+from penstock.plan.task import free_bytes, own_budget
 
 PLAN_HELP = """\
 penstock plan: the best way to run a model on a machine, and what to expect of it
@@ -186,29 +183,15 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
     free, tbw = _size(options, "disk-free"), _number(options, "tbw")
     check_disk(config.budget, disk_free=free, tbw=tbw)
     if free is None:
-        free = free_bytes(machine) if "machine" in options else _free_here(paths)
+        free = free_bytes(machine) if "machine" in options else free_here(paths)
     if tbw is not None:
         machine = rated(machine, tbw)
-    precision = config.precision or ("bf16" if machine.device.kind == "cuda" else "fp32")
-    task = Task(
-        shape=_shape(config, machine),
-        machine=machine,
-        budget=config.budget.with_pins(precision),
-        sequence_length=config.data.sequence_length,
-        precision=precision,
-        optimizer=config.optimizer.name,
-        moments=MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum),
-        waits=config.clip_grad_norm is not None or precision == "fp16",
-        families=(config.schedule,),
-        disk_free=free,
-        speculate=with_pinned_gradients(config.speculate, config.delay, config.budget),
-        grad_dtype=config.grad_dtype,
-        delay=config.delay,
-        repeats=REPEATS if config.clip_grad_norm is not None else 0.0,
-    )
+    task = task_of(config, machine, disk_free=free)
     batch = _whole(options, "batch")
-    split = (config.micro_batch_size, config.micro_batches) if batch is None else None
-    found = report(task, batch=batch, split=split)
+    if batch is None and config.micro_batch_size is not None:
+        found = report(task, split=config.split)
+    else:
+        found = report(task, batch=batch or config.sequences_per_step)
     if config.plan is None:
         note = (
             "the file says plan: null, so that the run places state by a fixed order; this is the plan for plan: auto"
@@ -227,29 +210,6 @@ def _machine(config: TrainConfig, asked: str | None) -> Machine:
     if device is not None:
         check_device(machine, device)
     return machine
-
-
-def _shape(config: TrainConfig, machine: Machine) -> ModelShape:
-    """The model that ``penstock train`` builds; one that has no formula is built here too, to refuse what it would."""
-    from penstock.plan import transformer
-
-    given = {**config.model.config, "vocab_size": config.data.vocabulary}
-    agrees = config.model.config.get("vocab_size", config.data.vocabulary) == config.data.vocabulary
-    if not agrees or transformer.from_config(given, name="model") is None:
-        from penstock.cli.model import build_model
-
-        build_model(config.model, config.data)
-    return model_shape(given, kind=machine.device.kind)
-
-
-def _free_here(paths: Sequence[Path]) -> int:
-    """Bytes that a striped store may use: what is free now, and what a store that is there already takes."""
-    free = []
-    for path in paths:
-        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-        own = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        free.append(shutil.disk_usage(there).free + own)
-    return len(free) * min(free, default=0)
 
 
 # ---- options

@@ -10,22 +10,39 @@ _OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {"adamw": AdamW, "ada
 
 
 def optimizer_spec(config: OptimizerConfig) -> OptimizerSpec:
-    """The optimizer that the settings describe; what they leave out keeps the spec's default."""
+    """The optimizer that the settings describe; what they leave out keeps the spec's default, but for the weight decay
+    of norms and biases, which is off unless it is asked for."""
     overrides = tuple(Override(match=o.match, lr=o.lr, weight_decay=o.weight_decay) for o in config.overrides)
-    return _OPTIMIZERS[config.name](**config.given(), overrides=overrides)
+    decay = bool(config.decay_norms_and_biases)
+    return _OPTIMIZERS[config.name](**config.given(), overrides=overrides, decay_norms_and_biases=decay)
 
 
 def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate of each step, from 0: warm-up to 1, then a decay that ends at ``final``."""
+    """The factor on the learning rate of each step, from 0: warm-up to 1, then a decay that ends at ``final``.
+
+    ``wsd`` stays at 1 in between; its ``1-sqrt`` is Hägele et al., arXiv 2405.18392.
+    """
+    warmup, decay = config.phases(steps)
+    down = _DECAYS["1-sqrt" if config.kind == "wsd" else config.kind]
+    if config.decay_shape is not None:
+        down = _DECAYS[config.decay_shape]
     final = config.final or 0.0
 
     def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        if config.kind == "constant":
+        if step < warmup:
+            return (step + 1) / warmup
+        if not decay:
             return 1.0
-        progress = min((step - config.warmup_steps) / max(steps - config.warmup_steps, 1), 1.0)
-        down = progress if config.kind == "linear" else (1 - math.cos(math.pi * progress)) / 2
-        return 1.0 + (final - 1.0) * down
+        progress = min(max((step - (steps - decay)) / decay, 0.0), 1.0)
+        return 1.0 + (final - 1.0) * down(progress)
 
     return factor
+
+
+_DECAYS: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda progress: 0.0,
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
+    "1-sqrt": math.sqrt,
+}
+"""How far a decay has come, from 0 to 1, after that share of its steps."""

@@ -128,11 +128,12 @@ def _budget(config: TrainConfig) -> dict[Tier, int]:
 
 
 def _description(config: TrainConfig) -> str:
-    count = config.micro_batches
+    size, count = (0, 0) if config.micro_batch_size is None else config.split
+    cut = f"{count} micro-batch{'es' * (count > 1)} of {size} x {config.data.sequence_length} tokens" if size else ""
     parts = [
         str(config.model.config["model_type"]),
         f"{config.schedule} schedule",
-        f"{count} micro-batch{'es' * (count > 1)} of {config.micro_batch_size} x {config.data.sequence_length} tokens",
+        cut,
         config.precision or "",
     ]
     return ", ".join(part for part in parts if part)

@@ -69,6 +69,23 @@ def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainCon
     return replace(config, run=str(folder), budget=replace(config.budget, disk=disk))
 
 
+def as_cut_before(config: TrainConfig) -> TrainConfig:
+    """The settings of a run that is to go on, with the size of micro-batch that it has had so far if none is asked for.
+
+    Where there is no run to go on with, ``claim`` says so.
+
+    Raises:
+        ConfigError: the settings of the run in its folder cannot be read.
+    """
+    path = Path(config.run) / _SETTINGS
+    if config.micro_batch_size is not None or not path.is_file():
+        return config
+    before = load(path)
+    if before.sequences_per_step != config.sequences_per_step:
+        return config
+    return replace(config, micro_batch_size=before.micro_batch_size)
+
+
 def claim(config: TrainConfig, start: Start) -> Path:
     """Make the run's folder ready and, but for ``resume``, write the resolved settings into it.
 
@@ -135,11 +152,12 @@ def _check_same_data(config: TrainConfig, folder: Path) -> None:
             f"run={config.run!r}: there is no run in this folder to resume. Start one: penstock train CONFIG.yaml"
         )
     before = load(folder / _SETTINGS)
-    for key in ("data", "micro_batches", "micro_batch_size", "seed"):
+    for key in ("data", "sequences_per_step", "micro_batch_size", "seed"):
         if getattr(before, key) != getattr(config, key):
+            name = "batch.sequences" if key == "sequences_per_step" else key
             raise ConfigError(
-                f"run={config.run!r} was started with {key}={getattr(before, key)!r}, not {getattr(config, key)!r}: "
-                "a resumed run must see the same text. Put it back, or start another run"
+                f"run={config.run!r} was started with {name}={getattr(before, key)!r}, not {getattr(config, key)!r}: "
+                "a resumed run must see the same text, cut in the same way. Put it back, or start another run"
             )
     if (before.evaluate and before.evaluate.share) != (config.evaluate and config.evaluate.share):
         raise ConfigError(f"run={config.run!r} held out another share of the text (evaluate.share): put it back")

@@ -16,10 +16,10 @@ from penstock.report.sentence import format_time
 def opening(config: TrainConfig, text: TokenizedText, parameters: int) -> str:
     """The task: text, model, steps."""
     tokens = len(text.train) + (0 if text.validation is None else len(text.validation))
-    step_tokens = config.micro_batches * config.micro_batch_size * config.data.sequence_length
+    step_tokens = config.sequences_per_step * config.data.sequence_length
     return (
         f"{format_size(text.nbytes)} of text, {tokens:,} tokens; {config.model.config['model_type']} of "
-        f"{parameters / 1e6:.1f}M parameters; {config.steps} steps of {step_tokens:,} tokens"
+        f"{parameters / 1e6:.1f}M parameters; {config.step_count:,} steps of {step_tokens:,} tokens"
     )
 
 

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,18 +21,20 @@ from penstock.cli.pace import Pace
 from penstock.cli.recipe import optimizer_spec
 from penstock.cli.run_folder import (
     Start,
+    as_cut_before,
     claim,
     discard,
     has_steps,
     write_settings,
 )
 from penstock.cli.schedule_file import read_world
+from penstock.cli.split import Cut, cut_batch
 from penstock.cli.summary import closing, opening, resident_bytes
 from penstock.config import Tier, TrainConfig
 from penstock.data.batches import Batches
 from penstock.data.tokens import TokenArray, TokenizedText, tokenize
 from penstock.engine import Engine
-from penstock.errors import ConfigError
+from penstock.errors import BudgetError, ConfigError
 from penstock.optim.spec import OptimizerSpec
 from penstock.plan.machine import Machine
 from penstock.plan.meta import Kind
@@ -52,10 +55,14 @@ def train(config: TrainConfig, start: Start) -> int:
     schedule = _schedule(config.schedule)
     optimizer = optimizer_spec(config.optimizer)
     model = build_model(config.model, config.data)
+    if start == "resume":
+        config = as_cut_before(config)
     folder = claim(config, start)
     try:
-        make_engine = partial(_engine, model, optimizer, config, schedule, _machine(config, display))
-        return _train(config, display, folder, make_engine, parameter_count(model))
+        machine = _machine(config, display)
+        cut = cut_batch(config, schedule, machine, device_kind(config.device))
+        make_engine = partial(_engine, model, optimizer, config, schedule, machine)
+        return _train(config, display, folder, make_engine, parameter_count(model), cut)
     except BaseException as error:
         begun = start == "resume" or has_steps(folder)
         memory = explain(error, config, begun=begun) if is_out_of_memory(error) else None
@@ -67,13 +74,18 @@ def train(config: TrainConfig, start: Start) -> int:
 
 
 def _train(
-    config: TrainConfig, display: Display, folder: Path, make_engine: Callable[[], Engine], parameters: int
+    config: TrainConfig,
+    display: Display,
+    folder: Path,
+    make_engine: Callable[[], Engine],
+    parameters: int,
+    cut: Cut,
 ) -> int:
     """The run in a folder that is its own."""
     share = None if config.evaluate is None else config.evaluate.share
     with display.working(f"Training a tokenizer of {config.data.vocabulary:,} tokens and encoding the text"):
         text = tokenize(config.data, folder, held_out=share)
-    batches, validation = _batches(config, text)
+    config = _in_steps(config, text)
     display.say(opening(config, text, parameters))
     own = resident_bytes()
     with ExitStack() as stack:
@@ -81,6 +93,7 @@ def _train(
             engine = stack.enter_context(make_engine())
         cost = cost_of_a_kill(config.budget, None)
         display.say(space(config.budget) + ("" if cost is None else f"; {cost}"))
+        config, batches, validation = _settle(config, display, engine, text, cut)
         given: dict[Tier, int] = {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
         stretch = Stretch(
             config=config,
@@ -91,7 +104,7 @@ def _train(
             validation=validation,
             first=engine.step_count,
             meter=Meter(
-                outline=Outline(steps=config.steps, parameters=parameters, given=given, first=engine.step_count)
+                outline=Outline(steps=config.step_count, parameters=parameters, given=given, first=engine.step_count)
             ),
             pace=Pace(),
         )
@@ -103,14 +116,47 @@ def _train(
     return code
 
 
+def _in_steps(config: TrainConfig, text: TokenizedText) -> TrainConfig:
+    """The settings with the steps that their epochs come to, if it was epochs that they gave."""
+    if config.epochs is None:
+        return config
+    sequences = len(text.train) // config.data.sequence_length
+    steps = max(round(config.epochs * sequences / config.sequences_per_step), 1)
+    return replace(config, steps=steps, epochs=None)
+
+
+def _settle(
+    config: TrainConfig, display: Display, engine: Engine, text: TokenizedText, cut: Cut
+) -> tuple[TrainConfig, Batches, Batches | None]:
+    """Plan for the batch as it is to be cut; in smaller pieces where the model needs more than was expected of it.
+
+    Raises:
+        BudgetError: it does not fit, and there are no smaller pieces to try.
+    """
+    for size in (cut.size, *cut.smaller):
+        config = replace(config, micro_batch_size=size)
+        batches, validation = _batches(config, text)
+        words = cut.words(config.sequences_per_step) if size == cut.size else f"micro-batches of {size} instead"
+        try:
+            with display.working(f"Planning a step of {words}"):
+                engine.prepare(batches.step(engine.step_count))
+        except BudgetError as error:
+            if not [smaller for smaller in cut.smaller if smaller < size]:
+                raise
+            display.say(f"Micro-batches of {size} sequences do not fit after all: {error}")
+        else:
+            return config, batches, validation
+    raise AssertionError("the last size is tried or raises")
+
+
 def _check_unfinished(config: TrainConfig, done: int) -> None:
     """Raises:
     ConfigError: there is no step left to do.
     """
-    if done >= config.steps:
+    if done >= config.step_count:
         raise ConfigError(
-            f"run={config.run!r} is complete: {done} steps are done and steps is {config.steps}. To go on, raise it: "
-            f"penstock resume {shlex.quote(config.run)} --steps {2 * done}"
+            f"run={config.run!r} is complete: {done} steps are done and steps is {config.step_count}. To go on, raise "
+            f"it: penstock resume {shlex.quote(config.run)} --steps {2 * done}"
         )
 
 
@@ -134,8 +180,7 @@ def _machine(config: TrainConfig, display: Display) -> Machine | None:
     """The profile to plan for: the one that is stored, else a quick one that is made and stored now."""
     if config.plan is None:
         return None
-    paths, device = config.budget.disk_paths, resolve_device(config.device)
-    kind: Kind = "cpu" if device.type == "cpu" else "cuda"
+    paths, kind = config.budget.disk_paths, device_kind(config.device)
     found = find_profile(paths, kind=kind)
     if found is None:
         from penstock.doctor import examine
@@ -145,9 +190,14 @@ def _machine(config: TrainConfig, display: Display) -> Machine | None:
             f"This machine has no profile{other} yet: measuring it, once (penstock doctor does it more thoroughly)"
         )
         existing = dict.fromkeys(next(p for p in (path, *path.parents) if p.is_dir()) for path in paths)
-        save_profile(examine.examine(list(existing), examine.QUICK, device, display.working))
+        save_profile(examine.examine(list(existing), examine.QUICK, resolve_device(config.device), display.working))
         found = find_profile(paths, kind=kind)
     return found
+
+
+def device_kind(asked: str | None) -> Kind:
+    """The kind of the device that a run computes on."""
+    return "cpu" if resolve_device(asked).type == "cpu" else "cuda"
 
 
 def _engine(
@@ -181,8 +231,8 @@ def _batches(config: TrainConfig, text: TokenizedText) -> tuple[Batches, Batches
             tokens=tokens,
             name=name,
             sequence_length=config.data.sequence_length,
-            micro_batches=config.micro_batches,
-            micro_batch_size=config.micro_batch_size,
+            micro_batches=config.split[1],
+            micro_batch_size=config.split[0],
             seed=seed,
         )
 

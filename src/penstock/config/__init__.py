@@ -3,17 +3,21 @@
 One file for each section. May import: ``errors``.
 """
 
+from penstock.config.batch import BatchConfig
 from penstock.config.budget import TIERS, Budget, Durability, GradDtype, Precision, Tier
 from penstock.config.data import DataConfig
+from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
 from penstock.config.model import ModelConfig
-from penstock.config.optimizer import LrScheduleConfig, OptimizerConfig, OptimizerName, OverrideConfig
+from penstock.config.optimizer import OptimizerConfig, OptimizerName, OverrideConfig
 from penstock.config.sizes import format_size, parse_size
 from penstock.config.train import EvaluateConfig, TrainConfig
 
 __all__ = [
     "TIERS",
+    "BatchConfig",
     "Budget",
     "DataConfig",
+    "DecayShape",
     "Durability",
     "EvaluateConfig",
     "GradDtype",

@@ -1,4 +1,4 @@
-"""How parameters are changed: the optimizer and its learning rate over the run."""
+"""How parameters are changed."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +19,7 @@ class OverrideConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer. What is not given keeps the default that torch has for it.
+    """The optimizer. What is null keeps the default that torch has for it.
 
     | field | meaning |
     |---|---|
@@ -28,6 +28,8 @@ class OptimizerConfig:
     | ``betas`` | two decay rates of the moments (adamw, adam, lion) |
     | ``eps`` | added to the denominator (adamw, adam) |
     | ``weight_decay`` | weight decay (decoupled in adamw and lion) |
+    | ``decay_norms_and_biases`` | whether weight decay holds for norms and biases too: for parameters of fewer than two
+    dimensions, and those called a bias; null: false |
     | ``momentum`` | momentum (sgd) |
     | ``nesterov`` | Nesterov's form of momentum (sgd) |
     | ``overrides`` | other ``lr`` or ``weight_decay`` for parameters whose name a regular expression ``match`` finds |
@@ -40,6 +42,7 @@ class OptimizerConfig:
     weight_decay: float | None = None
     momentum: float | None = None
     nesterov: bool | None = None
+    decay_norms_and_biases: bool | None = None
     overrides: tuple[OverrideConfig, ...] = ()
 
     def given(self) -> dict[str, Any]:
@@ -60,25 +63,9 @@ class OptimizerConfig:
                     f"optimizer.{key} has no effect with optimizer.name={self.name!r}, which takes "
                     f"{', '.join(sorted(takes))}: drop it or choose another optimizer"
                 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LrScheduleConfig:
-    """The learning rate over the run, as a factor on ``optimizer.lr``.
-
-    | field | meaning |
-    |---|---|
-    | ``kind`` | ``constant``, or ``linear`` or ``cosine`` decay to the end of the run |
-    | ``warmup_steps`` | steps of linear warm-up, the last of them at the full rate |
-    | ``final`` | the factor at the end of a decay; 0 if not given |
-    """
-
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    final: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ConfigError(f"lr_schedule.warmup_steps={self.warmup_steps}: must not be negative")
-        if self.kind == "constant" and self.final is not None:
-            raise ConfigError("lr_schedule.final has no effect with kind 'constant': drop it or use linear or cosine")
+        decays = self.weight_decay if self.weight_decay is not None else self.name == "adamw"  # as torch has them
+        if self.decay_norms_and_biases is not None and not decays:
+            raise ConfigError(
+                "optimizer.decay_norms_and_biases has no effect without weight decay: drop it, or give "
+                "optimizer.weight_decay"
+            )

@@ -4,10 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from penstock.config.batch import BatchConfig
 from penstock.config.budget import Budget, GradDtype, Precision
 from penstock.config.data import DataConfig
+from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
-from penstock.config.optimizer import LrScheduleConfig, OptimizerConfig
+from penstock.config.optimizer import OptimizerConfig
 from penstock.errors import ConfigError
 
 
@@ -18,7 +20,7 @@ class EvaluateConfig:
     | field | meaning |
     |---|---|
     | ``every`` | steps from one evaluation to the next; the last step is always followed by one |
-    | ``batches`` | evaluation batches, each of ``micro_batches`` micro-batches |
+    | ``batches`` | evaluation batches, each as large as a step's (``batch``) |
     | ``share`` | share of the text that is held out |
     """
 
@@ -41,21 +43,21 @@ class TrainConfig:
     | field | meaning |
     |---|---|
     | ``run`` | folder that the run writes its metrics, trace and resolved settings into |
-    | ``model``, ``data``, ``optimizer``, ``budget`` | sections |
+    | ``model``, ``data``, ``optimizer``, ``batch``, ``budget`` | sections |
     | ``lr_schedule``, ``evaluate`` | sections; may be left out |
-    | ``steps`` | optimizer steps |
-    | ``micro_batches`` | micro-batches that a step accumulates gradients over |
-    | ``micro_batch_size`` | sequences in a micro-batch |
-    | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; None: bf16 on a GPU, fp32 on the CPU |
+    | ``steps`` | optimizer steps; either these or ``epochs`` |
+    | ``epochs`` | times through the training data instead, 0.5 or 3, in whole steps |
+    | ``micro_batch_size`` | sequences in a micro-batch; null: the plan chooses, once for the whole run |
+    | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; null: bf16 on a GPU, fp32 on the CPU |
     | ``grad_dtype`` | ``fp32``, or ``bf16``: each step's gradient is rounded to it, once, before norm and optimizer |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
-    | ``plan`` | ``auto``: for this machine, measured first if it never was; None: by a fixed order of preference |
-    | ``delay`` | share of each group's chunks that steps in the next step's forward, 0 to 1; None: the plan chooses |
-    | ``speculate`` | whether groups step before the norm is known, and again if it was over; None: the plan chooses |
-    | ``clip_grad_norm`` | gradients are scaled down to this norm; None: off |
-    | ``device`` | a torch device; None: the accelerator if there is one, else ``cpu`` |
+    | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
+    | ``delay`` | share of each group's chunks that steps in the next step's forward, 0 to 1; null: the plan chooses |
+    | ``speculate`` | whether groups step before the norm is known, and again if it was over; null: the plan chooses |
+    | ``clip_grad_norm`` | gradients are scaled down to this norm; null: off |
+    | ``device`` | a torch device; null: the accelerator if there is one, else ``cpu`` |
     | ``seed`` | everything random follows from it |
-    | ``trace_steps`` | steps that the trace keeps, the first ones; 0: no trace; None: all of them |
+    | ``trace_steps`` | steps that the trace keeps, the first ones; 0: no trace; null: all of them |
 
     ``{run}`` in ``budget.disk`` stands for the run's folder.
     """
@@ -64,10 +66,11 @@ class TrainConfig:
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig
+    batch: BatchConfig
     budget: Budget
-    steps: int
-    micro_batches: int = 1
-    micro_batch_size: int = 1
+    steps: int | None = None
+    epochs: float | None = None
+    micro_batch_size: int | None = None
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     evaluate: EvaluateConfig | None = None
     precision: Precision | None = None
@@ -76,15 +79,31 @@ class TrainConfig:
     plan: Literal["auto"] | None = "auto"
     delay: float | None = None
     speculate: bool | None = None
-    clip_grad_norm: float | None = None
+    clip_grad_norm: float | None = 1.0
     device: str | None = None
     seed: int = 0
     trace_steps: int | None = 50
 
+    @property
+    def sequences_per_step(self) -> int:
+        """The global batch."""
+        return self.batch.sequences_of(self.data.sequence_length)
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """(sequences in a micro-batch, micro-batches in a step), of a run whose micro-batches have a size."""
+        assert self.micro_batch_size is not None, "a run has settled on a size before it begins"
+        return self.micro_batch_size, self.sequences_per_step // self.micro_batch_size
+
+    @property
+    def step_count(self) -> int:
+        """Steps of the whole run, of one that knows how long an epoch is."""
+        assert self.steps is not None, "a run has turned epochs into steps before it begins"
+        return self.steps
+
     def __post_init__(self) -> None:
-        for key in ("steps", "micro_batches", "micro_batch_size"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{key}={getattr(self, key)}: must be at least 1")
+        self._check_length()
+        self._check_batch()
         if not self.run:
             raise ConfigError("run is empty: name a folder for the run")
         if self.seed < 0:
@@ -94,11 +113,32 @@ class TrainConfig:
         self._check_overlap()
         if self.trace_steps is not None and self.trace_steps < 0:
             raise ConfigError(f"trace_steps={self.trace_steps}: must not be negative")
-        decays = self.lr_schedule.kind != "constant"
-        if decays and self.lr_schedule.warmup_steps >= self.steps:
+        if self.steps is not None:
+            self.lr_schedule.phases(self.steps)
+
+    def _check_length(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            both = "steps and epochs are both given" if self.steps is not None else "neither steps nor epochs is given"
+            raise ConfigError(f"{both}: give one, how long the run is")
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"steps={self.steps}: must be at least 1")
+        if self.epochs is not None and self.epochs <= 0:
+            raise ConfigError(f"epochs={self.epochs}: must be more than 0")
+
+    def _check_batch(self) -> None:
+        """The batch is a whole number of sequences, and of micro-batches if their size is given."""
+        sequences = self.sequences_per_step
+        size = self.micro_batch_size
+        if size is None:
+            return
+        if size < 1:
+            raise ConfigError(f"micro_batch_size={size}: must be at least 1")
+        if sequences % size:
+            divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+            near = sorted(sorted(divisors, key=lambda n: abs(n - size))[:3])
             raise ConfigError(
-                f"lr_schedule.warmup_steps={self.lr_schedule.warmup_steps} leaves no step of the {self.steps} for the "
-                f"{self.lr_schedule.kind} decay: lower it, or use kind: constant"
+                f"micro_batch_size={size}: the {sequences} sequences of a step (batch) are not a whole number of such "
+                f"micro-batches: give one of {', '.join(map(str, near))}, or null: the plan chooses"
             )
 
     def _check_overlap(self) -> None:

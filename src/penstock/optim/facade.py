@@ -15,8 +15,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
     """``torch.optim.Optimizer`` with live ``param_groups`` for parameters that an engine updates.
 
     One param group holds the parameters that no override matches (if there are any), and one more for each override
-    holds those that it is the first to match. Whatever is written into ``param_groups`` holds from the next step.
-    ``state_dict`` carries settings only; moments and master weights are saved by ``engine.save``.
+    holds those that it is the first to match. Where the spec's weight decay spares norms and biases, those of each of
+    these are in a group of their own, right behind it. Whatever is written into ``param_groups`` holds from the next
+    step. ``state_dict`` carries settings only; moments and master weights are saved by ``engine.save``.
 
     Args:
         spec: the optimizer and its settings.
@@ -89,7 +90,25 @@ def _param_groups(spec: OptimizerSpec, named: Sequence[tuple[str, torch.nn.Param
                 f"{', '.join(name for name, _ in named[:3])}"
             )
     settings: list[dict[str, Any]] = [{}, *(dict(override.settings) for override in spec.overrides)]
-    return [{"params": group} | more for group, more in zip(members, settings, strict=True) if group]
+    parts = [part for pair in zip(members, settings, strict=True) for part in _by_decay(spec, *pair)]
+    return [{"params": group} | more for group, more in parts if group]
+
+
+def _by_decay(
+    spec: OptimizerSpec, members: list[tuple[str, torch.nn.Parameter]], settings: dict[str, Any]
+) -> list[tuple[list[tuple[str, torch.nn.Parameter]], dict[str, Any]]]:
+    """A group's parameters with their settings: all of them, or what decays and what the spec's decay spares."""
+    if spec.decay_norms_and_biases or not spec.weight_decay or "weight_decay" in settings:
+        return [(members, settings)]
+    spared = [(name, parameter) for name, parameter in members if is_norm_or_bias(name, parameter)]
+    rest = [(name, parameter) for name, parameter in members if not is_norm_or_bias(name, parameter)]
+    return [(rest, settings), (spared, settings | {"weight_decay": 0.0})]
+
+
+def is_norm_or_bias(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter is one that weight decay usually spares: a vector or a scalar, or by its name a bias, as
+    those of stacked experts, which have two dimensions, are."""
+    return parameter.ndim < 2 or name.rpartition(".")[2].endswith("bias")
 
 
 def _override_index(spec: OptimizerSpec, name: str) -> int:

@@ -43,6 +43,9 @@ class Override:
 class OptimizerSpec:
     """What all optimizers have. Not used itself.
 
+    ``decay_norms_and_biases``: False takes ``weight_decay`` from parameters of fewer than two dimensions and from those
+    called a bias. It does not touch the ``weight_decay`` of an override.
+
     Raises:
         ConfigError: a setting is out of its range.
     """
@@ -50,6 +53,7 @@ class OptimizerSpec:
     lr: float
     weight_decay: float
     overrides: tuple[Override, ...] = ()
+    decay_norms_and_biases: bool = True
 
     def __post_init__(self) -> None:
         _at_least_zero("lr", self.lr)

@@ -9,7 +9,8 @@ from penstock.plan.search import Choice, estimate, search
 from penstock.plan.task import MOST_OPS, Task
 
 _LARGEST_BATCH = 4096
-_MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+_LARGEST_MICRO_BATCH = 32
+"""sequences; larger ones gain nothing and are many to try"""
 _MICRO_BATCHES = 256
 """A batch is cut into no more than so many: more make schedules too large to be worth a simulation."""
 MOST_MICRO_BATCHES = 1024
@@ -60,7 +61,8 @@ def _splits(task: Task, batch: int) -> Iterator[Split]:
 
 def cuts(batch: int) -> list[tuple[int, int]]:
     """(sequences in a micro-batch, micro-batches): ways to cut a batch without a rest, small micro-batches first."""
-    whole = [(size, batch // size) for size in _MICRO_BATCH_SIZES if batch % size == 0]
+    sizes = range(1, min(batch, _LARGEST_MICRO_BATCH) + 1)
+    whole = [(size, batch // size) for size in sizes if batch % size == 0]
     return [(size, count) for size, count in whole if count <= _MICRO_BATCHES]
 
 
@@ -74,8 +76,8 @@ def choose(task: Task, batch: int) -> tuple[Choice, Split]:
     """
     if not cuts(batch):
         raise ConfigError(
-            f"batch={batch}: cannot be cut into at most {_MICRO_BATCHES} equal micro-batches of "
-            f"{', '.join(map(str, _MICRO_BATCH_SIZES))} sequences: choose a batch with more factors of 2"
+            f"batch={batch}: cannot be cut into at most {_MICRO_BATCHES} equal micro-batches of at most "
+            f"{_LARGEST_MICRO_BATCH} sequences: choose a batch with more factors"
         )
     found = splits(task, batch)
     best: tuple[Choice, Split] | None = None

@@ -21,7 +21,7 @@ DEVICE_TEMPORARIES = 32 << 20
 MOST_OPS = 80_000
 """Ops of the largest schedule that is planned: it takes some 3 s to build and simulate."""
 
-_TOKEN_BYTES = 2 * 8
+TOKEN_BYTES = 2 * 8
 """int64 token and label"""
 
 _OWN_SHARE = {"cuda": (0.95, 0.9), "cpu": (0.25, 0.5)}
@@ -112,7 +112,7 @@ class Task:
             delay=self.delay,
             grad_dtype=self.grad_dtype,
             family=self.families[0],
-            inputs=micro_batches * profile.tokens * _TOKEN_BYTES,
+            inputs=micro_batches * profile.tokens * TOKEN_BYTES,
             step_temporaries=0 if self.machine.device.kind == "cpu" else DEVICE_TEMPORARIES,
         )
         return Question(

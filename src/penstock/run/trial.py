@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.run import batch
 from penstock.run.context import NonFinite, StepContext
 from penstock.run.runner import Runner, Totals
+from penstock.run.stats import StepStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,32 @@ class Outcome:
     losses: Sequence[float]
     dropped: Totals | None = None
     non_finite: NonFinite | None = None
+
+    def numbers(
+        self,
+        micro_batches: Sequence[Mapping[str, Any]],
+        weights: Sequence[float],
+        *,
+        clip: float | None,
+        seconds: float,
+    ) -> StepStats:
+        """What the step reports before it counts; its commit keeps it. ``weights``: of the micro-batches' losses."""
+        context = self.context
+        assert context.norm is not None
+        skipped = not math.isfinite(context.norm)
+        return StepStats(
+            step=context.step,
+            loss=math.fsum(w * loss for w, loss in zip(weights, self.losses, strict=True)),
+            grad_norm=context.norm,
+            tokens=sum(batch.tokens(mb) for mb in micro_batches),
+            seconds=seconds,
+            lr=float(context.hypers[0].lr) if context.hypers else 0.0,
+            clipped=clip is not None and not skipped and context.norm > clip,
+            skipped=skipped,
+            repeats=int(self.dropped is not None),
+            non_finite=None if self.non_finite is None else str(self.non_finite),
+            loss_scale=context.loss_scale,
+        )
 
 
 def take_step(

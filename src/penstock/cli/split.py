@@ -1,0 +1,129 @@
+"""How a run's batch is cut into micro-batches: settled before its first step, and the same until its last.
+
+The numbers of a run depend on the cut (each micro-batch's loss is a mean of its own, rounded), so it is part of what a
+run is: it is written into the run's settings, and a resumed run takes it from there.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.cli.task import free_here, shape_of, task_of
+from penstock.config import TrainConfig
+from penstock.errors import BudgetError, ConfigError
+from penstock.plan.batches import choose, cuts, splits
+from penstock.plan.fit import Request, fit
+from penstock.plan.machine import Machine
+from penstock.plan.means import with_pinned_gradients
+from penstock.plan.meta import Kind
+from penstock.plan.model import ModelShape
+from penstock.plan.task import DEVICE_TEMPORARIES, MOMENTS, TOKEN_BYTES
+from penstock.report.sentence import format_time
+from penstock.schedule.op import Schedule
+from penstock.schedule.place import Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Micro-batches of ``size`` sequences, and why in words. ``smaller``: sizes to fall back to, the largest first, if
+    the model at hand turns out to need more than was expected of it; none where the size was asked for.
+    """
+
+    size: int
+    reason: str
+    smaller: tuple[int, ...] = ()
+
+    def words(self, sequences: int) -> str:
+        """For the user."""
+        count = sequences // self.size
+        return f"{count} micro-batch{'es' * (count > 1)} of {self.size} sequence{'s' * (self.size > 1)}: {self.reason}"
+
+
+def cut_batch(config: TrainConfig, schedule: str | Schedule, machine: Machine | None, kind: Kind) -> Cut:
+    """How a step's sequences are cut. ``machine``: to predict for; ``kind``: of the device that computes.
+
+    Raises:
+        ConfigError: the batch cannot be cut as a schedule of the user's own wants it, or into few enough pieces.
+        BudgetError: it does not fit, however it is cut.
+    """
+    sequences = config.sequences_per_step
+    if isinstance(schedule, Schedule):
+        return _as_scheduled(config, schedule)
+    if config.micro_batch_size is not None:
+        return Cut(size=config.micro_batch_size, reason="as micro_batch_size says")
+    if sequences == 1:
+        return Cut(size=1, reason="there is no other way")
+    found = _largest(config, kind) if machine is None else _fastest(config, machine)
+    smaller = tuple(size for size, _ in reversed(cuts(sequences)) if size < found[0])
+    return Cut(size=found[0], reason=found[1], smaller=smaller)
+
+
+def _as_scheduled(config: TrainConfig, schedule: Schedule) -> Cut:
+    sequences, count = config.sequences_per_step, schedule.micro_batches
+    size, rest = divmod(sequences, count)
+    if rest or not size:
+        raise ConfigError(
+            f"batch: {sequences} sequences cannot be cut into the {count} equal micro-batches of the schedule of your "
+            f"own ({config.schedule}): give a multiple of {count}"
+        )
+    if config.micro_batch_size not in (None, size):
+        raise ConfigError(
+            f"micro_batch_size={config.micro_batch_size}: the schedule of your own ({config.schedule}) has {count} "
+            f"micro-batches, so that the {sequences} sequences of a step make micro-batches of {size}: drop it"
+        )
+    return Cut(size=size, reason="as many as the schedule of your own has")
+
+
+def _fastest(config: TrainConfig, machine: Machine) -> tuple[int, str]:
+    """The size with the shortest predicted step, and what was predicted of it and of others."""
+    task = task_of(config, machine, disk_free=free_here(config.budget.disk_paths))
+    sequences = config.sequences_per_step
+    choice, best = choose(task, sequences)
+    others = [split for split in splits(task, sequences) if split.micro_batch_size != best.micro_batch_size]
+    compared = [f"{s.micro_batches} of {s.micro_batch_size}: ~{format_time(s.seconds)}" for s in others[:3]]
+    unfit = [size for size, _ in cuts(sequences) if size > max(s.micro_batch_size for s in (best, *others))]
+    if unfit:
+        compared.append(f"{sequences // unfit[0]} of {unfit[0]} do not fit")
+    seconds = format_time(choice.expected_seconds)
+    return best.micro_batch_size, f"{seconds} a step predicted" + (f" ({', '.join(compared)})" if compared else "")
+
+
+def _largest(config: TrainConfig, kind: Kind) -> tuple[int, str]:
+    """The largest size that fits: without a machine's profile there is nothing else to choose by."""
+    shape, sizes = shape_of(config, kind), list(reversed(cuts(config.sequences_per_step)))
+    if not sizes:
+        raise ConfigError(
+            f"batch: {config.sequences_per_step} sequences cannot be cut into few enough equal micro-batches: choose a "
+            "batch with more factors, or give micro_batch_size"
+        )
+    refusal: BudgetError | None = None
+    for size, count in sizes:
+        try:
+            fit(_request(config, shape, kind, size, count))
+        except BudgetError as error:
+            refusal = error
+        else:
+            return size, "the largest that fit" + (" (plan: null, so nothing is predicted)" * (size > 1))
+    assert refusal is not None
+    raise refusal
+
+
+def _request(config: TrainConfig, shape: ModelShape, kind: Kind, size: int, count: int) -> Request:
+    """What the engine will ask for with such micro-batches."""
+    assert not isinstance(config.schedule, Path)
+    precision = config.precision or ("bf16" if kind == "cuda" else "fp32")
+    moments = MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum)
+    form = Format(weight_bytes=4 if precision == "fp32" else 2, moments=moments)
+    profile = shape.profile(size, config.data.sequence_length, form)
+    return Request(
+        program=profile.program,
+        budget=config.budget.with_pins(precision),
+        form=form,
+        micro_batches=count,
+        wait=config.clip_grad_norm is not None or precision == "fp16",
+        speculate=with_pinned_gradients(config.speculate, config.delay, config.budget),
+        delay=config.delay,
+        grad_dtype=config.grad_dtype,
+        family=config.schedule,
+        inputs=count * profile.tokens * TOKEN_BYTES,
+        step_temporaries=0 if kind == "cpu" else DEVICE_TEMPORARIES,
+    )

@@ -1,0 +1,62 @@
+"""What a run's settings ask of the planner: for ``penstock plan``, and for the split of a run's batch."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.config import TrainConfig
+from penstock.plan.huggingface import model_shape
+from penstock.plan.machine import Machine
+from penstock.plan.means import REPEATS, with_pinned_gradients
+from penstock.plan.meta import Kind
+from penstock.plan.model import ModelShape
+from penstock.plan.task import MOMENTS, Task
+
+
+def task_of(config: TrainConfig, machine: Machine, *, disk_free: int) -> Task:
+    """The task of a run whose schedule is a family. ``disk_free``: bytes on disk that may be used.
+
+    Raises:
+        ConfigError: the machine's profile lacks what the settings need, or the model is refused.
+    """
+    assert not isinstance(config.schedule, Path)
+    precision = config.precision or ("bf16" if machine.device.kind == "cuda" else "fp32")
+    return Task(
+        shape=shape_of(config, machine.device.kind),
+        machine=machine,
+        budget=config.budget.with_pins(precision),
+        sequence_length=config.data.sequence_length,
+        precision=precision,
+        optimizer=config.optimizer.name,
+        moments=MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum),
+        waits=config.clip_grad_norm is not None or precision == "fp16",
+        families=(config.schedule,),
+        disk_free=disk_free,
+        speculate=with_pinned_gradients(config.speculate, config.delay, config.budget),
+        grad_dtype=config.grad_dtype,
+        delay=config.delay,
+        repeats=REPEATS if config.clip_grad_norm is not None else 0.0,
+    )
+
+
+def shape_of(config: TrainConfig, kind: Kind) -> ModelShape:
+    """The model that ``penstock train`` builds; one that has no formula is built here too, to refuse what it would."""
+    from penstock.plan import transformer
+
+    given = {**config.model.config, "vocab_size": config.data.vocabulary}
+    agrees = config.model.config.get("vocab_size", config.data.vocabulary) == config.data.vocabulary
+    if not agrees or transformer.from_config(given, name="model") is None:
+        from penstock.cli.model import build_model
+
+        build_model(config.model, config.data)
+    return model_shape(given, kind=kind)
+
+
+def free_here(paths: Sequence[Path]) -> int:
+    """Bytes that a striped store may use: what is free now, and what a store that is there already takes."""
+    free = []
+    for path in paths:
+        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        own = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        free.append(shutil.disk_usage(there).free + own)
+    return len(free) * min(free, default=0)
