@@ -45,6 +45,12 @@ def late_steps(schedule: Schedule) -> list[Op]:
     return [op for op in schedule.lanes["cpu"] if op.word.kind == "OP" and op.reads[0][0] in "hr"]
 
 
+def late_count(plain: Schedule, share: float, last: int = 0) -> int:
+    """How many chunks a share delays: all of the embedding (group ``last``), and as many of the others."""
+    groups = [op.word.group for op in plain.ops if op.word.kind == "OP"]
+    return groups.count(last) + ceil(share * (len(groups) - groups.count(last)))
+
+
 def steps(schedule: Schedule) -> list[str]:
     return sorted(op.id for op in schedule.ops if op.word.kind in ("OP", "OD"))
 
@@ -67,7 +73,10 @@ def test_a_delay_moves_work_and_adds_none(case: Case, share: float) -> None:
     weights live on disk is not read from there for its first load of the step, and a gradient may wait on disk."""
     plain, late = case.build(), delayed(case, share).build()
     assert steps(plain) == steps(late)
-    assert len(late_steps(late)) == ceil(share * sum(op.word.kind == "OP" for op in plain.ops))
+    assert len(late_steps(late)) == late_count(plain, share)
+    assert {op.id for op in late.ops if op.word.kind == "OP" and op.word.group == 0} <= {
+        op.id for op in late_steps(late)
+    }
     expected: dict[Lane, int] = dict(plain.bytes_per_lane())
     cuts = [chunks(g, case.settings.chunk) for g in case.program.groups]
     for op in late_steps(late):
@@ -302,10 +311,9 @@ def test_with_a_wait_for_the_norm_a_delay_costs_no_memory(share: float, checkpoi
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_without_a_wait_a_delay_costs_its_share_of_the_gradients(share: float) -> None:
+def test_without_a_wait_a_delay_costs_what_it_delays_of_the_gradients(share: float) -> None:
     plain, late = (vertical(PLAIN, placed(checkpoints="device", delay=a)) for a in (0.0, share))
-    count = sum(op.word.kind == "OP" for op in plain.ops)
-    assert pool_bytes(late, "gradients_held") == ceil(share * count) * 4 * ALIGN * FP32
+    assert pool_bytes(late, "gradients_held") == late_count(plain, share) * 4 * ALIGN * FP32
     out = 0 if share < 1 else pool_bytes(plain, "gradients_out")  # nothing else comes down
     more = pool_bytes(late, "gradients_held") - out
     assert late.peak_bytes("host") == plain.peak_bytes("host") + more
@@ -326,7 +334,7 @@ def test_checkpoints_and_delayed_gradients_take_turns_in_one_pool(chunk: int) ->
     late = vertical(program, placed(chunk=chunk, program=program, delay=share))
     check(late)
     apart = pool_bytes(plain, "checkpoints")
-    gradients = ceil(share * sum(op.word.kind == "OP" for op in plain.ops)) * chunk * ALIGN * FP32
+    gradients = late_count(plain, share) * chunk * ALIGN * FP32
     together = pool_bytes(late, "held")
     assert not pool_bytes(late, "checkpoints", "gradients_held")
     assert max(apart, gradients) <= together <= max(apart, gradients) + M * checkpoint + chunk * ALIGN * FP32
@@ -366,6 +374,18 @@ def in_use(schedule: Schedule, name: str) -> Iterator[int]:
 
 
 # ---- which chunks
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({}, {0}), ({"tied": True}, {0}), ({"frozen": True}, {0})])
+def test_the_embedding_is_what_the_backward_is_done_with_last(changes: dict[str, bool], expected: set[int]) -> None:
+    assert transformer(3, **changes).last_stepped == expected  # type: ignore[arg-type]
+
+
+def test_with_a_frozen_embedding_the_first_block_that_is_trained_is() -> None:
+    program = transformer(3)
+    groups = (replace(program.groups[0], trainable=0, frozen=20 * ALIGN), *program.groups[1:])
+    stages = tuple(replace(s, gradients=tuple(g for g in s.gradients if g)) for s in program.stages)
+    assert Program(groups=groups, stages=stages).last_stepped == {3}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.07, 0.25, 1 / 3, 0.5, 0.9, 1.0])

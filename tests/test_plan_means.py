@@ -224,7 +224,7 @@ def planned(*, delay: float, speculate: bool = False, gradients: str | None = No
 @pytest.mark.parametrize("speculate", [False, True])
 def test_a_schedule_tells_by_which_means_it_was_made(delay: float, gradients: str, speculate: bool) -> None:
     request, schedule = planned(delay=delay, speculate=speculate, gradients=gradients)
-    early, share = means_of(parse_schedule(str(schedule)), wait=True)
+    early, share = means_of(parse_schedule(str(schedule)), request.program, wait=True)
     assert early is speculate
     again = replace(request, speculate=early, delay=share)
     assert with_schedule(again, fit(again), schedule).schedule.ops == schedule.ops
@@ -246,13 +246,13 @@ def test_a_schedule_by_other_means_is_refused_with_what_to_ask_for() -> None:
 
 
 def test_chunks_that_no_ratio_delays_are_refused() -> None:
-    _, schedule = planned(delay=0.25)
+    request, schedule = planned(delay=0.25)
     late = [op for op in schedule.ops if op.word.kind == "OP" and op.reads[0].startswith("h")]
     edited = str(schedule)
     for op in late[:-1]:
         edited = edited.replace(f"read {op.reads[0]}", f"read H{op.id[2:]}u0")
     with pytest.raises(ScheduleError, match="not the ones that a delay ratio does"):
-        means_of(parse_schedule(edited), wait=True)
+        means_of(parse_schedule(edited), request.program, wait=True)
 
 
 # ---- what a plan keeps, and what it tells

@@ -144,6 +144,7 @@ class Walk:
             self.gradient_phase(route.last_visit[g]),
             route.last_visit[g] > route.gradient_visits[g][-1],
             tuple((g, stage) in route.summed for stage in route.uses[g]),
+            g in route.program.last_stepped,
         )
 
     def _homes(self, g: int) -> tuple[Home, ...]:
@@ -264,7 +265,7 @@ class Loads:
 
     def _weight_load(self, load: Load, g: int, home: Home) -> None:
         group, (weights, state) = self.groups[g], home
-        late = self.s.delay if self.walk.steps(g) and state != "device" else 0.0
+        late = self.late(g) if self.walk.steps(g) and state != "device" else 0.0
         for phase, times in self.walk.loads[self.s.depths.weights > 1][g].items():
             for numel, share in ((group.trainable, late), (group.frozen, 0.0)):
                 n, nbytes = chunk_count(numel, self.s.chunk), self.s.form.weight_bytes * numel
@@ -284,6 +285,10 @@ class Loads:
         on_disk = home_state_on_disk(home, form.moments, split=form.split)
         return self.s.wait and not (self.s.speculate and on_disk == form.state_slot_bytes)
 
+    def late(self, g: int) -> float:
+        """The share of a group's chunks that is delayed if they step in host memory."""
+        return 1.0 if self.s.delay and g in self.request.program.last_stepped else self.s.delay
+
     def gradient_bytes(self, g: int) -> int:
         """``Provision.gradient_bytes``."""
         return BF16 if g in self.narrow else FP32
@@ -300,7 +305,7 @@ class Loads:
             seen.add(stage)
         done = self.walk.gradient_phase(route.gradient_visits[g][-1])
         self._add(load, done, f"AG{g}.0@sum1", 3 * nbytes, n, len(route.uses[g]) - 1)
-        waiting = 1.0 if self.waits(home) else self.s.delay
+        waiting = 1.0 if self.waits(home) else self.late(g)
         self._add(load, done, f"NG{g}.0", nbytes, n, waiting)
         if gradients == "disk":  # the norm waits for its parts, and not for gradients to be on disk
             late = self.walk.wait and done == self.walk.phase("tail")
@@ -309,7 +314,7 @@ class Loads:
 
     def _step_load(self, load: Load, g: int, home: Home, gradients: Tier) -> None:
         form, numel = self.s.form, self.groups[g].trainable
-        n, late = chunk_count(numel, self.s.chunk), self.s.delay
+        n, late = chunk_count(numel, self.s.chunk), self.late(g)
         moves: list[tuple[str, int]] = []
         on_disk = home_state_on_disk(home, form.moments, split=form.split)
         if on_disk:

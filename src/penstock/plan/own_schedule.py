@@ -8,7 +8,7 @@ from penstock.plan.fit import Plan, Request
 from penstock.schedule.check import check_readers, check_waits
 from penstock.schedule.op import Op, Schedule
 from penstock.schedule.place import GRAIN, Side, on_grain
-from penstock.schedule.program import ALIGN
+from penstock.schedule.program import ALIGN, Program
 
 _SHOWN = 3
 """chunks that an error names"""
@@ -36,7 +36,7 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
     if schedule.micro_batches != settings.micro_batches:
         raise ScheduleError(f"the schedule is for {schedule.micro_batches} micro-batches, not {settings.micro_batches}")
     wanted = request.build(settings)
-    _check_means(wanted, schedule)
+    _check_means(wanted, schedule, request.program)
     for missing in wanted.by_id.keys() - schedule.by_id.keys():
         raise ScheduleError(f"the schedule has no op {missing}, which this model on this budget needs")
     for extra in schedule.by_id.keys() - wanted.by_id.keys():
@@ -79,27 +79,31 @@ def _order_of_sums(schedule: Schedule) -> dict[str, list[str]]:
     return sums
 
 
-def means_of(schedule: Schedule, *, wait: bool) -> tuple[bool, float]:
+def means_of(schedule: Schedule, program: Program, *, wait: bool) -> tuple[bool, float]:
     """Whether a schedule speculates, and the largest delay ratio that delays exactly the chunks that it delays.
 
     ``wait``: whether a step's numbers need the norm. Then a schedule without an op for it speculates, even if all its
     chunks are delayed. Of the first n chunks that step in host memory n times the ratio are delayed, rounded up
-    (``delayed_share``).
+    (``delayed_share``), and all of ``program.last_stepped``, which do not count among them.
 
     Raises:
         ScheduleError: no ratio delays these chunks.
     """
-    stepped = sorted((op for op in schedule.ops if op.word.kind == "OP"), key=lambda op: (op.word.group, op.word.chunk))
+    steps = sorted((op for op in schedule.ops if op.word.kind == "OP"), key=lambda op: (op.word.group, op.word.chunk))
+    stepped = [op for op in steps if op.word.group not in program.last_stepped]
+    ends = {_is_late(op) for op in steps if op.word.group in program.last_stepped}
     above, most, late = -1.0, 1.0, 0
     for n, op in enumerate(stepped, start=1):
         late += _is_late(op)
         above, most = max(above, (late - 1) / n), min(most, late / n)
-    if above >= most:
+    delays = late > 0 or True in ends
+    if above >= most or (delays and (False in ends or (stepped and not late))):
         raise ScheduleError(
-            f"the schedule delays the steps of {late} of {len(stepped)} chunks, but not the ones that a delay ratio "
-            "does, which are as evenly spread as can be: take a schedule from penstock simulate --delay"
+            f"the schedule delays the steps of {sum(map(_is_late, steps))} of {len(steps)} chunks, but not the ones "
+            "that a delay ratio does, which are all of the groups that the backward is done with last, and of the "
+            "others as evenly spread as can be: take a schedule from penstock simulate --delay"
         )
-    return schedule.speculative or (wait and "NORM" not in schedule.by_id), most if late else 0.0
+    return schedule.speculative or (wait and "NORM" not in schedule.by_id), most if delays else 0.0
 
 
 def cast_of(schedule: Schedule) -> Side:
@@ -113,7 +117,7 @@ def _is_late(op: Op) -> bool:
     return any(name[0] in "hr" for name in op.reads)
 
 
-def _check_means(wanted: Schedule, schedule: Schedule) -> None:
+def _check_means(wanted: Schedule, schedule: Schedule, program: Program) -> None:
     """Raises ScheduleError: one speculates, delays or rounds gradients, and the other does otherwise."""
     if cast_of(schedule) == "device" != cast_of(wanted):
         raise ScheduleError(
@@ -131,7 +135,7 @@ def _check_means(wanted: Schedule, schedule: Schedule) -> None:
         chunks = ", ".join(differ[:_SHOWN]) + (", ..." if len(differ) > _SHOWN else "")
         raise ScheduleError(
             f"the schedule delays the steps of {len(late)} chunks, and the plan of {len(planned)} (they differ in "
-            f"{chunks}): give delay={means_of(schedule, wait=True)[1]:.6g}, as the schedule has it"
+            f"{chunks}): give delay={means_of(schedule, program, wait=True)[1]:.6g}, as the schedule has it"
         )
     carried, handed_on = set(schedule.carried), set(wanted.carried)
     if carried != handed_on:

@@ -161,7 +161,7 @@ class PlacementLP:
 
     def _uses_held(self, g: int, home: Home, gradients: Waits) -> float:
         """How many gradients of a group are held in host memory: one for each stage that uses it, or a share."""
-        provision, late, waits = self._provisions[gradients], self.s.delay, self.loads.waits(home)
+        provision, late, waits = self._provisions[gradients], self.loads.late(g), self.loads.waits(home)
         return sum(
             late * provision.held(g, use, waits=True) + (1 - late) * provision.held(g, use, waits=waits)
             for use in range(len(self.loads.route.uses[g]))

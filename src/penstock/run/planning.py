@@ -235,15 +235,16 @@ class Planning:
 
     def _request(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
+        program = Program(groups=tuple(g.spec for g in self._shared.groups), stages=tuple(stages))
         speculate, delay, cast = self._speculate, self._delay, None
         if isinstance(self._schedule, Schedule):  # what is left open is as the schedule has it
-            early, share = means_of(self._schedule, wait=self._wait)
+            early, share = means_of(self._schedule, program, wait=self._wait)
             speculate, delay = early if speculate is None else speculate, share if delay is None else delay
             cast = cast_of(self._schedule)
         if speculate is None and self._shared.machine is None and self._repeats > _OFTEN:
             speculate = False  # there is no profile to tell what a step and what waiting costs
         return Request(
-            program=Program(groups=tuple(g.spec for g in self._shared.groups), stages=tuple(stages)),
+            program=program,
             budget=self._budget,
             form=self._shared.residence.form,
             micro_batches=len(micro_batches),

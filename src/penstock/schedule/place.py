@@ -108,7 +108,8 @@ def part_of(group: GroupSpec, ranks: int) -> GroupSpec:
 
 @lru_cache(maxsize=1 << 14)
 def delayed_share(first: int, count: int, share: float) -> frozenset[int]:
-    """Which of ``count`` chunks are delayed, when ``first`` others come before them: as evenly spread as can be.
+    """Which of ``count`` chunks are delayed, when ``first`` others come before them: as evenly spread as can be. This is
+    for the groups besides ``Program.last_stepped``, which are delayed whole.
 
     Of the first n chunks of all groups together, n times ``share`` are delayed, rounded up: a share above 0 delays one.
     """
@@ -207,7 +208,9 @@ class Settings:
     train: bool = True
     delay: float = 0.0
     """The delay ratio, 0 to 1: which share of the chunks that step in host memory takes its step in the next step's
-    forward, before the chunk's weights are loaded for the first time. Only for the vertical schedule."""
+    forward, before the chunk's weights are loaded for the first time. Where it is not 0, the groups that the backward
+    is done with last (the embedding) are delayed whole: at the end of a step nothing runs beside theirs. Only for the
+    vertical schedule."""
     grad_dtype: GradDtype = "fp32"
     """What each group's complete gradient is rounded to, once, before norm and optimizer: see docs/numerics.md."""
     cast: Side = "host"

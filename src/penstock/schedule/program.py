@@ -11,6 +11,7 @@ micro-batch goes through, and the param groups that each stage reads and produce
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 ALIGN = 4096
@@ -92,3 +93,12 @@ class Program:
         assert [s.index for s in self.stages] == list(range(len(self.stages)))
         assert len(self.stages) >= 2
         assert self.stages[0].kind == self.stages[-1].kind == "segment"
+
+    @cached_property
+    def last_stepped(self) -> frozenset[int]:
+        """Trained groups that the backward is done with last: no compute is left that their steps could run beside."""
+        until: dict[int, int] = {}
+        for stage in reversed(self.stages):
+            until |= dict.fromkeys((*stage.backward_reads, *stage.gradients), stage.index)
+        trained = {g: until[g] for stage in self.stages for g in stage.gradients}
+        return frozenset(g for g, stage in trained.items() if stage == min(trained.values()))

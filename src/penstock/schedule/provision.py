@@ -157,9 +157,12 @@ class Provision:
     def _delayed(self) -> dict[int, frozenset[int]]:
         if not self.s.delay:
             return {}
-        delayed, first = {}, 0
+        delayed, first, last = {}, 0, self.route.program.last_stepped
         for g in sorted(self.streamed()):
             count = self.trained_count(g)
+            if g in last:
+                delayed[g] = frozenset(range(count))
+                continue
             delayed[g] = delayed_share(first, count, self.s.delay)
             first += count
         return delayed
