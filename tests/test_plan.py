@@ -242,6 +242,18 @@ def test_pins_are_kept_or_refused(pins: dict[str, Tier], form: Format, device: i
     assert pins.get("checkpoints") in (None, place.checkpoints)
 
 
+def test_what_the_device_has_left_keeps_the_inputs_of_the_last_block_until_its_backward() -> None:
+    pins: dict[str, Tier] = {"weights": "disk", "state": "disk", "checkpoints": "host"}
+    least = fit(replace(request(micro_batches=6, **pins), micro_batches=6))  # type: ignore[arg-type]
+    assert least.settings.depths.inputs == 6
+    assert not [op for op in least.schedule.ops if op.word.kind in ("DC", "UC") and op.word.stage == 3]
+    for taken in range(5):
+        tight = request(least.device_bytes - taken * CHECKPOINT, micro_batches=6, **pins)  # type: ignore[arg-type]
+        plan = fit(tight)
+        assert plan.settings.depths.inputs == max(6 - taken, 2)
+        assert plan.device_bytes <= tight.budget.device_bytes
+
+
 def test_a_placement_that_is_in_memory_already_is_kept() -> None:
     train = fit(request(8 * MIB, 8 * MIB))
     more = fit(request(9 * MIB, 9 * MIB, micro_batches=4), train.settings.place)

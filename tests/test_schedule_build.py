@@ -254,18 +254,22 @@ def test_consecutive_visits_of_one_group_load_it_once() -> None:
         assert ops_of(schedule, "UW", shared) == loads
 
 
-def test_two_inputs_of_the_last_block_stay_where_there_is_room_for_two() -> None:
+@pytest.mark.parametrize("inputs", [2, 3, 5])
+def test_as_many_inputs_of_the_last_block_stay_as_there_is_room_for(inputs: int) -> None:
     program = transformer(LAYERS)
     s = settings(program, "disk", "disk", micro_batches=5, form=ADAM16)
-    schedule = vertical(program, replace(s, place=replace(s.place, checkpoints="host")))
+    s = replace(s, place=replace(s.place, checkpoints="host"), depths=Depths(inputs=inputs))
+    schedule = vertical(program, s)
     check(schedule)
+    leave = 5 - inputs
     for kind in ("DC", "UC"):
         found = {(op.word.stage, op.word.micro_batch) for op in schedule.ops if op.word.kind == kind}
-        assert found == {(k, m) for k in range(LAYERS - 1) for m in range(5)} | {(LAYERS - 1, m) for m in range(3)}
-    assert "A2m3" in schedule.by_id["B3m3"].gives
-    assert "a2m2" in schedule.by_id["B3m2"].gives
-    held = next(pool for pool in schedule.pools if pool.name == "checkpoints")
-    assert held.count == 5 * (LAYERS - 1) + 3
+        assert found == {(k, m) for k in range(LAYERS - 1) for m in range(5)} | {(LAYERS - 1, m) for m in range(leave)}
+    for m in range(5):
+        assert f"{'a' if m < leave else 'A'}2m{m}" in schedule.by_id[f"B3m{m}"].gives
+    counts = {pool.name: pool.count for pool in schedule.pools}
+    assert counts["checkpoints"] == 5 * (LAYERS - 1) + leave
+    assert counts["activations"] == 5 + inputs
 
 
 def test_frozen_parameters_move_up_only() -> None:

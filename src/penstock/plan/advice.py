@@ -21,7 +21,7 @@ from penstock.plan.search import Choice, estimate, fits, hopeless, search, small
 from penstock.plan.task import Task
 
 WORTH_SAYING = 1.02
-_SIMULATED, _SMALL, _OPS = 3, 4_000, 5_000
+_SIMULATED, _SMALL, _OPS = 3, 4_000, 8_000
 """advice to simulate, ops of a plan up to which it is, and ops for each"""
 _MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
 _MOST = 1 << 52

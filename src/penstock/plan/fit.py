@@ -172,7 +172,7 @@ class Request:
             narrow = narrow_groups(self.route, settings)
             gradients = sum(g.trainable * (BF16 if g.index in narrow else FP32) for g in stepped)
         if self.train and place.checkpoints == "disk":
-            checkpoints = sum(page_up(s.checkpoint) * stay.leaving(s.index) for s in stages)
+            checkpoints = sum(page_up(s.checkpoint) * stay.leaving(s.index, settings.depths.inputs) for s in stages)
         return gradients + checkpoints
 
     def space_bytes(self, settings: Settings) -> int:
@@ -195,6 +195,19 @@ class Request:
             + g.trainable * width * (place.state[g.index] == "disk")
             for g in self.program.groups
         )
+
+    def roomiest(self, settings: Settings) -> Settings:
+        """The settings with as many inputs of the last block on the device, from its forward to its backward, as the
+        budget has room for: they need not leave, and come back at once.
+        """
+        last, depths = len(self.program.stages) - 3, settings.depths
+        away = settings.train and settings.place.checkpoints != "device"
+        leaving = self.route.stay(depths.weights).leaving(last, depths.inputs) if away else 0
+        if not leaving:
+            return settings
+        free = self.budget.device_bytes - self.peak_bytes(settings, "device")
+        more = min(free // max(stage.checkpoint for stage in self.program.stages[:-1]), leaving)
+        return replace(settings, depths=replace(depths, inputs=depths.inputs + max(more, 0)))
 
     def plan(self, settings: Settings) -> Plan:
         """The plan with these settings; whether it fits is the caller's to know."""
@@ -224,7 +237,7 @@ class Request:
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:
     """The best plan that fits, by the order of preference above; arguments and errors as ``fitted``."""
-    return request.plan(fitted(request, keep))
+    return request.plan(request.roomiest(fitted(request, keep)))
 
 
 def fitted(request: Request, keep: Placement | None = None) -> Settings:

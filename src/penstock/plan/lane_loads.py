@@ -213,7 +213,7 @@ class Loads:
         stay = self.route.stay(self.s.depths.weights)
         sizes: Counter[int] = Counter()
         for stage in stages:
-            sizes[stage.checkpoint] += stay.leaving(stage.index)
+            sizes[stage.checkpoint] += stay.leaving(stage.index, self.s.depths.inputs)
         times = self.s.micro_batches // self.route.at_once
         walk = self.walk
         out = walk.phase("forward")
@@ -325,7 +325,9 @@ class Loads:
         waits = self.waits(home)
         for phase, share in ((self.walk.step_phase(g, waits=waits), 1.0 - late), (self.walk.first[g], late)):
             for kind, width in moves:
-                self._add(load, phase, f"{kind}{g}.0", width * numel, n, share)
+                home_bound = kind in ("WS", "WW", "UN")  # the first block waits for the step, not for its way home
+                at = max(phase, self.walk.phase("forward")) if home_bound else phase
+                self._add(load, at, f"{kind}{g}.0", width * numel, n, share)
             if gradients == "disk" and (waits or phase == self.walk.first[g]):
                 self._add(load, phase, f"RG{g}.0", self.gradient_bytes(g) * numel, n, share)
 

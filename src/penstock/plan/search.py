@@ -133,7 +133,7 @@ def _kept(question: Question, keep: Placement) -> Plan:
         raise refusal
     least = min(p.estimate for p in found)
     chosen = next(p for p in found if p.estimate <= least * EQUAL)
-    return chosen.request.plan(chosen.settings)
+    return chosen.request.plan(chosen.request.roomiest(chosen.settings))
 
 
 def search(question: Question) -> Choice:
@@ -242,13 +242,13 @@ class _Search:
         hopeless = self.best is not None and proposal.estimate >= self.best[0] * _HOPELESS
         if key in self.seen or hopeless or self._spent(self._size(proposal)):
             return False
-        if self.q.room is not None:
-            device, host = proposal.request.peaks(proposal.settings)
-            why = beyond(self.q.peaks(proposal.settings.place, {"device": device, "host": host}), self.q.room)
-            if why is not None:
-                self.misplaced = why
-                return False
-        plan = proposal.request.plan(proposal.settings)
+        settings = proposal.request.roomiest(proposal.settings)
+        if self._beyond(proposal.request, settings) is not None:
+            settings = proposal.settings
+        if (why := self._beyond(proposal.request, settings)) is not None:
+            self.misplaced = why
+            return False
+        plan = proposal.request.plan(settings)
         simulation = simulate(World.of(plan.schedule), self.q.costs_of(proposal.request))
         self.ops += len(plan.schedule.ops)
         self.seen.add(key)
@@ -257,6 +257,13 @@ class _Search:
             return False
         self.best = (expected, proposal, plan, simulation)
         return True
+
+    def _beyond(self, request: Request, settings: Settings) -> str | None:
+        """Why the machine has no room for these settings, whatever the budget says."""
+        if self.q.room is None:
+            return None
+        device, host = request.peaks(settings)
+        return beyond(self.q.peaks(settings.place, {"device": device, "host": host}), self.q.room)
 
     def _spent(self, ops: int) -> bool:
         """Whether another simulation of so many ops would be too many; the first never is."""

@@ -108,8 +108,9 @@ def part_of(group: GroupSpec, ranks: int) -> GroupSpec:
 
 @lru_cache(maxsize=1 << 14)
 def delayed_share(first: int, count: int, share: float) -> frozenset[int]:
-    """Which of ``count`` chunks are delayed, when ``first`` others come before them: as evenly spread as can be. This is
-    for the groups besides ``Program.last_stepped``, which are delayed whole.
+    """Which of ``count`` chunks are delayed, when ``first`` others come before them: as evenly spread as can be.
+
+    This is for the groups besides ``Program.last_stepped``, which are delayed whole.
 
     Of the first n chunks of all groups together, n times ``share`` are delayed, rounded up: a share above 0 delays one.
     """
@@ -189,6 +190,9 @@ class Depths:
     """host chunks of optimizer state in flight"""
     checkpoints: int = 4
     """host buffers for checkpoints on their way to or from disk"""
+    inputs: int = 2
+    """device buffers for activations besides those of the micro-batches under way: one on its way out, one on its way
+    in, and so many inputs of the last block stay there for its backward; at least 2"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,6 @@ from penstock.schedule.place import (
 )
 from penstock.schedule.program import Program
 from penstock.schedule.route import Route
-from penstock.schedule.stay import SPARE
 
 
 def size_classes(sizes: Iterable[int]) -> list[int]:
@@ -224,7 +223,7 @@ class Provision:
     def leaving(self, stage: int, micro_batches: Sequence[int]) -> Sequence[int]:
         """Those micro-batches, of all under way, whose checkpoint of a stage is moved off the device."""
         away = self.s.train and self.s.place.checkpoints != "device"
-        return micro_batches[: self.stay.leaving(stage) * away]
+        return micro_batches[: self.stay.leaving(stage, self.s.depths.inputs) * away]
 
     # ---- the pools
 
@@ -277,7 +276,7 @@ class Provision:
         gradient = max(s.gradient for s in bodies) if self.s.train else 0
         stay = self.s.train and self.s.place.checkpoints == "device"
         if size:
-            count = at_once * len(bodies) if stay else at_once + SPARE
+            count = at_once * len(bodies) if stay else at_once + self.s.depths.inputs
             yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
         if gradient:
             yield Pool(name="activation_gradients", tier="device", size=gradient, count=at_once + 1, backed=False)

@@ -5,18 +5,19 @@ last block from its forward through the epilogue to its backward; micro-batch by
 from its backward to its forward of the next; and what consecutive visits share.
 
 *The inputs of the last block* stay until its backward as far as there is room for them in the pool of activations,
-which has buffers for the micro-batches under way and ``SPARE`` more: beside the last block's outputs, those of as many
-micro-batches, the last ones, as all others have left for an output by then.
+which has buffers for the micro-batches under way and ``Depths.inputs`` more: beside the last block's outputs, those of
+as many micro-batches, the last ones, as all others have left for an output by then. A plan gives the pool what the
+budget of the device has left in the end, up to all of them (``Request.roomiest``); two there are in any case.
 
-None of that takes a buffer more. A pool of weights has buffers for the visit that needs most of it and, from depth 2
-on, one more. So one group may stay through a visit that reads others, the largest that asks for it, and with depth 1
+Weights that stay take no buffer more. A pool of weights has buffers for the visit that needs most of it and, from depth
+2 on, one more. So one group may stay through a visit that reads others, the largest that asks for it, and with depth 1
 none. What is kept is there in place of its own next load, and holds nothing up: only the weights of the one visit in
 between are loaded meanwhile, and they have their buffers.
 
-The last block and the epilogue could also take turns, micro-batch by micro-batch: then all inputs would have room. But
-the epilogue's weights are large, and would have to be there before the last block's second micro-batch starts, instead
-of coming beside all of its forward. Simulated for models of 8B parameters with 32 layers on the shipped profiles, that
-is up to 0.4% slower, and where the epilogue's weights live on the device no more than 0.06% faster.
+The last block and the epilogue could also take turns, micro-batch by micro-batch: then all inputs would have room on
+any device. But the epilogue's weights are large, and would have to be there before the last block's second micro-batch
+starts, instead of coming beside all of its forward. Simulated for models of 8B parameters with 32 layers on the shipped
+profiles, that is up to 0.4% slower, and where the epilogue's weights live on the device no more than 0.06% faster.
 
 What lives where does not count in any of this, so that a planner can tell what a step moves before it has placed
 anything: groups are counted as if all of them moved.
@@ -26,9 +27,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from penstock.schedule.program import Program
-
-SPARE = 2
-"""Activations on the device besides those of the micro-batches under way: one on its way out, one on its way in."""
 
 
 class Stay:
@@ -57,14 +55,14 @@ class Stay:
         self._depth = depth
         self._keep(readers)
 
-    def leaving(self, stage: int) -> int:
+    def leaving(self, stage: int, inputs: int) -> int:
         """Of how many micro-batches under way, the first ones, a stage's checkpoint leaves the device where checkpoints
-        do. None of the last block's: they are used at once.
+        do. None of the last block's: they are used at once. ``inputs``: of the last block that may stay.
         """
         stages = self._program.stages
         if stage < 0 or not stages[stage].checkpoint or stage > len(stages) - 3:
             return 0
-        return max(self._at_once - SPARE, 0) if stage == len(stages) - 3 else self._at_once
+        return max(self._at_once - inputs, 0) if stage == len(stages) - 3 else self._at_once
 
     def _keep(self, readers: Mapping[int, Sequence[int]]) -> None:
         reading = [v for v, groups in enumerate(self._reads) if groups]
