@@ -95,7 +95,7 @@ def write_run(folder: Path, *, steps: int = 3, predict: bool = True, schedule: S
 def _config(folder: Path) -> TrainConfig:
     return TrainConfig(
         run=str(folder),
-        model=ModelConfig(config={"model_type": "llama"}),
+        model=ModelConfig(init=True, config={"model_type": "llama"}),
         data=DataConfig(source="stdlib", vocabulary=300, sequence_length=32),
         optimizer=OptimizerConfig(lr=1e-3),
         budget=Budget(device=BUDGET["device"], host=BUDGET["host"], disk=folder / "store"),

@@ -120,7 +120,7 @@ def test_a_mistake_in_the_settings_is_one_line_and_exit_code_2(
 def _config(run: Path, **changes: Any) -> TrainConfig:
     config = TrainConfig(
         run=str(run),
-        model=ModelConfig(config={"model_type": "llama"}),
+        model=ModelConfig(init=True, config={"model_type": "llama"}),
         data=DataConfig(source="stdlib", vocabulary=512, sequence_length=64),
         optimizer=OptimizerConfig(lr=1e-3),
         batch=BatchConfig(sequences=4),

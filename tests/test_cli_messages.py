@@ -13,7 +13,7 @@ from tests.test_engine_prediction import machine
 from torch import nn
 
 from penstock.cli import main, train
-from penstock.cli.model import build_model
+from penstock.cli.model import RunModel, run_model
 from penstock.plan.profiles import save_profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,14 +64,14 @@ def test_out_of_memory_says_what_to_lower_what_is_safe_and_how_to_go_on(
         if json_lines(tmp_path / "run") == 2:
             torch.empty(1 << 50)
 
-    def build(*arguments: Any) -> nn.Module:
-        model = build_model(*arguments)
-        layer = model.get_submodule("model.layers.1")
+    def build(*arguments: Any) -> RunModel:
+        model = run_model(*arguments)
+        layer = model.model.get_submodule("model.layers.1")
         layer.register_forward_pre_hook(hungry)
         return model
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "build_model", build)
+        patch.setattr(train, "run_model", build)
         assert main(["train", str(config), "--budget.state", state, "--evaluate", "null"]) == 1
     assert calls > 0
     err = capsys.readouterr().err

@@ -13,7 +13,7 @@ LLAMA = {**SMALL, "num_attention_heads": 4}
 
 
 def test_the_model_has_the_tokenizers_vocabulary_and_no_memory() -> None:
-    model = build_model(ModelConfig(config=LLAMA), DATA)
+    model = build_model(ModelConfig(init=True, config=LLAMA), DATA)
     embedding = model.get_input_embeddings()  # type: ignore[operator] # Hugging Face's, on every model
     assert embedding.weight.shape == (512, 64)
     assert all(p.device == torch.device("meta") for p in model.parameters())
@@ -22,8 +22,8 @@ def test_the_model_has_the_tokenizers_vocabulary_and_no_memory() -> None:
 
 
 def test_a_tied_parameter_counts_once() -> None:
-    untied = parameter_count(build_model(ModelConfig(config=LLAMA), DATA))
-    tied = parameter_count(build_model(ModelConfig(config={**LLAMA, "tie_word_embeddings": True}), DATA))
+    untied = parameter_count(build_model(ModelConfig(init=True, config=LLAMA), DATA))
+    tied = parameter_count(build_model(ModelConfig(init=True, config={**LLAMA, "tie_word_embeddings": True}), DATA))
     assert untied - tied == 512 * 64
 
 
@@ -43,4 +43,4 @@ def test_a_tied_parameter_counts_once() -> None:
 )
 def test_settings_that_would_be_ignored_or_cannot_work_are_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        build_model(ModelConfig(config={**LLAMA, **changes}), DATA)
+        build_model(ModelConfig(init=True, config={**LLAMA, **changes}), DATA)

@@ -19,6 +19,7 @@ from penstock.plan.profiles import save_profile
 CONFIG = """\
 run: {run}
 model:
+  init: true
   config:
     model_type: llama
     hidden_size: 128

@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 
 MINIMAL = """\
 run: runs/x
-model: {config: {model_type: llama, rms_norm_eps: 1e-5}}
+model: {init: true, config: {model_type: llama, rms_norm_eps: 1e-5}}
 data: {source: stdlib, vocabulary: 512, sequence_length: 64}
 optimizer:
   lr: 3e-4
@@ -101,7 +101,12 @@ def test_an_unknown_flag_names_itself_and_the_nearest_known_one(config_file: Pat
         ("budget.device", "12 parsecs", "not a size"),
         ("budget.gradients", "device", "one of host, disk"),
         ("steps.more", "1", "no settings inside"),
-        ("model", "folder", "mapping"),
+        ("model", "7", "text or a mapping"),
+        ("model", "{config: {model_type: llama}}", "model.init: true"),
+        ("model", "{path: m, init: true}", "model.config: m"),
+        ("model", "{path: m, config: {}}", "drop one"),
+        ("model", "{init: true}", "names no model"),
+        ("model.revision", "main", "no effect"),
         ("model.config", "{}", "model_type"),
         ("optimizer", "{lr: 1", "not YAML"),
         ("data.files", "[a]", "no effect"),

@@ -23,6 +23,7 @@ from penstock.report.prediction import parse_prediction
 CONFIG = """\
 run: {run}
 model:
+  init: true
   config: {{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 3, num_attention_heads: 2}}
 data: {{source: files, files: ["{text}"], vocabulary: 300, sequence_length: 32}}
 optimizer: {{lr: 3e-3, overrides: [{{match: norm, weight_decay: 0.0}}]}}

@@ -111,7 +111,7 @@ def test_a_run_on_a_named_machine_needs_a_drive_for_each_directory(tmp_path: Pat
 
 SETTINGS = """\
 run: {run}
-model: {{config: {{model_type: llama, hidden_size: 128, intermediate_size: 352, num_hidden_layers: 3,
+model: {{init: true, config: {{model_type: llama, hidden_size: 128, intermediate_size: 352, num_hidden_layers: 3,
   num_attention_heads: 4, max_position_embeddings: 256}}}}
 data: {{source: stdlib, vocabulary: 1024, sequence_length: 64}}
 optimizer: {{lr: 1e-3}}

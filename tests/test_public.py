@@ -48,6 +48,7 @@ WRAP = {
     "speculate": None,
     "delay": None,
     "grad_dtype": None,
+    "weights": None,
 }
 
 PLAN = {

@@ -29,6 +29,7 @@ from penstock.run.planning import Planning
 from penstock.run.precision import DTYPES, LossScale, format_of
 from penstock.run.runner import Machinery, Run, Runner
 from penstock.run.standing import Standing
+from penstock.run.start import WeightSource
 from penstock.run.stats import StepStats
 from penstock.run.streams import streams_for
 from penstock.run.trace import MemorySample, TraceEvent
@@ -37,7 +38,6 @@ from penstock.schedule.op import Schedule
 from penstock.sim.result import Simulation
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, group_parameters
-from penstock.tape.init import materialise_buffers
 from penstock.tape.passage import LossFn
 from penstock.tape.tape import Tape
 
@@ -69,6 +69,7 @@ class Engine:
         speculate: bool | None,
         delay: float | None,
         grad_dtype: GradDtype,
+        weights: WeightSource | None,
     ) -> None:
         self.model = model
         self.budget = budget
@@ -114,7 +115,7 @@ class Engine:
             self._home, self._buffers, self._progress, waits=self._waits, interval=budget.interval
         )
         try:
-            self._settle_in(from_meta=from_meta)
+            self._settle_in(weights, from_meta=from_meta)
             self._tape = Tape(model, found, self._groups, loss_fn, seed=seed, device=device)
             machinery = Machinery(
                 tape=self._tape,
@@ -148,15 +149,16 @@ class Engine:
             self._home.close(None)
             raise
 
-    def _settle_in(self, *, from_meta: bool) -> None:
+    def _settle_in(self, weights: WeightSource | None, *, from_meta: bool) -> None:
         """Bring the model's parameters and buffers to where they live from now on."""
         for parameter in self.model.parameters():
             parameter.grad = None  # left over from before; it would be taken for one of the first step's
         if from_meta:
-            materialise_buffers(self.model, self.device, self._seed)
+            resumed = self._home.resumed is not None
+            start.make_buffers(self.model, self.device, self._seed, weights, resumed=resumed)
         start.buffers_to(self.model, self.device)
         if self._home.resumed is None:
-            start.fill(self.model, self._groups, self._residence, from_meta=from_meta, seed=self._seed)
+            start.fill(self.model, self._groups, self._residence, from_meta=from_meta, seed=self._seed, weights=weights)
             return
         self._check_seed(self._home.resumed)
         for group in self._groups:

@@ -15,8 +15,10 @@ from penstock.plan.machine import Machine
 from penstock.plan.means import with_pinned_gradients
 from penstock.plan.meta import Kind
 from penstock.plan.profiles import check_device, find_profile, on_directories
+from penstock.run import start
 from penstock.run.device import resolve_device
 from penstock.run.precision import DTYPES
+from penstock.run.start import WeightSource
 from penstock.schedule.check import check
 from penstock.schedule.op import Schedule
 from penstock.tape.passage import LossFn
@@ -40,6 +42,7 @@ def wrap(
     speculate: bool | None = None,
     delay: float | None = None,
     grad_dtype: GradDtype | None = None,
+    weights: WeightSource | None = None,
 ) -> Engine:
     """Put a model's state where the budget says and return the engine that trains it.
 
@@ -76,6 +79,9 @@ def wrap(
         grad_dtype: ``"fp32"`` or ``"bf16"``: the dtype that the gradient of a step, summed in fp32 over everything, is
             rounded to before its norm and the optimizer. In bf16 half as many bytes go to host memory and wait there,
             where the plan finds that this is faster. Changes results, but not with the plan. None: fp32.
+        weights: where the values of a model on the meta device come from, such as ``penstock.hf.load(folder).weights``,
+            which streams the shards of a folder. Not read where a store is continued. None: the model's own values, or
+            on the meta device its own initialisation.
 
     Raises:
         ConfigError, BudgetError, ModelError, StoreError: see their messages.
@@ -88,6 +94,8 @@ def wrap(
         raise ConfigError(f"io_threads={io_threads}: must be at least 1 and at most 32")
     if plan is not None and plan != "auto" and not isinstance(plan, Machine):
         raise ConfigError(f"plan={plan!r}: must be 'auto', a penstock.plan.machine.Machine or None")
+    if weights is not None and not start.built_on_meta(model):
+        raise ConfigError("weights has no effect: the model has values already. Build it on the meta device")
     where = resolve_device(device)
     if precision is None:
         precision = "fp32" if where.type == "cpu" else "bf16"
@@ -121,6 +129,7 @@ def wrap(
         speculate=speculate,
         delay=delay,
         grad_dtype=grad_dtype or "fp32",
+        weights=weights,
     )
 
 

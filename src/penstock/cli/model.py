@@ -1,57 +1,179 @@
-"""A model from its Hugging Face configuration, on the meta device: the engine fills it group by group."""
+"""The model of a run, on the meta device: of a folder, of a configuration, or as the run's folder keeps it."""
 
 import difflib
 import inspect
 from collections.abc import Mapping
-from typing import Any, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from penstock.config import DataConfig, ModelConfig
+from penstock.config import DataConfig, ModelConfig, Precision
 from penstock.data.tokens import END_OF_TEXT_ID
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StoreError
+from penstock.hf.models import kept, shell
+from penstock.hf.models.folder import CONFIG, resolve
+from penstock.hf.models.loading import load
+from penstock.hf.models.shell import parameter_count as parameter_count
+from penstock.run.start import WeightSource
 
 
-def build_model(config: ModelConfig, data: DataConfig) -> nn.Module:
-    """A causal language model with random weights to come: no parameter has memory yet.
+@dataclass(frozen=True, kw_only=True)
+class RunModel:
+    """A run's model before there is an engine.
+
+    ``weights``: where its values come from; None: it initialises itself. ``folder``: that its own tokenizer is in.
+    ``config``: as an export is to have it. ``dtype``: of its weights as they came, None for random ones. ``rules``:
+    that it was loaded by, None if it was not.
+    """
+
+    model: nn.Module
+    weights: WeightSource | None
+    folder: Path | None
+    config: Any
+    dtype: torch.dtype | None
+    rules: tuple[Any, ...] | None
+
+    def keep(self, folder: Path, precision: Precision, tokenizer: Any = None) -> None:
+        """Write what a run keeps of it. ``precision``: in whose dtype random weights are exported.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        kept.keep(
+            folder,
+            self.model,
+            config=self.config,
+            dtype=self.dtype or shell.FLOATS[precision],
+            rules=self.rules,
+            source=self.folder,
+            tokenizer=tokenizer,
+        )
+
+
+class _InStore:
+    """The source of a run that goes on: its values are in its store, or it never began."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        raise StoreError(
+            f"{self._folder.parent}: the run was stopped before all of the model was in its store: start it again, "
+            "with --overwrite"
+        )
+
+
+def run_model(config: ModelConfig, data: DataConfig) -> RunModel:
+    """The causal language model that is asked for; no parameter has memory yet.
 
     The vocabulary is the tokenizer's, and the KV cache is off, as nothing is generated.
 
     Raises:
-        ConfigError: a key that this model type does not know, one that contradicts the data, or what the model's own
+        ConfigError: a folder or a configuration that cannot be used, contradicts the data, or what the model's own
             classes refuse.
+        ModelError: a folder's files do not fit its configuration.
     """
-    given = dict(config.config)
-    kind = given.pop("model_type")
-    _check_keys(kind, given)
-    _check_against_data(given, data)
+    if config.path:
+        loaded = load(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        _check_causal(loaded.model, config.path)
+        found = RunModel(
+            model=loaded.model,
+            weights=loaded.weights,
+            folder=loaded.folder,
+            config=loaded.config,
+            dtype=loaded.dtype,
+            rules=loaded.rules,
+        )
+    else:
+        found = _from_scratch(config, data)
+    _check_length(found.config, data)
+    return found
+
+
+def resumed_model(folder: Path, config: ModelConfig, data: DataConfig) -> RunModel:
+    """The model of a run that goes on, as its own folder keeps it: the one that it came from may be gone.
+
+    Raises:
+        ConfigError: there is none.
+        ModelError: the installed transformers is another, and lacks something.
+    """
+    found = kept.kept_model(folder, trust_remote_code=config.trust_remote_code)
+    _check_length(found.config, data)
+    return RunModel(
+        model=found.model,
+        weights=_InStore(folder) if config.path else None,
+        folder=found.folder,
+        config=found.config,
+        dtype=shell.dtype_of(found.config),
+        rules=None if found.rules is None else tuple(found.rules),
+    )
+
+
+def build_model(config: ModelConfig, data: DataConfig) -> nn.Module:
+    """The model alone; see ``run_model``."""
+    return run_model(config, data).model
+
+
+def _from_scratch(config: ModelConfig, data: DataConfig) -> RunModel:
     ends = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID}
-    settings = {**ends, **given, "vocab_size": data.vocabulary, "use_cache": False}
-    build = cast(Any, AutoModelForCausalLM).from_config  # transformers leaves it without types
+    folder = None
+    if isinstance(config.config, Mapping):
+        given = dict(config.config)
+        kind = given.pop("model_type")
+        _check_keys(kind, given)
+        _check_against_data(given, data)
+        try:
+            full = AutoConfig.for_model(kind, **ends | given | {"vocab_size": data.vocabulary})
+        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+            raise ConfigError(
+                f"model.config: Hugging Face cannot build this {kind} model: {shell.short(error)}"
+            ) from error
+    else:
+        source = Path(config.source)
+        folder = source.parent if source.name == CONFIG and source.is_file() else None
+        if folder is None:
+            folder = resolve(
+                config.source, revision=config.revision, trust_remote_code=config.trust_remote_code, weights=False
+            )
+        full = shell.config_of(folder, trust_remote_code=config.trust_remote_code)
+        for key, value in {**ends, "vocab_size": data.vocabulary}.items():  # the tokenizer is a new one, too
+            setattr(full, key, value)
     try:
-        full = AutoConfig.for_model(kind, **settings)
-        with torch.device("meta"):
-            model = build(full)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.config: Hugging Face cannot build this {kind} model: {reason[:400]}") from error
-    longest = getattr(full, "max_position_embeddings", None)
+        model = shell.build(full)
+    except ConfigError as error:
+        raise ConfigError(f"model.config: {error}") from error
+    return RunModel(model=model, weights=None, folder=folder, config=full, dtype=None, rules=None)
+
+
+def _check_causal(model: nn.Module, path: str) -> None:
+    """Raises:
+    ConfigError: the model is not one that predicts the next token.
+    """
+    name = type(model).__name__
+    decoder = not getattr(model.config, "is_encoder_decoder", False)
+    if not (name.endswith(("CausalLM", "LMHeadModel")) or (name.endswith("ForConditionalGeneration") and decoder)):
+        raise ConfigError(
+            f"model.path={path!r} is a {name}, and penstock train trains causal language models on text: train it from "
+            "Python, with penstock.hf.load and penstock.wrap (docs/models.md)"
+        )
+
+
+def _check_length(config: Any, data: DataConfig) -> None:
+    longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and longest < data.sequence_length:
         raise ConfigError(
             f"data.sequence_length={data.sequence_length} is more than the model's max_position_embeddings={longest}: "
             "lower the one or raise model.config.max_position_embeddings"
         )
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Parameters, tied ones counted once."""
-    return sum(p.numel() for p in model.parameters())
 
 
 def _check_keys(kind: str, given: Mapping[str, Any]) -> None:

@@ -131,7 +131,7 @@ def _description(config: TrainConfig) -> str:
     size, count = (0, 0) if config.micro_batch_size is None else config.split
     cut = f"{count} micro-batch{'es' * (count > 1)} of {size} x {config.data.sequence_length} tokens" if size else ""
     parts = [
-        str(config.model.config["model_type"]),
+        config.model.name,
         f"{config.schedule} schedule",
         cut,
         config.precision or "",

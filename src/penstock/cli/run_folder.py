@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +30,7 @@ _PREDICTION = "prediction.json"
 _METRICS = "metrics.jsonl"
 _FILES = (_SETTINGS, _PREDICTION, "report.html", _METRICS, "tokenizer.json", "train.tokens", "validation.tokens")
 _PARTIAL = ".partial"
+_MODEL = "model"
 _TRACES = "trace*.json"
 
 
@@ -137,6 +139,9 @@ def discard(config: TrainConfig) -> None:
     own = [folder / f"{name}{ending}" for name in _FILES for ending in ("", _PARTIAL)]
     for path in [*own, *folder.glob(_TRACES)]:
         path.unlink(missing_ok=True)
+    if any((model_folder(folder) / name).is_file() for name in ("config.json", "penstock.json")):
+        shutil.rmtree(model_folder(folder), ignore_errors=True)
+    shutil.rmtree(folder / f"{_MODEL}{_PARTIAL}", ignore_errors=True)
     for path in [*config.budget.disk_paths, folder]:
         with suppress(OSError):  # not there, or something else is in it: not ours to remove
             path.rmdir()
@@ -152,15 +157,21 @@ def _check_same_data(config: TrainConfig, folder: Path) -> None:
             f"run={config.run!r}: there is no run in this folder to resume. Start one: penstock train CONFIG.yaml"
         )
     before = load(folder / _SETTINGS)
-    for key in ("data", "sequences_per_step", "micro_batch_size", "seed"):
+    for key in ("model", "data", "sequences_per_step", "micro_batch_size", "seed"):
         if getattr(before, key) != getattr(config, key):
             name = "batch.sequences" if key == "sequences_per_step" else key
             raise ConfigError(
                 f"run={config.run!r} was started with {name}={getattr(before, key)!r}, not {getattr(config, key)!r}: "
-                "a resumed run must see the same text, cut in the same way. Put it back, or start another run"
+                "a resumed run must be the same model and see the same text, cut in the same way. Put it back, or "
+                "start another run"
             )
     if (before.evaluate and before.evaluate.share) != (config.evaluate and config.evaluate.share):
         raise ConfigError(f"run={config.run!r} held out another share of the text (evaluate.share): put it back")
+
+
+def model_folder(folder: Path) -> Path:
+    """Where a run's folder keeps what its model is made of (``hf.kept``)."""
+    return folder / _MODEL
 
 
 def has_steps(folder: Path) -> bool:

@@ -123,8 +123,11 @@ def _convert(item: Located, hint: Any, key: str) -> Any:
     """``item`` as the type ``hint``, or a ConfigError that says what ``key`` must be."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     for option in options:
-        if is_dataclass(option) and isinstance(option, type) and isinstance(item.value, dict):
-            return read(option, item, key)
+        if is_dataclass(option) and isinstance(option, type):
+            if isinstance(item.value, dict):
+                return read(option, item, key)
+            if isinstance(item.value, str) and (short := getattr(option, "shorthand", None)) is not None:
+                return read(option, Located(value={short: item}, where=item.where), key)
         found, value = _match(item, option, key)
         if found:
             return value
@@ -167,7 +170,7 @@ def _expected(options: Sequence[Any]) -> str:
         elif origin is tuple or (isinstance(origin, type) and issubclass(origin, Sequence)):
             names.append("a list")
         elif is_dataclass(hint) or origin is not None:
-            names.append("a mapping")
+            names += ["text"] * hasattr(hint, "shorthand") + ["a mapping"]
         else:
             names.append(_NAMES[hint])
     return " or ".join(dict.fromkeys(names))

@@ -18,7 +18,7 @@ def opening(config: TrainConfig, text: TokenizedText, parameters: int) -> str:
     tokens = len(text.train) + (0 if text.validation is None else len(text.validation))
     step_tokens = config.sequences_per_step * config.data.sequence_length
     return (
-        f"{format_size(text.nbytes)} of text, {tokens:,} tokens; {config.model.config['model_type']} of "
+        f"{format_size(text.nbytes)} of text, {tokens:,} tokens; {config.model.name} of "
         f"{parameters / 1e6:.1f}M parameters; {config.step_count:,} steps of {step_tokens:,} tokens"
     )
 

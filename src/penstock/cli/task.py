@@ -1,10 +1,12 @@
 """What a run's settings ask of the planner: for ``penstock plan``, and for the split of a run's batch."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from penstock.config import TrainConfig
+from penstock.config import ModelConfig, TrainConfig
 from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
 from penstock.plan.means import REPEATS, with_pinned_gradients
@@ -40,16 +42,35 @@ def task_of(config: TrainConfig, machine: Machine, *, disk_free: int) -> Task:
 
 
 def shape_of(config: TrainConfig, kind: Kind) -> ModelShape:
-    """The model that ``penstock train`` builds; one that has no formula is built here too, to refuse what it would."""
+    """The model that ``penstock train`` builds; one that has no formula is built here too, to refuse what it would.
+
+    Raises:
+        ConfigError: the model is refused.
+    """
     from penstock.plan import transformer
 
-    given = {**config.model.config, "vocab_size": config.data.vocabulary}
-    agrees = config.model.config.get("vocab_size", config.data.vocabulary) == config.data.vocabulary
-    if not agrees or transformer.from_config(given, name="model") is None:
-        from penstock.cli.model import build_model
+    given = _configuration(config.model)
+    if config.model.init:
+        vocabulary = config.data.vocabulary
+        agrees = not isinstance(config.model.config, Mapping) or given.get("vocab_size", vocabulary) == vocabulary
+        given = {**given, "vocab_size": vocabulary}
+        if not agrees or transformer.from_config(given, name="model") is None:
+            from penstock.cli.model import build_model
 
-        build_model(config.model, config.data)
-    return model_shape(given, kind=kind)
+            build_model(config.model, config.data)
+    return replace(model_shape(given, kind=kind), name=config.model.name)
+
+
+def _configuration(model: ModelConfig) -> Mapping[str, Any]:
+    """What the settings say, or the file that they name. No weights are looked for."""
+    if isinstance(model.config, Mapping):
+        return model.config
+    file = Path(model.source)
+    if not file.is_file():
+        from penstock.hf.models.folder import CONFIG, resolve
+
+        file = resolve(model.source, revision=model.revision, weights=False) / CONFIG
+    return model_shape(file).config
 
 
 def free_here(paths: Sequence[Path]) -> int:

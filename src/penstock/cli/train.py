@@ -9,13 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from torch import nn
-
 from penstock.cli.display import Display, choose_display
 from penstock.cli.keeping import cost_of_a_kill, space
 from penstock.cli.loop import Stretch, report_last, run_steps
 from penstock.cli.meter import Meter, Outline
-from penstock.cli.model import build_model, parameter_count
+from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
 from penstock.cli.out_of_memory import explain, is_out_of_memory
 from penstock.cli.pace import Pace
 from penstock.cli.recipe import optimizer_spec
@@ -25,12 +23,13 @@ from penstock.cli.run_folder import (
     claim,
     discard,
     has_steps,
+    model_folder,
     write_settings,
 )
 from penstock.cli.schedule_file import read_world
 from penstock.cli.split import Cut, cut_batch
 from penstock.cli.summary import closing, opening, resident_bytes
-from penstock.config import Tier, TrainConfig
+from penstock.config import Precision, Tier, TrainConfig
 from penstock.data.batches import Batches
 from penstock.data.tokens import TokenArray, TokenizedText, tokenize
 from penstock.engine import Engine
@@ -54,15 +53,16 @@ def train(config: TrainConfig, start: Start) -> int:
     display = choose_display(sys.stdout)
     schedule = _schedule(config.schedule)
     optimizer = optimizer_spec(config.optimizer)
-    model = build_model(config.model, config.data)
+    new = None if start == "resume" else run_model(config.model, config.data)
     if start == "resume":
         config = as_cut_before(config)
     folder = claim(config, start)
     try:
+        model = _kept(new, config, folder)
         machine = _machine(config, display)
         cut = cut_batch(config, schedule, machine, device_kind(config.device))
         make_engine = partial(_engine, model, optimizer, config, schedule, machine)
-        return _train(config, display, folder, make_engine, parameter_count(model), cut)
+        return _train(config, display, folder, make_engine, parameter_count(model.model), cut)
     except BaseException as error:
         begun = start == "resume" or has_steps(folder)
         memory = explain(error, config, begun=begun) if is_out_of_memory(error) else None
@@ -149,6 +149,15 @@ def _settle(
     raise AssertionError("the last size is tried or raises")
 
 
+def _kept(new: RunModel | None, config: TrainConfig, folder: Path) -> RunModel:
+    """The model of the run: a new one, whose configuration its folder keeps from now on, or the one that it kept."""
+    if new is None:
+        return resumed_model(model_folder(folder), config.model, config.data)
+    precision: Precision = config.precision or ("fp32" if resolve_device(config.device).type == "cpu" else "bf16")
+    new.keep(model_folder(folder), precision)
+    return new
+
+
 def _check_unfinished(config: TrainConfig, done: int) -> None:
     """Raises:
     ConfigError: there is no step left to do.
@@ -201,14 +210,15 @@ def device_kind(asked: str | None) -> Kind:
 
 
 def _engine(
-    model: nn.Module,
+    model: RunModel,
     optimizer: OptimizerSpec,
     config: TrainConfig,
     schedule: Literal["vertical", "horizontal"] | Schedule,
     profile: Machine | None,
 ) -> Engine:
     return wrap(
-        model,
+        model.model,
+        weights=model.weights,
         optimizer=optimizer,
         budget=config.budget,
         precision=config.precision,

@@ -1,5 +1,6 @@
-"""Hugging Face: its libraries' own training loops on the engine.
+"""Hugging Face: its models in and out, and its libraries' own training loops on the engine.
 
+    models/             a folder's shards stream into a run's store, and out of it into another folder
     trainer             a transformers.Trainer whose steps, evaluation and checkpoints the engine carries out
     sft_trainer         the same for TRL's SFTTrainer
     training_arguments  what becomes of each of the Trainer's arguments
@@ -12,17 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.hf.engine_arguments import EngineArguments
+    from penstock.hf.models.loading import Loaded, load
     from penstock.hf.sft_trainer import SFTTrainer
     from penstock.hf.trainer import EngineMixin, Trainer
 
 _WHERE = {
     "EngineArguments": "penstock.hf.engine_arguments",
     "EngineMixin": "penstock.hf.trainer",
+    "Loaded": "penstock.hf.models.loading",
     "SFTTrainer": "penstock.hf.sft_trainer",
     "Trainer": "penstock.hf.trainer",
+    "load": "penstock.hf.models.loading",
 }
 
-__all__ = ["EngineArguments", "EngineMixin", "SFTTrainer", "Trainer"]
+__all__ = ["EngineArguments", "EngineMixin", "Loaded", "SFTTrainer", "Trainer", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,8 @@
-"""Getting a model into its groups' homes, group by group: from its own parameters, or by its own initialisation."""
+"""Getting a model into its groups' homes, group by group: from its own parameters, from a source of weights such as a
+folder's files, or by its own initialisation."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,7 +14,21 @@ from penstock.run.memory import BOUNCE, HostSlab
 from penstock.run.residence import Residence, parts_of
 from penstock.schedule.place import FP32
 from penstock.tape.groups import ParamGroup
-from penstock.tape.init import initialise
+from penstock.tape.init import initialise, materialise_buffers
+
+
+class WeightSource(Protocol):
+    """Where the values of a model on the meta device come from. Names are those of ``named_parameters`` and
+    ``named_buffers``; whoever makes a source refuses a model that it does not fit.
+    """
+
+    def __contains__(self, name: str) -> bool:
+        """Whether it has the values of a parameter or persistent buffer; the model initialises the others itself."""
+        ...
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        """Fill ``out``: contiguous, on the CPU, of the parameter's shape in fp32, or the buffer's shape and dtype."""
+        ...
 
 
 def built_on_meta(model: nn.Module) -> bool:
@@ -31,7 +46,15 @@ def built_on_meta(model: nn.Module) -> bool:
     return bool(meta)
 
 
-def fill(model: nn.Module, groups: Sequence[ParamGroup], residence: Residence, *, from_meta: bool, seed: int) -> None:
+def fill(
+    model: nn.Module,
+    groups: Sequence[ParamGroup],
+    residence: Residence,
+    *,
+    from_meta: bool,
+    seed: int,
+    weights: WeightSource | None = None,
+) -> None:
     """Write every group's weights (and master copy) to its home. At most one group is in memory besides the model.
 
     Afterwards no parameter owns memory. Moments are zero: a fresh store (in any slot) and fresh memory read as zero.
@@ -40,8 +63,13 @@ def fill(model: nn.Module, groups: Sequence[ParamGroup], residence: Residence, *
         slab = HostSlab(group.spec.numel * FP32)
         flat = slab.bytes[: group.spec.numel * FP32].view(torch.float32)
         if from_meta:
-            group.attach(flat)
-            initialise(model, group, seed)
+            given = [s for s in group.slices if weights is not None and s.name in weights]
+            if len(given) < len(group.slices):
+                group.attach(flat)
+                initialise(model, group, seed)
+            for s in given:
+                assert weights is not None
+                weights.fill(s.name, flat[s.offset : s.offset + s.numel].view(s.shape))
         else:
             for s in group.slices:
                 flat[s.offset : s.offset + s.numel].view(s.shape).copy_(s.parameter.detach())
@@ -61,6 +89,31 @@ def _write_group(group: ParamGroup, flat: torch.Tensor, residence: Residence) ->
             residence.write(part.name, start, piece)
         residence.turn(part.name)
     bounce.close()
+
+
+def make_buffers(
+    model: nn.Module, device: torch.device, seed: int, weights: WeightSource | None, *, resumed: bool
+) -> None:
+    """Give every buffer of a model on the meta device its memory and its value.
+
+    ``resumed``: a store goes on, and the persistent ones will be read from it.
+
+    Raises:
+        ModelError: a buffer that neither ``weights`` nor an initialiser fills, by name.
+    """
+    given: list[tuple[str, torch.Tensor]] = []
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if buffer is None or not buffer.is_meta or key in module._non_persistent_buffers_set:
+                continue
+            if resumed or (weights is not None and name in weights):
+                module._buffers[key] = real = torch.empty(buffer.shape, dtype=buffer.dtype)
+                given.append((name, real))
+    materialise_buffers(model, device, seed)
+    if weights is not None and not resumed:
+        for name, buffer in given:  # last: an initialiser that makes one buffer of a module may write to the others
+            weights.fill(name, buffer)
 
 
 def buffers_to(model: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,11 @@
+"""Models in and out: a folder's shards stream into a run's store, and out of it into another folder.
+
+    folder   the files of a model: a folder, or a repository of the hub brought into its cache
+    shards   safetensors files, read piece by piece
+    shell    a model built from its configuration, on the meta device
+    mapping  which tensors of the files make which values of the model, by transformers' own rules
+    loading  ``load``: a model without memory, and where its values come from
+    kept     what a run keeps of its model, so that it can be built and exported without its source
+
+May import: ``config``, ``errors``, ``store``, ``run``, and transformers, which the extra ``hf`` installs.
+"""

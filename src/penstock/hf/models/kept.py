@@ -1,0 +1,117 @@
+"""What a run keeps of its model in a folder: all that building and exporting it needs, but for the values in its store.
+
+config.json             with the class and the dtype that an export has by default
+generation_config.json  of models that generate
+tokenizer.json ...      whatever the tokenizer is made of
+*.py                    the model's own code, where that is trusted
+penstock.json           the rules by which the files' names and layouts became the model's
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import ConfigError
+from penstock.hf.models import mapping, shell
+from penstock.hf.models.folder import CONFIG, GENERATION, TOKENIZER_FILES, read_json
+from penstock.store.directory import sync_directory
+
+NOTES = "penstock.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A model as a run keeps it. ``rules``: None for a model that was made from a configuration."""
+
+    folder: Path
+    config: Any
+    model: Any
+    rules: list[Any] | None
+
+
+def keep(
+    folder: Path,
+    model: Any,
+    *,
+    config: Any,
+    dtype: torch.dtype,
+    rules: Sequence[Any] | None,
+    source: Path | None,
+    tokenizer: Any = None,
+) -> None:
+    """Write ``folder``, whole or not at all.
+
+    ``config``: as an export is to have it. ``source``: where the model's own files are. ``tokenizer``: of transformers,
+    if it is another than the one in ``source``.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        _write_config(partial, model, config, dtype)
+        _write_generation(partial, model, source)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        elif source is not None:
+            _copy(source, partial, TOKENIZER_FILES)
+        if source is not None and getattr(config, "auto_map", None):
+            _copy(source, partial, [path.name for path in source.glob("*.py")])
+        notes = {"rules": None if rules is None else mapping.rules_to_json(list(rules))}
+        (partial / NOTES).write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        sync_directory(folder.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ConfigError(f"{folder}: cannot keep the model's configuration there: {error}") from error
+
+
+def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype) -> None:
+    """As ``save_pretrained`` of a model in ``dtype`` does."""
+    own = deepcopy(config)
+    own.dtype = str(dtype).removeprefix("torch.")
+    own.architectures = [type(model).__name__]
+    own.save_pretrained(folder)
+
+
+def _write_generation(folder: Path, model: Any, source: Path | None) -> None:
+    if not model.can_generate():
+        return
+    if source is not None and (source / GENERATION).is_file():
+        # As it is: transformers refuses to write some that it reads, with settings that have no effect.
+        shutil.copyfile(source / GENERATION, folder / GENERATION)
+    else:
+        model.generation_config.save_pretrained(folder)
+
+
+def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def kept_model(folder: Path, *, trust_remote_code: bool = False) -> Kept:
+    """The model that a folder keeps, without memory.
+
+    Raises:
+        ConfigError: it keeps none, or transformers cannot build it any more.
+        ModelError: the installed transformers lacks a rule that it was loaded by.
+    """
+    if not (folder / CONFIG).is_file() or not (folder / NOTES).is_file():
+        raise ConfigError(
+            f"{folder} does not hold the configuration of the run's model, without which its store is no use"
+        )
+    config = shell.config_of(folder, trust_remote_code=trust_remote_code)
+    model = shell.build(config, shell.class_of(config, folder, trust_remote_code=trust_remote_code))
+    kept = read_json(folder / NOTES)["rules"]
+    rules = None if kept is None else mapping.rules_of(model, kept)
+    return Kept(folder=folder, config=config, model=model, rules=rules)

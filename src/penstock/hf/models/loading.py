@@ -1,0 +1,236 @@
+"""``load``: a Hugging Face model without memory, and where its values come from when the engine asks for them."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from penstock.errors import ConfigError, ModelError
+from penstock.hf.models import mapping, shell
+from penstock.hf.models.folder import GENERATION, resolve, some, weight_files
+from penstock.hf.models.shards import Stored, check_index, read_headers, read_into, read_whole
+
+_TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model whose parameters have no memory, and what came with it.
+
+    ``weights``: for ``penstock.wrap(model, weights=...)``. ``folder``: where its files are, those of its tokenizer too.
+    ``dtype``: the one that its weights are in. ``config``: as the folder has it; the model's own differs in
+    ``use_cache``. ``rules``: of transformers, by which names and layouts of the files became those of the model.
+    """
+
+    model: nn.Module
+    weights: "FolderWeights"
+    folder: Path
+    dtype: torch.dtype
+    config: Any
+    rules: tuple[Any, ...] = field(repr=False)
+
+
+def load(
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    model_class: Any = None,
+) -> Loaded:
+    """A model's class, configuration and shards; no value is read, except of tied weights that are stored twice.
+
+    Args:
+        name: a folder as ``save_pretrained`` writes it, or a name on the hub.
+        revision: on the hub: a branch, a tag or a commit.
+        trust_remote_code: run the Python code that the folder brings, if it does.
+        model_class: a class of transformers; None: the one that the configuration names, else the causal language
+            model of its type.
+
+    Raises:
+        ConfigError: files are missing, damaged, pickled or quantised; or transformers does not know the model.
+        ModelError: tensors are missing, of another shape, or have no place in the model.
+        StoreError: a file cannot be read.
+    """
+    folder = resolve(name, revision=revision, trust_remote_code=trust_remote_code, weights=True)
+    config = shell.config_of(folder, trust_remote_code=trust_remote_code)
+    _refuse_quantised(folder, config)
+    files, index = weight_files(folder)
+    stored = read_headers(files)
+    if index is not None:
+        check_index(stored, index, folder)
+    cls = model_class or shell.class_of(config, folder, trust_remote_code=trust_remote_code)
+    model = shell.build(config, cls)
+    weights = FolderWeights(model, stored, folder)
+    dtype = shell.dtype_of(config) or next(
+        (t.dtype for t in stored.values() if t.dtype.is_floating_point), torch.float32
+    )
+    _like_loaded(model, folder, dtype, weights)
+    return Loaded(model=model, weights=weights, folder=folder, dtype=dtype, config=config, rules=weights.rules)
+
+
+def _like_loaded(model: Any, folder: Path, dtype: torch.dtype, weights: "FolderWeights") -> None:
+    """Leave the traces on a model that ``from_pretrained`` does: what saving it, or generating with it, goes by."""
+    model._weight_conversions = list(weights.rules)
+    for part in (model.config, *(getattr(model.config, key, None) for key in model.config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
+    model.config.name_or_path = model.name_or_path = str(folder)
+    if model.can_generate() and (folder / GENERATION).is_file():
+        try:
+            model.generation_config = type(model.generation_config).from_pretrained(folder)
+        except shell.REFUSED as error:
+            raise ConfigError(f"{folder / GENERATION}: transformers cannot read it: {shell.short(error)}") from error
+
+
+def _refuse_quantised(folder: Path, config: Any) -> None:
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        how = getattr(part, "quantization_config", None)
+        if how is None:
+            continue
+        kind = how.get("quant_method") if isinstance(how, Mapping) else getattr(how, "quant_method", None)
+        raise ConfigError(
+            f"{folder}: its weights are quantised ({kind}), and training changes weights by less than such a format "
+            "can hold: give the folder of the model that it was made from, or dequantise it with transformers "
+            "(model.dequantize(), then save_pretrained) and give that one"
+        )
+
+
+class FolderWeights:
+    """The values of a model in a folder of safetensors files, read one parameter at a time. A ``WeightSource``.
+
+    A tensor that the model has as it is stored needs ``PIECE`` bytes to be read. One that is converted (experts that
+    are stored one by one) needs all that its conversion takes and gives: that of one parameter of one block.
+    """
+
+    def __init__(self, model: Any, stored: Mapping[str, Stored], folder: Path) -> None:
+        """Raises: as ``load``."""
+        self._model = model
+        self._stored = stored
+        self._folder = folder
+        on_meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in stored.items()}
+        found = mapping.inwards(model, on_meta)
+        self.rules = found.used
+        self._step_of = {target: step for step in found.steps for target in step.targets}
+        self._alias: dict[str, str] = {}  # every name of a value -> the one that a step makes
+        self._made: dict[str, torch.Tensor] = {}  # by the last conversion, and not asked for yet
+        state = model.state_dict()
+        self._check_shapes(state)
+        self._check_names(state, found.unknown)
+        for names in _same(model, state):
+            self._adopt(names)
+
+    def _check_shapes(self, state: Mapping[str, torch.Tensor]) -> None:
+        for target, step in self._step_of.items():
+            made, wanted = step.targets[target], state.get(target)
+            if wanted is None:
+                continue
+            source = self._stored[step.sources[0][0]]
+            if made.shape != wanted.shape:
+                raise ModelError(
+                    f"{source.file}: {source.name} makes {target} of shape {list(made.shape)}, and by its "
+                    f"configuration the model has {list(wanted.shape)} there: the folder's files are of two models"
+                )
+            kinds = _TRAINABLE if wanted.is_floating_point() else (wanted.dtype,)
+            if made.dtype not in kinds:
+                raise ConfigError(
+                    f"{source.file}: {source.name} is {_word(made.dtype)}, and the model's {target} is "
+                    f"{_word(wanted.dtype)}: if it is quantised, dequantise the model with transformers first"
+                )
+
+    def _check_names(self, state: Mapping[str, torch.Tensor], unknown: Iterable[str]) -> None:
+        """What transformers says nothing about is right: tied weights, and names that the model's class ignores."""
+        # A conversion may make more than the model has (a branch that a configuration switches off).
+        surplus = {target for target in self._step_of if target not in state}
+        info = LoadStateDictInfo(
+            missing_keys=self._missing(state),
+            unexpected_keys={*unknown, *surplus},
+            mismatched_keys=set(),
+            conversion_errors={},
+            error_msgs=[],
+            skipped_pp_keys=set(),
+        )
+        self._model._adjust_missing_and_unexpected_keys(info)
+        if info.missing_keys:
+            raise ModelError(
+                f"{self._folder}: {len(info.missing_keys)} of the model's {len(state)} tensors are not in its files: "
+                f"{_names(info.missing_keys)}. Is it a folder of {type(self._model).__name__}? Give one that has all "
+                "of them"
+            )
+        if info.unexpected_keys:
+            raise ModelError(
+                f"{self._folder}: its files have {len(info.unexpected_keys)} tensors that {type(self._model).__name__} "
+                f"has no place for: {_names(info.unexpected_keys)}. Give the folder of one model, with its own "
+                "config.json"
+            )
+
+    def _missing(self, state: Mapping[str, torch.Tensor]) -> set[str]:
+        return {
+            name
+            for names in _same(self._model, state)
+            if not any(alias in self._step_of for alias in names)
+            for name in names
+        }
+
+    def _adopt(self, names: tuple[str, ...]) -> None:
+        """Let a value be found under all of its names.
+
+        Raises:
+            ModelError: the files have it under two of them, with different values.
+        """
+        own = [name for name in names if name in self._step_of]
+        for other in own[1:]:
+            if not torch.equal(self._value(own[0]), self._value(other)):
+                raise ModelError(
+                    f"{self._folder}: its files have {own[0]} and {other} with different values, and by its "
+                    "configuration they are one (tie_word_embeddings): set that to false in its config.json if they "
+                    "are meant to be two"
+                )
+        if own:
+            self._alias |= dict.fromkeys(names, own[0])
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there are values for a parameter or a persistent buffer; the others are the model's to initialise."""
+        return name in self._alias
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        """Fill ``out``, of the parameter's (or buffer's) shape, contiguous, in fp32 (or the buffer's dtype).
+
+        Raises:
+            ModelError: a value is infinite or NaN; names the tensor.
+            StoreError: a file cannot be read, or has changed.
+        """
+        name = self._alias[name]
+        step = self._step_of[name]
+        if step.copies:
+            read_into(self._stored[step.sources[0][0]], out)
+        else:
+            out.copy_(self._value(name))
+
+    def _value(self, name: str) -> torch.Tensor:
+        step = self._step_of[name]
+        if name not in self._made:
+            self._made = step.convert(self._model, lambda source: read_whole(self._stored[source]))
+        return self._made.pop(name)
+
+
+def _same(model: Any, state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    """All names of each value of a model: tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name in state:
+        if not name.endswith("_extra_state"):
+            names.setdefault(id(model.get_parameter_or_buffer(name)), []).append(name)
+    return [tuple(group) for group in names.values()]
+
+
+def _names(names: Iterable[str]) -> str:
+    """Names with the numbers of layers and experts left out: what is missing in one is mostly missing in all."""
+    return some(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names}))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,172 @@
+"""Which tensors of a checkpoint make which values of a model, and back, by transformers' own rules.
+
+Checkpoints and models name their tensors differently: experts are one tensor each in the files and one for all in the
+model, prefixes come and go, names are old. transformers knows the rules for each type of model as a list of
+``WeightTransform``: renamings, and converters with operations such as stacking. What is done here is what its loop
+``convert_and_load_state_dict_in_model`` (and ``revert_weight_conversion`` for the way out) does with that list, except
+that a step of it is kept instead of done: first with tensors of the meta device, which tells what comes out before
+anything is read, and later, one step at a time, with the values.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from penstock.errors import ModelError
+
+Read = Callable[[str], torch.Tensor]
+"""The tensor of a name, of the side that a step takes its tensors from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a conversion: some tensors of one side become some of the other.
+
+    ``key``, ``transform``: as transformers' loop has them. ``sources``: names on the side it comes from, each with the
+    pattern that it was found by. ``targets``: names, shapes and dtypes on the other side. ``renamings``: of the
+    targets, afterwards.
+    """
+
+    key: str
+    transform: Any
+    sources: tuple[tuple[str, str], ...]
+    targets: Mapping[str, torch.Tensor]
+    renamings: tuple[Any, ...] = ()
+
+    @property
+    def copies(self) -> bool:
+        """Whether a single tensor becomes one with another name at most, and is moved as it is."""
+        return not isinstance(self.transform, WeightConverter)
+
+    def convert(self, model: Any, read: Read) -> dict[str, torch.Tensor]:
+        """Do it: the targets by name. Holds the sources and the targets in memory.
+
+        Raises:
+            ModelError: transformers' operations refuse the tensors.
+        """
+        transform = deepcopy(self.transform)
+        for name, pattern in self.sources:
+            transform.add_tensor(self.key, name, pattern, lambda name=name: read(name))
+        try:
+            made = transform.convert(self.key, model=model, config=model.config)
+        except (ValueError, RuntimeError, IndexError, AttributeError, StopIteration) as error:
+            names = ", ".join(name for name, _ in self.sources[:4])
+            raise ModelError(f"{self.key} cannot be made of {names} ...: {' '.join(str(error).split())}") from error
+        found = {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+        return {apply_renamings(name, list(self.renamings)): t for name, t in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """All steps. ``unknown``: tensors that the model has no place for; ``used``: the rules that matched something."""
+
+    steps: tuple[Step, ...]
+    unknown: tuple[str, ...]
+    used: tuple[Any, ...]
+
+
+def inwards(model: Any, stored: Mapping[str, torch.Tensor]) -> Conversion:
+    """From the tensors of files, here on the meta device, to those of the model's ``state_dict``.
+
+    Raises:
+        ModelError: as ``Step.convert``.
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    prefix, wanted = model.base_model_prefix, model.state_dict()
+    begun: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    unknown: list[str] = []
+    for name in sorted(stored, key=dot_natural_key):
+        key, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        if key not in wanted and name in wanted:  # it was the model's own name, and only the prefix may differ
+            key, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=wanted)
+        if key not in wanted:
+            unknown.append(key)
+        elif pattern is not None:
+            begun.setdefault(key, (converter_of[pattern], []))[1].append((name, pattern))
+        else:
+            begun.setdefault(key, (WeightRenaming(name, key), []))[1].append((name, name))
+    steps = tuple(_step(model, key, rule, sources, stored) for key, (rule, sources) in begun.items())
+    return Conversion(steps=steps, unknown=tuple(unknown), used=tuple(rule for rule in rules if rule.was_used()))
+
+
+def outwards(model: Any, state: Mapping[str, torch.Tensor], rules: list[Any] | None) -> tuple[Step, ...]:
+    """From a ``state_dict``, here on the meta device, to the tensors that ``save_pretrained`` would write.
+
+    ``rules``: those that the model was loaded by; None: it was not loaded, and those of its type count.
+
+    Raises:
+        ModelError: as ``Step.convert``.
+    """
+    if rules is None:
+        own = get_model_conversion_mapping(model, add_legacy=False)
+        # A prefix that may be dropped on the way in is not known to have been there.
+        rules = [rule for rule in own if not isinstance(rule, PrefixChange)] or None
+    names = list(state) if rules is None else sorted(state, key=dot_natural_key)
+    reverse = [rule.reverse_transform() for rule in reversed(rules or [])]
+    renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
+    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    begun: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    for name in names:
+        key, pattern = apply_converters(name, converters)
+        if pattern is not None:
+            begun.setdefault(key, (converter_of[pattern], []))[1].append((name, pattern))
+        else:
+            key = apply_renamings(name, renamings)
+            begun.setdefault(key, (WeightRenaming(name, key), []))[1].append((name, name))
+    after = tuple(renamings)
+    return tuple(
+        _step(model, key, rule, sources, state, after if isinstance(rule, WeightConverter) else ())
+        for key, (rule, sources) in begun.items()
+    )
+
+
+def _step(
+    model: Any,
+    key: str,
+    rule: Any,
+    sources: list[tuple[str, str]],
+    known: Mapping[str, torch.Tensor],
+    renamings: tuple[Any, ...] = (),
+) -> Step:
+    """A step with its targets found by doing it on the meta device."""
+    bare = Step(key=key, transform=rule, sources=tuple(sources), targets={}, renamings=renamings)
+    targets = bare.convert(model, lambda name: known[name])
+    return Step(key=key, transform=rule, sources=tuple(sources), targets=targets, renamings=renamings)
+
+
+def rules_to_json(rules: tuple[Any, ...] | list[Any]) -> list[list[list[str]]]:
+    """Rules as their patterns, by which ``rules_of`` finds them again."""
+    return [[list(rule._original_source_patterns), list(rule._original_target_patterns)] for rule in rules]
+
+
+def rules_of(model: Any, kept: list[list[list[str]]]) -> list[Any]:
+    """The rules that ``rules_to_json`` wrote, among those of the installed transformers.
+
+    Raises:
+        ModelError: there is no such rule any more.
+    """
+    known = {str(pair): rule for rule in get_model_conversion_mapping(model) for pair in rules_to_json([rule])}
+    lost = [pair for pair in kept if str(pair) not in known]
+    if lost:
+        raise ModelError(
+            f"this model was loaded by the rule {lost[0][0]} -> {lost[0][1]}, which the installed transformers does "
+            "not have: use the version that the run was started with"
+        )
+    return [known[str(pair)] for pair in kept]

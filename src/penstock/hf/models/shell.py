@@ -1,0 +1,99 @@
+"""A model from its Hugging Face configuration, on the meta device: the engine fills it group by group."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from penstock.errors import ConfigError
+from penstock.hf.models.folder import CONFIG, read_json
+
+REFUSED = (ValueError, TypeError, KeyError, ImportError, AttributeError, OSError, StrictDataclassError)
+"""What transformers raises for a configuration that it cannot make a model of."""
+
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def config_of(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The configuration in a model's folder, as transformers reads it.
+
+    Raises:
+        ConfigError: there is none, transformers does not know the type, or it needs code that is not trusted.
+    """
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder}: it has no {CONFIG}: give the folder of a Hugging Face model")
+    given = read_json(folder / CONFIG)
+    if given.get("auto_map") and not trust_remote_code and given.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"{folder}: this model runs Python code of its own. Read it, and if you trust it, set "
+            "model.trust_remote_code: true"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except REFUSED as error:
+        raise ConfigError(f"{folder / CONFIG}: transformers cannot read it: {short(error)}") from error
+
+
+def dtype_of(config: Any) -> torch.dtype | None:
+    """The dtype that a configuration says its weights have; None: it does not say."""
+    dtype = getattr(config, "dtype", None)
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return found if isinstance(found, torch.dtype) else None
+
+
+def class_of(config: Any, folder: Path | None, *, trust_remote_code: bool) -> Any:
+    """The class that a configuration names, or the causal language model of its type.
+
+    Raises:
+        ConfigError: it is a class without a head, and so without a loss.
+    """
+    named = (getattr(config, "architectures", None) or [None])[0]
+    if trust_remote_code and folder is not None:
+        reference = next((ref for ref in (config.auto_map or {}).values() if str(ref).endswith(f".{named}")), None)
+        if reference is not None:
+            return get_class_from_dynamic_module(reference, folder)
+    found = getattr(transformers, named, None) if isinstance(named, str) else None
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        return AutoModelForCausalLM
+    base: Any = transformers.MODEL_MAPPING.get(type(config), None)
+    if found is base:
+        raise ConfigError(
+            f"{folder or 'this configuration'}: {named} has no head, and so no loss to train: give the folder of a "
+            "model with one, such as a ...ForCausalLM"
+        )
+    return found
+
+
+def build(config: Any, cls: Any = AutoModelForCausalLM, *, dtype: torch.dtype = torch.float32) -> Any:
+    """A model without memory. The KV cache is off, as nothing is generated; the configuration given is left as it is.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    own = deepcopy(config)
+    make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+    try:
+        with torch.device("meta"):
+            model = cast(Any, make)(own, dtype=dtype)
+    except REFUSED as error:
+        raise ConfigError(f"Hugging Face cannot build this {config.model_type} model: {short(error)}") from error
+    for part in (model.config, *(getattr(model.config, key, None) for key in model.config.sub_configs)):
+        if getattr(part, "use_cache", None):
+            part.use_cache = False
+    return model
+
+
+def short(error: BaseException) -> str:
+    """An error of a library in one line."""
+    return " ".join(str(error).split())[:400]
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters, tied ones counted once."""
+    return sum(p.numel() for p in model.parameters())
