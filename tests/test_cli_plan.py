@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.machines import gpu
 from tests.questions import DRIVE, MACHINE
 
 import penstock
 from penstock.cli import main
 from penstock.plan.ask import plan
+from penstock.plan.machine import parse_machine
 from penstock.plan.profiles import save_profile
 
 CONFIG = """\
@@ -392,3 +394,24 @@ def test_the_text_tells_how_many_blocks_have_their_state_on_the_device(
     assert any(re.match(r"state of (the last )?[1-5] blocks? on the device, stepped there", line) for line in told), (
         told
     )
+
+
+@pytest.mark.parametrize(
+    ("bits", "said"),
+    [
+        (None, "whether adamw.bf16 steps on GPU have the host's bits has not been looked at: penstock doctor"),
+        (("adamw.bf16",), "adamw.bf16 steps on GPU differ from the host's in some bits, so where the state lives"),
+        ((), None),
+        (("adamw.fp32",), None),
+    ],
+)
+def test_a_device_that_may_step_with_other_bits_is_said(bits: tuple[str, ...] | None, said: str | None) -> None:
+    device = gpu(other_bits=bits)
+    assert parse_machine(replace(MACHINE, device=device).to_json(), "here").device == device
+    words = device.differs("adamw.bf16")
+    assert words is None if said is None else words is not None and words.startswith(said)
+
+
+def test_a_plan_that_steps_on_a_gpu_of_which_nobody_knows_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    told = answered(capsys, "--model", "qwen3-8b", "--machine", "a100-40g")
+    assert "bits        whether adamw.bf16 steps on" in told

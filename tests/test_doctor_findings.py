@@ -59,6 +59,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "far": ({"device": gpu(node=0), "drive": drive(node=1)}, "/d: the drive is on NUMA node 1 and the GPU on node 0"),
     "cgroup": ({"system": replace(SYSTEM, memory=32 * GIB, available=32 * GIB)}, "limits this process to 32 GiB of"),
     "busy": ({"system": replace(SYSTEM, available=30 * GIB)}, "other programs hold memory: 30 GiB of 64 GiB"),
+    "other bits": (
+        {"device": replace(gpu(), other_bits=("adamw.bf16",))},
+        "adamw.bf16: steps on the GPU differ from the processor's in some bits",
+    ),
     "busy GPU": ({"device_free": 12 * GIB}, "other programs hold memory of the GPU: 12 GiB of 24 GiB"),
     "quota": ({"system": replace(SYSTEM, quota=1.5)}, "the time of 1.5 cores"),
 }

@@ -16,7 +16,7 @@ from penstock.doctor.mounts import Mount
 from penstock.doctor.pace import Load, Span, rate
 from penstock.doctor.system import System
 from penstock.errors import BudgetError, ConfigError, StoreError
-from penstock.optim import kernels
+from penstock.optim import agreement, kernels
 from penstock.plan.machine import Crossing, Device, Drive, Host, Machine
 from penstock.run import numa
 from penstock.run.memory import HostSlab
@@ -183,6 +183,7 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working) -
         )
     with working("Optimizer steps on the device"):
         steps = optimizer.steps(where, effort.seconds / 5, effort.rounds, threads=1)
+        different = agreement.other_bits(where)
     pci = numa.pci_address(where)
     return Device(
         name=torch.cuda.get_device_name(where),
@@ -191,6 +192,7 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working) -
         flops=flops,
         optimizer=steps,
         node=numa.gpu_node(pci) if pci is not None and host.nodes > 1 else None,
+        other_bits=different,
         **vars(links),
     )
 

@@ -71,6 +71,12 @@ def _of_host(machine: Machine, seen: Seen) -> Iterator[str]:
             f"other programs hold memory of the GPU: {format_size(seen.device_free)} of "
             f"{format_size(machine.device.memory)} are free now. Plans count on all of it"
         )
+    if machine.device.other_bits:
+        yield (
+            f"{', '.join(machine.device.other_bits)}: steps on the GPU differ from the processor's in some bits, so "
+            "where the optimizer state lives changes the numbers. Plans say where they put it; please report it with "
+            "the GPU's name and the versions of its driver and torch"
+        )
     if system.quota is not None:
         yield f"a cgroup limits this process to the time of {system.quota:g} cores"
 

@@ -66,6 +66,23 @@ class Device:
     """parameters/s of an optimizer step on the device, as ``Host.optimizer``"""
     node: int | None = None
     """the NUMA node that it is on, where the machine has several and tells"""
+    other_bits: tuple[str, ...] | None = None
+    """optimizers, as in ``optimizer``, whose steps here differ from the host's in some bit; None: nobody has looked"""
+
+    def differs(self, optimizer: str) -> str | None:
+        """What is to be said of a plan that lets ``optimizer`` step here: that the bits are not known to be the host's;
+        None: they are."""
+        if self.kind == "cpu" or (self.other_bits is not None and optimizer not in self.other_bits):
+            return None
+        if self.other_bits is None:
+            return (
+                f"whether {optimizer} steps on {self.name} have the host's bits has not been looked at: penstock "
+                "doctor does"
+            )
+        return (
+            f"{optimizer} steps on {self.name} differ from the host's in some bits, so where the state lives changes "
+            "the numbers: budget.state: host or disk keeps it on one side"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +212,8 @@ def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
         return None if value is None and name in _MAY_BE_NULL else _build(_PARTS[name], value, where, at)
     if name == "drives":
         return tuple(_build(Drive, drive, where, f"{at}[{i}]") for i, drive in enumerate(_list(value, where, at)))
+    if name == "other_bits":
+        return None if value is None else tuple(str(item) for item in _list(value, where, at))
     if name == "warnings":
         return tuple(str(item) for item in _list(value, where, at))
     if name in ("flops", "optimizer", "contention"):

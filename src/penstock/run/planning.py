@@ -1,13 +1,16 @@
 """From micro-batches to a runner: probe the model once, fit a plan, keep it for every step that it has room for."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from penstock.config import Budget, GradDtype, Tier
 from penstock.errors import BudgetError, ModelError
+from penstock.optim.agreement import KINDS, other_bits
 from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.plan.costs import machine_costs
 from penstock.plan.fit import Family, Plan, Request, fit
@@ -27,6 +30,8 @@ from penstock.schedule.world import World
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 from penstock.tape.passage import StageFacts
+
+log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +115,18 @@ def _slowest(times: Sequence[StageTimes | None]) -> StageTimes | None:
         forward=tuple(max(same) for same in zip(*(t.forward for t in known), strict=True)),
         backward=tuple(max(same) for same in zip(*(t.backward for t in known), strict=True)),
     )
+
+
+@cache
+def warn_of_other_bits(device: torch.device, optimizer: str) -> None:
+    """Say so, once, if steps of an optimizer (``"adamw.bf16"``) on the device do not have the host's bits."""
+    kind, precision = optimizer.split(".")
+    if other_bits(device, [k for k in KINDS if k == kind], [precision]):
+        log.warning(
+            "%s steps on this device differ from the host's in some bits, so where the optimizer state lives changes "
+            "the numbers: budget.state='host' or 'disk' keeps it on one side",
+            optimizer,
+        )
 
 
 _WINDOW = 50
@@ -230,6 +247,8 @@ class Planning:
             self._shared.residence.settle(ready.plan.settings.place)
             if self._shared.device.type == "cuda":
                 torch.cuda.empty_cache()  # what the probe and the move have freed makes room for the plan's slabs
+            if self._shared.device.type == "cuda" and "device" in ready.plan.settings.place.state:
+                warn_of_other_bits(self._shared.device, self._shared.optimizer)
             self.runner = Runner(ready.plan, ready.facts, self._shared)
         return self.runner
 
