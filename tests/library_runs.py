@@ -34,6 +34,7 @@ def llama(*, seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.flo
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=0,
+        use_cache=False,
     )
     return LlamaForCausalLM(config).to(dtype)
 

@@ -98,7 +98,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "recomputation": ({}, {"model": checkpointed}, "activation_checkpointing_disable"),
     "nothing to train": ({}, {"model": frozen}, "no parameter of the model requires a gradient"),
-    "fp16 weights": ({}, {"model": lambda: llama(dtype=torch.float16)}, "set fp16=True"),
+    "fp16 weights": ({}, {"model": lambda: llama(dtype=torch.float16)}, "ask for fp16"),
     "callback": ({}, {"callbacks": [LooksAtGradients()]}, "LooksAtGradients.on_pre_optimizer_step"),
 }
 

@@ -30,6 +30,7 @@ from penstock.hf.training_arguments import check_arguments
 from penstock.optim.driven import DrivenOptimizer
 from penstock.run.stats import StepStats
 from penstock.store.store import Store
+from penstock.tape import trees
 from penstock.wrapping import wrap
 
 if TYPE_CHECKING:
@@ -228,8 +229,10 @@ class EngineMixin(_Mixed):
         found: list[tuple[Any, Any, Any]] = []
 
         def loss(of: nn.Module, prepared: dict[str, Any]) -> torch.Tensor:
-            found[:] = [above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)]
-            value = found[0][0]
+            # Copied here, within the forward: so the engine sees that these are read, and keeps them until now.
+            result = above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
+            found[:] = [trees.replace(result, torch.Tensor.clone)]
+            value = result[0]
             return torch.zeros((), device=self.args.device) if value is None else value
 
         piece = Piece(loss=loss)

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from penstock.config import Precision
 from penstock.errors import ConfigError
 from penstock.optim.from_torch import override_for, spec_of
 from penstock.optim.spec import Lion, OptimizerSpec, Override
+from penstock.run.precision import precision_of_weights
 
 _SGD_ARGS = frozenset({"momentum", "nesterov"})
 
@@ -50,11 +50,8 @@ def precision_of(args: Any, model: nn.Module) -> Precision:
     """What weights compute in: as the arguments say, else as the model is.
 
     Raises:
-        ConfigError: the model's parameters are in 16 bits of a kind, or kinds, that neither names.
+        ConfigError: the model is in fp16, and the arguments do not say so.
     """
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
-    found = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if torch.float16 in found:
-        raise ConfigError("the model is in fp16, whose gradients need a loss scale: set fp16=True, or bf16=True")
-    return "bf16" if torch.bfloat16 in found else "fp32"
+    return precision_of_weights(model)

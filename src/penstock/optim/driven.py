@@ -16,13 +16,17 @@ class DrivenOptimizer(torch.optim.Optimizer):
     Args:
         streamed: the engine's optimizer.
         step: takes what has been collected to the engine, or checks that it has been taken there.
+        discard: forgets what has been collected; None: nothing ever waits.
     """
 
-    def __init__(self, streamed: StreamedOptimizer, step: Callable[[], None]) -> None:
+    def __init__(
+        self, streamed: StreamedOptimizer, step: Callable[[], None], discard: Callable[[], None] | None = None
+    ) -> None:
         # Not the parent's: it would build param groups of its own. What a learning rate scheduler looks at is here.
         self.streamed = streamed
         self.defaults = streamed.defaults
         self._step = step
+        self._discard = discard
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -47,7 +51,9 @@ class DrivenOptimizer(torch.optim.Optimizer):
         self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients never stay on the parameters between steps."""
+        """Forget the micro-batches whose gradients would have been there by now; parameters never have any."""
+        if self._discard is not None:
+            self._discard()
 
     def state_dict(self) -> dict[str, Any]:
         return self.streamed.state_dict()

@@ -40,11 +40,7 @@ def spec_of(
     Raises:
         ConfigError: the class, or one of the settings, is something that the engine does not do.
     """
-    if kind not in _KINDS:
-        raise ConfigError(
-            f"{kind.__module__}.{kind.__qualname__} cannot be streamed: use torch.optim.AdamW, Adam or SGD"
-        )
-    mine = _KINDS[kind]
+    mine = _kind(kind)
     off = _OFF | {"decoupled_weight_decay": kind is torch.optim.AdamW}
     taken: dict[str, Any] = {}
     for key, value in settings.items():
@@ -64,6 +60,7 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         ConfigError: the optimizer has taken steps already, leaves a trained parameter out, has one that is not the
             model's, or its param groups differ in more than ``lr`` and ``weight_decay``.
     """
+    _kind(type(optimizer))
     if optimizer.state:
         raise ConfigError("the optimizer has taken steps already, and its moments would be lost: set up a new one")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -74,7 +71,7 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
             f"the optimizer leaves out {left_out[0]!r} and {len(left_out) - 1} more that require a gradient: freeze "
             "them (requires_grad_(False)), or give them to it"
         )
-    first, *others = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    first, *others = ({k: v for k, v in g.items() if k not in _BOOKKEEPING} for g in optimizer.param_groups)
     overrides = []
     for settings, group in zip(others, optimizer.param_groups[1:], strict=True):
         different = [key for key, value in settings.items() if key not in _PER_GROUP and value != first.get(key)]
@@ -82,7 +79,14 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
             raise ConfigError(f"the optimizer's param groups differ in {different[0]!r}: only lr and weight_decay may")
         own = {key: float(settings[key]) for key in _PER_GROUP}
         overrides.append(override_for([names[id(p)] for p in group["params"]], **own))
-    return spec_of(type(optimizer), {k: v for k, v in first.items() if k not in _BOOKKEEPING}, overrides)
+    return spec_of(type(optimizer), first, overrides)
+
+
+def _kind(kind: type[torch.optim.Optimizer]) -> type[OptimizerSpec]:
+    if kind not in _KINDS:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise ConfigError(f"{name} cannot be streamed: use torch.optim.AdamW, Adam or SGD")
+    return _KINDS[kind]
 
 
 def override_for(names: Sequence[str], **settings: float) -> Override:
@@ -90,8 +94,8 @@ def override_for(names: Sequence[str], **settings: float) -> Override:
     return Override(match="^(?:" + "|".join(re.escape(name) for name in names) + ")$", **settings)
 
 
-_BOOKKEEPING = {"initial_lr", "swa_lr"}
-"""Keys that learning rate schedulers leave in param groups."""
+_BOOKKEEPING = {"params", "initial_lr", "swa_lr"}
+"""Keys of a param group that are no settings; learning rate schedules leave the latter two."""
 
 
 def _number(value: Any) -> Any:

@@ -3,11 +3,25 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from penstock.config import Precision
+from penstock.errors import ConfigError
 from penstock.schedule.place import Format
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def precision_of_weights(model: nn.Module) -> Precision:
+    """The precision that a model's weights are in: fp32, or bf16 where some are.
+
+    Raises:
+        ConfigError: some are fp16, which does not say whether gradients are to be scaled.
+    """
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if torch.float16 in found:
+        raise ConfigError("the model is in fp16, whose gradients need a loss scale: ask for fp16 (or bf16) precision")
+    return "bf16" if torch.bfloat16 in found else "fp32"
 
 
 def format_of(precision: Precision, moments: int) -> Format:

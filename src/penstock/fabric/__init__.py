@@ -1,0 +1,26 @@
+"""Lightning Fabric: its loops on the engine.
+
+    strategy   the strategy that a Fabric is given
+    deferred   what a loop computes from a model's output before the engine has run the model
+
+May import: everything but ``cli`` and ``hf``. Importing the package itself imports neither torch nor Lightning.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.fabric.deferred import Deferred
+    from penstock.fabric.strategy import PenstockStrategy
+
+_WHERE = {"Deferred": "penstock.fabric.deferred", "PenstockStrategy": "penstock.fabric.strategy"}
+
+__all__ = ["Deferred", "PenstockStrategy"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs a library only when it is asked for."""
+    from importlib import import_module
+
+    if name not in _WHERE:
+        raise AttributeError(f"module 'penstock.fabric' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)

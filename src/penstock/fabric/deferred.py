@@ -1,0 +1,236 @@
+"""What a loop computes from a model's output before there is one: recorded, and carried out within the engine's step.
+
+    output = model(**batch)                      a Deferred: the model has not run
+    loss = F.cross_entropy(output.logits, y)     a Deferred: a note of what to do with it
+    fabric.backward(loss)                        collected
+    optimizer.step()                             the engine runs all micro-batches together; each computes its loss
+    loss.item()                                  known from now on
+
+The engine wants all micro-batches of a step before it starts, since it takes them through a block together. So a loop
+that computes eagerly, one micro-batch after the other, is recorded: attributes, items, calls, arithmetic and functions
+of torch. What needs a number at once (``if``, ``float``, printing) is an error until the step has been taken.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from penstock.errors import ModelError
+
+_UNKNOWN: Any = object()
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lt", "le", "gt", "ge", "eq", "ne")
+_UNARY = ("neg", "pos", "abs", "invert")
+
+
+class Deferred:
+    """A value that the engine's next step computes: ``compute(*args, **kwargs)``, where arguments may be Deferred.
+
+    Single numbers keep their value after the step; all else is gone with the micro-batch that it came from.
+
+    Raises:
+        ModelError: its value is asked for and there is none.
+    """
+
+    __hash__ = object.__hash__
+
+    def __init__(self, compute: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None) -> None:
+        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+            raise ModelError("autocast is on while a loss is recorded, and would have no effect: Fabric(precision=...)")
+        self._compute = compute
+        self._args = args
+        self._kwargs = dict(kwargs or {})
+        self._grad = torch.is_grad_enabled()
+        self._value = _UNKNOWN
+        self._spent = False
+        self._parts: dict[tuple[str, str | int, bool], Any] = {}
+
+    # ---- recording
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return note(function, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # Python's own questions, to which the answer is no
+        return self._part(getattr, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._part(operator.getitem, key) if isinstance(key, str | int) else note(operator.getitem, (self, key))
+
+    def _part(self, compute: Callable[..., Any], key: str | int) -> Any:
+        """``output.loss`` is the same thing each time: known once it was part of a loss."""
+        place = (compute.__name__, key, torch.is_grad_enabled())
+        if place not in self._parts:
+            self._parts[place] = note(compute, (self, key))
+        return self._parts[place]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return note(_call, (self, *args), kwargs)
+
+    # ---- numbers
+
+    def resolve(self) -> Any:
+        """The value, which is known after the step that it was part of."""
+        if self._value is _UNKNOWN:
+            known = self._spent or self._compute is MODEL
+            given = () if known else [d for d in tree_iter((self._args, self._kwargs)) if isinstance(d, Deferred)]
+            if not given:
+                self._refuse()
+            args, kwargs = tree_map_only(Deferred, Deferred.resolve, (self._args, self._kwargs))
+            self._value = self._compute(*args, **kwargs)
+        return self._value
+
+    def _refuse(self) -> NoReturn:
+        if self._spent:
+            raise ModelError(
+                "this was computed within optimizer.step() and is gone with its micro-batch: only single numbers that "
+                "are part of a loss given to fabric.backward() are kept"
+            )
+        raise ModelError(
+            "this is known after optimizer.step(): the engine runs the model then, on all micro-batches of the step. "
+            "Move what needs a number behind it; under torch.no_grad() and model.eval() the model runs at once"
+        )
+
+    def item(self) -> Any:
+        value = self.resolve()
+        return value.item() if isinstance(value, torch.Tensor) else value
+
+    def tolist(self) -> Any:
+        value = self.resolve()
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    def __float__(self) -> float:
+        return float(self.resolve())
+
+    def __int__(self) -> int:
+        return int(self.resolve())
+
+    def __index__(self) -> int:
+        return operator.index(self.resolve())
+
+    def __bool__(self) -> bool:
+        return bool(self.resolve())
+
+    def __len__(self) -> int:
+        return len(self.resolve())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.resolve())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        return "Deferred(not known yet)" if self._value is _UNKNOWN else f"Deferred({self._value!r})"
+
+
+def MODEL(*args: Any, **kwargs: Any) -> NoReturn:  # noqa: N802 - stands for a value, and is compared with
+    """In the place of a call of the model, which ``run`` is given."""
+    raise AssertionError("the model's own call is never computed in place")
+
+
+def note(compute: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Record a computation; carry it out at once where all that it needs is known already."""
+    given = [d for d in tree_iter((args, dict(kwargs or {}))) if isinstance(d, Deferred)]
+    made = Deferred(compute, args, kwargs)
+    return made.resolve() if given and all(d._value is not _UNKNOWN for d in given) else made
+
+
+def inputs_of(root: Deferred) -> dict[str, torch.Tensor]:
+    """Every tensor that a recorded computation starts from, as a micro-batch.
+
+    Those that the model is called with by name keep it; the others are numbered in the order of the recording.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for node in _nodes(root):
+        named = node._kwargs.items() if node._compute is MODEL else ()
+        names = {id(value): name for name, value in named if isinstance(value, torch.Tensor) and name not in found}
+        for tensor in _tensors(node):
+            if not any(tensor is known for known in found.values()):
+                found[names.get(id(tensor), f"tensor {len(found)}")] = tensor
+    return found
+
+
+def run(root: Deferred, model: nn.Module, originals: Mapping[str, torch.Tensor], moved: Mapping[str, Any]) -> Any:
+    """Carry out what was recorded, on the device: with ``moved`` in the place of the micro-batch's ``originals``.
+
+    Single numbers on the way are kept; the latest run's count.
+    """
+    there = {id(tensor): moved[name] for name, tensor in originals.items()}
+    done: dict[int, Any] = {}
+
+    def value_of(part: Any) -> Any:
+        return done[id(part)] if isinstance(part, Deferred) else there.get(id(part), part)
+
+    for node in _nodes(root):
+        args, kwargs = tree_map_only((Deferred, torch.Tensor), value_of, (node._args, node._kwargs))
+        with torch.set_grad_enabled(node._grad and torch.is_grad_enabled()):
+            value = (model if node._compute is MODEL else node._compute)(*args, **kwargs)
+        done[id(node)] = value
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            node._value = value.detach().clone()
+        elif isinstance(value, bool | int | float):
+            node._value = value
+    return done[id(root)]
+
+
+def spend(root: Deferred) -> None:
+    """The step is over: let go of the micro-batch, and of everything that was on the way but numbers."""
+    for node in list(_nodes(root)):
+        node._spent = True
+        node._args, node._kwargs = (), {}
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _tensors(node: Deferred) -> Iterator[torch.Tensor]:
+    return (part for part in tree_iter((node._args, node._kwargs)) if isinstance(part, torch.Tensor))
+
+
+def _nodes(root: Deferred) -> list[Deferred]:
+    """What a computation consists of, each before what needs it; without recursion, for chains may be long."""
+    order: list[Deferred] = []
+    seen: set[int] = set()
+    stack: list[tuple[Deferred, bool]] = [(root, False)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            order.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            parts = [d for d in tree_iter((node._args, node._kwargs)) if isinstance(d, Deferred)]
+            stack.extend((part, False) for part in reversed(parts))
+    return order
+
+
+def _binary(name: str) -> Callable[[Any, Any], Any]:
+    compute = getattr(operator, name)
+    return lambda self, other: note(compute, (self, other))
+
+
+def _reflected(name: str) -> Callable[[Any, Any], Any]:
+    compute = getattr(operator, name)
+    return lambda self, other: note(compute, (other, self))
+
+
+def _unary(name: str) -> Callable[[Any], Any]:
+    compute = getattr(operator, name)
+    return lambda self: note(compute, (self,))
+
+
+for _name in _ARITHMETIC:
+    setattr(Deferred, f"__{_name}__", _binary(_name))
+    if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(Deferred, f"__r{_name}__", _reflected(_name))
+for _name in _UNARY:
+    setattr(Deferred, f"__{_name}__", _unary(_name))

@@ -1,0 +1,345 @@
+"""The strategy: Fabric's ``setup``, ``backward``, ``clip_gradients``, ``step``, ``save`` and ``load`` on one engine."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from lightning_fabric.plugins.precision import Precision as Plugin
+from lightning_fabric.strategies.single_device import SingleDeviceStrategy
+from torch import nn
+
+from penstock.config import Budget, GradDtype, Precision
+from penstock.engine import Engine
+from penstock.errors import ConfigError, ModelError, NonFiniteError, StoreError
+from penstock.fabric.deferred import MODEL, Deferred, inputs_of, run, spend
+from penstock.optim.driven import DrivenOptimizer
+from penstock.optim.from_torch import spec_of_optimizer
+from penstock.plan.machine import Machine
+from penstock.run.device import resolve_device
+from penstock.run.precision import precision_of_weights
+from penstock.schedule.op import Schedule
+from penstock.tape import trees
+from penstock.wrapping import wrap
+
+_PRECISIONS: Mapping[str, Precision | None] = {
+    "32-true": None,  # Fabric's default: as the model is
+    "bf16-true": "bf16",
+    "bf16-mixed": "bf16",
+    "16-true": "fp16",
+    "16-mixed": "fp16",
+}
+_ROOT = "penstock_deferred"
+_SNAPSHOT, _REST = "penstock.snapshot", "state.pt"
+_TOGETHER = "fabric.setup(model, optimizer): the engine needs the model and its optimizer together"
+
+
+class PenstockStrategy(SingleDeviceStrategy):
+    """Fabric on the engine.
+
+        fabric = Fabric(devices=1, strategy=PenstockStrategy(budget=penstock.Budget(...), clip_grad_norm=1.0))
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-4))
+
+    In training ``model(...)`` returns a ``Deferred`` (see there), and ``optimizer.step()`` runs every micro-batch whose
+    loss was given to ``fabric.backward`` since the last step. Under ``torch.no_grad()`` and ``model.eval()`` the model
+    runs at once and returns its outputs.
+
+    Args:
+        budget: memory per tier, and the directories of the disk tier.
+        clip_grad_norm: what the loop's ``fabric.clip_gradients(max_norm=...)`` asks for at each step; None: never.
+        seed: of dropout and initialisation.
+        schedule, plan, speculate, delay, grad_dtype, io_threads: as in ``penstock.wrap``.
+    """
+
+    num_nodes = 1
+    _num_nodes = 1
+
+    def __init__(
+        self,
+        *,
+        budget: Budget,
+        clip_grad_norm: float | None = None,
+        seed: int = 0,
+        schedule: Literal["vertical", "horizontal"] | Schedule = "vertical",
+        plan: Machine | Literal["auto"] | None = "auto",
+        speculate: bool | None = None,
+        delay: float | None = None,
+        grad_dtype: GradDtype | None = None,
+        io_threads: int = 4,
+    ) -> None:
+        self._clip = clip_grad_norm
+        self._settings: dict[str, Any] = {
+            "budget": budget,
+            "clip_grad_norm": clip_grad_norm,
+            "seed": seed,
+            "schedule": schedule,
+            "plan": plan,
+            "speculate": speculate,
+            "delay": delay,
+            "grad_dtype": grad_dtype,
+            "io_threads": io_threads,
+        }
+        self._compute: Precision | None = None
+        self._devices: list[torch.device] = []
+        self._engine: Engine | None = None
+        self._given: torch.optim.Optimizer | None = None
+        self._collected: list[Deferred] = []
+        self._norm: Deferred | None = None
+        self._strict = False
+        super().__init__(device="cpu")
+
+    # ---- what Fabric is told
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, once ``fabric.setup`` has made it. Close it at the end."""
+        if self._engine is None:
+            raise ConfigError(f"there is no engine yet. Call {_TOGETHER}")
+        return self._engine
+
+    @property
+    def precision(self) -> Plugin:
+        """Nothing is converted by Fabric: the engine computes in the precision that Fabric was given."""
+        return Plugin()
+
+    @precision.setter
+    def precision(self, plugin: Plugin | None) -> None:
+        name = "32-true" if plugin is None else plugin.precision
+        if name not in _PRECISIONS:
+            raise ConfigError(f"precision={name!r} cannot be honoured: use one of {', '.join(_PRECISIONS)}")
+        self._compute = _PRECISIONS[name]
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        self._devices = list(devices)
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._devices[0] if self._devices else torch.device("cpu")
+
+    def _configure_launcher(self) -> None:
+        if len(self._devices) > 1 or self._num_nodes > 1:
+            raise ConfigError("the engine trains in one process on one device: Fabric(devices=1, num_nodes=1)")
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """For ``fabric.init_module``: with ``empty_init`` on the meta device, where a model takes no memory."""
+        return torch.device("meta") if empty_init else nullcontext()
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: the engine brings what is needed."""
+
+    # ---- setup
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
+        """Hand the model's state to an engine whose optimizer does what the given one would."""
+        if self._engine is not None:
+            raise ConfigError("a PenstockStrategy trains one model: make another Fabric for another one")
+        if len(optimizers) != 1:
+            raise ConfigError(f"{len(optimizers)} optimizers were given, and the engine has one. Use its param groups")
+        (given,) = optimizers
+        names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        spec = spec_of_optimizer(given, names)
+        engine = wrap(
+            module,
+            optimizer=spec,
+            precision=self._compute or precision_of_weights(module),
+            device=resolve_device(self.root_device),
+            loss_fn=_loss_of_root,
+            **self._settings,
+        )
+        # A learning rate schedule made before holds the given optimizer: what it writes there must count.
+        engine.optimizer.param_groups = given.param_groups
+        self._engine, self._given = engine, given
+        return (
+            _Recorder(module, engine),
+            [DrivenOptimizer(engine.optimizer, self._step, self._collected.clear)],
+            scheduler,
+        )
+
+    def setup_module(self, module: nn.Module) -> NoReturn:
+        raise ConfigError(f"Call {_TOGETHER}")
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> NoReturn:
+        raise ConfigError(f"Call {_TOGETHER}")
+
+    # ---- a step
+
+    def backward(self, tensor: Any, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Collect a loss for the next ``optimizer.step``; gradients of several add up, as they always do."""
+        if not isinstance(tensor, Deferred):
+            raise ModelError("fabric.backward() was given a loss that does not come from the model's training output")
+        if args or kwargs:
+            raise ConfigError(f"fabric.backward() takes the loss alone: {(*args, *kwargs)} cannot be honoured")
+        self._collected.append(tensor)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Any:
+        """Ask for the clipping that the strategy was set up with. Returns the norm, known after the step."""
+        if norm_type != 2.0:
+            raise ConfigError(f"norm_type={norm_type!r} cannot be honoured: the engine clips by the 2-norm")
+        if max_norm != self._clip:
+            raise ConfigError(
+                f"fabric.clip_gradients(max_norm={max_norm!r}), and the strategy was made with clip_grad_norm="
+                f"{self._clip!r}: give it PenstockStrategy(clip_grad_norm={max_norm!r})"
+            )
+        self._norm, self._strict = Deferred(MODEL), error_if_nonfinite
+        return self._norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> NoReturn:
+        raise ConfigError("clip_gradients(clip_val=...) cannot be honoured: the engine clips by the norm, max_norm=...")
+
+    def _step(self) -> None:
+        """What ``optimizer.step`` does.
+
+        Raises:
+            ModelError: no loss was given to ``fabric.backward`` since the last step.
+            NonFiniteError: a gradient was infinite or NaN, and nothing was updated.
+        """
+        roots, norm = list(self._collected), self._norm
+        self._collected.clear()
+        self._norm = None
+        if not roots:
+            raise ModelError(
+                "optimizer.step() has nothing to do: no loss was given to fabric.backward() since the last"
+            )
+        if (norm is None) != (self._clip is None):
+            raise ConfigError(
+                f"the strategy was made with clip_grad_norm={self._clip!r}: call fabric.clip_gradients(model, "
+                f"optimizer, max_norm={self._clip!r}) before each optimizer.step(), or leave it out there"
+            )
+        micro_batches = [inputs_of(root) | {_ROOT: (root, inputs_of(root))} for root in roots]
+        stats = self.engine.step(micro_batches, loss_weights=[1.0] * len(roots))
+        setattr(self._given, "_opt_called", True)  # noqa: B010 - what its learning rate schedule looks for
+        for root in roots:
+            spend(root)
+        if norm is not None:
+            norm._value = torch.tensor(stats.grad_norm)
+        if stats.skipped and self._strict:
+            raise NonFiniteError(
+                f"step {stats.step}: {stats.non_finite or 'a gradient'} was infinite or NaN, and nothing was updated. "
+                "To go on past such steps: fabric.clip_gradients(error_if_nonfinite=False)"
+            )
+
+    # ---- checkpoints
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002 - Lightning's name
+    ) -> None:
+        """Write a folder: a snapshot of the engine for the model and the optimizer, and the rest of ``state``."""
+        if filter or storage_options is not None:
+            raise ConfigError("fabric.save(filter=..., storage_options=...) cannot be honoured: a snapshot is whole")
+        folder, rest = Path(path), self._rest_of(state)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.engine.save(folder / _SNAPSHOT, overwrite=True)
+        kept = self._convert_stateful_objects_in_state(rest, filter={})
+        self.checkpoint_io.save_checkpoint({"step": self.engine.step_count, "state": kept}, folder / _REST)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Take over a folder that ``fabric.save`` wrote; what ``state`` does not name is returned."""
+        if not isinstance(state, dict):
+            raise ConfigError(
+                "fabric.load() needs state={'model': model, 'optimizer': optimizer, ...}: the engine takes both over. "
+                "A file of plain weights is loaded into the model before fabric.setup()"
+            )
+        folder, rest = Path(path), self._rest_of(state)
+        saved = self.checkpoint_io.load_checkpoint(folder / _REST, weights_only=weights_only)
+        found = saved["state"]
+        if strict and (missing := [key for key in rest if key not in found]):
+            raise KeyError(f"{path} has no {missing[0]!r}: leave it out of the state, or load with strict=False")
+        self.engine.load(folder / _SNAPSHOT)
+        if self.engine.step_count != saved["step"]:
+            raise StoreError(
+                f"{folder}: its snapshot is of step {self.engine.step_count} and {_REST} of step {saved['step']}: "
+                "saving was broken off. Load another checkpoint"
+            )
+        for key, value in rest.items():
+            if key not in found:
+                continue
+            if callable(getattr(value, "load_state_dict", None)):
+                value.load_state_dict(found.pop(key))
+            else:
+                state[key] = found.pop(key)
+        return dict(found)
+
+    def _rest_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What is not the engine's.
+
+        Raises:
+            ConfigError: the model, or the optimizer, is there without the other.
+        """
+        model = [key for key, value in state.items() if isinstance(value, nn.Module)]
+        optimizer = [key for key, value in state.items() if isinstance(value, torch.optim.Optimizer)]
+        if len(model) != 1 or len(optimizer) != 1:
+            raise ConfigError("a checkpoint is of the model and its optimizer together: give both, once, in the state")
+        return {key: value for key, value in state.items() if key not in (*model, *optimizer)}
+
+    def teardown(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        super().teardown()
+
+
+class _Recorder(nn.Module):
+    """Stands in for the model in the loop: records a call in training, and runs it at once in evaluation."""
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        super().__init__()
+        self.module = module
+        self._engine = engine
+        self._forward_at_setup = vars(module).get("forward")
+        module.register_state_dict_pre_hook(_no_state_dict)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_no_state_dict)  # type: ignore[no-untyped-call]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if vars(self.module).get("forward") is not self._forward_at_setup:
+            raise ConfigError("only the model's forward can be called: other methods would run outside of the engine")
+        call = Deferred(MODEL, args, kwargs)
+        if torch.is_grad_enabled() != self.training:
+            raise ModelError(
+                "to train, call model.train() and leave gradients on; to evaluate, call model.eval() under "
+                f"torch.no_grad(): now training={self.training} and gradients are {'on' if self.training else 'off'}"
+            )
+        return call if self.training else self._evaluate(call)
+
+    def _evaluate(self, call: Deferred) -> Any:
+        outputs: list[Any] = []
+        inputs = inputs_of(call)
+        self._engine.evaluate([inputs | {_ROOT: (call, inputs, outputs)}], loss_weights=[1.0])
+        return outputs[-1]
+
+
+def _loss_of_root(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    """The engine's ``loss_fn``: what was recorded for a micro-batch; of an evaluation, the outputs go to its list."""
+    moved = dict(micro_batch)
+    root, originals, *outputs = moved.pop(_ROOT)
+    result = run(root, model, originals, moved)
+    if outputs:
+        # Copied here, within the forward: so the engine sees that these are read, and keeps them until now.
+        outputs[0].append(trees.replace(result, torch.Tensor.clone))
+        return torch.zeros((), device=next(iter(moved.values())).device)
+    if not isinstance(result, torch.Tensor) or result.numel() != 1:
+        raise ModelError("fabric.backward() was given something that is not a single number")
+    return result.reshape(())
+
+
+def _no_state_dict(*_: Any) -> NoReturn:
+    raise ModelError("the model's weights are the engine's: use fabric.save and load, or strategy.engine")
