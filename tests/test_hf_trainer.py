@@ -24,6 +24,7 @@ from tests.library_runs import (
 from transformers import LlamaForCausalLM
 
 import penstock
+import penstock.hf
 from penstock.hf import Trainer
 
 DATA = examples(16)
@@ -182,6 +183,25 @@ def test_a_saved_model_is_what_transformers_loads(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = loaded.eval()(**labelled).logits
     torch.testing.assert_close(torch.tensor(mine.predict(HELD_OUT[:1]).predictions), expected)
+    mine.end()
+
+
+def test_a_folder_is_trained_without_its_model_ever_being_whole_in_memory(tmp_path: Path) -> None:
+    """``penstock.hf.load`` gives a model on the meta device; evaluation comes first, and makes the engine."""
+    llama().save_pretrained(tmp_path / "folder")
+    theirs = plain(tmp_path, max_steps=2)
+    loaded = penstock.hf.load(tmp_path / "folder")
+    mine = Trainer(
+        model=loaded.model,
+        args=arguments(tmp_path / "engine", max_steps=2),
+        train_dataset=DATA,
+        eval_dataset=HELD_OUT,
+        engine=in_memory(weights=loaded.weights),
+    )
+    before = transformers.Trainer(model=llama(), args=arguments(tmp_path / "other"), eval_dataset=HELD_OUT).evaluate()
+    assert mine.evaluate()["eval_loss"] == pytest.approx(before["eval_loss"], rel=1e-6)
+    mine.train()
+    check_same([line for line in shown(mine) if line[1] != "eval_loss"], shown(theirs))
     mine.end()
 
 

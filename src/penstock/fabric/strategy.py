@@ -19,6 +19,7 @@ from penstock.optim.from_torch import spec_of_optimizer
 from penstock.plan.machine import Machine
 from penstock.run.device import resolve_device
 from penstock.run.precision import precision_of_weights
+from penstock.run.start import WeightSource
 from penstock.schedule.op import Schedule
 from penstock.tape import trees
 from penstock.wrapping import wrap
@@ -49,6 +50,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         budget: memory per tier, and the directories of the disk tier.
         clip_grad_norm: what the loop's ``fabric.clip_gradients(max_norm=...)`` asks for at each step; None: never.
         seed: of dropout and initialisation.
+        weights: where the values of a model on the meta device come from, as in ``penstock.wrap``.
         schedule, plan, speculate, delay, grad_dtype, io_threads: as in ``penstock.wrap``.
     """
 
@@ -61,6 +63,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         budget: Budget,
         clip_grad_norm: float | None = None,
         seed: int = 0,
+        weights: WeightSource | None = None,
         schedule: Literal["vertical", "horizontal"] | Schedule = "vertical",
         plan: Machine | Literal["auto"] | None = "auto",
         speculate: bool | None = None,
@@ -73,6 +76,7 @@ class PenstockStrategy(SingleDeviceStrategy):
             "budget": budget,
             "clip_grad_norm": clip_grad_norm,
             "seed": seed,
+            "weights": weights,
             "schedule": schedule,
             "plan": plan,
             "speculate": speculate,

@@ -8,6 +8,7 @@ from torch import nn
 
 from penstock.config import Budget, GradDtype
 from penstock.plan.machine import Machine
+from penstock.run.start import WeightSource
 from penstock.schedule.op import Schedule
 
 
@@ -20,12 +21,14 @@ class EngineArguments:
     | ``budget`` | memory per tier, and the directories of the disk tier |
     | ``overwrite`` | whether a store that is in these directories already is deleted when training starts anew; without
     it that is an error |
+    | ``weights`` | where the values of a model on the meta device come from: ``penstock.hf.load(folder).weights`` |
     | ``schedule``, ``plan``, ``speculate``, ``delay``, ``grad_dtype``, ``blocks``, ``io_threads`` | as in
     ``penstock.wrap`` |
     """
 
     budget: Budget
     overwrite: bool = False
+    weights: WeightSource | None = None
     schedule: Literal["vertical", "horizontal"] | Schedule = "vertical"
     plan: Machine | Literal["auto"] | None = "auto"
     speculate: bool | None = None

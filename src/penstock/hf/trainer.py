@@ -220,6 +220,11 @@ class EngineMixin(_Mixed):
 
     # ---- evaluation
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The library's own. The engine is there first: the library would move the model to the device otherwise."""
+        assert self.engine is not None
+        return super().evaluation_loop(*args, **kwargs)
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
