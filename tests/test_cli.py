@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,14 +13,18 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.test_engine_prediction import machine
 
 from penstock.cli import main, settings
 from penstock.cli.arguments import parse_train
 from penstock.cli.display import PlainDisplay, choose_display, clock
-from penstock.cli.meter import Meter, Outline, metrics_of
+from penstock.cli.meter import Meter, Outline
+from penstock.cli.metrics import metrics_of, with_figures
 from penstock.cli.run_folder import MetricsFile, claim, write_settings
+from penstock.cli.screen import screen, sparkline
 from penstock.cli.summary import closing
-from penstock.cli.terminal import TerminalDisplay, sparkline
+from penstock.cli.terminal import TerminalDisplay
+from penstock.cli.yardstick import Yardstick, yardstick
 from penstock.config import (
     BatchConfig,
     Budget,
@@ -31,6 +36,7 @@ from penstock.config import (
     TrainConfig,
 )
 from penstock.errors import ConfigError
+from penstock.plan.machine import Machine
 from penstock.run.stats import StepStats
 from penstock.store.layout import Layout
 from penstock.store.store import Store
@@ -219,6 +225,114 @@ def test_the_meter_adds_up(tmp_path: Path) -> None:
     assert meter.lanes()["read"].sustained == 2 * 10**9 / 6
     assert meter.lanes()["read"].rate == 10**9
     assert "h2d" not in meter.lanes()
+
+
+def _measured() -> Meter:
+    """A meter after two steps on a machine that was measured, planned and predicted."""
+    given: Mapping[Tier, int] = {"device": 64 * MIB, "host": 24 * MIB}
+    yardstick = Yardstick(flops=4e12, links={"read": 1e9, "h2d": 1e9}, rated=86400e9, assumed=True)
+    meter = Meter(outline=Outline(steps=10, parameters=45_000_000, given=given, yardstick=yardstick))
+    meter.planned_peak, meter.disk_bytes = {"device": 62 * MIB, "host": 22 * MIB}, 500 * MIB
+    meter.forecast(1.6, "Compute is the bottleneck.")
+    meter.add(_stats(flops=1e12, bytes_written=10**9, clipped=True), None, {"compute": 1.0, "read": 0.5})
+    meter.add(_stats(flops=3e12, bytes_written=10**9, repeats=1), 7.5, {"compute": 2.0, "write": 0.1})
+    return meter
+
+
+def test_the_meter_holds_a_run_against_what_the_machine_can_do_and_bear() -> None:
+    meter = _measured()
+    assert meter.flops_per_second == 1e12
+    assert meter.mfu == 0.25
+    assert meter.lanes()["read"].of_peak == 0.5
+    assert meter.lanes()["write"].of_peak is None, "it was not measured"
+    assert list(meter.links()) == ["read", "write"]
+    assert meter.held_up == pytest.approx({"compute": 0.75, "read": 0.125, "write": 0.025})
+    assert meter.drive_days == 2.0, "86,400 GB at a GB every two seconds"
+    assert (meter.written, meter.clipped, meter.repeated, meter.skipped) == (2 * 10**9, 1, 1, 0)
+    plain = _meter()
+    plain.add(_stats(bytes_written=10**9))
+    assert (plain.mfu, plain.drive_days, plain.lanes()["read"].of_peak) == (None, None, None)
+
+
+def test_the_metrics_have_all_that_is_shown_with_units_in_the_names() -> None:
+    meter = _measured()
+    line = with_figures(metrics_of(meter.last, 7.5), meter, meter.held[-1])
+    assert json.loads(json.dumps(line)) == {
+        "step": 1,
+        "loss": 8.0,
+        "grad_norm": 2.0,
+        "lr": 1e-3,
+        "tokens": 512,
+        "seconds": 2.0,
+        "tokens_per_second": 256.0,
+        "flops": 3e12,
+        "bytes_written": 10**9,
+        "bytes_moved": {"read": 10**9, "write": 5 * 10**8, "compute": 0},
+        "lane_seconds": {"read": 1.0, "write": 1.0, "compute": 1.9},
+        "peak_bytes": {"device": 60 * MIB, "host": 20 * MIB},
+        "clipped": False,
+        "skipped": False,
+        "repeats": 1,
+        "loss_scale": 1.0,
+        "validation_loss": 7.5,
+        "tflops_per_second": 1.5,
+        "mfu": 0.375,
+        "gb_per_second": {"read": 0.5, "write": 0.25},
+        "share_of_peak": {"read": 0.5},
+        "held_up_seconds": {"compute": 2.0, "write": 0.1},
+        "planned_peak_bytes": {"device": 62 * MIB, "host": 22 * MIB},
+        "disk_bytes": 500 * MIB,
+        "predicted_seconds": 1.6,
+        "seconds_left": 16.0,
+        "drive_days": 2.0,
+        "steps_clipped": 1,
+        "steps_skipped": 0,
+        "steps_repeated": 1,
+    }
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_live_view_keeps_its_lines_and_its_width(width: int) -> None:
+    """Whatever happens in a step: nothing wraps, and no line comes or goes."""
+
+    def lines(meter: Meter) -> list[str]:
+        console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=True)
+        with console.capture() as captured:
+            console.print(screen(meter, width, waited=1.0))
+        return captured.get().splitlines()
+
+    first = lines(_measured())
+    for words in ("256 tokens/s  1 TFLOP/s, MFU 25%", "1.6 s predicted (+25%)", "compute 75%", "disk read 12%"):
+        assert any(words in line for line in first), words
+    assert any("1.86 GiB written, new drives last 2 days (assumed)" in line for line in first)
+    meter = _measured()
+    for step in range(3, 9):
+        changes = {"skipped": step == 5, "clipped": step != 5, "loss": 10.0 ** (6 - step), "loss_scale": 2.0**-20}
+        meter.add(_stats(step=step, seconds=900.0 / step, **changes), 1.25, {"compute": 800.0 / step})
+        drawn = lines(meter)
+        assert len(drawn) == len(first)
+        assert max(map(len, drawn)) <= width
+        assert drawn[0].startswith(f"step {step}/10")
+
+
+def test_the_drives_life_is_as_told_as_profiled_or_assumed(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    two = replace(config, budget=replace(config.budget, disk=(tmp_path / "a", tmp_path / "b")))
+    profile = machine(tmp_path)
+    rated = replace(profile, drives=tuple(replace(drive, tbw=600.0, kind="ssd") for drive in profile.drives))
+    size = shutil.disk_usage(tmp_path).total
+
+    def life(config: TrainConfig, machine: Machine | None) -> tuple[float | None, bool]:
+        found = yardstick(config, machine, kind="cpu")
+        return found.rated, found.assumed
+
+    assert life(replace(two, drive_tbw=100.0), rated) == (2e14, False)
+    assert life(config, rated) == (6e14, False)
+    assert life(config, None) == (0.3 * 365 * 5 * size, True)
+    assert life(two, None) == (2 * 0.3 * 365 * 5 * size, True)
+    assert life(replace(config, budget=replace(config.budget, disk=None)), None) == (None, False)
+    memory = replace(profile, drives=tuple(replace(drive, kind="tmpfs") for drive in profile.drives))
+    assert life(config, memory) == (None, False)
 
 
 def test_plain_lines_say_what_the_live_view_says() -> None:

@@ -103,6 +103,8 @@ STATS = [
     "loss_scale",
     "repeats",
     "non_finite",
+    "flops",
+    "bytes_written",
     "bytes_moved",
     "lane_seconds",
     "peak_bytes",

@@ -30,6 +30,7 @@ from penstock.report.sentence import bottleneck, format_time, measured_bottlenec
 from penstock.report.series import Because, last_of_each_moment, parse_cause
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import Ran
+from penstock.report.waits import held_up
 from penstock.run.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.schedule.op import _KIND_LANE, Lane, parse_schedule
 from penstock.schedule.world import World
@@ -89,6 +90,40 @@ def test_measured_causes_are_those_of_the_simulation_where_a_lane_does_one_op_at
             assert bars[t.op.id].waited == pytest.approx(t.waited)
             compared += 1
     assert compared > 20
+
+
+def test_a_steps_time_is_divided_among_the_lanes_that_held_it_up() -> None:
+    """Back from the end: F1m0, F0m0, its weights, their read. The second read cost nothing: compute went on."""
+    ops = _ran(
+        ("RW0.0@F0", "read", 0.0, 1.0),
+        ("UW0.0@F0", "h2d", 1.5, 3.0),
+        ("RW1.0@F1", "read", 3.0, 4.0),
+        ("UW1.0@F1", "h2d", 4.0, 5.0),
+        ("F0m0", "compute", 3.0, 9.0),
+        ("F1m0", "compute", 9.0, 10.0),
+    )
+    schedule = parse_schedule(SCHEDULE)
+    assert held_up(ops, schedule) == {"compute": 7.0, "h2d": 1.5, "read": 1.0}
+    slow = _ran(
+        ("RW0.0@F0", "read", 0.0, 1.0),
+        ("UW0.0@F0", "h2d", 1.0, 3.0),
+        ("RW1.0@F1", "read", 3.0, 8.0),
+        ("UW1.0@F1", "h2d", 8.0, 9.0),
+        ("F0m0", "compute", 3.0, 4.0),
+        ("F1m0", "compute", 9.0, 10.0),
+    )
+    assert held_up(slow, schedule) == {"compute": 1.0, "h2d": 3.0, "read": 6.0}
+    assert held_up((), schedule) == {}
+
+
+def test_what_held_a_step_up_adds_up_to_the_step() -> None:
+    """In a run that follows its simulation every moment has a cause."""
+    schedule = offload_schedule()
+    simulation = simulated(schedule, seed=3)
+    ops = [Ran(id=t.op.id, lane=t.op.lane, start=t.start, end=t.end, nbytes=t.op.nbytes) for t in simulation.timed(0)]
+    found = held_up(ops, schedule)
+    assert sum(found.values()) == pytest.approx(simulation.end(0), rel=1e-3)
+    assert set(found) >= {"compute", "read"}
 
 
 @pytest.mark.parametrize(

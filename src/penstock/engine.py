@@ -143,6 +143,7 @@ class Engine:
                 before_change=self._rest,
             )
             self._standing.note(between_steps=True)
+            self._written = self._home.written
         except BaseException:
             if hasattr(self, "_tape"):
                 self._tape.close()
@@ -228,6 +229,7 @@ class Engine:
             complete=standing.pending is None,
             commit=standing.complete,
         )
+        scratch = runner.scratch_written
         undo = standing.undo(context, buffers, early=runner.speculates or not self._waits)
         try:
             outcome = take_step(runner, context, self._to_device(micro_batches), weights, undo)
@@ -240,7 +242,14 @@ class Engine:
             raise
         self._end_step(outcome, buffers, numbers)
         standing.after_step(outcome.context, runner)
-        self.last_step = replace(stats, seconds=time.perf_counter() - began)
+        written = self._home.written + runner.scratch_written - scratch
+        self.last_step = replace(
+            stats,
+            flops=self._planning.flops_of(micro_batches),
+            bytes_written=written - self._written,
+            seconds=time.perf_counter() - began,
+        )
+        self._written = self._home.written
         return self.last_step
 
     def _end_step(self, outcome: Outcome, buffers: Mapping[str, torch.Tensor], numbers: StepStats) -> None:

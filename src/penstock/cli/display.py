@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, TextIO
 
-from penstock.cli.meter import Meter
+from penstock.cli.meter import LaneUse, Meter
 from penstock.config import format_size
+from penstock.report.sentence import format_time
+from penstock.schedule.op import Lane
 
 
 class Display(Protocol):
@@ -80,23 +82,66 @@ def step_line(meter: Meter) -> str:
     """A step in one line."""
     s, outline = meter.last, meter.outline
     width = len(str(outline.steps))
-    parts = [f"step {meter.done:>{width}}/{outline.steps}", f"loss {s.loss:.4f}", *loss_notes(meter)]
+    parts = [f"step {meter.done:>{width}}/{outline.steps}", f"loss {s.loss:.4f}"]
+    if meter.validation and meter.validated_at == meter.done:
+        parts.append(f"held-out loss {meter.validation[-1]:.4f}")
+    parts += step_notes(meter)
     if s.grad_norm is not None:
         parts.append(f"norm {s.grad_norm:.3g}" + (" clipped" if s.clipped else ""))
-    parts += [f"lr {s.lr:.2e}", f"{meter.tokens_per_second:,.0f} tokens/s", f"{s.seconds:.2f} s"]
-    rates = [f"{lane} {use.sustained / 1e9:.2f}" for lane, use in meter.lanes().items() if use.rate > 0]
-    parts.append(f"GB/s: {' '.join(rates)}")
+    parts += [f"lr {s.lr:.2e}", f"{meter.tokens_per_second:,.0f} tokens/s", f"{speed(meter)}", step_time(meter)]
+    if held := meter.held_up:
+        parts.append("held up by " + " ".join(f"{lane} {share:.0%}" for lane, share in held.items() if share >= 0.005))
+    parts.append("GB/s " + ", ".join(_link(lane, use) for lane, use in meter.links().items()))
     for tier, given in outline.given.items():
         parts.append(f"{tier} {format_size(meter.peak.get(tier, 0))} of {format_size(given)}")
-    parts.append(f"disk {format_size(meter.disk_bytes)}")
-    return "  ".join([*parts, f"{clock(meter.seconds_left)} left"])
+    parts.append(f"disk {format_size(meter.disk_bytes)}, {wear(meter)}")
+    parts += counts(meter)
+    return "  ".join([*(part for part in parts if part), f"{clock(meter.seconds_left)} left"])
 
 
-def loss_notes(meter: Meter) -> list[str]:
-    """What is worth saying beside the loss: held-out loss when there is a new one, a step that was not taken."""
+def _link(lane: Lane, use: LaneUse) -> str:
+    of_peak = "" if use.of_peak is None else f" ({use.of_peak:.0%} of peak)"
+    return f"{lane} {use.sustained / 1e9:.2f}{of_peak}"
+
+
+def speed(meter: Meter) -> str:
+    """FLOP/s of the model, and the share of what the device can do if that was measured."""
+    mfu = "" if meter.mfu is None else f", MFU {meter.mfu:.0%}"
+    return f"{format_flops(meter.flops_per_second)}{mfu}"
+
+
+def format_flops(rate: float) -> str:
+    """FLOP/s for people."""
+    return f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:,.3g} GFLOP/s"
+
+
+def step_time(meter: Meter) -> str:
+    """How long the last step took, and what was predicted."""
+    seconds = format_time(meter.last.seconds)
+    if meter.predicted is None:
+        return f"{seconds} a step"
+    error = 100 * (meter.last.seconds / meter.predicted - 1)
+    return f"{seconds} a step, {format_time(meter.predicted)} predicted ({error:+.0f}%)"
+
+
+def wear(meter: Meter) -> str:
+    """What the run has written, and how long the drives last at this pace."""
+    text = f"{format_size(meter.written)} written"
+    if (days := meter.drive_days) is None:
+        return text
+    life = f"{days:,.0f} days" if days >= 2 else f"{days * 24:,.0f} hours"
+    return f"{text}, new drives last {life}" + (" (assumed)" if meter.outline.yardstick.assumed else "")
+
+
+def counts(meter: Meter) -> list[str]:
+    """How many steps of this stretch were clipped, skipped, or run twice."""
+    found = {"clipped": meter.clipped, "skipped": meter.skipped, "run twice": meter.repeated}
+    return [f"{count} {what}" for what, count in found.items() if count]
+
+
+def step_notes(meter: Meter) -> list[str]:
+    """What is worth saying of a step that was not like others."""
     notes = []
-    if meter.validation and meter.validated_at == meter.done:
-        notes.append(f"held-out loss {meter.validation[-1]:.4f}")
     if meter.last.repeats and not meter.last.skipped:
         notes.append("done again: the norm was over its limit")
     if meter.last.skipped:

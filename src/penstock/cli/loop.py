@@ -10,7 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from penstock.cli.display import Display
 from penstock.cli.interrupt import Interrupt
 from penstock.cli.keeping import cost_of_a_kill
-from penstock.cli.meter import Meter, metrics_of
+from penstock.cli.meter import Meter
+from penstock.cli.metrics import metrics_of, with_figures
 from penstock.cli.pace import Pace
 from penstock.cli.recipe import lr_factor
 from penstock.cli.run_folder import (
@@ -23,7 +24,10 @@ from penstock.config import TrainConfig
 from penstock.data.batches import Batches
 from penstock.engine import Engine
 from penstock.report.prediction import Prediction
+from penstock.report.trace_file import Ran
+from penstock.report.waits import held_up
 from penstock.run.trace import TraceWriter
+from penstock.schedule.op import Lane
 from penstock.sim.result import Simulation
 
 log = logging.getLogger("penstock")
@@ -75,19 +79,26 @@ def run_steps(stretch: Stretch) -> int:
             scheduler.step()
             if trace is not None:
                 trace.step(engine.trace, engine.counters)
-            stretch.meter.planned(engine.plan.state_bytes, engine.plan.disk_bytes)
+            held = _held_up(engine)
+            stretch.meter.planned(engine.plan)
             if index == first:
                 _say_cost(stretch)
             known = _foretell(stretch, known)
             if slow := stretch.pace.check(stats, known):
                 log.warning(slow)
             held_out = None if interrupt.requested else _evaluate(stretch, index + 1)
-            stretch.meter.add(stats, held_out)
-            metrics.write(metrics_of(stats, held_out))
+            stretch.meter.add(stats, held_out, held)
+            metrics.write(with_figures(metrics_of(stats, held_out), stretch.meter, held))
             display.update()
             if interrupt.requested:
                 break
     return interrupt.exit_code
+
+
+def _held_up(engine: Engine) -> dict[Lane, float]:
+    """Seconds that each lane held up the step that was just done."""
+    ran = [Ran(id=e.op, lane=e.lane, start=e.start, end=e.end, nbytes=e.bytes) for e in engine.trace]
+    return held_up(ran, engine.plan.schedule)
 
 
 def _say_cost(stretch: Stretch) -> None:

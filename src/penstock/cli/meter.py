@@ -4,26 +4,31 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
+from penstock.cli.yardstick import Yardstick
 from penstock.config import Tier
+from penstock.plan.fit import Plan
 from penstock.run.stats import StepStats
 from penstock.schedule.op import LOCAL_LANES, Lane
 
 _RECENT = 10  # steps that rates and the time left are taken from
+_DAY = 86400.0
+LINKS: tuple[Lane, ...] = ("h2d", "d2h", "read", "write")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
     """What is known before the first step. ``given``: the budget, in bytes, of the tiers that have one.
 
-    ``first``: steps that an earlier stretch of the run has already done, of the ``steps`` in all.
+    ``first``: steps that an earlier stretch of the run has already done, of the ``steps`` in all. ``yardstick``: what
+    the machine can do and bear.
     """
 
     steps: int
     first: int = 0
     parameters: int
     given: Mapping[Tier, int]
+    yardstick: Yardstick = field(default_factory=Yardstick)
 
     @property
     def given_bytes(self) -> int:
@@ -32,11 +37,15 @@ class Outline:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneUse:
-    """A lane over the last steps: bytes per second while busy, over all, and the share of time it was busy."""
+    """A lane over the last steps: bytes per second while busy, over all, and the share of time it was busy.
+
+    ``of_peak``: of what the link was measured to do, the share that it did over all; None: not a link, or not measured.
+    """
 
     rate: float
     sustained: float
     busy: float
+    of_peak: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -45,12 +54,13 @@ class Meter:
 
     ``state_bytes`` and ``disk_bytes`` are the plan's: all of the state, and what of it is kept on disk. ``predicted``
     is its step time and ``bottleneck`` what was predicted to bound it, if it was planned for a machine. All are known
-    once the first step has been planned.
+    once the first step has been planned, ``planned_peak`` of memory with them.
     """
 
     outline: Outline
     state_bytes: int = 0
     disk_bytes: int = 0
+    planned_peak: Mapping[Tier, int] = field(default_factory=dict)
     predicted: float | None = None
     bottleneck: str = ""
     step_seconds: list[float] = field(default_factory=list)
@@ -63,11 +73,19 @@ class Meter:
     moved: dict[Lane, int] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
+    written: int = 0
+    """bytes to disk"""
+    clipped: int = 0
+    skipped: int = 0
+    repeated: int = 0
     recent: deque[StepStats] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    held: deque[Mapping[Lane, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """seconds that each lane held up each of these steps (``report.waits``)"""
 
-    def planned(self, state_bytes: int, disk_bytes: int) -> None:
+    def planned(self, plan: Plan) -> None:
         """Take in the training plan's sizes."""
-        self.state_bytes, self.disk_bytes = state_bytes, disk_bytes
+        self.state_bytes, self.disk_bytes = plan.state_bytes, plan.disk_bytes
+        self.planned_peak = {"device": plan.device_bytes, "host": plan.host_bytes}
 
     def forecast(self, seconds: float, bottleneck: str) -> None:
         """Take in what was predicted of the steps that follow."""
@@ -75,8 +93,8 @@ class Meter:
         self.planning = True
         self.step_seconds.clear()
 
-    def add(self, stats: StepStats, validation: float | None = None) -> None:
-        """Take in a step, and the held-out loss after it if there was an evaluation."""
+    def add(self, stats: StepStats, validation: float | None = None, held: Mapping[Lane, float] | None = None) -> None:
+        """Take in a step, the held-out loss after it if there was an evaluation, and which lanes held it up."""
         if not self.planning:
             self.step_seconds.append(stats.seconds)
         self.planning = False
@@ -90,7 +108,12 @@ class Meter:
             self.moved[lane] = self.moved.get(lane, 0) + count
         self.tokens += stats.tokens
         self.seconds += stats.seconds
+        self.written += stats.bytes_written
+        self.clipped += stats.clipped
+        self.skipped += stats.skipped
+        self.repeated += bool(stats.repeats) and not stats.skipped
         self.recent.append(stats)
+        self.held.append(held or {})
 
     @property
     def done(self) -> int:
@@ -103,7 +126,38 @@ class Meter:
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(s.tokens for s in self.recent) / max(sum(s.seconds for s in self.recent), 1e-9)
+        return sum(s.tokens for s in self.recent) / self._time
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of the model: what is computed a second time does not count."""
+        return sum(s.flops for s in self.recent) / self._time
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: of the FLOP/s of a large matrix product, the share; None: not measured."""
+        peak = self.outline.yardstick.flops
+        return None if peak is None else self.flops_per_second / peak
+
+    @property
+    def drive_days(self) -> float | None:
+        """Days that the drives last from new, at this pace without a break; None: they are not written, or do not
+        wear."""
+        rated, written = self.outline.yardstick.rated, sum(s.bytes_written for s in self.recent)
+        return None if rated is None or not written else rated / (written / self._time) / _DAY
+
+    @property
+    def held_up(self) -> dict[Lane, float]:
+        """The share of the last steps that each lane held them up, the largest first."""
+        total: dict[Lane, float] = {}
+        for held in self.held:
+            for lane, seconds in held.items():
+                total[lane] = total.get(lane, 0.0) + seconds
+        return dict(sorted(((lane, t / self._time) for lane, t in total.items()), key=lambda item: -item[1]))
+
+    @property
+    def _time(self) -> float:
+        return max(sum(s.seconds for s in self.recent), 1e-9)
 
     @property
     def seconds_left(self) -> float:
@@ -117,32 +171,20 @@ class Meter:
 
     def lanes(self) -> dict[Lane, LaneUse]:
         """Use of each lane that did anything in the last steps."""
-        total = max(sum(s.seconds for s in self.recent), 1e-9)
         uses: dict[Lane, LaneUse] = {}
         for lane in LOCAL_LANES:
             moved = sum(s.bytes_moved.get(lane, 0) for s in self.recent)
             busy = sum(s.lane_seconds.get(lane, 0.0) for s in self.recent)
             if moved or busy:
-                uses[lane] = LaneUse(rate=moved / max(busy, 1e-9), sustained=moved / total, busy=busy / total)
+                rate, peak = moved / self._time, self.outline.yardstick.links.get(lane)
+                uses[lane] = LaneUse(
+                    rate=moved / max(busy, 1e-9),
+                    sustained=rate,
+                    busy=busy / self._time,
+                    of_peak=None if peak is None else rate / peak,
+                )
         return uses
 
-
-def metrics_of(stats: StepStats, validation: float | None) -> dict[str, Any]:
-    """The line of ``metrics.jsonl`` for a step."""
-    line: dict[str, Any] = {
-        "step": stats.step,
-        "loss": stats.loss,
-        "grad_norm": stats.grad_norm,
-        "lr": stats.lr,
-        "tokens": stats.tokens,
-        "seconds": stats.seconds,
-        "tokens_per_second": stats.tokens / max(stats.seconds, 1e-9),
-        "bytes_moved": dict(stats.bytes_moved),
-        "lane_seconds": dict(stats.lane_seconds),
-        "peak_bytes": dict(stats.peak_bytes),
-        "clipped": stats.clipped,
-        "skipped": stats.skipped,
-        "repeats": stats.repeats,
-        "loss_scale": stats.loss_scale,
-    }
-    return line if validation is None else {**line, "validation_loss": validation}
+    def links(self) -> dict[Lane, LaneUse]:
+        """Use of those lanes that move bytes between tiers."""
+        return {lane: use for lane, use in self.lanes().items() if lane in LINKS}

@@ -184,6 +184,8 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
     check_disk(config.budget, disk_free=free, tbw=tbw)
     if free is None:
         free = free_bytes(machine) if "machine" in options else free_here(paths)
+    if tbw is None:
+        tbw = config.drive_tbw
     if tbw is not None:
         machine = rated(machine, tbw)
     task = task_of(config, machine, disk_free=free)

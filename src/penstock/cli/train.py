@@ -29,6 +29,7 @@ from penstock.cli.run_folder import (
 from penstock.cli.schedule_file import read_world
 from penstock.cli.split import Cut, cut_batch
 from penstock.cli.summary import closing, opening, resident_bytes
+from penstock.cli.yardstick import Yardstick, yardstick
 from penstock.config import Precision, Tier, TrainConfig
 from penstock.data.batches import Batches
 from penstock.data.tokens import TokenArray, TokenizedText, tokenize
@@ -62,7 +63,8 @@ def train(config: TrainConfig, start: Start) -> int:
         machine = _machine(config, display)
         cut = cut_batch(config, schedule, machine, device_kind(config.device))
         make_engine = partial(_engine, model, optimizer, config, schedule, machine)
-        return _train(config, display, folder, make_engine, parameter_count(model.model), cut)
+        measure = yardstick(config, machine, kind=device_kind(config.device))
+        return _train(config, display, folder, make_engine, parameter_count(model.model), cut, measure)
     except BaseException as error:
         begun = start == "resume" or has_steps(folder)
         memory = explain(error, config, begun=begun) if is_out_of_memory(error) else None
@@ -80,6 +82,7 @@ def _train(
     make_engine: Callable[[], Engine],
     parameters: int,
     cut: Cut,
+    measure: Yardstick,
 ) -> int:
     """The run in a folder that is its own."""
     share = None if config.evaluate is None else config.evaluate.share
@@ -104,7 +107,13 @@ def _train(
             validation=validation,
             first=engine.step_count,
             meter=Meter(
-                outline=Outline(steps=config.step_count, parameters=parameters, given=given, first=engine.step_count)
+                outline=Outline(
+                    steps=config.step_count,
+                    parameters=parameters,
+                    given=given,
+                    first=engine.step_count,
+                    yardstick=measure,
+                )
             ),
             pace=Pace(),
         )

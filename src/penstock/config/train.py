@@ -56,6 +56,8 @@ class TrainConfig:
     | ``speculate`` | whether groups step before the norm is known, and again if it was over; null: the plan chooses |
     | ``clip_grad_norm`` | gradients are scaled down to this norm; null: off |
     | ``device`` | a torch device; null: the accelerator if there is one, else ``cpu`` |
+    | ``drive_tbw`` | terabytes (1e12 bytes) that each drive of ``budget.disk`` may be written in its life, to tell how
+    long it lasts; null: as the machine's profile says, else 0.3 of its size a day over five years |
     | ``seed`` | everything random follows from it |
     | ``trace_steps`` | steps that the trace keeps, the first ones; 0: no trace; null: all of them |
 
@@ -81,6 +83,7 @@ class TrainConfig:
     speculate: bool | None = None
     clip_grad_norm: float | None = 1.0
     device: str | None = None
+    drive_tbw: float | None = None
     seed: int = 0
     trace_steps: int | None = 50
 
@@ -110,6 +113,10 @@ class TrainConfig:
             raise ConfigError(f"seed={self.seed}: must not be negative")
         if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
             raise ConfigError(f"clip_grad_norm={self.clip_grad_norm}: must be positive, or null for no clipping")
+        if self.drive_tbw is not None and not self.budget.disk_paths:
+            raise ConfigError("drive_tbw has no effect without budget.disk, as nothing is written: drop it")
+        if self.drive_tbw is not None and self.drive_tbw <= 0:
+            raise ConfigError(f"drive_tbw={self.drive_tbw}: must be more than 0")
         self._check_overlap()
         if self.trace_steps is not None and self.trace_steps < 0:
             raise ConfigError(f"trace_steps={self.trace_steps}: must not be negative")

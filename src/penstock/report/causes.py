@@ -19,7 +19,7 @@ def measured_bars(ops: Sequence[Ran], schedule: Schedule | None) -> list[Bar]:
     by_id = {} if schedule is None else schedule.by_id
     known = {op.id: op for op in ops}
     givers = {} if schedule is None else _givers(schedule, known)
-    before = _predecessors(ops)
+    before = predecessors(ops)
     bars = []
     for ran in ops:
         previous = before[ran.id]
@@ -52,7 +52,7 @@ def _last(op: Op, ran: Ran, known: dict[str, Ran], givers: Iterable[tuple[str, s
     return text if previous is None or end >= previous.end else ""
 
 
-def _predecessors(ops: Sequence[Ran]) -> dict[str, Ran | None]:
+def predecessors(ops: Sequence[Ran]) -> dict[str, Ran | None]:
     """For each op the one whose end made its lane idle: the last to end before it started."""
     ended: dict[Lane, list[Ran]] = {}
     for op in ops:

@@ -94,6 +94,11 @@ class Home:
         return store, record
 
     @property
+    def written(self) -> int:
+        """Bytes written to the store so far."""
+        return 0 if self.store is None else self.store.written
+
+    @property
     def writes_beside(self) -> bool:
         """Whether what a step writes to disk lies beside what counts."""
         return self.store is not None and self.slots.two and self._budget.durability != "interval"

@@ -99,11 +99,23 @@ def _join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, .
 
 @dataclass(frozen=True, kw_only=True)
 class Probed:
-    """What one shape of micro-batch has shown. ``times``: only where there is a machine to predict for."""
+    """What one shape of micro-batch has shown. ``times``: only where there is a machine to predict for. ``flops``: of
+    the model, forward and backward, without what is computed again; ``tokens``: of the micro-batch.
+    """
 
     stages: tuple[Stage, ...]
     facts: tuple[StageFacts, ...]
     times: StageTimes | None
+    flops: float
+    tokens: int
+
+
+def _model_flops(stages: Sequence[Stage], flops: Sequence[tuple[int, int]]) -> float:
+    """FLOP of (forward, backward) of each stage, without the forwards that the backward of calls runs again."""
+    again = (
+        forward for stage, (forward, backward) in zip(stages, flops, strict=True) if stage.kind == "call" and backward
+    )
+    return float(sum(map(sum, flops)) - sum(again))
 
 
 def _slowest(times: Sequence[StageTimes | None]) -> StageTimes | None:
@@ -200,6 +212,19 @@ class Planning:
         prediction = None if times is None else self._predict(plan, times)
         self._plans[train] = Ready(plan=plan, facts=facts, shapes=tuple(largest), prediction=prediction)
         return self._use(self._plans[train])
+
+    def flops_of(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
+        """What the model computes in a step of these, which it has a plan for. A micro-batch that is smaller than what
+        was probed counts by its tokens.
+        """
+        total = 0.0
+        for mb in micro_batches:
+            shape = batch.shapes(mb)
+            known = self._probed.get((True, shape)) or next(
+                found for (train, other), found in self._probed.items() if train and batch.covers(other, shape)
+            )
+            total += known.flops * batch.tokens(mb) / max(known.tokens, 1)
+        return total
 
     def observe(self, *, over: bool) -> None:
         """Whether a step's norm was over the limit. Every so many steps the share of those that were is compared with
@@ -322,6 +347,12 @@ class Planning:
             if train and shared.machine is not None:
                 program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
                 times = time_stages(shared.tape, program, facts, inputs, weights.load, weights.unload)
-            return Probed(stages=stages, facts=facts, times=times)
+            return Probed(
+                stages=stages,
+                facts=facts,
+                times=times,
+                flops=_model_flops(stages, shared.tape.flops),
+                tokens=batch.tokens(micro_batch),
+            )
         finally:
             weights.close()

@@ -174,6 +174,11 @@ class Runner:
         return losses
 
     @property
+    def scratch_written(self) -> int:
+        """Bytes of checkpoints and gradients that have gone to disk so far."""
+        return 0 if self._scratch is None else self._scratch.written
+
+    @property
     def speculates(self) -> bool:
         """Whether a step writes before it knows the norm that its numbers depend on."""
         return self.plan.schedule.speculative

@@ -29,6 +29,11 @@ class StepStats:
     """runs of the step besides the one that counts: it was over the limit of the norm, or not finite"""
     non_finite: str | None = None
     """which gradient was infinite or NaN, if one was"""
+    flops: float = 0.0
+    """what the model computes for all micro-batches, forward and backward, a multiplication and an addition as two;
+    without what is computed a second time. Counted in the probe: model FLOPs utilisation is this over time and peak"""
+    bytes_written: int = 0
+    """to disk since the step before: state, checkpoints, gradients, commits"""
     bytes_moved: dict[Lane, int] = field(default_factory=dict)
     lane_seconds: dict[Lane, float] = field(default_factory=dict)
     """time that each lane was busy"""

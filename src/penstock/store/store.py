@@ -189,6 +189,11 @@ class Store:
         )
 
     @property
+    def written(self) -> int:
+        """Bytes written in all, the checksums with them: what the drives wear by."""
+        return self._files.bytes_written
+
+    @property
     def direct(self) -> bool:
         """Whether all files are read and written past the page cache."""
         return all(file.direct for file in self._files.files)

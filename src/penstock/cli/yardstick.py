@@ -1,0 +1,69 @@
+"""What a run's figures are held against: what the machine was measured to do, and what its drives are rated for."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.config import TrainConfig
+from penstock.plan.machine import Machine
+from penstock.schedule.op import Lane
+
+DRIVE_WRITES = 0.3 * 365 * 5
+"""Times that a drive is assumed to bear being written in full, where nothing says what it is rated for: 0.3 a day over
+five years, what makers warrant of drives that are meant for reading."""
+
+_TB = 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """``flops``: FLOP/s of a large matrix product in the run's precision; ``links``: bytes/s that each was measured to
+    move; none without a machine profile. ``rated``: bytes that may be written to all drives of the run together in
+    their life; None: there are none, or they do not wear. ``assumed``: that is a guess from their size.
+    """
+
+    flops: float | None = None
+    links: Mapping[Lane, float] = field(default_factory=dict)
+    rated: float | None = None
+    assumed: bool = False
+
+
+def yardstick(config: TrainConfig, machine: Machine | None, *, kind: str) -> Yardstick:
+    """The yardstick of a run on a device of a ``kind``."""
+    rated, assumed = _rated(config, machine)
+    if machine is None:
+        return Yardstick(rated=rated, assumed=assumed)
+    device, drives = machine.device, machine.drives if config.budget.disk_paths else ()
+    links: dict[Lane, float] = {"h2d": device.h2d, "d2h": device.d2h}
+    if drives:  # striped: each moves as much as the slowest
+        links |= {"read": len(drives) * min(drive.read for drive in drives)}
+        links |= {"write": len(drives) * min(drive.write for drive in drives)}
+    precision = config.precision or ("bf16" if kind == "cuda" else "fp32")
+    return Yardstick(flops=device.flops.get(precision), links=links, rated=rated, assumed=assumed)
+
+
+def _rated(config: TrainConfig, machine: Machine | None) -> tuple[float | None, bool]:
+    """(bytes, whether assumed): as the settings say, else the machine's profile, else from the drives' size."""
+    paths = config.budget.disk_paths
+    if not paths:
+        return None, False
+    if config.drive_tbw is not None:
+        return len(paths) * config.drive_tbw * _TB, False
+    if machine is not None:
+        if any(drive.kind in ("tmpfs", "network") for drive in machine.drives):
+            return None, False
+        ratings = [drive.tbw for drive in machine.drives if drive.tbw is not None]
+        if len(ratings) == len(paths):
+            return len(paths) * min(ratings) * _TB, False
+    return len(paths) * DRIVE_WRITES * min(map(_capacity, paths)), True
+
+
+def _capacity(path: Path) -> int:
+    """Bytes of the file system that a directory is on, or will be."""
+    return shutil.disk_usage(_existing(path.absolute())).total
+
+
+def _existing(path: Path) -> Path:
+    folders: Sequence[Path] = (path, *path.parents)
+    return next(folder for folder in folders if folder.exists())
