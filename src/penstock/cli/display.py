@@ -91,7 +91,7 @@ def step_line(meter: Meter) -> str:
     parts += [f"lr {s.lr:.2e}", f"{meter.tokens_per_second:,.0f} tokens/s", f"{speed(meter)}", step_time(meter)]
     if held := meter.held_up:
         parts.append("held up by " + " ".join(f"{lane} {share:.0%}" for lane, share in held.items() if share >= 0.005))
-    parts.append("GB/s " + ", ".join(_link(lane, use) for lane, use in meter.links().items()))
+    parts.append("GB/s (of peak) " + ", ".join(_link(lane, use) for lane, use in meter.links().items()))
     for tier, given in outline.given.items():
         parts.append(f"{tier} {format_size(meter.peak.get(tier, 0))} of {format_size(given)}")
     parts.append(f"disk {format_size(meter.disk_bytes)}, {wear(meter)}")
@@ -100,7 +100,7 @@ def step_line(meter: Meter) -> str:
 
 
 def _link(lane: Lane, use: LaneUse) -> str:
-    of_peak = "" if use.of_peak is None else f" ({use.of_peak:.0%} of peak)"
+    of_peak = "" if use.of_peak is None else f" ({use.of_peak:.0%})"
     return f"{lane} {use.sustained / 1e9:.2f}{of_peak}"
 
 
