@@ -8,7 +8,17 @@ from random import Random
 from tests.programs import transformer
 
 from penstock.cli.settings import dump
-from penstock.config import BatchConfig, Budget, DataConfig, ModelConfig, OptimizerConfig, Tier, TrainConfig
+from penstock.config import (
+    BatchConfig,
+    Budget,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Tier,
+    TokenizerConfig,
+    TokenizerTrainingConfig,
+    TrainConfig,
+)
 from penstock.report.prediction import Prediction
 from penstock.run.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.schedule.op import Op, Schedule
@@ -96,7 +106,11 @@ def _config(folder: Path) -> TrainConfig:
     return TrainConfig(
         run=str(folder),
         model=ModelConfig(init=True, config={"model_type": "llama"}),
-        data=DataConfig(source="stdlib", vocabulary=300, sequence_length=32),
+        data=DataConfig(
+            sources="stdlib",
+            tokenizer=TokenizerConfig(train=TokenizerTrainingConfig(vocabulary=300)),
+            sequence_length=32,
+        ),
         optimizer=OptimizerConfig(lr=1e-3),
         batch=BatchConfig(sequences=2),
         micro_batch_size=1,

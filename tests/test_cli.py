@@ -29,10 +29,11 @@ from penstock.config import (
     BatchConfig,
     Budget,
     DataConfig,
-    EvaluateConfig,
     ModelConfig,
     OptimizerConfig,
     Tier,
+    TokenizerConfig,
+    TokenizerTrainingConfig,
     TrainConfig,
 )
 from penstock.errors import ConfigError
@@ -127,7 +128,11 @@ def _config(run: Path, **changes: Any) -> TrainConfig:
     config = TrainConfig(
         run=str(run),
         model=ModelConfig(init=True, config={"model_type": "llama"}),
-        data=DataConfig(source="stdlib", vocabulary=512, sequence_length=64),
+        data=DataConfig(
+            sources="stdlib",
+            tokenizer=TokenizerConfig(train=TokenizerTrainingConfig(vocabulary=512)),
+            sequence_length=64,
+        ),
         optimizer=OptimizerConfig(lr=1e-3),
         batch=BatchConfig(sequences=4),
         micro_batch_size=2,
@@ -180,8 +185,8 @@ def test_resume_on_other_data_is_refused(tmp_path: Path) -> None:
         claim(replace(config, micro_batch_size=4), "resume")
     with pytest.raises(ConfigError, match=r"batch\.sequences=4, not 6"):
         claim(replace(config, batch=BatchConfig(sequences=6)), "resume")
-    with pytest.raises(ConfigError, match="evaluate"):
-        claim(replace(config, evaluate=EvaluateConfig(every=1)), "resume")
+    with pytest.raises(ConfigError, match=r"data=DataConfig.*sequence_length=64.*, not "):
+        claim(replace(config, data=replace(config.data, sequence_length=32)), "resume")
     assert settings.load(tmp_path / "config.yaml") == config
 
 

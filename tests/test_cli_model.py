@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from penstock.cli.model import build_model, parameter_count
-from penstock.config import DataConfig, ModelConfig
+from penstock.config import DataConfig, ModelConfig, TokenizerConfig, TokenizerTrainingConfig
 from penstock.errors import ConfigError
 
-DATA = DataConfig(source="stdlib", vocabulary=512, sequence_length=64)
+DATA = DataConfig(
+    sources="stdlib",
+    tokenizer=TokenizerConfig(train=TokenizerTrainingConfig(vocabulary=512)),
+    sequence_length=64,
+)
 SMALL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 LLAMA = {**SMALL, "num_attention_heads": 4}
 
@@ -32,7 +36,7 @@ def test_a_tied_parameter_counts_once() -> None:
     [
         ({"model_type": "llma"}, "did you mean llama"),
         ({"hiden_size": 64}, "did you mean hidden_size"),
-        ({"vocab_size": 300}, "data.vocabulary=512"),
+        ({"vocab_size": 300}, "the tokenizer has 512 tokens"),
         ({"use_cache": True}, "KV cache"),
         ({"dtype": "bfloat16"}, "precision"),
         ({"max_position_embeddings": 32}, "sequence_length=64 is more"),

@@ -30,8 +30,8 @@ model:
     num_attention_heads: 4
     max_position_embeddings: 256
 data:
-  source: stdlib
-  vocabulary: 1024
+  sources: stdlib
+  tokenizer: {train: {vocabulary: 1024}}
   sequence_length: 128
 optimizer:
   lr: 1e-3

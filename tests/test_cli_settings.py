@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 MINIMAL = """\
 run: runs/x
 model: {init: true, config: {model_type: llama, rms_norm_eps: 1e-5}}
-data: {source: stdlib, vocabulary: 512, sequence_length: 64}
+data: {sources: stdlib, tokenizer: {train: {vocabulary: 512}}, sequence_length: 64}
 optimizer:
   lr: 3e-4
 budget:
@@ -26,6 +26,8 @@ budget:
 batch: {sequences: 12}
 steps: 5
 """
+
+EVALUATED = (("evaluate.every", "2"), ("data.validation.share", "0.1"))
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_flags_win_over_the_file(config_file: Path) -> None:
         ("model.config.num_hidden_layers", "2"),
         ("micro-batch-size", "3"),
     ]
-    config = settings.load(config_file, [*flags, ("evaluate.every", "2"), ("optimizer.betas", "[0.9, 0.99]")])
+    config = settings.load(config_file, [*flags, *EVALUATED, ("optimizer.betas", "[0.9, 0.99]")])
     assert (config.optimizer.lr, config.run, config.budget.disk) == (1e-3, "else", "else/store")
     assert config.model.config["num_hidden_layers"] == 2
     assert config.split == (3, 4)
@@ -66,7 +68,12 @@ def test_flags_win_over_the_file(config_file: Path) -> None:
 
 
 def test_what_is_dumped_reads_back_equal(config_file: Path, tmp_path: Path) -> None:
-    flags = [("evaluate", "{every: 2}"), ("budget.disk", "[a, b]"), ("run", "'on'"), ("trace_steps", "null")]
+    flags = [
+        *EVALUATED,
+        ("budget.disk", "[a, b]"),
+        ("run", "'on'"),
+        ("trace_steps", "null"),
+    ]
     config = settings.load(config_file, flags)
     copy = tmp_path / "copy.yaml"
     copy.write_text(settings.dump(config))
@@ -109,8 +116,8 @@ def test_an_unknown_flag_names_itself_and_the_nearest_known_one(config_file: Pat
         ("model.revision", "main", "no effect"),
         ("model.config", "{}", "model_type"),
         ("optimizer", "{lr: 1", "not YAML"),
-        ("data.files", "[a]", "no effect"),
-        ("data.source", "files", "names none"),
+        ("data.shuffle", "5", "no effect"),
+        ("data.sources", "[]", "is empty"),
         ("optimizer.momentum", "0.9", "no effect"),
         ("lr_schedule.final", "0.1", "no effect"),
         ("lr_schedule", "{kind: cosine, warmup_steps: 5}", "leaves no step"),
@@ -129,12 +136,21 @@ def test_an_unknown_flag_names_itself_and_the_nearest_known_one(config_file: Pat
         ("optimizer.decay_norms_and_biases", "yes", "true or false"),
         ("optimizer", "{lr: 1, name: lion, decay_norms_and_biases: true}", "no effect without weight decay"),
         ("clip_grad_norm", "0", "must be positive"),
-        ("evaluate.share", "1.0", "lacks every"),
+        ("evaluate.batches", "1", "lacks every"),
         ("delay", "1.5", "from 0 to 1"),
         ("delay", "half", "a number"),
         ("speculate", "maybe", "true or false or null"),
         ("grad_dtype", "fp16", "one of fp32, bf16"),
-        ("evaluate", "{every: 1, share: 1.0}", "between 0 and 1"),
+        ("data.validation", "{share: 1.0}", "between 0 and 1"),
+        ("data.validation", "{share: 0.1}", "no effect without evaluate"),
+        ("data.validation", "{}", "give one of them"),
+        ("evaluate", "{every: 1}", "needs data.validation"),
+        ("data.packing", "tight", "true or false or one of continuous"),
+        ("data.sources", "[{path: a.jsonl, weight: 1}]", "no effect on a source that is alone"),
+        ("data.sources", "[{path: a.jsonl, weight: 1}, {path: b.jsonl}]", "give all of them one"),
+        ("data.sources", "[{path: a.jsonl, weihgt: 1}]", "did you mean data.sources.weight"),
+        ("data.sources", "[{path: a.bin}]", "uint16 or uint32"),
+        ("data.tokenizer", "{train: {vocabulary: 10}}", "more than 257"),
     ],
 )
 def test_a_wrong_value_says_which_setting_and_what_it_must_be(

@@ -25,11 +25,16 @@ run: {run}
 model:
   init: true
   config: {{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 3, num_attention_heads: 2}}
-data: {{source: files, files: ["{text}"], vocabulary: 300, sequence_length: 32}}
+data:
+  sources: "{text}"
+  tokenizer: {{train: {{vocabulary: 300}}}}
+  sequence_length: 32
+  packing: continuous
+  validation: {{share: 0.1}}
 optimizer: {{lr: 3e-3, overrides: [{{match: norm, weight_decay: 0.0}}]}}
 lr_schedule: {{warmup_steps: 2}}
 budget: {{device: 8MiB, host: 12MiB, disk: "{{run}}/store", weights: disk, state: disk}}
-evaluate: {{every: 2, share: 0.1}}
+evaluate: {{every: 2, batches: 1}}
 batch: {{sequences: 4}}
 micro_batch_size: 2
 clip_grad_norm: 1.0
@@ -37,6 +42,7 @@ device: cpu
 steps: 4
 plan: null
 """
+NO_EVALUATION = ("--evaluate", "null", "--data.validation", "null")
 
 
 @pytest.fixture(autouse=True)
@@ -99,12 +105,12 @@ def test_a_second_run_in_the_same_folder_is_refused_and_can_replace_the_first(
 
 def test_a_resumed_run_has_the_numbers_of_one_that_never_stopped(config: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    assert main(["train", str(config), "--run", str(whole), "--evaluate", "null"]) == 0
-    assert main(["train", str(config), "--steps", "1", "--evaluate", "null"]) == 0
-    assert main(["train", str(config), "--steps", "4", "--evaluate", "null", "--resume"]) == 0
+    assert main(["train", str(config), "--run", str(whole), *NO_EVALUATION]) == 0
+    assert main(["train", str(config), "--steps", "1", *NO_EVALUATION]) == 0
+    assert main(["train", str(config), "--steps", "4", *NO_EVALUATION, "--resume"]) == 0
     assert _numbers(tmp_path / "run") == _numbers(whole)
     assert (tmp_path / "run" / "trace-from-2.json").exists()
-    assert main(["train", str(config), "--steps", "4", "--evaluate", "null", "--resume"]) == 2
+    assert main(["train", str(config), "--steps", "4", *NO_EVALUATION, "--resume"]) == 2
 
 
 def test_ctrl_c_ends_after_the_step_and_the_run_can_go_on(config: Path, tmp_path: Path) -> None:
@@ -135,7 +141,7 @@ def test_ctrl_c_ends_after_the_step_and_the_run_can_go_on(config: Path, tmp_path
     ("flags", "code", "says"),
     [
         (["--budget.device", "64KiB"], 2, "budget"),
-        (["--data.files", "[/nowhere/*]"], 2, "matches no file"),
+        (["--data.sources", "/nowhere/*"], 2, "matches no file"),
         (["--budget.disk", "/nowhere/at/all"], 1, "/nowhere/at"),
         (["--optimizer.lr", "1e30", "--clip_grad_norm", "null", "--steps", "9"], 1, "NaN"),
     ],

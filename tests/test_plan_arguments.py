@@ -113,7 +113,7 @@ SETTINGS = """\
 run: {run}
 model: {{init: true, config: {{model_type: llama, hidden_size: 128, intermediate_size: 352, num_hidden_layers: 3,
   num_attention_heads: 4, max_position_embeddings: 256}}}}
-data: {{source: stdlib, vocabulary: 1024, sequence_length: 64}}
+data: {{sources: stdlib, tokenizer: {{train: {{vocabulary: 1024}}}}, sequence_length: 64}}
 optimizer: {{lr: 1e-3}}
 budget: {{device: 64MiB, host: 64MiB, disk: "{{run}}/store"}}
 steps: 4

@@ -82,6 +82,8 @@ class Engine:
         """Every op of the last step, as it ran; of a step that was run twice, of the run that counts."""
         self.counters: list[MemorySample] = []
         """Bytes in use per tier over the last step."""
+        self.position: Mapping[str, Any] | None = None
+        """Where the last step left the data, as ``step`` was told; of a store, as it was committed."""
         self._began = time.perf_counter()
         self._updates = 0
         self._missed: dict[str, int] = {}
@@ -172,7 +174,11 @@ class Engine:
     # ---- training
 
     def step(
-        self, micro_batches: Sequence[Mapping[str, Any]], *, loss_weights: Sequence[float] | None = None
+        self,
+        micro_batches: Sequence[Mapping[str, Any]],
+        *,
+        loss_weights: Sequence[float] | None = None,
+        position: Mapping[str, Any] | None = None,
     ) -> StepStats:
         """One optimizer step over the micro-batches: gradients are summed, weighted by their number of labels.
 
@@ -181,7 +187,11 @@ class Engine:
         ``loss_weights``: what each micro-batch's loss counts in the sum, instead of its share of the labels: 1 each
         where ``loss_fn`` divides by what the whole step has.
 
+        ``position``: where the data are behind these micro-batches, in numbers, text, lists and mappings. It is part of
+        this step's commit and of snapshots: whoever goes on from there finds it in ``engine.position``.
+
         Raises:
+            ConfigError: ``position`` is nothing that JSON holds, or more than 64 KiB of it.
             ModelError: the list is empty, or a micro-batch takes another way through the model than the first; the
                 weights are not one finite number for each.
             BudgetError: a step of this size does not fit; says what would.
@@ -195,8 +205,9 @@ class Engine:
         names stands in any case.
         """
         self._check_usable()
+        behind = batch.as_json(position)
         with whole_steps():
-            return self._step(micro_batches, loss_weights)
+            return self._step(micro_batches, loss_weights, behind)
 
     def prepare(self, micro_batches: Sequence[Mapping[str, Any]]) -> Plan:
         """Make the plan for steps of such micro-batches now, and take the memory that it needs; changes nothing else.
@@ -211,7 +222,12 @@ class Engine:
         with whole_steps():
             return self._planning.runner_for(micro_batches, train=True).plan
 
-    def _step(self, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float] | None) -> StepStats:
+    def _step(
+        self,
+        micro_batches: Sequence[Mapping[str, Any]],
+        loss_weights: Sequence[float] | None,
+        position: Mapping[str, Any] | None,
+    ) -> StepStats:
         began = time.perf_counter()
         batch.check(micro_batches)
         weights = batch.loss_weights(self.model, micro_batches, loss_weights)
@@ -240,7 +256,7 @@ class Engine:
         except BaseException as error:
             standing.broken_off(context, buffers, error)
             raise
-        self._end_step(outcome, buffers, numbers)
+        self._end_step(outcome, buffers, numbers, position)
         standing.after_step(outcome.context, runner)
         written = self._home.written + runner.scratch_written - scratch
         self.last_step = replace(
@@ -252,7 +268,13 @@ class Engine:
         self._written = self._home.written
         return self.last_step
 
-    def _end_step(self, outcome: Outcome, buffers: Mapping[str, torch.Tensor], numbers: StepStats) -> None:
+    def _end_step(
+        self,
+        outcome: Outcome,
+        buffers: Mapping[str, torch.Tensor],
+        numbers: StepStats,
+        position: Mapping[str, Any] | None,
+    ) -> None:
         """Make a step that has run count, or refuse it: all of it, or the state says that it is in between."""
         context = outcome.context
         context.skip = numbers.skipped
@@ -265,7 +287,7 @@ class Engine:
         try:
             if not context.skip:
                 self._residence.turn_step()
-            self.step_count, self.last_step = self.step_count + 1, numbers
+            self.step_count, self.last_step, self.position = self.step_count + 1, numbers, position
             self._planning.observe(over=not context.skip and context.clip_factor() < 1.0)
             self._count_update(context)
             self._scale.update(overflow=context.skip)
@@ -455,6 +477,7 @@ class Engine:
             "loss_scale": asdict(self._scale),
             "param_groups": groups,
             "last": None if self.last_step is None else self.last_step.numbers(),
+            "position": self.position,
         }
 
     def _check_seed(self, progress: Mapping[str, Any]) -> None:
@@ -479,6 +502,7 @@ class Engine:
         self._scale = LossScale(**progress["loss_scale"])
         last = progress.get("last")  # absent from what earlier versions wrote
         self.last_step = None if last is None else StepStats(**last)
+        self.position = progress.get("position")
 
     def _check_open(self) -> None:
         if self._closed:

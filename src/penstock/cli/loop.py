@@ -1,8 +1,10 @@
 """The training loop of ``penstock train``, and what it says and writes down about each step."""
 
 import logging
-from contextlib import ExitStack
+import math
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from torch.optim.lr_scheduler import LambdaLR
@@ -73,8 +75,9 @@ def run_steps(stretch: Stretch) -> int:
         display.begin(stretch.meter)
         stack.callback(display.end)
         known: Simulation | None = None
-        for index in range(first, config.step_count):
-            stats = engine.step(stretch.train.step(index))
+        steps = stack.enter_context(closing(stretch.train.steps(engine.position)))
+        for index, data in zip(range(first, config.step_count), steps, strict=False):
+            stats = engine.step(data.micro_batches, position=data.position)
             interrupt.leave_lost_terminal()
             scheduler.step()
             if trace is not None:
@@ -88,7 +91,7 @@ def run_steps(stretch: Stretch) -> int:
                 log.warning(slow)
             held_out = None if interrupt.requested else _evaluate(stretch, index + 1)
             stretch.meter.add(stats, held_out, held)
-            metrics.write(with_figures(metrics_of(stats, held_out), stretch.meter, held))
+            metrics.write(with_figures(metrics_of(stats, held_out), stretch.meter, held) | data.metrics())
             display.update()
             if interrupt.requested:
                 break
@@ -120,11 +123,12 @@ def _foretell(stretch: Stretch, known: Simulation | None) -> Simulation | None:
 
 
 def _evaluate(stretch: Stretch, done: int) -> float | None:
-    """The mean held-out loss, when this step is followed by an evaluation."""
+    """The mean loss per held-out token, when this step is followed by an evaluation."""
     evaluate = stretch.config.evaluate
     if evaluate is None or stretch.validation is None:
         return None
     if done % evaluate.every and done != stretch.config.step_count:
         return None
-    losses = [stretch.engine.evaluate(stretch.validation.step(index)) for index in range(evaluate.batches)]
-    return sum(losses) / len(losses)
+    steps = list(islice(stretch.validation.once(), evaluate.batches))
+    labels = sum(step.labels for step in steps)
+    return math.fsum(stretch.engine.evaluate(step.micro_batches) * step.labels / labels for step in steps)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.config import DataConfig, ModelConfig, Precision
-from penstock.data.tokens import END_OF_TEXT_ID
+from penstock.data.opening import choose_tokenizer
+from penstock.data.tokenizer import END_OF_TEXT_ID, largest_id
 from penstock.errors import ConfigError, StoreError
 from penstock.hf.models import kept, shell
 from penstock.hf.models.folder import CONFIG, resolve
@@ -29,7 +30,7 @@ class RunModel:
 
     ``weights``: where its values come from; None: it initialises itself. ``folder``: that its own tokenizer is in.
     ``config``: as an export is to have it. ``dtype``: of its weights as they came, None for random ones. ``rules``:
-    that it was loaded by, None if it was not.
+    that it was loaded by, None if it was not. ``tokenizer``: None if it will be trained.
     """
 
     model: nn.Module
@@ -38,9 +39,11 @@ class RunModel:
     config: Any
     dtype: torch.dtype | None
     rules: tuple[Any, ...] | None
+    tokenizer: PreTrainedTokenizerBase | None
 
     def keep(self, folder: Path, precision: Precision, tokenizer: Any = None) -> None:
-        """Write what a run keeps of it. ``precision``: in whose dtype random weights are exported.
+        """Write what a run keeps of it. ``precision``: in whose dtype random weights are exported. ``tokenizer``: if it
+        is not the one in ``folder``.
 
         Raises:
             ConfigError: it cannot be written.
@@ -75,7 +78,8 @@ class _InStore:
 def run_model(config: ModelConfig, data: DataConfig) -> RunModel:
     """The causal language model that is asked for; no parameter has memory yet.
 
-    The vocabulary is the tokenizer's, and the KV cache is off, as nothing is generated.
+    One from scratch has the vocabulary of its tokenizer, unless a larger one is asked for. The KV cache is off, as
+    nothing is generated.
 
     Raises:
         ConfigError: a folder or a configuration that cannot be used, contradicts the data, or what the model's own
@@ -92,6 +96,7 @@ def run_model(config: ModelConfig, data: DataConfig) -> RunModel:
             config=loaded.config,
             dtype=loaded.dtype,
             rules=loaded.rules,
+            tokenizer=choose_tokenizer(data, str(loaded.folder)),
         )
     else:
         found = _from_scratch(config, data)
@@ -115,6 +120,7 @@ def resumed_model(folder: Path, config: ModelConfig, data: DataConfig) -> RunMod
         config=found.config,
         dtype=shell.dtype_of(found.config),
         rules=None if found.rules is None else tuple(found.rules),
+        tokenizer=choose_tokenizer(data, str(found.folder)),
     )
 
 
@@ -124,15 +130,16 @@ def build_model(config: ModelConfig, data: DataConfig) -> nn.Module:
 
 
 def _from_scratch(config: ModelConfig, data: DataConfig) -> RunModel:
-    ends = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID}
     folder = None
     if isinstance(config.config, Mapping):
         given = dict(config.config)
         kind = given.pop("model_type")
         _check_keys(kind, given)
-        _check_against_data(given, data)
+        tokenizer = choose_tokenizer(data, None)
+        vocabulary = vocabulary_of(data, tokenizer)
+        _check_against_data(given, vocabulary)
         try:
-            full = AutoConfig.for_model(kind, **ends | given | {"vocab_size": data.vocabulary})
+            full = AutoConfig.for_model(kind, **_ends(tokenizer) | {"vocab_size": vocabulary} | given)
         except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
             raise ConfigError(
                 f"model.config: Hugging Face cannot build this {kind} model: {shell.short(error)}"
@@ -145,13 +152,15 @@ def _from_scratch(config: ModelConfig, data: DataConfig) -> RunModel:
                 config.source, revision=config.revision, trust_remote_code=config.trust_remote_code, weights=False
             )
         full = shell.config_of(folder, trust_remote_code=config.trust_remote_code)
-        for key, value in {**ends, "vocab_size": data.vocabulary}.items():  # the tokenizer is a new one, too
-            setattr(full, key, value)
+        tokenizer = choose_tokenizer(data, str(folder))
+        if data.tokenizer is not None:  # it is another than that of the model that the configuration is from
+            for key, value in {**_ends(tokenizer), "vocab_size": vocabulary_of(data, tokenizer)}.items():
+                setattr(full, key, value)
     try:
         model = shell.build(full)
     except ConfigError as error:
         raise ConfigError(f"model.config: {error}") from error
-    return RunModel(model=model, weights=None, folder=folder, config=full, dtype=None, rules=None)
+    return RunModel(model=model, weights=None, folder=folder, config=full, dtype=None, rules=None, tokenizer=tokenizer)
 
 
 def _check_causal(model: nn.Module, path: str) -> None:
@@ -195,12 +204,28 @@ def _check_keys(kind: str, given: Mapping[str, Any]) -> None:
             )
 
 
-def _check_against_data(given: Mapping[str, Any], data: DataConfig) -> None:
-    vocabulary = given.get("vocab_size", data.vocabulary)
-    if vocabulary != data.vocabulary:
+def vocabulary_of(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Tokens that a model needs for a tokenizer; ``tokenizer`` None: for the one that will be trained."""
+    if tokenizer is not None:
+        return largest_id(tokenizer) + 1
+    assert data.vocabulary is not None, "where no tokenizer is there, one is trained"
+    return data.vocabulary
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int]:
+    """The ids of the beginning and the end of a text, as far as there are such."""
+    if tokenizer is None:
+        return {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return {name: value for name, value in ids.items() if isinstance(value, int)}
+
+
+def _check_against_data(given: Mapping[str, Any], vocabulary: int) -> None:
+    asked = given.get("vocab_size", vocabulary)
+    if asked < vocabulary:
         raise ConfigError(
-            f"model.config.vocab_size={vocabulary}, but the tokenizer has data.vocabulary={data.vocabulary} tokens: "
-            "drop vocab_size, it follows from the data"
+            f"model.config.vocab_size={asked}, but the tokenizer has {vocabulary} tokens: drop vocab_size, it follows "
+            "from the tokenizer"
         )
     if "dtype" in given:
         raise ConfigError("model.config.dtype has no effect, as the engine keeps the weights: set precision instead")

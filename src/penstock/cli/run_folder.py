@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,9 +29,13 @@ Start = Literal["new", "overwrite", "resume"]
 _SETTINGS = "config.yaml"
 _PREDICTION = "prediction.json"
 _METRICS = "metrics.jsonl"
-_FILES = (_SETTINGS, _PREDICTION, "report.html", _METRICS, "tokenizer.json", "train.tokens", "validation.tokens")
+_FILES = (_SETTINGS, _PREDICTION, "report.html", _METRICS, "data.json")
 _PARTIAL = ".partial"
 _MODEL = "model"
+_DATA = "data"
+_PREPARED = re.compile(r"(tokenizer-)?[0-9a-f]{16}(\.\d+)?(\.partial)?")
+"""What ``data.prepare`` makes in ``data``."""
+
 _TRACES = "trace*.json"
 
 
@@ -142,7 +147,10 @@ def discard(config: TrainConfig) -> None:
     if any((model_folder(folder) / name).is_file() for name in ("config.json", "penstock.json")):
         shutil.rmtree(model_folder(folder), ignore_errors=True)
     shutil.rmtree(folder / f"{_MODEL}{_PARTIAL}", ignore_errors=True)
-    for path in [*config.budget.disk_paths, folder]:
+    for path in (folder / _DATA).glob("*"):
+        if _PREPARED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in [*config.budget.disk_paths, folder / _DATA, folder]:
         with suppress(OSError):  # not there, or something else is in it: not ours to remove
             path.rmdir()
 
@@ -165,8 +173,6 @@ def _check_same_data(config: TrainConfig, folder: Path) -> None:
                 "a resumed run must be the same model and see the same text, cut in the same way. Put it back, or "
                 "start another run"
             )
-    if (before.evaluate and before.evaluate.share) != (config.evaluate and config.evaluate.share):
-        raise ConfigError(f"run={config.run!r} held out another share of the text (evaluate.share): put it back")
 
 
 def model_folder(folder: Path) -> Path:

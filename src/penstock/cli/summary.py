@@ -9,16 +9,14 @@ from statistics import fmean, median
 from penstock.cli.display import clock
 from penstock.cli.meter import Meter
 from penstock.config import TrainConfig, format_size
-from penstock.data.tokens import TokenizedText
 from penstock.report.sentence import format_time
 
 
-def opening(config: TrainConfig, text: TokenizedText, parameters: int) -> str:
-    """The task: text, model, steps."""
-    tokens = len(text.train) + (0 if text.validation is None else len(text.validation))
+def opening(config: TrainConfig, data: str, parameters: int) -> str:
+    """The task: what was read, model, steps."""
     step_tokens = config.sequences_per_step * config.data.sequence_length
     return (
-        f"{format_size(text.nbytes)} of text, {tokens:,} tokens; {config.model.name} of "
+        f"{data}\n{config.model.name} of "
         f"{parameters / 1e6:.1f}M parameters; {config.step_count:,} steps of {step_tokens:,} tokens"
     )
 

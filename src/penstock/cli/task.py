@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config import ModelConfig, TrainConfig
+from penstock.config import DataConfig, ModelConfig, TrainConfig
 from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
 from penstock.plan.means import REPEATS, with_pinned_gradients
@@ -50,15 +50,25 @@ def shape_of(config: TrainConfig, kind: Kind) -> ModelShape:
     from penstock.plan import transformer
 
     given = _configuration(config.model)
-    if config.model.init:
-        vocabulary = config.data.vocabulary
-        agrees = not isinstance(config.model.config, Mapping) or given.get("vocab_size", vocabulary) == vocabulary
-        given = {**given, "vocab_size": vocabulary}
-        if not agrees or transformer.from_config(given, name="model") is None:
+    if config.model.init and (config.data.tokenizer is not None or isinstance(config.model.config, Mapping)):
+        vocabulary = _vocabulary(config.data)
+        asked = given.get("vocab_size", vocabulary) if isinstance(config.model.config, Mapping) else vocabulary
+        given = {**given, "vocab_size": asked}
+        if asked < vocabulary or transformer.from_config(given, name="model") is None:
             from penstock.cli.model import build_model
 
             build_model(config.model, config.data)
     return replace(model_shape(given, kind=kind), name=config.model.name)
+
+
+def _vocabulary(data: DataConfig) -> int:
+    """Tokens of a tokenizer that will be trained, or that is there."""
+    if data.vocabulary is not None:
+        return data.vocabulary
+    from penstock.cli.model import vocabulary_of
+    from penstock.data.opening import choose_tokenizer
+
+    return vocabulary_of(data, choose_tokenizer(data, None))
 
 
 def _configuration(model: ModelConfig) -> Mapping[str, Any]:

@@ -31,8 +31,12 @@ from penstock.cli.split import Cut, cut_batch
 from penstock.cli.summary import closing, opening, resident_bytes
 from penstock.cli.yardstick import Yardstick, yardstick
 from penstock.config import Precision, Tier, TrainConfig
+from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches
-from penstock.data.tokens import TokenArray, TokenizedText, tokenize
+from penstock.data.opening import Data, check_model, open_data
+from penstock.data.stream import Prepared, Stream
+from penstock.data.tokenizer import pad_id
+from penstock.data.told import told
 from penstock.engine import Engine
 from penstock.errors import BudgetError, ConfigError
 from penstock.optim.spec import OptimizerSpec
@@ -59,12 +63,15 @@ def train(config: TrainConfig, start: Start) -> int:
         config = as_cut_before(config)
     folder = claim(config, start)
     try:
-        model = _kept(new, config, folder)
+        model = new or resumed_model(model_folder(folder), config.model, config.data)
+        if config.data.packing is True:
+            check_keeps_apart(model.model)
         machine = _machine(config, display)
         cut = cut_batch(config, schedule, machine, device_kind(config.device))
         make_engine = partial(_engine, model, optimizer, config, schedule, machine)
         measure = yardstick(config, machine, kind=device_kind(config.device))
-        return _train(config, display, folder, make_engine, parameter_count(model.model), cut, measure)
+        data = _open_data(config, display, folder, model, new=new is not None)
+        return _train(config, display, folder, make_engine, parameter_count(model.model), data, cut, measure)
     except BaseException as error:
         begun = start == "resume" or has_steps(folder)
         memory = explain(error, config, begun=begun) if is_out_of_memory(error) else None
@@ -81,22 +88,20 @@ def _train(
     folder: Path,
     make_engine: Callable[[], Engine],
     parameters: int,
+    data: Data,
     cut: Cut,
     measure: Yardstick,
 ) -> int:
     """The run in a folder that is its own."""
-    share = None if config.evaluate is None else config.evaluate.share
-    with display.working(f"Training a tokenizer of {config.data.vocabulary:,} tokens and encoding the text"):
-        text = tokenize(config.data, folder, held_out=share)
-    config = _in_steps(config, text)
-    display.say(opening(config, text, parameters))
+    config = _in_steps(config, data)
+    display.say(opening(config, told(data, config.data.sequence_length), parameters))
     own = resident_bytes()
     with ExitStack() as stack:
         with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):
             engine = stack.enter_context(make_engine())
         cost = cost_of_a_kill(config.budget, None)
         display.say(space(config.budget) + ("" if cost is None else f"; {cost}"))
-        config, batches, validation = _settle(config, display, engine, text, cut)
+        config, batches, validation = _settle(config, display, engine, data, cut)
         given: dict[Tier, int] = {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
         stretch = Stretch(
             config=config,
@@ -125,17 +130,23 @@ def _train(
     return code
 
 
-def _in_steps(config: TrainConfig, text: TokenizedText) -> TrainConfig:
-    """The settings with the steps that their epochs come to, if it was epochs that they gave."""
+def _in_steps(config: TrainConfig, data: Data) -> TrainConfig:
+    """The settings with the steps that their epochs come to, if it was epochs that they gave.
+
+    Raises:
+        ConfigError: how long an epoch is is not known.
+    """
     if config.epochs is None:
         return config
-    sequences = len(text.train) // config.data.sequence_length
+    if not isinstance(data.train, Prepared):
+        raise ConfigError(f"epochs={config.epochs}: how long one is is not known of data that are streamed: give steps")
+    sequences = len(data.train.epoch(0))
     steps = max(round(config.epochs * sequences / config.sequences_per_step), 1)
     return replace(config, steps=steps, epochs=None)
 
 
 def _settle(
-    config: TrainConfig, display: Display, engine: Engine, text: TokenizedText, cut: Cut
+    config: TrainConfig, display: Display, engine: Engine, data: Data, cut: Cut
 ) -> tuple[TrainConfig, Batches, Batches | None]:
     """Plan for the batch as it is to be cut; in smaller pieces where the model needs more than was expected of it.
 
@@ -144,11 +155,11 @@ def _settle(
     """
     for size in (cut.size, *cut.smaller):
         config = replace(config, micro_batch_size=size)
-        batches, validation = _batches(config, text)
+        batches, validation = _batches(config, data)
         words = cut.words(config.sequences_per_step) if size == cut.size else f"micro-batches of {size} instead"
         try:
             with display.working(f"Planning a step of {words}"):
-                engine.prepare(batches.step(engine.step_count))
+                engine.prepare(batches.largest())
         except BudgetError as error:
             if not [smaller for smaller in cut.smaller if smaller < size]:
                 raise
@@ -158,13 +169,16 @@ def _settle(
     raise AssertionError("the last size is tried or raises")
 
 
-def _kept(new: RunModel | None, config: TrainConfig, folder: Path) -> RunModel:
-    """The model of the run: a new one, whose configuration its folder keeps from now on, or the one that it kept."""
-    if new is None:
-        return resumed_model(model_folder(folder), config.model, config.data)
-    precision: Precision = config.precision or ("fp32" if resolve_device(config.device).type == "cpu" else "bf16")
-    new.keep(model_folder(folder), precision)
-    return new
+def _open_data(config: TrainConfig, display: Display, folder: Path, model: RunModel, *, new: bool) -> Data:
+    """The run's data. The folder of a ``new`` run keeps the model's configuration and the tokenizer from now on."""
+    with display.working("Reading the data" + ("" if model.tokenizer else " and training a tokenizer")):
+        data = open_data(config.data, folder, seed=config.seed, own=model.tokenizer)
+    check_model(config.data, data.largest, model.model)
+    if new:
+        precision: Precision = config.precision or ("fp32" if resolve_device(config.device).type == "cpu" else "bf16")
+        own = config.data.tokenizer is None and config.data.chat_template is None
+        model.keep(model_folder(folder), precision, None if own else data.tokenizer)
+    return data
 
 
 def _check_unfinished(config: TrainConfig, done: int) -> None:
@@ -242,18 +256,20 @@ def _engine(
     )
 
 
-def _batches(config: TrainConfig, text: TokenizedText) -> tuple[Batches, Batches | None]:
-    """Training sequences in random order, held-out ones in the order of the text."""
+def _batches(config: TrainConfig, data: Data) -> tuple[Batches, Batches | None]:
+    """Training sequences in random order, held-out ones in the order of the documents."""
 
-    def batches(tokens: TokenArray, name: str, seed: int | None) -> Batches:
+    def batches(stream: Stream, name: str) -> Batches:
         return Batches(
-            tokens=tokens,
-            name=name,
-            sequence_length=config.data.sequence_length,
-            micro_batches=config.split[1],
+            stream=stream,
+            packing=config.data.packing,
+            length=config.data.sequence_length,
+            pad=pad_id(data.tokenizer),
+            sequences_per_step=config.sequences_per_step,
             micro_batch_size=config.split[0],
-            seed=seed,
+            fingerprint=data.identity.fingerprint,
+            name=name,
         )
 
-    held_out = None if text.validation is None else batches(text.validation, "validation", None)
-    return batches(text.train, "training", config.seed), held_out
+    held_out = None if data.validation is None else batches(data.validation, "validation")
+    return batches(data.train, "training"), held_out

@@ -5,7 +5,7 @@ One file for each section. May import: ``errors``.
 
 from penstock.config.batch import BatchConfig
 from penstock.config.budget import TIERS, Budget, Durability, GradDtype, Precision, Tier
-from penstock.config.data import DataConfig
+from penstock.config.data import DataConfig, SourceConfig, TokenizerConfig, TokenizerTrainingConfig, ValidationConfig
 from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig, OptimizerName, OverrideConfig
@@ -27,8 +27,12 @@ __all__ = [
     "OptimizerName",
     "OverrideConfig",
     "Precision",
+    "SourceConfig",
     "Tier",
+    "TokenizerConfig",
+    "TokenizerTrainingConfig",
     "TrainConfig",
+    "ValidationConfig",
     "format_size",
     "parse_size",
 ]

@@ -6,47 +6,193 @@ from typing import Literal
 from penstock.config.sizes import parse_size
 from penstock.errors import ConfigError
 
+Kind = Literal["text", "completion", "chat", "tokens"]
+LossOn = Literal["answers", "all"]
+TooLong = Literal["split", "cut", "drop"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The text, and the byte-level BPE that is trained on it at the start of the run.
+class SourceConfig:
+    """One source of documents.
 
     | field | meaning |
     |---|---|
-    | ``source`` | ``stdlib``: the sources of Python's own standard library; ``files``: the files named below |
-    | ``files`` | glob patterns of UTF-8 text files; with ``source: files`` only |
-    | ``limit`` | bytes of text to use at most (or ``"8MB"``); None: all of it |
-    | ``vocabulary`` | tokens in the vocabulary: 256 bytes, one end-of-text token and the merges |
-    | ``tokenizer_sample`` | bytes of text that the BPE is trained on at most |
-    | ``sequence_length`` | tokens in one sequence |
+    | ``path`` | a file, a folder, a glob pattern, the name of a data set on the hub, or ``stdlib``: the sources of
+    Python's own standard library |
+    | ``weight`` | share of the tokens, relative to the other sources'; None: each document once per epoch |
+    | ``kind`` | ``text``, ``completion`` (of a prompt), ``chat`` (messages) or ``tokens``; None: by the fields |
+    | ``limit`` | bytes of a text source to use at most (or ``"8MB"``); None: all of it |
+    | ``split``, ``subset``, ``revision`` | of a data set on the hub |
+    | ``dtype`` | of a raw file of token ids (``.bin``): ``uint16`` or ``uint32`` |
     """
 
-    source: Literal["stdlib", "files"]
-    vocabulary: int
-    sequence_length: int
-    files: tuple[str, ...] = ()
+    path: str
+    weight: float | None = None
+    kind: Kind | None = None
     limit: str | int | None = None
-    tokenizer_sample: str | int = "4MB"
+    split: str | None = None
+    subset: str | None = None
+    revision: str | None = None
+    dtype: Literal["uint16", "uint32"] | None = None
 
     @property
     def limit_bytes(self) -> int | None:
         return None if self.limit is None else parse_size(self.limit)
 
-    @property
-    def sample_bytes(self) -> int:
-        return parse_size(self.tokenizer_sample)
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError("path is empty: name a file, a folder, a glob pattern or a data set on the hub")
+        if self.weight is not None and self.weight <= 0:
+            raise ConfigError(f"weight={self.weight}: must be positive; leave out a source that is not to be used")
+        if self.limit_bytes == 0:
+            raise ConfigError("limit is 0 bytes: nothing would be left to train on")
+        if self.path == "stdlib" and self.kind not in (None, "text"):
+            raise ConfigError(f"kind={self.kind!r}: the standard library is text")
+        if (self.dtype is None) != (not self.path.endswith(".bin")):
+            raise ConfigError(
+                "dtype is for raw files of token ids (.bin), which cannot be read without: "
+                + ("say uint16 or uint32" if self.dtype is None else f"drop it, {self.path} is none")
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """Documents that are not trained on: exactly one of the two.
+
+    | field | meaning |
+    |---|---|
+    | ``share`` | share of the documents that is held out; always the same ones |
+    | ``sources`` | sources of their own, as in ``data.sources`` |
+    """
+
+    share: float | None = None
+    sources: str | tuple[SourceConfig, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.source == "files" and not self.files:
-            raise ConfigError("data.source is files, but data.files names none: give glob patterns")
-        if self.source != "files" and self.files:
-            raise ConfigError(
-                f"data.files has no effect with data.source={self.source!r}: drop it or use source: files"
-            )
+        if (self.share is None) == (self.sources is None):
+            raise ConfigError("data.validation takes share (of the training documents) or sources: give one of them")
+        if self.share is not None and not 0 < self.share < 1:
+            raise ConfigError(f"data.validation.share={self.share}: must be between 0 and 1")
+        if self.sources is not None:
+            check_sources("data.validation.sources", each_source(self.sources))
+            if any(source.weight is not None for source in each_source(self.sources)):
+                raise ConfigError("data.validation.sources: weight has no effect, all documents are used once; drop it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerTrainingConfig:
+    """A byte-level BPE that is trained on the beginning of the text.
+
+    | field | meaning |
+    |---|---|
+    | ``vocabulary`` | tokens in the vocabulary: 256 bytes, one end-of-text token and the merges |
+    | ``sample`` | bytes of text that it is trained on at most |
+    """
+
+    vocabulary: int
+    sample: str | int = "4MB"
+
+    @property
+    def sample_bytes(self) -> int:
+        return parse_size(self.sample)
+
+    def __post_init__(self) -> None:
         if not 257 < self.vocabulary <= 2**31:
-            raise ConfigError(f"data.vocabulary={self.vocabulary}: must be more than 257 (256 bytes and end of text)")
+            raise ConfigError(
+                f"data.tokenizer.train.vocabulary={self.vocabulary}: must be more than 257 (256 bytes and end of text)"
+            )
+        if self.sample_bytes == 0:
+            raise ConfigError("data.tokenizer.train.sample is 0 bytes: nothing would be left to train on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """A tokenizer of the run's own.
+
+    | field | meaning |
+    |---|---|
+    | ``train`` | section: train a byte-level BPE on the text |
+    """
+
+    train: TokenizerTrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The documents, and how they become sequences of tokens.
+
+    | field | meaning |
+    |---|---|
+    | ``sources`` | a path (see below), or a list of mappings: ``path``, ``weight``, ``kind``, ``limit``, ``split``,
+    ``subset``, ``revision``, ``dtype``. A path is a file (JSONL, Parquet, text, ``.tokens``), a folder, a glob pattern,
+    a data set on the hub, or ``stdlib`` |
+    | ``sequence_length`` | tokens in one sequence |
+    | ``packing`` | true: whole documents share a sequence, and none attends to another; false: one document each,
+    padded; ``continuous``: documents one after the other, cut every ``sequence_length`` tokens |
+    | ``too_long`` | documents of more tokens than a sequence: ``split`` into several, ``cut`` off at the end, or
+    ``drop``; None: split text, cut the others |
+    | ``loss_on`` | ``answers``: only completions and the assistant's turns count in the loss; ``all``: prompts too;
+    None: answers, where documents have them |
+    | ``tokenizer`` | None: the model's own; a folder or a name on the hub; or ``train`` |
+    | ``chat_template`` | a file with a Jinja chat template; None: the tokenizer's own |
+    | ``validation`` | what is evaluated on: ``share`` or ``sources``; None: nothing is held out |
+    | ``streaming`` | true: read while training; false: tokenise all of it first, into the run's folder; None: stream
+    from 10 GB on |
+    | ``shuffle`` | documents that a stream holds to bring them into another order; None: 10,000 |
+    | ``prepared`` | a folder for what is tokenised, to share between runs; None: the run's own |
+    """
+
+    sources: str | tuple[SourceConfig, ...]
+    sequence_length: int
+    packing: bool | Literal["continuous"] = True
+    too_long: TooLong | None = None
+    loss_on: LossOn | None = None
+    tokenizer: str | TokenizerConfig | None = None
+    chat_template: str | None = None
+    validation: ValidationConfig | None = None
+    streaming: bool | None = None
+    shuffle: int | None = None
+    prepared: str | None = None
+
+    @property
+    def each_source(self) -> tuple[SourceConfig, ...]:
+        return each_source(self.sources)
+
+    @property
+    def training(self) -> TokenizerTrainingConfig | None:
+        """How the tokenizer is trained; None: it exists."""
+        return self.tokenizer.train if isinstance(self.tokenizer, TokenizerConfig) else None
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Tokens of a tokenizer that is trained; None: it is for the tokenizer to say."""
+        return None if self.training is None else self.training.vocabulary
+
+    def __post_init__(self) -> None:
+        check_sources("data.sources", self.each_source)
         if self.sequence_length < 2:
             raise ConfigError(f"data.sequence_length={self.sequence_length}: must be at least 2, to have a next token")
-        for key, size in (("limit", self.limit_bytes), ("tokenizer_sample", self.sample_bytes)):
-            if size == 0:
-                raise ConfigError(f"data.{key} is 0 bytes: nothing would be left to train on")
+        if self.packing == "continuous" and self.too_long is not None:
+            raise ConfigError("data.too_long has no effect with packing: continuous, which cuts everywhere: drop it")
+        if self.shuffle is not None and self.streaming is not True:
+            raise ConfigError("data.shuffle has no effect unless data.streaming is true: all documents are shuffled")
+        if self.shuffle is not None and self.shuffle < 1:
+            raise ConfigError(f"data.shuffle={self.shuffle}: must be at least 1")
+        if self.streaming and self.training is not None:
+            raise ConfigError("data.tokenizer.train needs data.streaming: false, as it reads the text before training")
+        if self.streaming and self.prepared is not None:
+            raise ConfigError("data.prepared has no effect with data.streaming: true, which prepares nothing: drop it")
+
+
+def each_source(sources: str | tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+    return (SourceConfig(path=sources),) if isinstance(sources, str) else sources
+
+
+def check_sources(key: str, sources: tuple[SourceConfig, ...]) -> None:
+    if not sources:
+        raise ConfigError(f"{key} is empty: name at least one file, folder, pattern or data set")
+    weighted = sum(source.weight is not None for source in sources)
+    if weighted == 1 == len(sources):
+        raise ConfigError(f"{key}: weight has no effect on a source that is alone: drop it")
+    if 0 < weighted < len(sources):
+        raise ConfigError(f"{key}: {weighted} of {len(sources)} sources have a weight: give all of them one, or none")

@@ -15,25 +15,21 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """Loss on held-out text during the run. Without this section nothing is held out.
+    """Loss on the held-out documents (``data.validation``) during the run.
 
     | field | meaning |
     |---|---|
     | ``every`` | steps from one evaluation to the next; the last step is always followed by one |
-    | ``batches`` | evaluation batches, each as large as a step's (``batch``) |
-    | ``share`` | share of the text that is held out |
+    | ``batches`` | evaluation batches, each as large as a step's, of the first held-out documents; None: all of them |
     """
 
     every: int
-    batches: int = 1
-    share: float = 0.02
+    batches: int | None = None
 
     def __post_init__(self) -> None:
         for key in ("every", "batches"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"evaluate.{key}={getattr(self, key)}: must be at least 1")
-        if not 0 < self.share < 1:
-            raise ConfigError(f"evaluate.share={self.share}: must be between 0 and 1")
+            if (count := getattr(self, key)) is not None and count < 1:
+                raise ConfigError(f"evaluate.{key}={count}: must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +113,7 @@ class TrainConfig:
             raise ConfigError("drive_tbw has no effect without budget.disk, as nothing is written: drop it")
         if self.drive_tbw is not None and self.drive_tbw <= 0:
             raise ConfigError(f"drive_tbw={self.drive_tbw}: must be more than 0")
+        self._check_evaluation()
         self._check_overlap()
         if self.trace_steps is not None and self.trace_steps < 0:
             raise ConfigError(f"trace_steps={self.trace_steps}: must not be negative")
@@ -147,6 +144,15 @@ class TrainConfig:
                 f"micro_batch_size={size}: the {sequences} sequences of a step (batch) are not a whole number of such "
                 f"micro-batches: give one of {', '.join(map(str, near))}, or null: the plan chooses"
             )
+
+    def _check_evaluation(self) -> None:
+        """When to evaluate and on what belong together."""
+        if self.evaluate is not None and self.data.validation is None:
+            raise ConfigError(
+                "evaluate needs data.validation, what to evaluate on: {share: 0.02} of the documents, or sources"
+            )
+        if self.evaluate is None and self.data.validation is not None:
+            raise ConfigError("data.validation has no effect without evaluate: say when (evaluate: {every: 100})")
 
     def _check_overlap(self) -> None:
         """``delay`` and ``speculate`` are refused where they would have no effect."""

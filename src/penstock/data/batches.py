@@ -1,69 +1,172 @@
-"""Token ids to micro-batches. Which sequences a step gets is a function of the seed and the step alone."""
+"""Rows to micro-batches: the tensors of a step, and the position in the data behind it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from penstock.data.tokens import TokenArray
+from penstock.data.ahead import ahead
+from penstock.data.rows import IGNORED, Packing, Row
+from penstock.data.stream import Position, Prepared, Stream
 from penstock.errors import ConfigError
 
 MicroBatch = Mapping[str, torch.Tensor]
 
+_AHEAD = 2
+"""Steps whose micro-batches wait for the engine."""
 
-@dataclass(kw_only=True)
-class Batches:
-    """Sequences of ``sequence_length`` tokens in a new random order each epoch; what is left over at the end is unused.
 
-    Every sequence comes once per epoch. A step takes ``micro_batches`` times ``micro_batch_size`` of them. With
-    ``seed`` None the sequences come in the order of the text.
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step sees. ``position``: where the data are behind it, for ``Engine.step``.
+
+    ``tokens``: without padding. ``labels``: tokens that count in the loss. ``passes``: how often the data have been
+    gone through by then. ``lost``: tokens cut off or dropped so far, because documents were longer than a sequence.
     """
 
-    tokens: TokenArray
-    name: str
-    sequence_length: int
-    micro_batches: int
+    micro_batches: Sequence[MicroBatch]
+    position: Position
+    tokens: int
+    labels: int
+    passes: float
+    lost: int
+
+    def metrics(self) -> dict[str, Any]:
+        """For the step's line of ``metrics.jsonl``."""
+        return {
+            "data_tokens": self.tokens,
+            "loss_tokens": self.labels,
+            "data_passes": round(self.passes, 6),
+            "truncated_tokens": self.lost,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Steps of ``sequences_per_step`` rows in micro-batches of ``micro_batch_size``, the last one perhaps smaller.
+
+    ``length``: tokens in a sequence. ``pad``: the id that fills up. ``fingerprint``: of the data, see ``Identity``.
+
+    Raises:
+        ConfigError: the data have fewer sequences than a micro-batch.
+    """
+
+    stream: Stream
+    packing: Packing
+    length: int
+    pad: int
+    sequences_per_step: int
     micro_batch_size: int
-    seed: int | None
-    _order: tuple[int, NDArray[np.int64]] | None = field(default=None, init=False, repr=False)
+    fingerprint: str
+    name: str = "training"
 
     def __post_init__(self) -> None:
-        if self.sequences < self.micro_batch_size:
+        if isinstance(self.stream, Prepared) and (found := len(self.stream.epoch(0))) < self.micro_batch_size:
+            cuts = self.stream.cuts
             raise ConfigError(
-                f"the {self.name} text has {len(self.tokens):,} tokens: too few for one micro-batch of "
-                f"{self.micro_batch_size} sequences of {self.sequence_length}. Give more text, or shorter sequences"
-                + (" or a larger evaluate.share" if self.name == "validation" else "")
+                f"the {self.name} data are {found:,} sequences of {self.length} tokens ({cuts.tokens:,} tokens): "
+                f"too few for one micro-batch of {self.micro_batch_size}. Give more data, shorter sequences "
+                f"(data.sequence_length) or a smaller micro_batch_size"
+                + (", or a larger data.validation.share" if self.name == "validation" else "")
             )
 
-    @property
-    def sequences(self) -> int:
-        return len(self.tokens) // self.sequence_length
+    def steps(self, position: Position | None = None) -> Generator[Step, None, None]:
+        """The steps from a position on, without end; ``position`` None: from the beginning.
 
-    @property
-    def per_step(self) -> int:
-        return self.micro_batches * self.micro_batch_size
+        The next ones are made in a thread while the engine works. Close the iterator when no more are wanted.
 
-    def step(self, index: int) -> list[MicroBatch]:
-        """Micro-batches of step ``index`` (from 0): ``input_ids`` and ``labels``, int64 [size, sequence_length].
-
-        Both are the same tokens: Hugging Face's causal language models shift the labels themselves.
+        Raises:
+            ConfigError: ``position`` is one in other data; or a document that is streamed is not what it should be.
         """
-        first = index * self.per_step
-        rows = np.stack([self._sequence(first + i) for i in range(self.per_step)])
-        ids = torch.from_numpy(rows).view(self.micro_batches, self.micro_batch_size, self.sequence_length)
-        return [{"input_ids": part, "labels": part} for part in ids]
+        if position is not None and position["data"] != self.fingerprint:
+            raise ConfigError(
+                f"the run's last commit is at a place in other data ({position['data']}, not {self.fingerprint}): the "
+                "files or the data's settings have changed since. Put them back, or start another run"
+            )
+        return self._ahead(position)
 
-    def _sequence(self, count: int) -> NDArray[np.int64]:
-        """The ``count``-th sequence since the beginning, int64 [sequence_length]."""
-        epoch, place = divmod(count, self.sequences)
-        index = place if self.seed is None else int(self._permutation(epoch, self.seed)[place])
-        start = index * self.sequence_length
-        return self.tokens[start : start + self.sequence_length].astype(np.int64)
+    def _ahead(self, position: Position | None) -> Generator[Step, None, None]:
+        with ahead(lambda: self._steps(position), _AHEAD) as steps:
+            yield from steps
 
-    def _permutation(self, epoch: int, seed: int) -> NDArray[np.int64]:
-        if self._order is None or self._order[0] != epoch:
-            generator = np.random.Generator(np.random.PCG64([seed, epoch]))
-            self._order = (epoch, generator.permutation(self.sequences))
-        return self._order[1]
+    def once(self) -> Iterator[Step]:
+        """All rows of the first epoch, once, in order; the last step may be a smaller one. For validation.
+
+        The mean loss over them is that of each step, weighted with its ``labels``.
+        """
+        assert isinstance(self.stream, Prepared)
+        rows = islice(self.stream.rows(None), len(self.stream.epoch(0)))
+        while taken := list(islice(rows, self.sequences_per_step)):
+            yield self._step(taken)
+
+    def largest(self) -> list[MicroBatch]:
+        """Micro-batches as large as a step's may be, of the shapes that they have; for whoever plans for them."""
+        longest = self.length
+        if self.packing is False and isinstance(self.stream, Prepared):
+            longest = self.stream.epoch(0).longest
+        first, _ = next(self.stream.rows(None))
+        ids, labels = np.resize(first.ids, longest), np.resize(first.labels, longest)
+        row = Row(ids=ids, labels=labels, positions=np.arange(longest))
+        size, count = self.micro_batch_size, self.sequences_per_step
+        return [self._micro_batch([row] * min(size, count - begun)) for begun in range(0, count, size)]
+
+    def _steps(self, position: Position | None) -> Iterator[Step]:
+        rows = self.stream.rows(position)
+        while True:
+            yield self._step(list(islice(rows, self.sequences_per_step)))
+
+    def _step(self, taken: Sequence[tuple[Row, Position]]) -> Step:
+        rows, position = [row for row, _ in taken], taken[-1][1]
+        size = self.micro_batch_size
+        return Step(
+            micro_batches=[self._micro_batch(rows[i : i + size]) for i in range(0, len(rows), size)],
+            position={"data": self.fingerprint, **position},
+            tokens=sum(len(row.ids) for row in rows),
+            labels=sum(int((row.labels[1:] != IGNORED).sum()) for row in rows),
+            passes=self.stream.passes(position),
+            lost=self.stream.lost(position),
+        )
+
+    def _micro_batch(self, rows: Sequence[Row]) -> MicroBatch:
+        """int64 [rows, tokens] each: ``input_ids``, ``labels``, and what keeps documents and padding apart.
+
+        Hugging Face's causal models shift the labels themselves. Packed rows have ``position_ids`` that begin anew with
+        each document and with the padding, from which these models know that no token attends beyond its own
+        document; others have an ``attention_mask``, 0 on padding, where they are padded.
+        """
+        if self.packing is True:
+            filled = [_filled(row, self.length, self.pad) for row in rows]
+            names = ("input_ids", "labels", "position_ids")
+            return {name: _tensor([row[i] for row in filled]) for i, name in enumerate(names)}
+        length = max(len(row.ids) for row in rows)
+        tensors = {
+            "input_ids": _tensor([_fill(row.ids, length, self.pad) for row in rows]),
+            "labels": _tensor([_fill(row.labels, length, IGNORED) for row in rows]),
+        }
+        if self.packing is False:
+            tensors["attention_mask"] = _tensor([_fill(np.ones_like(row.ids), length, 0) for row in rows])
+        return tensors
+
+
+def _filled(row: Row, length: int, pad: int) -> tuple[Any, Any, Any]:
+    """A packed row of ``length``: ids, labels, positions.
+
+    A row that is one document as long as the row would look as if it were not packed, and the model would take another
+    way through its attention than with other rows. So its last token, which predicts nothing, stands alone.
+    """
+    missing = length - len(row.ids)
+    positions = np.concatenate([row.positions, np.arange(missing)])
+    if int(positions[-1]) == length - 1:
+        positions[-1] = 0
+    return _fill(row.ids, length, pad), _fill(row.labels, length, IGNORED), positions
+
+
+def _fill(values: "np.ndarray[Any, np.dtype[np.int64]]", length: int, value: int) -> Any:
+    return np.concatenate([values, np.full(length - len(values), value, dtype=np.int64)])
+
+
+def _tensor(rows: Sequence[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(rows))

@@ -1,5 +1,6 @@
 """Micro-batches: checked, moved to the device, and weighted so that the loss is the mean over tokens."""
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -8,10 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.errors import ConfigError, ModelError
 
 MicroBatch = Mapping[str, Any]
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
+MOST_POSITION = 1 << 16
+"""Bytes of JSON that a position in the data may take: every commit writes it."""
+
 _IGNORED = -100
 _SHIFTS = re.compile(r"CausalLM|LMHeadModel|ForConditionalGeneration")
 
@@ -32,6 +36,27 @@ def check(micro_batches: Sequence[MicroBatch]) -> None:
         if set(mb) != set(micro_batches[0]):
             extra = sorted(set(mb) ^ set(micro_batches[0]))
             raise ModelError(f"micro-batch {m} differs from micro-batch 0 in {', '.join(map(repr, extra))}")
+
+
+def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A copy of a position in the data as it will be read back.
+
+    Raises:
+        ConfigError: JSON does not hold it, or it is too large for every commit to have it.
+    """
+    if position is None:
+        return None
+    try:
+        text = json.dumps(position, allow_nan=False)
+        copy = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"position={position!r}: a commit holds what JSON holds: {error}") from None
+    if copy != position:
+        raise ConfigError(f"position={position!r}: JSON would give back another one, {copy!r}: use lists and text keys")
+    if len(text) > MOST_POSITION:
+        raise ConfigError(f"position: {len(text):,} bytes of JSON, and a commit takes {MOST_POSITION:,} at most")
+    assert isinstance(copy, dict)
+    return copy
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

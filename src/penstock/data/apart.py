@@ -1,0 +1,80 @@
+"""Whether a model keeps packed documents apart.
+
+Hugging Face's decoders build their attention masks in ``transformers.masking_utils``, which takes positions that begin
+anew for the beginning of another document, and masks what is before. That holds for every layer that attends by such a
+mask, with a sliding window too; not for models that carry a state from token to token, nor for those that build
+masks of their own. Which it is is found out by running the model's own code, without weights, up to the masks.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import masking_utils
+
+from penstock.errors import ConfigError
+
+_REMEDY = "Set data.packing to false (one document in a sequence), or to continuous (documents attend to those before)"
+
+
+class _Reached(Exception):  # noqa: N818  it is no error
+    """The model asks which tokens belong together."""
+
+
+def check_keeps_apart(model: nn.Module) -> None:
+    """Raise ConfigError unless a document in a packed sequence is to ``model`` what it is alone."""
+    name = type(model).__name__
+    inner = _innermost(model)
+    if "position_ids" not in inspect.signature(inner.forward).parameters:
+        _refuse(f"{name} takes no position_ids, from which it could tell packed documents apart")
+    if getattr(inner, "_is_stateful", False):
+        _refuse(f"{name} carries a state from each token to the next, over the ends of documents")
+    reached, reason = _asks(inner)
+    if not reached:
+        _refuse(f"{name} does not look at position_ids for where documents begin{reason}")
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    """The model within what adapters put around it."""
+    get = getattr(model, "get_base_model", None)
+    return get() if callable(get) else model
+
+
+def _asks(model: nn.Module) -> tuple[bool, str]:
+    """Whether the model asks which tokens belong together, and if it could not be found out, what came instead."""
+    device = next(model.parameters()).device
+    ids = torch.zeros((1, 4), dtype=torch.int64, device=device)
+    positions = torch.tensor([[0, 1, 0, 1]], device=device)
+    training = model.training
+    try:
+        with _noticed(), torch.no_grad():
+            model.eval()(input_ids=ids, position_ids=positions, use_cache=False)
+    except _Reached:
+        return True, ""
+    except Exception as error:  # noqa: BLE001  whatever a model makes of a run without weights
+        return False, f", as far as can be seen ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    finally:
+        model.train(training)
+    return False, ""
+
+
+@contextmanager
+def _noticed() -> Iterator[None]:
+    """``_Reached`` is raised where masks for packed sequences begin."""
+
+    def reached(*_: Any, **__: Any) -> NoReturn:
+        raise _Reached
+
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = reached
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
+
+
+def _refuse(why: str) -> NoReturn:
+    raise ConfigError(f"data.packing: {why}. {_REMEDY}")

@@ -1,0 +1,122 @@
+"""Chats to tokens: the tokenizer's chat template, and which tokens are the assistant's.
+
+A template that marks answers (``{% generation %}``) says it itself. Of any other it is found out by rendering the chat
+up to each answer: what the whole has beyond that, up to where the answer ends, is the answer. This holds only if
+a chat's rendering begins with the rendering of its beginning, which is checked for each chat.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from penstock.data.sources.reader import Example
+from penstock.data.token_files import Document
+from penstock.errors import ConfigError
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REMEDY = (
+    "Give a template that marks the assistant's turns with {% generation %} and {% endgeneration %} "
+    "(data.chat_template), or let all tokens count (data.loss_on: all)"
+)
+Message = Mapping[str, Any]
+
+
+class ChatEncoder:
+    """Encodes chats. ``answers``: only what the assistant says counts in the loss.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or cannot say where its tokens stand in the text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, answers: bool) -> None:
+        template = tokenizer.chat_template
+        if template is None:
+            raise ConfigError(
+                "data: the sources hold chats (messages), but the tokenizer has no chat template: give one as a file "
+                "(data.chat_template), or data with prompt and completion, or text"
+            )
+        if answers and not tokenizer.is_fast:
+            raise ConfigError(
+                f"data: the tokenizer ({type(tokenizer).__name__}) cannot tell which tokens are the assistant's: use "
+                "one of the tokenizers library, or let all tokens count (data.loss_on: all)"
+            )
+        self._tokenizer = cast(Any, tokenizer)
+        self._answers = answers
+        self._marked = isinstance(template, str) and bool(_MARKS.search(template))
+
+    def encode(self, example: Example) -> Document:
+        """Raises:
+        ConfigError: the template refuses the chat, or does not say which part of it is the answer.
+        """
+        messages = [_without_nulls(message) for message in example.fields["messages"]]
+        tools = _tools(example)
+        if self._answers and self._marked:
+            return self._encode_marked(example, messages, tools)
+        text = self._render(example, messages, tools)
+        spans = self._spans(example, text, messages, tools) if self._answers else None
+        # The template writes all special tokens itself.
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=spans is not None, verbose=False)
+        ids = np.asarray(found["input_ids"], dtype=np.uint32)
+        return Document(ids=ids, answers=None if spans is None else _within(found["offset_mapping"], spans))
+
+    def _encode_marked(self, example: Example, messages: Sequence[Message], tools: Any) -> Document:
+        found = self._apply(
+            example, messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        answers = np.asarray(found["assistant_masks"], dtype=np.uint8)
+        return Document(ids=np.asarray(found["input_ids"], dtype=np.uint32), answers=answers)
+
+    def _spans(self, example: Example, text: str, messages: Sequence[Message], tools: Any) -> list[tuple[int, int]]:
+        """Where in ``text`` the assistant's turns stand, first character and the one behind the last."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(example, messages[:number], tools, prompt=True) if number else ""
+            through = self._render(example, messages[: number + 1], tools)
+            if not (text.startswith(through) and through.startswith(before)):
+                raise ConfigError(
+                    f"{example.place}: the chat template does not say where the assistant's answers are: it renders "
+                    f"message {number + 1} otherwise when the chat goes on after it. {_REMEDY}"
+                )
+            spans.append((len(before), len(through)))
+        return spans
+
+    def _render(self, example: Example, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> str:
+        return cast(str, self._apply(example, messages, tools, tokenize=False, add_generation_prompt=prompt))
+
+    def _apply(self, example: Example, messages: Sequence[Message], tools: Any, **how: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), tools=tools, **how)
+        except Exception as error:  # noqa: BLE001  a template is a program and may raise anything
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"{example.place}: the chat template fails on this chat: {type(error).__name__}: {reason}"
+            ) from None
+
+
+def _without_nulls(message: Message) -> dict[str, Any]:
+    """Tables give each message all keys that any has: templates take one that is null for one that is there."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def _tools(example: Example) -> Any:
+    tools = example.fields.get("tools")
+    try:
+        return json.loads(tools) if isinstance(tools, str) else tools
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{example.place}: 'tools' is text that is not JSON: {error.msg}") from None
+
+
+def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:
+    """1 for each token that has a character within a span."""
+    places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+    found = np.zeros(len(places), dtype=np.uint8)
+    for first, end in spans:
+        found |= ((places[:, 0] < end) & (places[:, 1] > first) & (places[:, 1] > places[:, 0])).astype(np.uint8)
+    return found

@@ -1,0 +1,104 @@
+"""Examples to documents of token ids, and which of them count in the loss."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from penstock.config.data import DataConfig, Kind, LossOn
+from penstock.data.chat import ChatEncoder
+from penstock.data.example import check, kind_of
+from penstock.data.sources.reader import Cursor, Example
+from penstock.data.token_files import Document
+from penstock.errors import ConfigError
+
+_BATCH = 128  # examples encoded at once: enough for every core
+
+
+class Encoder:
+    """Encodes the examples of one source. They are of one kind: the one asked for, else that of the first.
+
+    Raises:
+        ConfigError: an example is not what its kind needs; the template or the tokenizer will not do.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, kind: Kind | None) -> None:
+        self.kind = kind
+        self._tokenizer = cast(Any, tokenizer)
+        self._loss_on: LossOn | None = config.loss_on
+        self._chat: ChatEncoder | None = None
+        self._begin, self._end = _ends(tokenizer)
+
+    def documents(self, examples: Iterable[tuple[Example, Cursor]]) -> Iterator[tuple[Document, Cursor]]:
+        """Each example's document, with the cursor behind it."""
+        examples = iter(examples)
+        while batch := list(islice(examples, _BATCH)):
+            found = self._encode([example for example, _ in batch])
+            yield from zip(found, (cursor for _, cursor in batch), strict=True)
+
+    @property
+    def answers(self) -> bool:
+        """Whether documents say which of their tokens count."""
+        return self._loss_on != "all" and self.kind in ("completion", "chat")
+
+    def _encode(self, examples: Sequence[Example]) -> list[Document]:
+        if self.kind is None:
+            self.kind = kind_of(examples[0])
+        if self.kind == "text" and self._loss_on is not None:
+            raise ConfigError(f"data.loss_on={self._loss_on!r} has no effect on text, which counts whole: drop it")
+        for example in examples:
+            check(example, self.kind, answers=self.answers)
+        if self.kind == "chat":
+            if self._chat is None:
+                self._chat = ChatEncoder(self._tokenizer, answers=self.answers)
+            return [self._chat.encode(example) for example in examples]
+        return self._texts(examples) if self.kind == "text" else self._completions(examples)
+
+    def _texts(self, examples: Sequence[Example]) -> list[Document]:
+        found = self._ids([example.fields["text"] for example in examples])
+        return [
+            Document(
+                ids=_joined(self._begin if e.begins else [], ids, self._end if e.ends and self._more(ids) else []),
+                ends=e.ends,
+            )
+            for e, ids in zip(examples, found, strict=True)
+        ]
+
+    def _completions(self, examples: Sequence[Example]) -> list[Document]:
+        """Prompt and completion are encoded apart: so the model will be given the prompt, too."""
+        prompts = self._ids([example.fields["prompt"] for example in examples])
+        completions = self._ids([example.fields["completion"] for example in examples])
+        found = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            answer = [*completion, *(self._end if self._more(completion) else [])]
+            ids = _joined(self._begin, prompt, answer)
+            counts = np.zeros(len(ids), np.uint8)
+            counts[len(ids) - len(answer) :] = 1
+            found.append(Document(ids=ids, answers=counts if self.answers else None))
+        return found
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return cast(list[list[int]], found["input_ids"])
+
+    def _more(self, ids: Sequence[int]) -> bool:
+        """Whether the tokens of the end are still to come: a text may bring its own."""
+        return not self._end or list(ids[-len(self._end) :]) != self._end
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and behind a document. Behind it always comes the end of text, if there is one."""
+    call = cast(Any, tokenizer)
+    plain = list(call("a", add_special_tokens=False)["input_ids"])
+    whole = list(call("a", add_special_tokens=True)["input_ids"])
+    first = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+    behind = whole[first + len(plain) :]
+    eos = tokenizer.eos_token_id
+    return whole[:first], behind or ([eos] if isinstance(eos, int) else [])
+
+
+def _joined(*parts: Sequence[int]) -> NDArray[np.uint32]:
+    return np.concatenate([np.asarray(part, dtype=np.uint32) for part in parts])

@@ -1,0 +1,105 @@
+"""What the data are, so that a run notices when they change: files by their contents, settings by their values.
+
+A run keeps its data's identity in ``data.json``, and each commit has its fingerprint beside the position.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock.errors import ConfigError
+
+_CHUNK = 1 << 24
+_ENDS = 1 << 20
+"""Bytes at each end that are looked at of a file that is streamed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFacts:
+    """A file: its name, its size in bytes, when it was changed, and a hash (xxh3, 128 bits) of what is in it."""
+
+    name: str
+    nbytes: int
+    changed_ns: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """``files``: of all sources in order. ``settings``: all else that decides which sequences a step sees."""
+
+    files: tuple[FileFacts, ...]
+    settings: Mapping[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """Where a file lies and when it was changed do not matter."""
+        return fingerprint({"files": [(f.nbytes, f.digest) for f in self.files], "settings": self.settings})
+
+    def to_json(self) -> str:
+        return json.dumps({"files": [asdict(f) for f in self.files], "settings": self.settings}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Identity":
+        value = json.loads(text)
+        return cls(files=tuple(FileFacts(**f) for f in value["files"]), settings=value["settings"])
+
+    def difference(self, before: "Identity") -> str | None:
+        """What is not as it was ``before``, for people; None: nothing."""
+        if self.fingerprint == before.fingerprint:
+            return None
+        if len(self.files) != len(before.files):
+            return f"there were {len(before.files)} files and are {len(self.files)} now"
+        for now, then in zip(self.files, before.files, strict=True):
+            if (now.nbytes, now.digest) != (then.nbytes, then.digest):
+                sizes = (
+                    f"{then.nbytes:,} bytes then, {now.nbytes:,} now" if now.nbytes != then.nbytes else "other bytes"
+                )
+                return f"{now.name} has changed since ({sizes})"
+        for key in sorted({*self.settings, *before.settings}):
+            was, is_now = before.settings.get(key), json.loads(json.dumps(self.settings.get(key)))
+            if was != is_now:
+                return f"{key} was {was!r} and is {is_now!r} now"
+        raise AssertionError("fingerprints differ, and nothing that they are made of")
+
+
+def fingerprint(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+def facts_of(paths: Sequence[Path], known: Sequence[FileFacts], *, whole: bool) -> tuple[FileFacts, ...]:
+    """The files' facts. One that has the name, the size and the time of a ``known`` one is not read again.
+
+    ``whole``: hash all of a file; otherwise its ends.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    before = {(f.name, f.nbytes, f.changed_ns): f for f in known}
+    found = []
+    for path in paths:
+        try:
+            status = path.stat()
+            key = (str(path), status.st_size, status.st_mtime_ns)
+            digest = before[key].digest if key in before else _digest(path, status.st_size, whole=whole)
+        except OSError as error:
+            raise ConfigError(f"data: cannot use {path}: {error.strerror}") from None
+        found.append(FileFacts(name=str(path), nbytes=key[1], changed_ns=key[2], digest=digest))
+    return tuple(found)
+
+
+def _digest(path: Path, size: int, *, whole: bool) -> str:
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        if whole or size <= 2 * _ENDS:
+            while chunk := file.read(_CHUNK):
+                state.update(chunk)
+        else:
+            state.update(file.read(_ENDS))
+            file.seek(-_ENDS, 2)
+            state.update(file.read(_ENDS))
+    return state.hexdigest()

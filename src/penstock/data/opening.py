@@ -1,0 +1,320 @@
+"""From settings to data that can be trained on: finds the sources, the tokenizer, and whether all is as it was."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from penstock.config.data import DataConfig, SourceConfig, each_source
+from penstock.data import tokenizer as tokenizers
+from penstock.data.encode import Encoder
+from penstock.data.example import kind_of
+from penstock.data.identity import FileFacts, Identity, facts_of, fingerprint
+from penstock.data.mixture import Mixture
+from penstock.data.pieces import Cuts, Pieces, continuous_pieces, pieces_of
+from penstock.data.prepare import Opened, prepare
+from penstock.data.sources.find import open_source
+from penstock.data.stream import Prepared, Stream
+from penstock.data.streamed import Streamed, StreamSource
+from penstock.data.token_files import TokenFile
+from penstock.errors import ConfigError
+
+STREAM_FROM = 10_000_000_000
+"""Bytes of files from which on data are streamed, unless the settings say otherwise."""
+
+_SHUFFLE = 10_000
+_IDENTITY = "data.json"
+_VERSION = 1  # of what is written from equal settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a run is trained and evaluated on. ``largest``: the largest token id there may be."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Stream
+    validation: Prepared | None
+    identity: Identity
+    largest: int
+
+
+def open_data(config: DataConfig, run: Path, *, seed: int, own: PreTrainedTokenizerBase | None) -> Data:
+    """Open the data of a run, tokenised into its folder where they are not streamed.
+
+    ``own``: the model's tokenizer, if it has one. Where ``run`` has data already, they must be these.
+
+    Raises:
+        ConfigError: sources, tokenizer or a document will not do; or the data have changed since the run began.
+    """
+    known = _known(run)
+    stream = _streams(config)
+    opened = [Opened(source=s, reader=open_source(s, streaming=stream)) for s in config.each_source]
+    held_out = _validation(config)
+    sizes = known.files if known else ()
+    facts = facts_of([p for one in opened for p in one.files], sizes, whole=not stream)
+    facts += facts_of([p for one in held_out for p in one.files], sizes, whole=True)
+    folder = Path(config.prepared).expanduser() if config.prepared else run / "data"
+    tokenizer = _tokenizer(config, own, opened, facts, folder)
+    identity = Identity(files=facts, settings=_settings(config, tokenizer, [*opened, *held_out], seed, stream))
+    if known is not None and (changed := identity.difference(known)) is not None:
+        raise ConfigError(
+            f"the data of the run in {run} are not what they were: {changed}. A resumed run must see the same data: "
+            "put them back, or start another run"
+        )
+    make = partial(_prepared, config, tokenizer, folder)
+    share = config.validation.share if config.validation else None
+    train: Stream
+    rest: Prepared | None = None
+    if stream:
+        train = _streamed(config, tokenizer, opened, seed)
+        largest = tokenizers.largest_id(tokenizer)
+    else:
+        train, rest, largest = make(opened, facts, share, seed)
+    validation = rest if not held_out else make(held_out, facts[-sum(len(o.files) for o in held_out) :], None, None)[0]
+    _keep(run, identity)
+    return Data(tokenizer=tokenizer, train=train, validation=validation, identity=identity, largest=largest)
+
+
+def choose_tokenizer(
+    config: DataConfig, own: str | None, revision: str | None = None
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that there is before the data are read; None: it will be trained on them.
+
+    ``own``: where the model is from, if it is not from scratch.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded.
+    """
+    if config.training is not None:
+        return None
+    if isinstance(config.tokenizer, str):
+        return tokenizers.with_template(tokenizers.load(config.tokenizer), config)
+    if own is None:
+        raise ConfigError(
+            "data.tokenizer: a model from scratch has none of its own. Name one (a folder, or a name on the hub), or "
+            "have one trained: data.tokenizer: {train: {vocabulary: 4096}}"
+        )
+    return tokenizers.with_template(tokenizers.load(own, key="model", revision=revision), config)
+
+
+def check_model(config: DataConfig, largest: int, model: Any) -> None:
+    """Raise ConfigError if there are ids or places in a sequence that the model has no weights for.
+
+    ``model``: one of Hugging Face's, which has its sizes in ``config``. ``largest``: the largest id that there may be.
+    """
+    sizes = model.config.get_text_config()
+    vocabulary, longest = int(sizes.vocab_size), getattr(sizes, "max_position_embeddings", None)
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"the tokenizer does not match the model: it has token ids up to {largest}, and the model a vocabulary of "
+            f"{vocabulary} (ids up to {vocabulary - 1}). Use the model's own tokenizer (data.tokenizer: null)"
+        )
+    if isinstance(longest, int) and 0 < longest < config.sequence_length:
+        raise ConfigError(
+            f"data.sequence_length={config.sequence_length} is more than the model's max_position_embeddings="
+            f"{longest}: lower it"
+        )
+
+
+def _known(run: Path) -> Identity | None:
+    path = run / _IDENTITY
+    try:
+        return Identity.from_json(path.read_text()) if path.exists() else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({type(error).__name__}): it says which data the run was on"
+        ) from None
+
+
+def _keep(run: Path, identity: Identity) -> None:
+    partial_file = run / f"{_IDENTITY}.partial"
+    partial_file.write_text(identity.to_json())
+    partial_file.replace(run / _IDENTITY)
+
+
+def _streams(config: DataConfig) -> bool:
+    """Whether to stream: as the settings say, else by the size of what is here."""
+    if config.streaming is not None:
+        asked = config.streaming
+    else:
+        readers = [open_source(s, streaming=True) for s in config.each_source if _is_local(s)]
+        files = [p for r in readers for p in (r if isinstance(r, tuple) else r.files)]
+        examples = not any(isinstance(r, tuple) for r in readers)
+        asked = examples and config.training is None and sum(p.stat().st_size for p in files) >= STREAM_FROM
+    if not asked:
+        return False
+    if config.validation is not None and config.validation.share is not None:
+        raise ConfigError(
+            "data.validation.share cannot be held out of data that are streamed: name data.validation.sources, or set "
+            "data.streaming: false"
+        )
+    if len(config.each_source) > 1 and config.each_source[0].weight is None:
+        raise ConfigError("data.sources: to stream several, give each a weight: how many tokens it has is not known")
+    return True
+
+
+def _is_local(source: SourceConfig) -> bool:
+    path = Path(source.path).expanduser()
+    return source.path == "stdlib" or path.exists() or any(c in source.path for c in "*?[")
+
+
+def _validation(config: DataConfig) -> list[Opened]:
+    if config.validation is None or config.validation.sources is None:
+        return []
+    return [Opened(source=s, reader=open_source(s, streaming=False)) for s in each_source(config.validation.sources)]
+
+
+def _tokenizer(
+    config: DataConfig,
+    own: PreTrainedTokenizerBase | None,
+    opened: Sequence[Opened],
+    facts: Sequence[FileFacts],
+    folder: Path,
+) -> PreTrainedTokenizerBase:
+    if config.training is None:
+        assert own is not None
+        return own
+    made_of = {"train": asdict(config.training), "files": [f.digest for f in facts], "version": _VERSION}
+    place = folder / f"tokenizer-{fingerprint(made_of)}"
+    if not place.is_dir():
+        found = tokenizers.train(config.training, _sample(opened, config.training.sample_bytes))
+        partial_place = place.with_name(f"{place.name}.partial")
+        cast(Any, found).save_pretrained(partial_place)
+        partial_place.replace(place)
+    return tokenizers.with_template(tokenizers.load(str(place)), config)
+
+
+def _sample(opened: Sequence[Opened], nbytes: int) -> Iterator[str]:
+    """Text from the beginning of each source, as much of each."""
+    for one in opened:
+        if isinstance(one.reader, tuple):
+            raise ConfigError(
+                f"data.tokenizer.train: {one.source.path!r} is token ids already, and no text to train on"
+            )
+        seen = 0
+        for example, _ in one.reader.read(None):
+            if seen >= nbytes // len(opened):
+                break
+            for text in _texts(example.fields, one.source.kind or kind_of(example)):
+                seen += len(text.encode())
+                yield text
+
+
+def _texts(fields: Any, kind: str) -> list[str]:
+    if kind == "chat":
+        return [m["content"] for m in fields["messages"] if isinstance(m.get("content"), str)]
+    return [fields[name] for name in ("text", "prompt", "completion") if isinstance(fields.get(name), str)]
+
+
+def _settings(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], seed: int, stream: bool
+) -> dict[str, Any]:
+    """All settings that decide which sequences a step sees, by the names that users know."""
+    names = ("sequence_length", "packing", "too_long", "loss_on")
+    return {
+        **{f"data.{name}": getattr(config, name) for name in names},
+        "data.sources": [_meaning(one) for one in opened],
+        "data.validation.share": config.validation.share if config.validation else None,
+        "data.streaming": stream,
+        "data.shuffle": (config.shuffle or _SHUFFLE) if stream else None,
+        "the tokenizer's hash": tokenizers.digest(tokenizer),
+        "seed": seed,
+        "version": _VERSION,
+    }
+
+
+def _meaning(one: Opened) -> dict[str, Any]:
+    """A source without the place where its files are: what is in them counts."""
+    source = {k: v for k, v in asdict(one.source).items() if v is not None and k != "path"}
+    return {**source, "files": len(one.files), **({} if one.files else {"path": one.source.path})}
+
+
+def _prepared(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    opened: Sequence[Opened],
+    facts: Sequence[FileFacts],
+    share: float | None,
+    seed: int | None,
+) -> tuple[Prepared, Prepared | None, int]:
+    """What is trained on, what is held out of it, and the largest id."""
+    made_of = {
+        "files": [f.digest for f in facts],
+        "sources": [{**_meaning(one), "weight": None} for one in opened],
+        "tokenizer": tokenizers.digest(tokenizer),
+        "loss_on": config.loss_on,
+        "share": share,
+        "version": _VERSION,
+    }
+    parts = prepare(opened, tokenizer, config, folder / fingerprint(made_of), share)
+    largest = tokenizers.largest_id(tokenizer)
+    for one, (train, held) in zip(opened, parts, strict=True):
+        if isinstance(one.reader, tuple):
+            largest = max(largest, *(file.largest() for file in [*train, *held]))
+    trained, weights = [], []
+    for one, (train, _) in zip(opened, parts, strict=True):
+        pieces = _usable(config, one.source.path, train)
+        tokens = sum(p.cuts.tokens for p in pieces)
+        trained += pieces
+        weights += [(one.source.weight or 1.0) * p.cuts.tokens / tokens for p in pieces]
+    weighted = opened[0].source.weight is not None
+    train_stream = _stream(config, trained, weights if weighted else None, seed)
+    if share is None:
+        return train_stream, None, largest
+    held_out = [p for _, held in parts for p in _pieces(config, held) if len(p)]
+    if not held_out:
+        raise ConfigError(
+            f"data.validation.share={share} of {train_stream.cuts.documents:,} documents leaves none to evaluate on: "
+            "hold out more, or name data.validation.sources"
+        )
+    return train_stream, _stream(config, held_out, None, None), largest
+
+
+def _stream(config: DataConfig, sources: list[Pieces], weights: list[float] | None, seed: int | None) -> Prepared:
+    mixture = Mixture(sources=sources, weights=weights, seed=seed)
+    return Prepared(mixture=mixture, packing=config.packing, length=config.sequence_length)
+
+
+def _pieces(config: DataConfig, files: Sequence[TokenFile]) -> list[Pieces]:
+    if config.packing == "continuous":
+        return [continuous_pieces(file, config.sequence_length) for file in files]
+    return [pieces_of(file, config.sequence_length, config.too_long) for file in files]
+
+
+def _usable(config: DataConfig, path: str, files: Sequence[TokenFile]) -> list[Pieces]:
+    """Raises:
+    ConfigError: there is nothing in a source that a model could be trained on.
+    """
+    found = _pieces(config, files)
+    if any(len(pieces) for pieces in found):
+        return [pieces for pieces in found if len(pieces)]
+    tokens, cuts = sum(len(f.ids) for f in files), sum((p.cuts for p in found), Cuts())
+    raise ConfigError(
+        f"data: {path!r} has nothing to train on: of {tokens:,} tokens in {cuts.documents:,} documents none counts in "
+        f"the loss within a sequence of {config.sequence_length} tokens (data.sequence_length); {cuts.too_long:,} "
+        "documents are longer"
+    )
+
+
+def _streamed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], seed: int) -> Streamed:
+    sources = []
+    for one in opened:
+        if isinstance(one.reader, tuple):
+            raise ConfigError(
+                f"data.streaming: {one.source.path!r} is token ids on disk, which need none: set it to false"
+            )
+        encoder = partial(Encoder, tokenizer, config, one.source.kind)
+        weight = one.source.weight or 1.0
+        sources.append(StreamSource(name=one.source.path, reader=one.reader, encoder=encoder, weight=weight))
+    return Streamed(
+        sources=sources,
+        window=config.shuffle or _SHUFFLE,
+        seed=seed,
+        packing=config.packing,
+        length=config.sequence_length,
+        rule=config.too_long,
+    )

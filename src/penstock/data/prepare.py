@@ -1,0 +1,126 @@
+"""Documents to token files, once, in a folder that is there whole or not at all.
+
+The folder's name says what is in it: a fingerprint of the sources' contents, the tokenizer and all settings that decide
+about a token. So whoever needs the same finds it, and nothing is used that was made of something else.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from penstock.config import SourceConfig
+from penstock.config.data import DataConfig
+from penstock.data.encode import Encoder
+from penstock.data.sources.reader import Reader
+from penstock.data.token_files import TokenFile, TokenWriter, open_tokens
+from penstock.data.tokenizer import largest_id
+from penstock.errors import ConfigError
+
+_WHOLE = 1 << 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A source and what reads it: a reader of examples, or the files of one that is token ids already."""
+
+    source: SourceConfig
+    reader: Reader | tuple[Path, ...]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        if not isinstance(self.reader, tuple):
+            return self.reader.files
+        beside = (p.with_suffix(e) for p in self.reader if p.suffix == ".tokens" for e in (".json", ".ends", ".loss"))
+        return (*self.reader, *(path for path in beside if path.exists()))
+
+    def token_files(self) -> list[TokenFile]:
+        """Raises:
+        ConfigError: what is there is not whole.
+        """
+        assert isinstance(self.reader, tuple)
+        return [open_tokens(path, self.source.dtype) for path in self.reader]
+
+
+def prepare(
+    opened: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path, share: float | None
+) -> list[tuple[list[TokenFile], list[TokenFile]]]:
+    """Each source's token files: what is trained on, and the ``share`` that is held out.
+
+    What is not token ids already is written into ``folder`` first, if it is not there.
+
+    Raises:
+        ConfigError: a document is not what it should be, or the folder cannot be written.
+    """
+    readers = [one for one in opened if not isinstance(one.reader, tuple)]
+    if readers and not folder.is_dir():
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+        try:
+            partial.mkdir(parents=True)
+            for number, one in enumerate(opened):
+                if not isinstance(one.reader, tuple):
+                    _write(one, number, tokenizer, config, partial, share)
+            _put(partial, folder)
+        except OSError as error:
+            raise ConfigError(f"data: cannot write what is tokenised into {folder.parent}: {error.strerror}") from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return [_files(one, number, folder, share) for number, one in enumerate(opened)]
+
+
+def _put(partial: Path, folder: Path) -> None:
+    """Give a whole folder its name; another run may have been faster, with the same."""
+    for path in partial.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _write(
+    one: Opened,
+    number: int,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    folder: Path,
+    share: float | None,
+) -> None:
+    assert not isinstance(one.reader, tuple)
+    encoder = Encoder(tokenizer, config, one.source.kind)
+    documents = encoder.documents(one.reader.read(None))
+    first = next(documents, None)
+    if first is None:
+        raise ConfigError(f"data: {one.source.path!r} has no documents: there is nothing to train on")
+    dtype = "uint16" if largest_id(tokenizer) < 1 << 16 else "uint32"
+    with (
+        TokenWriter(folder / f"train-{number}.tokens", dtype, loss=encoder.answers) as train,
+        TokenWriter(folder / f"validation-{number}.tokens", dtype, loss=encoder.answers) as validation,
+    ):
+        train.write(first[0])
+        for count, (document, _) in enumerate(documents, start=1):
+            held = share is not None and _held_out(number, count, share)
+            (train if held else validation).part()
+            (validation if held else train).write(document)
+
+
+def _held_out(source: int, document: int, share: float) -> bool:
+    """Whether a document, or a stretch of a long text, is for validation; a function of its number. The first never."""
+    return xxhash.xxh3_64_intdigest(f"{source}:{document}".encode()) < share * _WHOLE
+
+
+def _files(one: Opened, number: int, folder: Path, share: float | None) -> tuple[list[TokenFile], list[TokenFile]]:
+    if not isinstance(one.reader, tuple):
+        held = open_tokens(folder / f"validation-{number}.tokens")
+        return [open_tokens(folder / f"train-{number}.tokens")], [held] if held.documents else []
+    files = one.token_files()
+    if share is None:
+        return files, []
+    parts = [file.divided(share) for file in files if len(file.ids) > 1]
+    return [train for train, _ in parts], [held for _, held in parts]

@@ -1,0 +1,99 @@
+"""Which reader a path gets."""
+
+import glob
+import os
+import re
+from pathlib import Path
+
+from penstock.config import SourceConfig
+from penstock.data.sources.hub import open_dataset
+from penstock.data.sources.jsonl import JsonLines
+from penstock.data.sources.parquet import Parquet
+from penstock.data.sources.reader import Reader
+from penstock.data.sources.text import TextFiles, in_order, stdlib
+from penstock.errors import ConfigError
+
+_JSON = {".jsonl", ".json", ".ndjson"}
+_TOKENS = {".tokens", ".bin"}
+_TEXT = {".txt", ".md"}
+_REFUSED = {
+    **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth", ".joblib"), "pickle runs whatever code the file holds"),
+    **dict.fromkeys((".npy", ".npz"), "write token ids with penstock.data.write_tokens"),
+    **dict.fromkeys((".csv", ".tsv", ".arrow", ".xlsx"), "convert it to JSONL or Parquet"),
+    **dict.fromkeys((".zip", ".tar", ".zst", ".xz", ".bz2"), "unpack it"),
+}
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def open_source(source: SourceConfig, *, streaming: bool) -> Reader | tuple[Path, ...]:
+    """The reader of a source; of one that is token ids already, its files.
+
+    Raises:
+        ConfigError: there is nothing there, of several kinds, or of a kind that is not read.
+    """
+    if source.path == "stdlib":
+        _check_keys(source, text=True)
+        return TextFiles(files=stdlib(), limit=source.limit_bytes)
+    files = _files(source.path)
+    if not files:
+        if not _HUB_NAME.fullmatch(source.path) or Path(source.path).suffix in _JSON | _TOKENS | _TEXT | {".parquet"}:
+            raise ConfigError(f"data: {source.path!r} matches no file (relative to {os.getcwd()})")
+        _check_keys(source, hub=True)
+        return open_dataset(source, streaming=streaming)
+    group = _group(source.path, files)
+    _check_keys(source, text=group == "text")
+    if group == "tokens":
+        if source.kind not in (None, "tokens"):
+            raise ConfigError(f"data: {source.path!r} holds token ids, not kind: {source.kind}")
+        return tuple(path for path in files if path.suffix in _TOKENS)
+    if source.kind == "tokens":
+        raise ConfigError(f"data: {source.path!r} holds {group}, not kind: tokens")
+    if group == "text":
+        if source.kind not in (None, "text"):
+            raise ConfigError(f"data: {source.path!r} is plain text, not kind: {source.kind}")
+        return TextFiles(files=in_order({str(path): path for path in files}), limit=source.limit_bytes)
+    return JsonLines(files=files) if group == "JSON" else Parquet(files=files)
+
+
+def _check_keys(source: SourceConfig, *, text: bool = False, hub: bool = False) -> None:
+    """A setting that has no effect on this kind of source is refused."""
+    if source.limit is not None and not text:
+        raise ConfigError(f"data: limit has no effect on {source.path!r}: it is for plain text only")
+    for key in ("split", "subset", "revision"):
+        if getattr(source, key) is not None and not hub:
+            raise ConfigError(f"data: {key} has no effect on {source.path!r}: it is for data sets on the hub only")
+
+
+def _files(pattern: str) -> tuple[Path, ...]:
+    """What a path or pattern names, in order; of a folder, what is in it and below, but for hidden files."""
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return (path,)
+    if path.is_dir():
+        inside = (p for p in path.rglob("*") if p.is_file() and not p.relative_to(path).as_posix().startswith("."))
+        return tuple(sorted(p for p in inside if _kind(p) != "text" or p.suffix in _TEXT))
+    return tuple(sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)))
+
+
+def _kind(path: Path) -> str:
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if suffix in _JSON:
+        return "JSON"
+    if suffix in _TOKENS:
+        return "tokens"
+    return "Parquet" if suffix == ".parquet" else "text"
+
+
+def _group(pattern: str, files: tuple[Path, ...]) -> str:
+    """The one kind that all files are of. The files beside ``.tokens`` belong to it."""
+    tokens = {path.with_suffix("") for path in files if path.suffix == ".tokens"}
+    kinds: dict[str, Path] = {}
+    for path in files:
+        if path.suffix in _REFUSED:
+            raise ConfigError(f"data: cannot use {path}: {_REFUSED[path.suffix]}")
+        if path.suffix == ".tokens" or path.with_suffix("") not in tokens:
+            kinds.setdefault(_kind(path), path)
+    if len(kinds) > 1:
+        found = " and ".join(f"{kind} ({path.name})" for kind, path in sorted(kinds.items()))
+        raise ConfigError(f"data: {pattern!r} holds {found}: give a pattern for one of them, and each as a source")
+    return next(iter(kinds))

@@ -1,0 +1,52 @@
+"""Data sets on the Hugging Face hub, through ``datasets``. It runs no code of a data set's own and reads no pickle."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import SourceConfig
+from penstock.data.sources.reader import FIELDS, Cursor, Example
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubDataset:
+    """A cursor is what ``datasets`` keeps of its place in a stream, and the rows so far."""
+
+    name: str
+    rows: Any
+    """``datasets.IterableDataset``"""
+    files: tuple[Path, ...] = ()
+
+    def read(self, start: Cursor) -> Iterator[tuple[Example, Cursor]]:
+        # Each reading begins with a stream of its own: one that is read keeps its place.
+        rows = self.rows.take(2**63 - 1) if hasattr(self.rows, "take") else self.rows
+        count = 0
+        if start is not None:
+            rows.load_state_dict(start["state"])
+            count = start["row"]
+        for row in rows:
+            count += 1
+            fields = {name: row[name] for name in FIELDS if name in row} or dict.fromkeys(row)
+            yield Example(fields=fields, place=f"{self.name}, row {count}"), {"state": rows.state_dict(), "row": count}
+
+
+def open_dataset(source: SourceConfig, *, streaming: bool) -> HubDataset:
+    """A data set by its name, one split of it.
+
+    Raises:
+        ConfigError: it cannot be had, with what ``datasets`` says.
+    """
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(
+            source.path, source.subset, split=source.split or "train", revision=source.revision, streaming=streaming
+        )
+    except Exception as error:  # noqa: BLE001  whatever hub, network or data set makes of a name
+        raise ConfigError(
+            f"data: {source.path!r} is no file, folder or pattern here, and cannot be had from the hub either: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from None
+    return HubDataset(name=source.path, rows=rows if streaming else rows.to_iterable_dataset())

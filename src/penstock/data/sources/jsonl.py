@@ -1,0 +1,58 @@
+"""JSONL: one object in each line, in one file or several, compressed with gzip or not.
+
+Read here and not by ``datasets``, which knows no line numbers, takes one schema for all lines, and adds to each message
+the keys that any other has.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from penstock.data.sources.reader import FIELDS, Cursor, Example
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines:
+    """A cursor is (file, byte, line) of what comes next."""
+
+    files: tuple[Path, ...]
+
+    def read(self, start: Cursor) -> Iterator[tuple[Example, Cursor]]:
+        first, offset, line = start or (0, 0, 0)
+        for index in range(first, len(self.files)):
+            path = self.files[index]
+            try:
+                with _open(path) as file:
+                    file.seek(offset)
+                    for text in file:
+                        offset, line = offset + len(text), line + 1
+                        if not text.isspace():
+                            place = f"{path}, line {line}"
+                            yield Example(fields=_fields(text, place), place=place), [index, offset, line]
+            except (OSError, EOFError, zlib.error) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                raise ConfigError(f"data: cannot read {path}, after line {line}: {reason}") from None
+            offset = line = 0
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def _fields(text: bytes, place: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: it is not UTF-8 text ({error.reason})") from None
+    except json.JSONDecodeError as error:
+        whole = text.lstrip()[:1] == b"[" and place.endswith("line 1")
+        hint = ": the file is one JSON array; write each of its objects into a line of its own" if whole else ""
+        raise ConfigError(f"{place}: this is not JSON: {error.msg} at character {error.pos + 1}{hint}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: each line must hold one JSON object, and this one holds a {type(value).__name__}")
+    return {name: value[name] for name in FIELDS if name in value} or dict.fromkeys(value)

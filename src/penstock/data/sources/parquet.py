@@ -1,0 +1,53 @@
+"""Parquet files, a row group at a time; columns that are not needed are not read."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from penstock.data.sources.reader import FIELDS, Cursor, Example
+from penstock.errors import ConfigError
+
+_ROWS = 256  # that are in memory as Python objects at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parquet:
+    """A cursor is (file, row) of what comes next."""
+
+    files: tuple[Path, ...]
+
+    def read(self, start: Cursor) -> Iterator[tuple[Example, Cursor]]:
+        first, skip = start or (0, 0)
+        for index in range(first, len(self.files)):
+            path, row = self.files[index], skip
+            try:
+                for example in _rows(path, skip):
+                    row += 1
+                    yield Example(fields=example, place=f"{path}, row {row}"), [index, row]
+            except (OSError, pyarrow.ArrowException) as error:
+                raise ConfigError(f"data: cannot read {path}, after row {row}: {_first_line(error)}") from None
+            skip = 0
+
+
+def _rows(path: Path, skip: int) -> Iterator[dict[str, object]]:
+    with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
+        names = file.schema_arrow.names
+        columns = [name for name in FIELDS if name in names]
+        if not columns:
+            yield dict.fromkeys(names)  # the names are what a message has to say
+            return
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if skip >= rows:
+                skip -= rows
+                continue
+            for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=columns):
+                yield from batch.to_pylist()[skip:]
+                skip = max(skip - batch.num_rows, 0)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

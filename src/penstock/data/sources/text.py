@@ -1,0 +1,60 @@
+"""Text files: each is one document. Their order depends on nothing but their names."""
+
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from penstock.data.sources.reader import Cursor, Example
+from penstock.errors import ConfigError
+
+PART = 1 << 13
+"""Bytes of text handled at a time; also how finely a text is divided between training and validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles:
+    """A cursor is (file, byte, bytes so far) of what comes next. ``limit``: bytes to read, and up to a part more."""
+
+    files: tuple[Path, ...]
+    limit: int | None = None
+
+    def read(self, start: Cursor) -> Iterator[tuple[Example, Cursor]]:
+        first, offset, seen = start or (0, 0, 0)
+        for index in range(first, len(self.files)):
+            if self.limit is not None and seen >= self.limit:
+                return
+            path = self.files[index]
+            try:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    ahead = b"".join(file.readlines(PART))
+                    while ahead and (self.limit is None or seen < self.limit):
+                        text, ahead = ahead, b"".join(file.readlines(PART))
+                        begins, offset, seen = offset == 0, offset + len(text), seen + len(text)
+                        last = not ahead or (self.limit is not None and seen >= self.limit)
+                        fields = {"text": text.decode("utf-8")}
+                        yield Example(fields=fields, place=str(path), begins=begins, ends=last), [index, offset, seen]
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text ({error.reason})"
+                raise ConfigError(f"data: cannot use {path}: {reason}") from None
+            offset = 0
+
+
+def in_order(files: Mapping[str, Path]) -> tuple[Path, ...]:
+    """Files ordered by a hash of their names (the keys), so that any stretch of them is a fair sample."""
+    return tuple(files[name] for name in sorted(files, key=lambda n: (xxhash.xxh3_64_intdigest(os.fsencode(n)), n)))
+
+
+def stdlib() -> tuple[Path, ...]:
+    """The sources of Python's own standard library."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return in_order({path.relative_to(root).as_posix(): path for path in root.rglob("*.py") if _is_stdlib(path, root)})
+
+
+def _is_stdlib(path: Path, root: Path) -> bool:
+    """Installed packages are not the standard library; its tests are left out, as some systems ship without them."""
+    return not {"site-packages", "dist-packages", "test", "tests"} & set(path.relative_to(root).parts)

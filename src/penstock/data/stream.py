@@ -1,0 +1,70 @@
+"""What training reads from: rows without end from any position, each with the position behind it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.data.mixture import Mixture, shuffled
+from penstock.data.pieces import Cuts
+from penstock.data.rows import Packing, Row, Rows
+
+Position = Mapping[str, Any]
+"""Where a run is in its data, as JSON holds it. It counts sequences, whatever the batch they were used in."""
+
+
+class Stream(Protocol):
+    """Rows of training data."""
+
+    def rows(self, position: Position | None) -> Iterator[tuple[Row, Position]]:
+        """Each row from ``position`` on (None: the beginning), with the position behind it. There is no end.
+
+        Raises:
+            ConfigError: what a stream reads is not what it should be.
+        """
+        ...
+
+    def passes(self, position: Position) -> float:
+        """How often the data have been gone through at a position; of several sources, the most often."""
+        ...
+
+    def lost(self, position: Position) -> int:
+        """Tokens cut off or dropped so far because documents were too long."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """Rows of data that are tokenised: a position is an epoch and a row of it, and any can be gone to at once."""
+
+    mixture: Mixture
+    packing: Packing
+    length: int
+    _last: tuple[int, Rows] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def cuts(self) -> Cuts:
+        return sum((pieces.cuts for pieces in self.mixture.sources), Cuts())
+
+    def epoch(self, number: int) -> Rows:
+        """The rows of an epoch, as they were packed."""
+        if self._last is None or self._last[0] != number:
+            source, piece = self.mixture.epoch(number)
+            rows = Rows.of(self.mixture.sources, source, piece, packing=self.packing, length=self.length)
+            self._last = (number, rows)
+        return self._last[1]
+
+    def rows(self, position: Position | None) -> Iterator[tuple[Row, Position]]:
+        epoch, first = (0, 0) if position is None else (int(position["epoch"]), int(position["row"]))
+        while True:
+            rows, seed = self.epoch(epoch), self.mixture.seed
+            order = range(len(rows)) if seed is None else shuffled(len(rows), seed, epoch)
+            for place in range(first, len(rows)):
+                yield rows.row(int(order[place])), {"epoch": epoch, "row": place + 1}
+            epoch, first = epoch + 1, 0
+
+    def passes(self, position: Position) -> float:
+        epochs = position["epoch"] + position["row"] / max(len(self.epoch(int(position["epoch"]))), 1)
+        return max(self.mixture.passes(epochs))
+
+    def lost(self, position: Position) -> int:
+        return self.cuts.lost

@@ -1,0 +1,162 @@
+"""Data that are read while training goes on: tokenised, shuffled and packed a window of documents at a time.
+
+A window is the next so many documents of all sources, each source taken from when its share of the tokens is due. It
+is a function of where it begins, so a position is that place and a row of the window: resuming makes the window anew.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, cast
+
+import numpy as np
+
+from penstock.config.data import TooLong
+from penstock.data.ahead import ahead
+from penstock.data.encode import Encoder
+from penstock.data.mixture import shuffled
+from penstock.data.pieces import Pieces, continuous_pieces, pieces_of
+from penstock.data.rows import Packing, Row, Rows
+from penstock.data.sources.reader import Cursor, Reader
+from penstock.data.stream import Position
+from penstock.data.token_files import Document, TokenFile
+from penstock.errors import ConfigError
+
+_MOST_TOKENS = 1 << 25  # of one window: 128 MiB of ids
+
+
+class Place(TypedDict):
+    """Where one source is: which pass, where in it, and the tokens that it has given so far."""
+
+    turn: int
+    at: Cursor
+    tokens: int
+
+
+class Start(TypedDict):
+    """Where a window begins, its number, and the tokens that were lost before it."""
+
+    window: int
+    lost: int
+    sources: list[Place]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSource:
+    """``weight``: of its share of the tokens. ``encoder`` makes a new one, as an encoder remembers its kind."""
+
+    name: str
+    reader: Reader
+    encoder: Callable[[], Encoder]
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Window:
+    start: Start
+    rows: Rows
+    lost: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """Rows of sources that are streamed. ``window``: documents in a window. ``rule``: for those that are too long."""
+
+    sources: Sequence[StreamSource]
+    window: int
+    seed: int
+    packing: Packing
+    length: int
+    rule: TooLong | None
+
+    def rows(self, position: Position | None) -> Iterator[tuple[Row, Position]]:
+        first = 0 if position is None else int(position["row"])
+        with ahead(lambda: self._windows(position), 1) as windows:
+            for window in windows:
+                order = shuffled(len(window.rows), self.seed, window.start["window"])
+                for place in range(first, len(order)):
+                    behind = {**window.start, "lost": window.lost, "lost_before": window.start["lost"]}
+                    yield window.rows.row(int(order[place])), {**behind, "row": place + 1}
+                first = 0
+
+    def passes(self, position: Position) -> float:
+        return float(max(place["turn"] for place in position["sources"]))
+
+    def lost(self, position: Position) -> int:
+        return int(position["lost"])
+
+    def _windows(self, position: Position | None) -> Iterator[_Window]:
+        if position is None:
+            start = Start(window=0, lost=0, sources=[Place(turn=0, at=None, tokens=0) for _ in self.sources])
+        else:
+            places = [cast(Place, dict(place)) for place in position["sources"]]
+            start = Start(window=int(position["window"]), lost=int(position["lost_before"]), sources=places)
+        documents = [_endless(source, place) for source, place in zip(self.sources, start["sources"], strict=True)]
+        fruitful = max(place["turn"] for place in start["sources"])
+        while True:
+            taken, places = self._take(documents, start["sources"])
+            pieces = [self._pieces(_corpus(found)) for found in taken]
+            source = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])
+            piece = np.concatenate([np.arange(len(p)) for p in pieces])
+            rows = Rows.of(pieces, source, piece, packing=self.packing, length=self.length)
+            lost = start["lost"] + sum(p.cuts.lost for p in pieces)
+            turn = max(place["turn"] for place in places)
+            if len(rows):
+                yield _Window(start=start, rows=rows, lost=lost)
+                fruitful = turn
+            elif turn > fruitful + 1:
+                raise ConfigError("data: no document of the sources has a token that counts in the loss, and fits")
+            start = Start(window=start["window"] + 1, lost=lost, sources=places)
+
+    def _take(
+        self, documents: Sequence[Iterator[tuple[Document, Place]]], places: Sequence[Place]
+    ) -> tuple[list[list[Document]], list[Place]]:
+        """The documents of a window by source, and where each source is behind them."""
+        places = list(places)
+        taken: list[list[Document]] = [[] for _ in documents]
+        tokens = 0
+        for _ in range(self.window):
+            due = min(range(len(places)), key=lambda i: places[i]["tokens"] / self.sources[i].weight)
+            document, places[due] = next(documents[due])
+            taken[due].append(document)
+            tokens += len(document.ids)
+            if tokens >= _MOST_TOKENS:
+                break
+        return taken, places
+
+    def _pieces(self, corpus: TokenFile) -> Pieces:
+        if self.packing == "continuous":
+            return continuous_pieces(corpus, self.length)
+        return pieces_of(corpus, self.length, self.rule)
+
+
+def _endless(source: StreamSource, place: Place) -> Iterator[tuple[Document, Place]]:
+    """A source's documents from a place on, pass after pass, each with the place behind it."""
+    turn, at, tokens = place["turn"], place["at"], place["tokens"]
+    while True:
+        before = tokens
+        for document, behind in source.encoder().documents(source.reader.read(at)):
+            tokens += len(document.ids)
+            yield document, Place(turn=turn, at=behind, tokens=tokens)
+        if tokens == before and at is None:
+            raise ConfigError(f"data: {source.name} has no documents")
+        turn, at = turn + 1, None
+
+
+def _corpus(documents: Sequence[Document]) -> TokenFile:
+    """A window's documents of one source. What the window cuts through ends with it."""
+    if not documents:
+        return TokenFile(ids=np.empty(0, np.uint32), ends=np.empty(0, np.int64), answers=None)
+    ends = np.cumsum([len(document.ids) for document in documents])
+    last = [document.ends for document in documents]
+    last[-1] = True
+    parts = [_answers(document) for document in documents]
+    any_answers = any(document.answers is not None for document in documents)
+    return TokenFile(
+        ids=np.concatenate([document.ids for document in documents]),
+        ends=ends[np.asarray(last)].astype(np.int64),
+        answers=np.concatenate(parts) if any_answers else None,
+    )
+
+
+def _answers(document: Document) -> Any:
+    return np.ones(len(document.ids), np.uint8) if document.answers is None else document.answers

@@ -1,0 +1,106 @@
+"""The tokenizer: loaded from where the model or the settings say, or a byte-level BPE trained on the text.
+
+Both are a ``PreTrainedTokenizerBase`` of transformers, so that an exported model has one that any tool loads.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import xxhash
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from penstock.config.data import DataConfig, TokenizerTrainingConfig
+from penstock.errors import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+"""Of a trained tokenizer: the token after each document. It also stands for the beginning, and fills up."""
+
+END_OF_TEXT_ID = 0
+"""Its id: special tokens come first."""
+
+
+def load(path: str, *, key: str = "data.tokenizer", revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, or of a name on the hub. No code that comes with it is run.
+
+    Raises:
+        ConfigError: there is none, or none that transformers can load.
+    """
+    try:
+        found = cast(Any, AutoTokenizer).from_pretrained(path, revision=revision, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001  whatever transformers, tokenizers or the hub make of what is there
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{key}={path!r}: there is no tokenizer that can be loaded: {reason}") from None
+    assert isinstance(found, PreTrainedTokenizerBase)
+    if not found.get_vocab():
+        raise ConfigError(f"{key}={path!r}: the tokenizer there has no vocabulary")
+    return found
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer with the chat template that the settings name, if they do.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if config.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"data.chat_template={config.chat_template!r}: cannot read it: {error}") from None
+    return tokenizer
+
+
+def train(config: TokenizerTrainingConfig, sample: Iterable[str]) -> PreTrainedTokenizerBase:
+    """A byte-level BPE of exactly ``config.vocabulary`` tokens: end of text, 256 bytes, merges.
+
+    Equal text gives an equal tokenizer on every machine that has the same version of ``tokenizers``.
+
+    Raises:
+        ConfigError: the sample has too little repetition for that many merges.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    size = tokenizer.get_vocab_size()
+    if size != config.vocabulary:
+        raise ConfigError(
+            f"data.tokenizer.train.vocabulary={config.vocabulary}, but the text has only enough repetition for {size} "
+            "tokens: lower it, raise data.tokenizer.train.sample, or give more text"
+        )
+    ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    made = cast(Any, PreTrainedTokenizerFast)(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **ends)
+    assert isinstance(made, PreTrainedTokenizerBase)
+    return made
+
+
+def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    return max(tokenizer.get_vocab().values())
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What fills up sequences. No label and no attention ever touches it, so that any id will do."""
+    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of all that decides which ids a document gets."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        whole = repr(sorted(tokenizer.get_vocab().items()))
+    else:  # but for how a batch would be filled up, which is not asked for
+        whole = json.dumps({**json.loads(backend.to_str()), "padding": None, "truncation": None}, sort_keys=True)
+    parts = (whole, str(tokenizer.chat_template), str(sorted(tokenizer.special_tokens_map.items(), key=str)))
+    return xxhash.xxh3_128_hexdigest("\0".join(parts).encode())

@@ -1,0 +1,49 @@
+"""What was read, in words, before the first step."""
+
+from penstock.data.opening import Data
+from penstock.data.pieces import Cuts
+from penstock.data.stream import Prepared
+
+
+def told(data: Data, length: int) -> str:
+    """Documents, tokens, those that count in the loss, how full sequences are, and what was cut off."""
+    if not isinstance(data.train, Prepared):
+        lines = [f"data are streamed, in sequences of {length:,} tokens"]
+    else:
+        rows = data.train.epoch(0)
+        cuts = data.train.cuts
+        full = 100 * rows.tokens / (len(rows) * length)
+        epoch = f"an epoch of {len(rows):,} sequences of {length:,}, {full:.1f}% full"
+        lines = [f"{_documents(cuts.documents)}, {_tokens(cuts)}: {epoch}"]
+        lines += _left_out(cuts, data.train.packing == "continuous")
+        passes = data.train.mixture.passes(1)
+        if data.train.mixture.weights is not None:
+            lines.append("by weight an epoch reads the sources " + ", ".join(f"{p:.3g}" for p in passes) + " times")
+    if data.validation is not None:
+        cuts = data.validation.cuts
+        lines.append(
+            f"held out: {_documents(cuts.documents)}, {_tokens(cuts)}, {len(data.validation.epoch(0)):,} sequences"
+        )
+        lines += _left_out(cuts, data.validation.packing == "continuous")
+    return "\n".join(lines)
+
+
+def _documents(count: int) -> str:
+    return f"{count:,} document{'s' * (count != 1)}"
+
+
+def _tokens(cuts: Cuts) -> str:
+    return f"{cuts.tokens:,} tokens, {cuts.labels:,} of which count in the loss"
+
+
+def _left_out(cuts: Cuts, continuous: bool) -> list[str]:
+    """What is not trained on."""
+    lines = []
+    if continuous and cuts.lost:
+        lines.append(f"  {cuts.lost:,} tokens at the end do not fill a sequence and are left out")
+    if cuts.too_long:
+        became = f"{cuts.lost:,} tokens are left out" if cuts.lost else "they are split"
+        lines.append(f"  {_documents(cuts.too_long)} longer than a sequence: {became}")
+    if cuts.without:
+        lines.append(f"  {cuts.without:,} pieces have no token that counts in the loss and are left out")
+    return lines

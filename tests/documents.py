@@ -1,0 +1,61 @@
+"""Documents, tokenizers and chat templates for the tests of data."""
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from penstock.config import DataConfig, TokenizerTrainingConfig
+from penstock.data.tokenizer import train
+
+WORDS = ["penstock", "turbine", "größe", "水", "river", "valve", "x = 1", "#", "the", "water", "of", "head"]
+
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""It does not say which part is the assistant's."""
+
+MARKED_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<assistant>{% generation %}{{ m.content }}</assistant>\n"
+    "{% endgeneration %}{% else %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""It renders as ``PLAIN_TEMPLATE`` does, and says so."""
+
+LAST_ONLY_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{% if loop.last %}[last]{% endif %}{{ m.content }}\n{% endfor %}"
+)
+"""A message is rendered otherwise when another follows."""
+
+
+def sentences(count: int, seed: int = 0, words: tuple[int, int] = (3, 40)) -> list[str]:
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, size=rng.integers(*words))) + f" {i}" for i in range(count)]
+
+
+def tokenizer(vocabulary: int = 320) -> PreTrainedTokenizerBase:
+    return train(TokenizerTrainingConfig(vocabulary=vocabulary), sentences(300))
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    lines = iter(sentences(4 * count))
+    roles = ("user", "assistant", "user", "assistant")
+    return [{"messages": [{"role": role, "content": next(lines)} for role in roles]} for _ in range(count)]
+
+
+def settings(sources: Any, **changes: Any) -> DataConfig:
+    return DataConfig(
+        **{"sources": str(sources) if isinstance(sources, Path) else sources, "sequence_length": 64, **changes}
+    )
