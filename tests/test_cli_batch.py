@@ -102,6 +102,7 @@ def test_epochs_become_steps_of_the_data_that_is_there(path: Path, tmp_path: Pat
     flags = ["--steps", "null", "--epochs", "0.02", "--evaluate", "null"]
     assert main(["train", str(path), *flags]) == 0
     ran = settings.load(tmp_path / "run" / "config.yaml")
-    tokens = (tmp_path / "run" / "train.tokens").stat().st_size // 2
+    (prepared,) = (tmp_path / "run" / "data").glob("*/train-0.tokens")
+    tokens = prepared.stat().st_size // 2
     assert (ran.epochs, ran.steps) == (None, round(0.02 * (tokens // 32) / 4))
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == ran.steps

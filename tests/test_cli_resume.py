@@ -84,9 +84,10 @@ def test_a_run_that_is_under_way_is_refused_and_not_touched(
 ) -> None:
     run = tmp_path / "run"
     assert main(["train", str(config), "--steps", "1"]) == 0
-    names = ("config.yaml", "metrics.jsonl", "tokenizer.json", "trace.json")
+    names = ("config.yaml", "metrics.jsonl", "data.json", "trace.json")
     before = {name: (run / name).read_bytes() for name in names}
-    text = np.memmap(run / "train.tokens", dtype="<u2", mode="r")
+    (prepared,) = (run / "data").glob("*/train-0.tokens")
+    text = np.memmap(prepared, dtype="<u2", mode="r")
     tokens = np.array(text)
     target = [str(run), "--steps", "2"] if words == ["resume"] else [str(config)]
     with Store.open([run / "store"]):

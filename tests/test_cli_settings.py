@@ -142,7 +142,7 @@ def test_an_unknown_flag_names_itself_and_the_nearest_known_one(config_file: Pat
         ("speculate", "maybe", "true or false or null"),
         ("grad_dtype", "fp16", "one of fp32, bf16"),
         ("data.validation", "{share: 1.0}", "between 0 and 1"),
-        ("data.validation", "{share: 0.1}", "no effect without evaluate"),
+        ("data.validation", "{sources: v.jsonl}", "no effect without evaluate"),
         ("data.validation", "{}", "give one of them"),
         ("evaluate", "{every: 1}", "needs data.validation"),
         ("data.packing", "tight", "true or false or one of continuous"),

@@ -42,7 +42,6 @@ device: cpu
 steps: 4
 plan: null
 """
-NO_EVALUATION = ("--evaluate", "null", "--data.validation", "null")
 
 
 @pytest.fixture(autouse=True)
@@ -105,12 +104,12 @@ def test_a_second_run_in_the_same_folder_is_refused_and_can_replace_the_first(
 
 def test_a_resumed_run_has_the_numbers_of_one_that_never_stopped(config: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    assert main(["train", str(config), "--run", str(whole), *NO_EVALUATION]) == 0
-    assert main(["train", str(config), "--steps", "1", *NO_EVALUATION]) == 0
-    assert main(["train", str(config), "--steps", "4", *NO_EVALUATION, "--resume"]) == 0
+    assert main(["train", str(config), "--run", str(whole), "--evaluate", "null"]) == 0
+    assert main(["train", str(config), "--steps", "1", "--evaluate", "null"]) == 0
+    assert main(["train", str(config), "--steps", "4", "--evaluate", "null", "--resume"]) == 0
     assert _numbers(tmp_path / "run") == _numbers(whole)
     assert (tmp_path / "run" / "trace-from-2.json").exists()
-    assert main(["train", str(config), "--steps", "4", *NO_EVALUATION, "--resume"]) == 2
+    assert main(["train", str(config), "--steps", "4", "--evaluate", "null", "--resume"]) == 2
 
 
 def test_ctrl_c_ends_after_the_step_and_the_run_can_go_on(config: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class ValidationConfig:
 
     | field | meaning |
     |---|---|
-    | ``share`` | share of the documents that is held out; always the same ones |
+    | ``share`` | share of the documents that is held out, always the same ones: they are not trained on |
     | ``sources`` | sources of their own, as in ``data.sources`` |
     """
 

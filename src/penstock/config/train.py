@@ -151,8 +151,10 @@ class TrainConfig:
             raise ConfigError(
                 "evaluate needs data.validation, what to evaluate on: {share: 0.02} of the documents, or sources"
             )
-        if self.evaluate is None and self.data.validation is not None:
-            raise ConfigError("data.validation has no effect without evaluate: say when (evaluate: {every: 100})")
+        if self.evaluate is None and self.data.validation is not None and self.data.validation.sources is not None:
+            raise ConfigError(
+                "data.validation.sources has no effect without evaluate: say when (evaluate: {every: 100})"
+            )
 
     def _check_overlap(self) -> None:
         """``delay`` and ``speculate`` are refused where they would have no effect."""
