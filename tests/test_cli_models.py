@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.documents import tokenizer
 from tests.folders import write
 
 from penstock.cli import main
@@ -17,7 +18,7 @@ from penstock.hf.models.kept import kept_model
 CONFIG = """\
 run: {run}
 model: {model}
-data: {{source: files, files: ["{text}"], vocabulary: 300, sequence_length: 32}}
+data: {{sources: "{text}", sequence_length: 32}}
 optimizer: {{lr: 1e-3}}
 budget: {{device: 8MiB, host: 12MiB, disk: "{{run}}/store", weights: disk, state: disk}}
 batch: {{sequences: 2}}
@@ -39,7 +40,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write("llama-300", tmp_path_factory.mktemp("source") / "small", torch.bfloat16, max_shard_size="1GB")
-    (folder / "tokenizer_config.json").write_text('{"mine": true}')
+    tokenizer(300).save_pretrained(folder)
     return folder
 
 
@@ -65,7 +66,8 @@ def test_a_run_keeps_what_its_model_is_made_of_and_goes_on_without_the_source(co
     assert kept.config.dtype == torch.bfloat16
     assert kept.config.use_cache
     assert kept.config.architectures == ["LlamaForCausalLM"]
-    assert json.loads((run / "model" / "tokenizer_config.json").read_text()) == {"mine": True}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (run / "model" / name).read_bytes() == (tmp_path / "small" / name).read_bytes()
     shutil.rmtree(tmp_path / "small")
     assert main(["resume", str(run), "--steps", "2"]) == 0
     assert losses(run) == losses(whole)

@@ -31,7 +31,7 @@ model:
     max_position_embeddings: 256
 data:
   sources: stdlib
-  tokenizer: {train: {vocabulary: 1024}}
+  tokenizer: {{train: {{vocabulary: 1024}}}}
   sequence_length: 128
 optimizer:
   lr: 1e-3
