@@ -117,7 +117,7 @@ data: {{sources: stdlib, tokenizer: {{train: {{vocabulary: 1024}}}}, sequence_le
 optimizer: {{lr: 1e-3}}
 budget: {{device: 64MiB, host: 64MiB, disk: "{{run}}/store"}}
 steps: 4
-micro_batches: 2
+batch: {{sequences: 4}}
 micro_batch_size: 2
 """
 
