@@ -72,6 +72,7 @@ PLAN = {
 }
 
 ENGINE = {
+    "position",
     "budget",
     "close",
     "counters",
@@ -148,7 +149,8 @@ def test_engine() -> None:
     members = {name for name in vars(penstock.Engine) if not name.startswith("_")}
     assert attributes | members == ENGINE
     assert {name for name in ("__enter__", "__exit__") if name in vars(penstock.Engine)} == {"__enter__", "__exit__"}
-    assert list(inspect.signature(penstock.Engine.step).parameters) == ["self", "micro_batches", "loss_weights"]
+    step = ["self", "micro_batches", "loss_weights", "position"]
+    assert list(inspect.signature(penstock.Engine.step).parameters) == step
     assert list(inspect.signature(penstock.Engine.evaluate).parameters) == ["self", "micro_batches", "loss_weights"]
     assert list(inspect.signature(penstock.Engine.save).parameters) == ["self", "path", "overwrite"]
     assert list(inspect.signature(penstock.Engine.load).parameters) == ["self", "path"]
