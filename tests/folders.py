@@ -55,8 +55,8 @@ _SMALL: dict[str, Any] = {
 _WHISPER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 64,
@@ -84,7 +84,7 @@ _DEEPSEEK: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
-_VIT: dict[str, Any] = {"num_attention_heads": 4, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
+_VIT: dict[str, Any] = {"num_attention_heads": 4, "num_hidden_layers": 2, "image_size": 16, "patch_size": 8}
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SMALL)),

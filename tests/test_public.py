@@ -90,6 +90,7 @@ ENGINE = {
     "step",
     "step_count",
     "trace",
+    "values",
 }
 
 STATS = [

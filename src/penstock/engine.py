@@ -34,6 +34,7 @@ from penstock.run.stats import StepStats
 from penstock.run.streams import streams_for
 from penstock.run.trace import MemorySample, TraceEvent
 from penstock.run.trial import Outcome, take_step
+from penstock.run.values import Values
 from penstock.schedule.op import Schedule
 from penstock.sim.result import Simulation
 from penstock.tape.blocks import find_blocks
@@ -401,15 +402,15 @@ class Engine:
 
         One parameter is in memory at a time: what was yielded is overwritten only if you keep no reference.
         """
+        values = self.values()
+        for name in values.parameters:
+            yield name, values.parameter(name)
+
+    def values(self) -> Values:
+        """Every parameter and persistent buffer, to be read piece by piece while no step runs."""
         self._check_usable()
         self._rest()
-        for group in self._groups:
-            master = f"master.{group.spec.index}" if self._residence.form.split else f"weights.{group.spec.index}"
-            for s in group.slices:
-                yield (
-                    s.name,
-                    self._residence.fetch(master if s.trainable else f"weights.{group.spec.index}", s.offset, s.shape),
-                )
+        return Values(self._residence, self._description, self._buffers.tensors())
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write a snapshot: parameters, optimizer state, step, random state, settings of the optimizer; exact.

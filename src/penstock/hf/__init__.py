@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.hf.engine_arguments import EngineArguments
+    from penstock.hf.models.exporting import export
     from penstock.hf.models.loading import Loaded, load
     from penstock.hf.sft_trainer import SFTTrainer
     from penstock.hf.trainer import EngineMixin, Trainer
@@ -23,10 +24,11 @@ _WHERE = {
     "Loaded": "penstock.hf.models.loading",
     "SFTTrainer": "penstock.hf.sft_trainer",
     "Trainer": "penstock.hf.trainer",
+    "export": "penstock.hf.models.exporting",
     "load": "penstock.hf.models.loading",
 }
 
-__all__ = ["EngineArguments", "EngineMixin", "Loaded", "SFTTrainer", "Trainer", "load"]
+__all__ = ["EngineArguments", "EngineMixin", "Loaded", "SFTTrainer", "Trainer", "export", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -259,13 +259,12 @@ class Residence:
         for name in on_disk:
             self.turn(name)
 
-    def fetch(self, name: str, offset: int, shape: torch.Size) -> torch.Tensor:
-        """A parameter out of an array, from element ``offset`` on, as a new fp32 tensor; reads all that has a checksum
-        with some of it."""
-        part, out = self.parts[name], torch.empty(shape, dtype=torch.float32)
-        flat, end = out.view(-1), offset + shape.numel()
-        if not shape.numel():
-            return out
+    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
+        """Fill ``flat``, 1-D and fp32, with the elements of an array from ``offset`` on, all in its trainable or all in
+        its frozen part; reads all that has a checksum with some of it."""
+        part, end = self.parts[name], offset + flat.numel()
+        if not flat.numel():
+            return
         bounce = HostSlab(BOUNCE)
         span = next(s for s in part.spans if s.start <= offset < s.stop)
         start = span.start + (offset - span.start) // span.step * span.step
@@ -279,7 +278,6 @@ class Residence:
                 flat[a - offset : b - offset].copy_(piece[a - first : b - first])
         finally:
             bounce.close()
-        return out
 
     def settle(self, place: Placement) -> None:
         """Move every array to the tier that a placement gives it, in an order that fills no tier more than it was, or

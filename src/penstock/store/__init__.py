@@ -10,6 +10,7 @@ manifest.py   what a store is made for, and which of its directories is which
 records.py    small checksummed JSON documents: manifest and commit records
 journal.py    text files that grow with a run: metrics and traces
 store.py      `Store`: what the executor reads and writes during training
+whole.py      folders that appear whole or not at all
 snapshot.py   `SnapshotWriter`, `SnapshotReader`: what `engine.save` and `engine.load` use
 
 Imports only config and errors from the rest of the package, and never torch: buffers are numpy arrays or memoryviews.

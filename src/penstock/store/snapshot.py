@@ -4,9 +4,6 @@ Every block of an extent has a checksum (xxh3), which is checked whenever any of
 extents.
 """
 
-import ctypes
-import errno
-import glob
 import os
 import shutil
 import uuid
@@ -29,14 +26,12 @@ from penstock.store.packed import PackedFile, store_error
 from penstock.store.records import read_document, write_document
 from penstock.store.store import Lent
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
+from penstock.store.whole import exchange, remove_abandoned
 
 DATA = "penstock.snapshot"
 MANIFEST = "snapshot.json"
 
 _VERIFIED = 8 << 20
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
-_NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL})
 
 
 @dataclass(kw_only=True)
@@ -91,7 +86,7 @@ class SnapshotWriter:
         self._check_target()
         if not self._path.parent.is_dir():
             raise StoreError(f"{self._path}: {self._path.parent} does not exist: create it first")
-        _remove_abandoned(self._path)
+        remove_abandoned(self._path)
         self._partial = self._path.with_name(f"{self._path.name}.partial-{uuid.uuid4().hex[:12]}")
         directory.make_directory(self._partial)
         with ExitStack() as undo:
@@ -194,7 +189,7 @@ class SnapshotWriter:
     def _rename(self, replaces: bool) -> None:
         try:
             if replaces:
-                _exchange(self._partial, self._path)
+                exchange(self._partial, self._path)
             else:
                 self._partial.rename(self._path)
         except OSError as e:
@@ -215,32 +210,6 @@ class SnapshotWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove what saves to ``path`` left behind whose process was killed: nobody holds their lock any more."""
-    for partial in path.parent.glob(f"{glob.escape(path.name)}.partial-*"):
-        try:
-            lock = DirectoryLock(partial)
-        except StoreError:
-            continue
-        shutil.rmtree(partial)
-        lock.release()
-
-
-def _exchange(new: Path, old: Path) -> None:
-    """Swap two names; in one step where the file system can (Linux renameat2), else in three."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE)
-    if libc.renameat2(*arguments) == 0:
-        return
-    code = ctypes.get_errno()
-    if code not in _NO_EXCHANGE:
-        raise OSError(code, os.strerror(code))
-    aside = new.with_name(f"{new.name}-old")
-    old.rename(aside)
-    new.rename(old)
-    aside.rename(new)
 
 
 class SnapshotReader:

@@ -5,6 +5,8 @@
     shell    a model built from its configuration, on the meta device
     mapping  which tensors of the files make which values of the model, by transformers' own rules
     loading  ``load``: a model without memory, and where its values come from
+    exporting    ``export``: a trained model as a folder
+    shard_files  safetensors files, written piece by piece
     kept     what a run keeps of its model, so that it can be built and exported without its source
 
 May import: ``config``, ``errors``, ``store``, ``run``, and transformers, which the extra ``hf`` installs.

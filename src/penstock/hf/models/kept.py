@@ -78,7 +78,7 @@ def keep(
 def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype) -> None:
     """As ``save_pretrained`` of a model in ``dtype`` does."""
     own = deepcopy(config)
-    own.dtype = str(dtype).removeprefix("torch.")
+    own.dtype = shell.word(dtype)
     own.architectures = [type(model).__name__]
     own.save_pretrained(folder)
 

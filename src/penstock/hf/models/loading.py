@@ -76,9 +76,8 @@ def load(
 def _like_loaded(model: Any, folder: Path, dtype: torch.dtype, weights: "FolderWeights") -> None:
     """Leave the traces on a model that ``from_pretrained`` does: what saving it, or generating with it, goes by."""
     model._weight_conversions = list(weights.rules)
-    for part in (model.config, *(getattr(model.config, key, None) for key in model.config.sub_configs)):
-        if part is not None:
-            part.dtype = dtype
+    for part in shell.parts(model.config):
+        part.dtype = dtype
     model.config.name_or_path = model.name_or_path = str(folder)
     if model.can_generate() and (folder / GENERATION).is_file():
         try:
@@ -88,7 +87,7 @@ def _like_loaded(model: Any, folder: Path, dtype: torch.dtype, weights: "FolderW
 
 
 def _refuse_quantised(folder: Path, config: Any) -> None:
-    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+    for part in shell.parts(config):
         how = getattr(part, "quantization_config", None)
         if how is None:
             continue
@@ -138,8 +137,8 @@ class FolderWeights:
             kinds = _TRAINABLE if wanted.is_floating_point() else (wanted.dtype,)
             if made.dtype not in kinds:
                 raise ConfigError(
-                    f"{source.file}: {source.name} is {_word(made.dtype)}, and the model's {target} is "
-                    f"{_word(wanted.dtype)}: if it is quantised, dequantise the model with transformers first"
+                    f"{source.file}: {source.name} is {shell.word(made.dtype)}, and the model's {target} is "
+                    f"{shell.word(wanted.dtype)}: if it is quantised, dequantise the model with transformers first"
                 )
 
     def _check_names(self, state: Mapping[str, torch.Tensor], unknown: Iterable[str]) -> None:
@@ -230,7 +229,3 @@ def _same(model: Any, state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]
 def _names(names: Iterable[str]) -> str:
     """Names with the numbers of layers and experts left out: what is missing in one is mostly missing in all."""
     return some(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names}))
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

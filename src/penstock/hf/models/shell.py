@@ -83,10 +83,22 @@ def build(config: Any, cls: Any = AutoModelForCausalLM, *, dtype: torch.dtype = 
             model = cast(Any, make)(own, dtype=dtype)
     except REFUSED as error:
         raise ConfigError(f"Hugging Face cannot build this {config.model_type} model: {short(error)}") from error
-    for part in (model.config, *(getattr(model.config, key, None) for key in model.config.sub_configs)):
+    for part in parts(model.config):
         if getattr(part, "use_cache", None):
             part.use_cache = False
+            model._use_cache_as_loaded = True
     return model
+
+
+def parts(config: Any) -> list[Any]:
+    """A configuration and those of the models within the model."""
+    within = (getattr(config, key, None) for key in config.sub_configs)
+    return [config, *(part for part in within if part is not None)]
+
+
+def word(dtype: torch.dtype) -> str:
+    """A dtype as a configuration names it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def short(error: BaseException) -> str:

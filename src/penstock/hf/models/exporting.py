@@ -1,0 +1,273 @@
+"""``export``: a trained model as a folder that any tool of Hugging Face loads, streamed out of the state as it lies.
+
+The folder is what ``save_pretrained`` of the same model, in memory and in the same dtype, would write: names and
+layouts by transformers' own rules, tied weights once, buffers too. It appears under its name whole or not at all.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from penstock.config import parse_size
+from penstock.engine import Engine
+from penstock.errors import ConfigError, ModelError
+from penstock.hf.models import mapping, shell
+from penstock.hf.models.folder import CONFIG, GENERATION, INDEX, TOKENIZER_FILES
+from penstock.hf.models.kept import Kept
+from penstock.hf.models.mapping import Step
+from penstock.hf.models.shard_files import ShardFiles, lay_out
+from penstock.run.values import Values
+from penstock.store.packed import FULL, store_error
+from penstock.store.whole import WholeFolder
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Progress = Callable[[int, int], None]
+"""Told how many of all bytes have been written."""
+
+_PIECE = 2 << 20  # elements of a parameter that are in memory at once
+
+
+def export(
+    engine: Engine,
+    out: str | Path,
+    *,
+    tokenizer: Any = None,
+    dtype: Dtype | None = None,
+    shard_size: str | int = "5GB",
+    overwrite: bool = False,
+) -> None:
+    """Write the model of an engine as a Hugging Face folder. Needs a few MB of memory, and of experts that are stored
+    one by one, those of one block.
+
+    Args:
+        engine: of a model of transformers.
+        out: the folder; its parent exists.
+        tokenizer: to be saved beside the model.
+        dtype: of its weights; None: the one that the model's configuration says, which is that of the folder it was
+            loaded from.
+        shard_size: most bytes of a file, but for one of a single larger tensor.
+        overwrite: replace a model's folder that is there.
+
+    Raises:
+        ConfigError: the model is none of transformers, or ``out`` exists.
+        ModelError: a value is too large for ``dtype``.
+        StoreError: the disk is full or fails.
+    """
+    model: Any = engine.model
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise ConfigError(
+            f"{type(model).__name__} is no model of transformers: save it with engine.master_parameters()"
+        )
+    config = deepcopy(model.config)
+    if getattr(model, "_use_cache_as_loaded", False):  # training has no use for it, whoever loads the folder has
+        for part in shell.parts(config):
+            part.use_cache = True
+
+    def companions(folder: Path) -> None:
+        if model.can_generate():
+            try:
+                model.generation_config.save_pretrained(folder)
+            except ValueError as error:
+                raise ConfigError(
+                    f"transformers does not write this generation_config: {shell.short(error)}"
+                ) from error
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    write_folder(
+        Path(out),
+        Source(
+            cls=type(model), config=config, rules=getattr(model, "_weight_conversions", None), values=engine.values()
+        ),
+        companions,
+        dtype=dtype,
+        shard_size=shard_size,
+        overwrite=overwrite,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model and its values. ``rules``: that it was loaded by; None if it was not."""
+
+    cls: Any
+    config: Any
+    rules: list[Any] | None
+    values: Values
+
+    @staticmethod
+    def of(kept: Kept, values: Values) -> "Source":
+        """The model that a run keeps."""
+        return Source(cls=type(kept.model), config=kept.config, rules=kept.rules, values=values)
+
+
+def copy_companions(kept: Path, folder: Path) -> None:
+    """What a run keeps of its model beside the configuration: generation settings, tokenizer, code."""
+    for file in sorted(kept.iterdir()):
+        if file.name in (GENERATION, *TOKENIZER_FILES) or file.suffix in (".py", ".jinja"):
+            shutil.copyfile(file, folder / file.name)
+
+
+def write_folder(
+    out: Path,
+    source: Source,
+    companions: Callable[[Path], None],
+    *,
+    dtype: Dtype | None = None,
+    shard_size: str | int = "5GB",
+    overwrite: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """The folder, whole or not at all. ``companions`` writes what goes beside configuration and weights.
+
+    Raises: as ``export``.
+    """
+    _check_target(out, overwrite=overwrite)
+    kind = shell.FLOATS[dtype] if dtype else shell.dtype_of(source.config) or torch.float32
+    twin, steps = _steps(source, kind)
+    tensors = {name: tensor for step in steps for name, tensor in step.targets.items()}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.numel() * tensor.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=parse_size(shard_size),
+    )
+    layouts = {file: lay_out({name: tensors[name] for name in own}) for file, own in split.filename_to_tensors.items()}
+    with WholeFolder(out) as folder:
+        with ShardFiles(folder.partial, layouts) as files:
+            _fill(files, twin, steps, source.values, progress)
+            files.finish()
+        try:
+            _write_config(folder.partial, source, kind)
+            if split.is_sharded:
+                total = sum(place.shape.numel() for place in source.values.parameters.values())
+                body = {
+                    "metadata": {"total_parameters": total, **split.metadata},
+                    "weight_map": split.tensor_to_filename,
+                }
+                (folder.partial / INDEX).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            companions(folder.partial)
+            _sync_small(folder.partial)
+        except OSError as error:
+            advice = "free some space, or give another folder" if error.errno in FULL else "check the drive"
+            raise store_error(f"{out}: cannot be written: {error.strerror or error}: {advice}", error) from error
+        folder.finish()
+
+
+def _check_target(out: Path, *, overwrite: bool) -> None:
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise ConfigError(f"{out} exists: give another folder, or say that it may be replaced (overwrite)")
+    if not out.is_dir() or (any(out.iterdir()) and not (out / CONFIG).is_file()):
+        raise ConfigError(f"{out} is no model's folder (it has no {CONFIG}), so it is not replaced: give another one")
+
+
+def _steps(source: Source, dtype: torch.dtype) -> tuple[Any, tuple[Step, ...]]:
+    """A twin of the model on the meta device, in the dtype that is written, and what becomes of the model's values.
+
+    Raises:
+        ModelError: the values are those of another model than its configuration describes.
+    """
+    twin = shell.build(source.config, source.cls, dtype=dtype)
+    special = twin._get_dtype_plan(dtype)
+    state = {}
+    for name, like in twin.state_dict().items():
+        kept = next((kind for pattern, kind in special.items() if re.search(pattern.replace("*", ".*"), name)), None)
+        as_saved = (kept or like.dtype) if like.is_floating_point() else like.dtype
+        state[name] = torch.empty(like.shape, dtype=as_saved, device="meta")
+    for name in twin._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    state = remove_tied_weights_from_state_dict(state, twin)
+    _check_same(state, source.values)
+    return twin, mapping.outwards(twin, state, source.rules)
+
+
+def _check_same(state: Mapping[str, torch.Tensor], values: Values) -> None:
+    known = {name: place.shape for name, place in values.parameters.items()}
+    known |= {name: buffer.shape for name, buffer in values.buffers.items()}
+    for name, tensor in state.items():
+        if name not in known or known[name] != tensor.shape:
+            raise ModelError(
+                f"the model's configuration tells of {name} with shape {list(tensor.shape)}, and the state has "
+                f"{list(known[name]) if name in known else 'no such thing'}: the model was changed after it was built, "
+                "and its configuration was not"
+            )
+
+
+def _fill(files: ShardFiles, twin: Any, steps: tuple[Step, ...], values: Values, progress: Progress) -> None:
+    sizes = [sum(target.numel() * target.itemsize for target in step.targets.values()) for step in steps]
+    done = 0
+    for step, nbytes in zip(steps, sizes, strict=True):
+        if step.copies:
+            ((name, target),) = step.targets.items()
+            _copy(files, values, step.sources[0][0], name, target.dtype)
+        else:
+            _convert(files, twin, step, values)
+        done += nbytes
+        progress(done, sum(sizes))
+
+
+def _copy(files: ShardFiles, values: Values, name: str, as_name: str, dtype: torch.dtype) -> None:
+    """Write a value as it is, piece by piece."""
+    if name in values.buffers:
+        files.write(as_name, 0, _cast(values.buffers[name].cpu().reshape(-1), dtype, name))
+        return
+    numel = values.parameters[name].shape.numel()
+    room = torch.empty(min(_PIECE, numel))
+    for start in range(0, numel, _PIECE):
+        piece = room[: min(_PIECE, numel - start)]
+        values.read(name, start, piece)
+        files.write(as_name, start, _cast(piece, dtype, name))
+
+
+def _convert(files: ShardFiles, twin: Any, step: Step, values: Values) -> None:
+    """Write what a step makes of its sources, which are in memory for as long as that takes."""
+    dtype = next(iter(step.targets.values())).dtype
+
+    def read(name: str) -> torch.Tensor:
+        whole = values.buffers[name].cpu() if name in values.buffers else values.parameter(name)
+        return _cast(whole, dtype, name)
+
+    for name, tensor in step.convert(twin, read).items():
+        files.write(name, 0, tensor.reshape(-1))
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Raises:
+    ModelError: a value is too large for the dtype.
+    """
+    cast = values.to(dtype)
+    if dtype.is_floating_point and cast.dtype != values.dtype and not bool(cast.isfinite().all()):
+        where = cast.isfinite().logical_not_()
+        worst = values[where].flatten()[0].item()
+        raise ModelError(f"{name} has {worst:g}, which is too large for {shell.word(dtype)}: export in bf16 or fp32")
+    return cast
+
+
+def _write_config(folder: Path, source: Source, dtype: torch.dtype) -> None:
+    """As ``save_pretrained`` does."""
+    config = deepcopy(source.config)
+    config.dtype = shell.word(dtype)
+    config.architectures = [source.cls.__name__]
+    config.save_pretrained(folder)
+
+
+def _sync_small(folder: Path) -> None:
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
