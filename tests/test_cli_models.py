@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,8 @@ from tests.folders import write
 from penstock.cli import main
 from penstock.hf.models.folder import SINGLE
 from penstock.hf.models.kept import kept_model
+from penstock.run.slots import Slots
+from penstock.store.store import DATA, Store
 
 CONFIG = """\
 run: {run}
@@ -138,3 +143,112 @@ def kept_shell(folder: Path) -> Iterator[torch.nn.Parameter]:
 
     parameters: Iterator[torch.nn.Parameter] = shell.build(shell.config_of(folder)).parameters()
     return parameters
+
+
+# ---- penstock export
+
+
+def test_a_trained_run_is_exported_and_computes_what_the_run_computed(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In fp32 a plain loop over the same tokens has the run's own loss for its next step, to the bit."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main(["train", str(config)]) == 0
+    assert main(["export", str(run), str(out), "--dtype", "fp32"]) == 0
+    assert "step 2 of" in capsys.readouterr().out
+    names = ["config.json", "generation_config.json", SINGLE, "tokenizer_config.json"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    flags = ["--model", str(out), "--run", str(tmp_path / "again"), "--steps", "1", "--optimizer.lr", "0"]
+    assert main(["train", str(config), *flags]) == 0
+    assert main(["export", str(tmp_path / "again"), str(tmp_path / "out2")]) == 0
+    assert (tmp_path / "out2" / SINGLE).read_bytes() == (out / SINGLE).read_bytes()
+    assert (tmp_path / "out2" / "config.json").read_bytes() == (out / "config.json").read_bytes()
+
+
+def test_by_default_in_the_dtype_that_the_model_came_in(config: Path, tmp_path: Path) -> None:
+    assert main(["train", str(config), "--steps", "1"]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--shard-size=20KB"]) == 0
+    shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert {t.dtype for shard in shards for t in load_file(shard).values()} == {torch.bfloat16}
+    before = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == before
+
+
+def test_a_new_model_is_exported_in_the_precision_of_its_run(config: Path, tmp_path: Path) -> None:
+    flags = ["--model", f"{{config: {tmp_path / 'small'}, init: true}}", "--steps", "1", "--precision", "bf16"]
+    assert main(["train", str(config), *flags]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert {t.dtype for t in load_file(tmp_path / "out" / SINGLE).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ([], 2, "was given neither"),
+        (["{run}"], 2, "takes a run's folder and a new one"),
+        (["{run}", "{out}", "--dtype", "int4"], 2, "--dtype int4: must be one of fp32"),
+        (["{run}", "{out}", "--dtype"], 2, "--dtype needs a value"),
+        (["{run}", "{out}", "--shard-size", "big"], 2, "--shard-size 'big' is not a size"),
+        (["{run}", "{out}", "--shard-size", "0"], 2, "more than 0"),
+        (["{run}", "{out}", "--force"], 2, "has no --force"),
+        (["/nowhere", "{out}"], 2, "does not exist"),
+        (["{run}", "{out}/deep/er"], 1, "does not exist: create it first"),
+        (["{run}", "{run}"], 2, "exists"),
+        (["{run}", "{run}", "--overwrite"], 2, "is no model's folder"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(
+    words: list[str], code: int, says: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"run": trained, "out": tmp_path / "out"}
+    assert main(["export", *(word.format(**places) for word in words)]) == code
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step."""
+    folder = tmp_path_factory.mktemp("trained")
+    text = folder / "text.txt"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(2000)))
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(run=folder / "run", model=source, text=text))
+    assert main(["train", str(path), "--steps", "1"]) == 0
+    return folder / "run"
+
+
+def test_a_run_that_is_training_is_not_exported(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store.open([trained / "store"]):
+        assert main(["export", str(trained), str(tmp_path / "out")]) == 1
+    assert "is training (its store is in use): wait for it to end, or stop it with Ctrl-C" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_is_found_and_nothing_is_left(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    with Store.open([run / "store"]) as store:
+        extent = store.layout["weights.1"]
+        slot = Slots.of(store).current("weights.1")
+    with (run / "store" / DATA).open("r+b") as file:
+        file.seek(extent.address(0, extent.stride, slot))
+        file.write(b"damage")
+    assert main(["export", str(run), str(tmp_path / "out")]) == 1
+    assert "weights.1 is damaged" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_export_that_is_ended_leaves_nothing(number: int, code: int, trained: Path, tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from penstock.cli import main; from penstock.hf.models.shard_files import ShardFiles; "
+        "ShardFiles.finish = lambda self: os.kill(os.getpid(), int(sys.argv[1])); "
+        "sys.exit(main(['export', *sys.argv[2:]]))"
+    )
+    command = [sys.executable, "-c", script, str(number), str(trained), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,8 @@ import errno
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TextIO
 
@@ -135,15 +136,22 @@ def _run(config: TrainConfig, start: Start) -> int:
     # Threads of torch that wait by spinning take the cores from the lanes' own threads. OpenMP reads this when torch is
     # loaded, which is here: on a busy two-core machine it makes a step several times faster (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    try:
+    with _needing_hf("train"):
         from penstock.cli.train import train  # torch and transformers take seconds to import
+    return train(config, start)
+
+
+@contextmanager
+def _needing_hf(command: str) -> Iterator[None]:
+    """Inside, a package of the extra ``hf`` that is not installed is said to be, with the remedy."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "tokenizers", "huggingface_hub"):
             raise
         raise ConfigError(
-            f"penstock train needs {error.name}, which is not installed: pip install 'penstock[hf]'"
+            f"penstock {command} needs {error.name}, which is not installed: pip install 'penstock[hf]'"
         ) from error
-    return train(config, start)
 
 
 def _simulate(words: Sequence[str]) -> int:
@@ -164,6 +172,19 @@ def _report(words: Sequence[str]) -> int:
     return report(parse_report(words))
 
 
+def _export(words: Sequence[str]) -> int:
+    from penstock.cli.export import EXPORT_HELP, parse_export  # another command does not need it
+
+    if {"--help", "-h"} & set(words):
+        print(EXPORT_HELP, end="")
+        return 0
+    arguments = parse_export(words)
+    with _needing_hf("export"):
+        from penstock.cli.export import run_export
+
+        return run_export(arguments)
+
+
 def _verify(words: Sequence[str]) -> int:
     from penstock.cli.verify import VERIFY_HELP, parse_verify, verify  # another command does not need it
 
@@ -177,6 +198,7 @@ _COMMANDS = {
     "train": _train,
     "resume": _resume,
     "verify": _verify,
+    "export": _export,
     "plan": _plan,
     "simulate": _simulate,
     "report": _report,

@@ -19,6 +19,8 @@ penstock: trains language models that do not fit in memory
   penstock train --help                              every setting
   penstock resume RUN [--SETTING VALUE ...]          go on with the run in the folder RUN, with the settings it has
   penstock verify RUN                                read all of its last commit, and check every checksum
+  penstock export RUN OUT                            write its last commit as a Hugging Face folder
+  penstock export --help                             its options
   penstock plan CONFIG.yaml | --model NAME           what a run will do on a machine, and what would help
   penstock plan --help                               its options
   penstock simulate NAME|FILE [--costs MACHINE] ...  how long a schedule takes, and what memory it holds when

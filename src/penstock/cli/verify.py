@@ -2,12 +2,11 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TextIO
 
-from penstock.cli.display import can_redraw, fail
+from penstock.cli.display import fail
+from penstock.cli.progress import progress
 from penstock.cli.run_folder import settings_of
 from penstock.config import format_size
 from penstock.errors import ConfigError, StoreError
@@ -23,9 +22,6 @@ penstock verify: reads all of the last commit of a run, and checks every checksu
 
 Names every damage that it finds. Exit code 0: whole. 1: damaged, or in use by a run. 2: there is nothing to check.
 """
-
-_EVERY = 10.0
-"""Seconds between lines of progress where no terminal redraws one."""
 
 
 def parse_verify(words: Sequence[str]) -> tuple[Path, ...]:
@@ -73,7 +69,7 @@ def verify(paths: Sequence[Path]) -> int:
             )
         current = {extent.name: slots.current(extent.name) for extent in store.layout.extents}
         began, damage, done = time.perf_counter(), list[str](), 0
-        with _progress(sys.stdout) as bar:
+        with progress("read") as bar:
             for part in store.verify(current):
                 done = part.done
                 damage += part.damage
@@ -92,31 +88,3 @@ def verify(paths: Sequence[Path]) -> int:
     places = "1 place is" if len(damage) == 1 else f"{len(damage)} places are"
     fail(f"{places} damaged, and this state cannot be trained on: check the drive, and go on from a snapshot")
     return 1
-
-
-class _Bar(Protocol):
-    def show(self, done: int, total: int) -> None: ...
-
-
-class _Lines:
-    """A line now and then, for logs and pipes."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._next = time.monotonic() + _EVERY
-
-    def show(self, done: int, total: int) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _EVERY
-            print(f"{format_size(done)} of {format_size(total)} read", file=self._out, flush=True)
-
-
-@contextmanager
-def _progress(out: TextIO) -> Iterator[_Bar]:
-    if not can_redraw(out):
-        yield _Lines(out)
-        return
-    from penstock.cli.terminal import reading  # rich is only worth importing where it draws
-
-    with reading(out) as bar:
-        yield bar

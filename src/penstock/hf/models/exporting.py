@@ -111,6 +111,15 @@ class Source:
         return Source(cls=type(kept.model), config=kept.config, rules=kept.rules, values=values)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What an export has written: its weights' dtype, and the number and size of their files."""
+
+    dtype: torch.dtype
+    files: int
+    nbytes: int
+
+
 def copy_companions(kept: Path, folder: Path) -> None:
     """What a run keeps of its model beside the configuration: generation settings, tokenizer, code."""
     for file in sorted(kept.iterdir()):
@@ -127,7 +136,7 @@ def write_folder(
     shard_size: str | int = "5GB",
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
-) -> None:
+) -> Written:
     """The folder, whole or not at all. ``companions`` writes what goes beside configuration and weights.
 
     Raises: as ``export``.
@@ -162,6 +171,7 @@ def write_folder(
             advice = "free some space, or give another folder" if error.errno in FULL else "check the drive"
             raise store_error(f"{out}: cannot be written: {error.strerror or error}: {advice}", error) from error
         folder.finish()
+    return Written(dtype=kind, files=len(layouts), nbytes=sum(layout.nbytes for layout in layouts.values()))
 
 
 def _check_target(out: Path, *, overwrite: bool) -> None:
