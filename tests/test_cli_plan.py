@@ -15,6 +15,7 @@ from tests.questions import DRIVE, MACHINE
 import penstock
 from penstock.cli import main
 from penstock.plan.ask import plan
+from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import parse_machine
 from penstock.plan.profiles import save_profile
 
@@ -123,8 +124,9 @@ def test_json_says_the_same_as_the_function(config: Path, capsys: pytest.Capture
         "vocab_size": 1024,
     }
     budget = penstock.Budget(device="10MiB", host="8MiB", disk=config.parent / "run" / "store")
+    shape = model_shape(model, kind="cpu", loss_tile=1024)  # as is the default of settings
     found = penstock.plan(
-        model, budget=budget, micro_batches=4, micro_batch_size=2, sequence_length=128, schedule="vertical"
+        shape, budget=budget, micro_batches=4, micro_batch_size=2, sequence_length=128, schedule="vertical"
     )
     assert found.json["step"] == step
     assert found.json["plan"] == data["plan"]

@@ -239,6 +239,28 @@ def test_a_formula_gives_what_a_dry_run_gives(name: str, rows: int, length: int,
     assert found == exact
 
 
+@pytest.mark.parametrize(("rows", "length", "form", "kind"), [(1, 64, BF16, "cuda"), (4, 128, FP32, "cpu")])
+@pytest.mark.parametrize("name", ["llama grouped tied", "gpt2"])
+@pytest.mark.parametrize("tile", [250, 1024])
+def test_a_formula_knows_the_loss_in_tiles(
+    name: str, rows: int, length: int, form: Format, kind: Kind, tile: int
+) -> None:
+    shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind=kind, loss_tile=tile)
+    exact = replace(shape, exact=True).profile(rows, length, form)
+    formula = transformer.from_config(FORMULAS[name], name=name)
+    assert formula is not None
+    assert formula.profile(rows, length, form, loss_tile=tile) == exact
+    assert shape.profile(rows, length, form) == exact
+    if rows * length > tile:
+        whole = replace(shape, loss_tile=None).profile(rows, length, form)
+        assert exact.program.stages[-1].forward_peak < 0.75 * whole.program.stages[-1].forward_peak
+
+
+def test_where_hidden_states_take_more_than_a_tile_the_model_is_run() -> None:
+    shape = HuggingFaceModel(name="odd", config=LLAMA, loss_tile=16)
+    assert shape.profile(2, 256, BF16) == replace(shape, exact=True).profile(2, 256, BF16)
+
+
 @pytest.mark.parametrize("name", ["gpt-175b", "llama-70b", "qwen3-8b"])
 def test_a_large_model_by_formula_is_the_real_one(name: str) -> None:
     assert named(name).profile(2, 2048, BF16) == meta.from_config(CONFIGS[name], name=name).profile(2, 2048, BF16)

@@ -58,7 +58,7 @@ def shape_of(config: TrainConfig, kind: Kind) -> ModelShape:
             from penstock.cli.model import build_model
 
             build_model(config.model, config.data)
-    return replace(model_shape(given, kind=kind), name=config.model.name)
+    return replace(model_shape(given, kind=kind, loss_tile=config.loss_tile), name=config.model.name)
 
 
 def _vocabulary(data: DataConfig) -> int:

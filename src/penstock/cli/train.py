@@ -39,6 +39,7 @@ from penstock.data.tokenizer import pad_id
 from penstock.data.told import told
 from penstock.engine import Engine
 from penstock.errors import BudgetError, ConfigError
+from penstock.loss.tiled import tiled_loss
 from penstock.optim.spec import OptimizerSpec
 from penstock.plan.machine import Machine
 from penstock.plan.meta import Kind
@@ -249,6 +250,7 @@ def _engine(
         plan=profile,
         clip_grad_norm=config.clip_grad_norm,
         device=config.device,
+        loss_fn=None if config.loss_tile is None else tiled_loss(config.loss_tile),
         seed=config.seed,
         speculate=config.speculate,
         grad_dtype=config.grad_dtype,

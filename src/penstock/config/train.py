@@ -45,6 +45,7 @@ class TrainConfig:
     | ``epochs`` | times through the training data instead, 0.5 or 3, in whole steps |
     | ``micro_batch_size`` | sequences in a micro-batch; null: the plan chooses, once for the whole run |
     | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; null: bf16 on a GPU, fp32 on the CPU |
+    | ``loss_tile`` | tokens whose logits are in memory at a time, in the loss and its gradient; null: all |
     | ``grad_dtype`` | ``fp32``, or ``bf16``: each step's gradient is rounded to it, once, before norm and optimizer |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
@@ -72,6 +73,7 @@ class TrainConfig:
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     evaluate: EvaluateConfig | None = None
     precision: Precision | None = None
+    loss_tile: int | None = 1024
     grad_dtype: GradDtype = "fp32"
     schedule: Literal["vertical", "horizontal"] | Path = "vertical"
     plan: Literal["auto"] | None = "auto"
@@ -105,6 +107,8 @@ class TrainConfig:
         self._check_batch()
         if not self.run:
             raise ConfigError("run is empty: name a folder for the run")
+        if self.loss_tile is not None and self.loss_tile < 1:
+            raise ConfigError(f"loss_tile={self.loss_tile}: must be at least 1 token, or null for whole logits")
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}: must not be negative")
         if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:

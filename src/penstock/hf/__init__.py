@@ -1,4 +1,5 @@
 """Hugging Face: its models in and out, and its libraries' own training loops on the engine.
+``tiled_loss`` is of the room ``loss``.
 
     models/             a folder's shards stream into a run's store, and out of it into another folder
     trainer             a transformers.Trainer whose steps, evaluation and checkpoints the engine carries out
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.hf.models.loading import Loaded, load
     from penstock.hf.sft_trainer import SFTTrainer
     from penstock.hf.trainer import EngineMixin, Trainer
+    from penstock.loss.tiled import tiled_loss
 
 _WHERE = {
     "EngineArguments": "penstock.hf.engine_arguments",
@@ -26,9 +28,10 @@ _WHERE = {
     "Trainer": "penstock.hf.trainer",
     "export": "penstock.hf.models.exporting",
     "load": "penstock.hf.models.loading",
+    "tiled_loss": "penstock.loss.tiled",
 }
 
-__all__ = ["EngineArguments", "EngineMixin", "Loaded", "SFTTrainer", "Trainer", "export", "load"]
+__all__ = ["EngineArguments", "EngineMixin", "Loaded", "SFTTrainer", "Trainer", "export", "load", "tiled_loss"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,13 +22,14 @@ class HuggingFaceModel:
     """A causal language model. A ``ModelShape``.
 
     ``kind``: of the device that it is planned for, as kernels differ in what they keep. ``exact``: always a dry run,
-    which imports torch and transformers.
+    which imports torch and transformers. ``loss_tile``: tokens whose logits are alive at a time in the loss; None: all.
     """
 
     name: str
     config: Mapping[str, Any]
     kind: Kind = "cuda"
     exact: bool = False
+    loss_tile: int | None = None
 
     def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
         """See ``ModelShape.profile``. Weights of 2 bytes are bf16.
@@ -44,9 +45,10 @@ class HuggingFaceModel:
                 "or plan for a model with more positions"
             )
         formula = None if self.exact else transformer.from_config(self.config, name=self.name)
-        if formula is None or not self._holds(formula, sequence_length, form):
+        tokens = micro_batch_size * sequence_length
+        if formula is None or not self._holds(formula, sequence_length, form, tokens):
             return self._run.profile(micro_batch_size, sequence_length, form)
-        return formula.profile(micro_batch_size, sequence_length, form)
+        return formula.profile(micro_batch_size, sequence_length, form, loss_tile=self.loss_tile)
 
     def with_layers(self, layers: int) -> "HuggingFaceModel":
         """The same model with another number of layers.
@@ -63,17 +65,24 @@ class HuggingFaceModel:
 
     @cached_property
     def _run(self) -> meta.MetaModel:
-        return meta.from_config(self.config, name=self.name, kind=self.kind)
+        return meta.from_config(self.config, name=self.name, kind=self.kind, loss_tile=self.loss_tile)
 
-    def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format) -> bool:
+    def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format, tokens: int) -> bool:
         """Whether the formulas are right to the byte for this model and device."""
         # On GPUs torch has no fused kernel for grouped queries in fp32.
         fused = self.kind == "cpu" or form.weight_bytes != FP32 or formula.kv_heads == formula.heads
-        return fused and formula.is_usual and sequence_length <= formula.window
+        return (
+            fused and formula.is_usual and sequence_length <= formula.window and self._tiles_are_most(formula, tokens)
+        )
+
+    def _tiles_are_most(self, formula: transformer.Transformer, tokens: int) -> bool:
+        """Whether a tile of logits is what an epilogue takes most for, rather than its hidden states."""
+        alive = min(self.loss_tile or tokens, tokens)
+        return self.loss_tile is None or alive * formula.vocabulary >= 4 * tokens * formula.hidden
 
 
 def model_shape(
-    source: str | Path | Mapping[str, Any], *, kind: Kind = "cuda", exact: bool = False
+    source: str | Path | Mapping[str, Any], *, kind: Kind = "cuda", exact: bool = False, loss_tile: int | None = None
 ) -> HuggingFaceModel:
     """A model from a configuration, from a ``config.json`` or the folder that it is in, or by a name that ships.
 
@@ -84,13 +93,13 @@ def model_shape(
 
     if isinstance(source, Mapping):
         config = _typed(source, "the model's configuration")
-        return HuggingFaceModel(name=config["model_type"], config=config, kind=kind, exact=exact)
+        return HuggingFaceModel(name=config["model_type"], config=config, kind=kind, exact=exact, loss_tile=loss_tile)
     path, is_path = Path(source), isinstance(source, Path) or source.endswith(".json") or "/" in source
     if str(source) in CONFIGS or not (is_path or path.exists()):
-        return replace(named(str(source), kind=kind), exact=exact)
+        return replace(named(str(source), kind=kind), exact=exact, loss_tile=loss_tile)
     file = (path / "config.json" if path.is_dir() else path).resolve()
     name = file.parent.name if file.name == "config.json" else file.stem
-    return HuggingFaceModel(name=name, config=_read(file), kind=kind, exact=exact)
+    return HuggingFaceModel(name=name, config=_read(file), kind=kind, exact=exact, loss_tile=loss_tile)
 
 
 def _read(file: Path) -> Mapping[str, Any]:

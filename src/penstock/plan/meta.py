@@ -14,6 +14,7 @@ from penstock.schedule.place import FP32, Format
 from penstock.schedule.program import GroupSpec, Program, Stage
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from penstock.tape.dry import DryRun
@@ -128,7 +129,9 @@ def _lengthen(short: "DryRun", names: tuple[str, ...]) -> tuple[tuple[GroupSpec,
     return groups, stages, flops
 
 
-def from_config(config: Mapping[str, Any], *, name: str, kind: Kind = "cuda") -> MetaModel:
+def from_config(
+    config: Mapping[str, Any], *, name: str, kind: Kind = "cuda", loss_tile: int | None = None
+) -> MetaModel:
     """A causal language model of a Hugging Face configuration (``config.json``, ``model.config`` in settings).
 
     Raises (when profiled):
@@ -140,9 +143,21 @@ def from_config(config: Mapping[str, Any], *, name: str, kind: Kind = "cuda") ->
         name=name,
         build=lambda: _build(config),
         micro_batch=lambda rows, length: _tokens(rows, length, vocabulary),
+        loss_fn=None if loss_tile is None else _tiled(loss_tile),
         kind=kind,
         repeats=True,
     )
+
+
+def _tiled(tile: int) -> "LossFn":
+    """The loss in tiles, which imports torch, once a model is run."""
+
+    def loss_fn(model: "nn.Module", micro_batch: Mapping[str, Any]) -> "torch.Tensor":
+        from penstock.loss.tiled import tiled_loss
+
+        return tiled_loss(tile)(model, micro_batch)
+
+    return loss_fn
 
 
 def from_callable(

@@ -11,7 +11,7 @@ are not kept).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -61,8 +61,10 @@ class Transformer:
     positions: int
     window: int
 
-    def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
-        """See ``ModelShape.profile``. Weights of 2 bytes are bf16.
+    def profile(
+        self, micro_batch_size: int, sequence_length: int, form: Format, *, loss_tile: int | None = None
+    ) -> ModelProfile:
+        """See ``ModelShape.profile``. Weights of 2 bytes are bf16. ``loss_tile``: as in ``loss.tiles``; None: whole.
 
         Raises:
             ConfigError: sequences longer than the model takes.
@@ -73,13 +75,14 @@ class Transformer:
                 "Lower it, or plan for a model with more positions"
             )
         sizes = _Sizes(shape=self, rows=micro_batch_size, length=sequence_length, weight_bytes=form.weight_bytes)
-        stages = (sizes.prologue(), *(sizes.call(i) for i in range(self.layers)), sizes.epilogue())
+        epilogue = sizes.epilogue() if loss_tile is None else sizes.epilogue_in_tiles(loss_tile)
+        stages = (sizes.prologue(), *(sizes.call(i) for i in range(self.layers)), epilogue)
         block, head = sizes.block_flops(), 2 * sizes.tokens * self.hidden * self.vocabulary
         attention = 4 * sizes.tokens * sequence_length * self.heads * self.head_dim
         backward = block + 2 * block + attention / 2
         return ModelProfile(
             program=Program(groups=self.groups, stages=stages),
-            forward_flops=(0.0, *(float(block),) * self.layers, 3.0 * head),
+            forward_flops=(0.0, *(float(block),) * self.layers, (3.0 if loss_tile is None else 4.0) * head),
             backward_flops=(0.0, *(float(backward),) * self.layers, 0.0),
             tokens=sizes.tokens,
             parameters=sum(n for end in self.ends for n in end.sizes) + self.layers * sum(self.block),
@@ -209,6 +212,20 @@ class _Sizes:
             forward_peak=norm + 8 - others + max(loss, head),
             backward_peak=0,
         )
+
+    def epilogue_in_tiles(self, tile: int) -> Stage:
+        """The peak is in the backward of a slice of the vocabulary: its logits, their slope in fp32 and, in 16 bits,
+        the slope once more; beside what has been summed up for the hidden states, in fp32, and for the head.
+        """
+        shape, e, tokens = self.shape, self.weight_bytes, self.tokens
+        width = max(1, tile * shape.vocabulary // max(tokens, tile))
+        logits = (2 * FP32 if e == FP32 else 2 * e + 2 * FP32) * tokens * width
+        norm = self._rms_norm(tokens, shape.hidden, output=True) if shape.gated else self.u + 8 * tokens
+        others = self.u if shape.gated else 2 * self.u + self.length * shape.hidden * e
+        summed = FP32 * tokens * shape.hidden + shape.vocabulary * shape.hidden * e
+        # Sums, factors and places of each token, and labels; a single row's are not copied when they are shifted.
+        labels = (46 if e == FP32 else 38) * tokens + (20 if self.rows == 1 else 12)
+        return replace(self.epilogue(), forward_peak=norm - others + summed + labels + logits)
 
     def _rms_norm(self, rows: int, width: int, *, output: bool) -> int:
         """Bytes that an RMS norm keeps for its backward, besides its input, which stays anyway where it is fp32.
