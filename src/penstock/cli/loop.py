@@ -21,7 +21,9 @@ from penstock.cli.run_folder import (
     trace_path,
     write_prediction,
 )
+from penstock.cli.settings import plain
 from penstock.cli.summary import reset_peak_resident
+from penstock.cli.trackers import Trackers, start_trackers
 from penstock.config import TrainConfig
 from penstock.data.batches import Batches
 from penstock.engine import Engine
@@ -71,6 +73,7 @@ def run_steps(stretch: Stretch) -> int:
     with ExitStack() as stack:
         metrics = stack.enter_context(MetricsFile(stretch.folder, done=first))
         trace = stack.enter_context(TraceWriter(stretch.trace, steps=config.trace_steps)) if stretch.trace else None
+        trackers = _trackers(stretch, stack)
         interrupt = stack.enter_context(Interrupt(display.notice, display.last_words))
         display.begin(stretch.meter)
         stack.callback(display.end)
@@ -91,11 +94,23 @@ def run_steps(stretch: Stretch) -> int:
                 log.warning(slow)
             held_out = None if interrupt.requested else _evaluate(stretch, index + 1)
             stretch.meter.add(stats, held_out, held)
-            metrics.write(with_figures(metrics_of(stats, held_out), stretch.meter, held) | data.metrics())
+            line = with_figures(metrics_of(stats, held_out), stretch.meter, held) | data.metrics()
+            metrics.write(line)
+            trackers.log(stats.step, line)
             display.update()
             if interrupt.requested:
                 break
+        display.end()
+        trackers.close("stopped" if interrupt.requested else "done")
     return interrupt.exit_code
+
+
+def _trackers(stretch: Stretch, stack: ExitStack) -> Trackers:
+    """The run's trackers, started; whatever ends the run ends them."""
+    config = stretch.config
+    trackers = start_trackers(config.trackers, stretch.folder, plain(config), done=stretch.first)
+    stack.callback(trackers.close, "failed")
+    return trackers
 
 
 def _held_up(engine: Engine) -> dict[Lane, float]:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from penstock.cli.settings import dump, load
+from penstock.cli.trackers.tracking import FOLDERS, IDS
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError, StoreError
 from penstock.report.metrics_file import lines_until
@@ -29,7 +30,7 @@ Start = Literal["new", "overwrite", "resume"]
 _SETTINGS = "config.yaml"
 _PREDICTION = "prediction.json"
 _METRICS = "metrics.jsonl"
-_FILES = (_SETTINGS, _PREDICTION, "report.html", _METRICS, "data.json")
+_FILES = (_SETTINGS, _PREDICTION, "report.html", _METRICS, "data.json", IDS)
 _PARTIAL = ".partial"
 _MODEL = "model"
 _DATA = "data"
@@ -146,7 +147,8 @@ def discard(config: TrainConfig) -> None:
         path.unlink(missing_ok=True)
     if any((model_folder(folder) / name).is_file() for name in ("config.json", "penstock.json")):
         shutil.rmtree(model_folder(folder), ignore_errors=True)
-    shutil.rmtree(folder / f"{_MODEL}{_PARTIAL}", ignore_errors=True)
+    for name in (f"{_MODEL}{_PARTIAL}", *FOLDERS):
+        shutil.rmtree(folder / name, ignore_errors=True)
     for path in (folder / _DATA).glob("*"):
         if _PREPARED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)

@@ -48,7 +48,13 @@ def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
 
 def dump(config: TrainConfig) -> str:
     """The settings as YAML that ``load`` reads back to an equal ``TrainConfig``."""
-    return dump_yaml(_plain(asdict(config)))
+    return dump_yaml(plain(config))
+
+
+def plain(config: TrainConfig) -> dict[str, Any]:
+    """The settings as nested dictionaries of scalars and lists."""
+    found: dict[str, Any] = _plain(asdict(config))
+    return found
 
 
 def _plain(value: Any) -> Any:

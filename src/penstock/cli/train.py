@@ -29,6 +29,7 @@ from penstock.cli.run_folder import (
 from penstock.cli.schedule_file import read_world
 from penstock.cli.split import Cut, cut_batch
 from penstock.cli.summary import closing, opening, resident_bytes
+from penstock.cli.trackers import check_installed
 from penstock.cli.yardstick import Yardstick, yardstick
 from penstock.config import Precision, Tier, TrainConfig
 from penstock.data.apart import check_keeps_apart
@@ -59,6 +60,7 @@ def train(config: TrainConfig, start: Start) -> int:
     display = choose_display(sys.stdout)
     schedule = _schedule(config.schedule)
     optimizer = optimizer_spec(config.optimizer)
+    check_installed(config.trackers)
     new = None if start == "resume" else run_model(config.model, config.data)
     if start == "resume":
         config = as_cut_before(config)

@@ -10,6 +10,7 @@ from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig, OptimizerName, OverrideConfig
 from penstock.config.sizes import format_size, parse_size
+from penstock.config.trackers import TrackerName
 from penstock.config.train import EvaluateConfig, TrainConfig
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Tier",
     "TokenizerConfig",
     "TokenizerTrainingConfig",
+    "TrackerName",
     "TrainConfig",
     "ValidationConfig",
     "format_size",

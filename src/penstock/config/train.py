@@ -10,6 +10,7 @@ from penstock.config.data import DataConfig
 from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig
+from penstock.config.trackers import TrackerName
 from penstock.errors import ConfigError
 
 
@@ -56,6 +57,7 @@ class TrainConfig:
     | ``drive_tbw`` | terabytes (1e12 bytes) that each drive of ``budget.disk`` may be written in its life, to tell how
     long it lasts; null: as the machine's profile says, else 0.3 of its size a day over five years |
     | ``seed`` | everything random follows from it |
+    | ``report_to`` | where else the metrics go: ``tensorboard``, ``wandb``, ``mlflow``, or a list of them |
     | ``trace_steps`` | steps that the trace keeps, the first ones; 0: no trace; null: all of them |
 
     ``{run}`` in ``budget.disk`` stands for the run's folder.
@@ -83,7 +85,13 @@ class TrainConfig:
     device: str | None = None
     drive_tbw: float | None = None
     seed: int = 0
+    report_to: TrackerName | tuple[TrackerName, ...] = ()
     trace_steps: int | None = 50
+
+    @property
+    def trackers(self) -> tuple[TrackerName, ...]:
+        """What ``report_to`` names."""
+        return (self.report_to,) if isinstance(self.report_to, str) else self.report_to
 
     @property
     def sequences_per_step(self) -> int:
@@ -119,6 +127,8 @@ class TrainConfig:
             raise ConfigError(f"drive_tbw={self.drive_tbw}: must be more than 0")
         self._check_evaluation()
         self._check_overlap()
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ConfigError(f"report_to={list(self.trackers)!r} names one twice: keep one")
         if self.trace_steps is not None and self.trace_steps < 0:
             raise ConfigError(f"trace_steps={self.trace_steps}: must not be negative")
         if self.steps is not None:

@@ -1,0 +1,173 @@
+"""The trackers of a run: started together, fed together, and none of them able to end the run."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from penstock.config import TrackerName
+from penstock.errors import ConfigError
+
+log = logging.getLogger("penstock")
+
+Ending = Literal["done", "stopped", "failed"]
+
+IDS = "trackers.json"
+"""In a run's folder: what each tracker calls the run, so that a resumed run goes on under the same name."""
+
+FOLDERS = ("tensorboard", "wandb")
+"""What trackers write into the run's folder."""
+
+_PACKAGES: Mapping[TrackerName, tuple[str, str]] = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow"),
+}
+"""The module that each needs, and the package that has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracked:
+    """What a tracker is told of a run when it starts. ``settings``: dotted name -> value, as the run resolved them.
+
+    ``done``: steps that are done already. ``known``: what the tracker called the run before; None: it is new.
+    """
+
+    folder: Path
+    settings: Mapping[str, Any]
+    done: int = 0
+    known: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What people call the run."""
+        return self.folder.resolve().name
+
+
+class Tracker(Protocol):
+    """One tracker of one run. What it raises is the end of it, not of the run."""
+
+    def start(self, run: Tracked) -> str:
+        """Begin, or go on; returns what to find the run by when it goes on again."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self, ending: Ending) -> None: ...
+
+
+def check_installed(names: Sequence[TrackerName]) -> None:
+    """Raises ConfigError: the package of a tracker is not there."""
+    for name in names:
+        module, package = _PACKAGES[name]
+        try:
+            there = find_spec(module) is not None
+        except ValueError:  # a module that is blocked or half imported
+            there = False
+        if not there:
+            raise ConfigError(
+                f"report_to: {name} needs the package {package}, which is not installed: pip install {package}"
+            )
+
+
+def start_trackers(names: Sequence[TrackerName], folder: Path, settings: Mapping[str, Any], *, done: int) -> "Trackers":
+    """Start the trackers that a run asks for, before its next step. ``settings``: nested, as YAML would hold them.
+
+    Raises:
+        ConfigError: one of them cannot start; those that have are closed.
+    """
+    path = folder / IDS
+    known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    flat = dict(flatten(settings))
+    started = Trackers()
+    for name in names:
+        tracker = _ADAPTERS[name]()
+        try:
+            known[name] = tracker.start(Tracked(folder=folder, settings=flat, done=done, known=known.get(name)))
+        except Exception as error:
+            started.close("failed")
+            raise ConfigError(f"report_to: {name} cannot start: {' '.join(str(error).split())[:400]}") from error
+        started.running[name] = tracker
+    if names:
+        path.write_text(json.dumps(known), encoding="utf-8")
+    return started
+
+
+@dataclass(kw_only=True)
+class Trackers:
+    """Those that are running. One that fails is said once and left out from then on."""
+
+    running: dict[TrackerName, Tracker] = field(default_factory=dict)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Send the numbers of a line of metrics."""
+        values = dict(named(metrics))
+        self._each(lambda tracker: tracker.log(step, values), "no longer logs to it")
+
+    def close(self, ending: Ending) -> None:
+        """Send what is left, and say how the run ended."""
+        self._each(lambda tracker: tracker.close(ending), "may have lost its last steps there")
+        self.running.clear()
+
+    def _each(self, act: Callable[[Tracker], None], outcome: str) -> None:
+        for name, tracker in list(self.running.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # noqa: BLE001 - whatever a tracker's package raises, training goes on
+                del self.running[name]
+                reason = " ".join(str(error).split())[:300] or type(error).__name__
+                log.warning("%s failed, and the run %s: %s. Training goes on", name, outcome, reason)
+
+
+_LEARNING = {"loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/learning_rate"}
+
+
+def named(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers under the names that Hugging Face's trainer gives them; what the machine did is under ``system/``."""
+    for key, value in flatten(metrics):
+        if key == "step" or value is None:
+            continue
+        if key == "validation_loss":
+            yield "eval/loss", float(value)
+        elif key in _LEARNING:
+            yield _LEARNING[key], float(value)
+        else:
+            yield f"system/{key.replace('.', '/')}", float(value)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in nested mappings."""
+    for key, value in values.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, Mapping):
+            yield from flatten(value, name)
+        else:
+            yield name, value
+
+
+def _tensorboard() -> Tracker:
+    from penstock.cli.trackers.tensorboard import TensorBoard
+
+    return TensorBoard()
+
+
+def _wandb() -> Tracker:
+    from penstock.cli.trackers.weights_and_biases import WeightsAndBiases
+
+    return WeightsAndBiases()
+
+
+def _mlflow() -> Tracker:
+    from penstock.cli.trackers.mlflow import MLflow
+
+    return MLflow()
+
+
+_ADAPTERS: Mapping[TrackerName, Callable[[], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
