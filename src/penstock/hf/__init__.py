@@ -3,6 +3,7 @@
 
     models/             a folder's shards stream into a run's store, and out of it into another folder
     trainer             a transformers.Trainer whose steps, evaluation and checkpoints the engine carries out
+    checkpoint          what the engine puts into a Trainer's checkpoints
     sft_trainer         the same for TRL's SFTTrainer
     training_arguments  what becomes of each of the Trainer's arguments
     engine_arguments    what a Trainer has to be told about the engine
@@ -13,6 +14,7 @@ May import: everything but ``cli``. Importing the package itself imports neither
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.hf.checkpoint import last_checkpoint
     from penstock.hf.engine_arguments import EngineArguments
     from penstock.hf.models.exporting import export
     from penstock.hf.models.loading import Loaded, load
@@ -27,11 +29,22 @@ _WHERE = {
     "SFTTrainer": "penstock.hf.sft_trainer",
     "Trainer": "penstock.hf.trainer",
     "export": "penstock.hf.models.exporting",
+    "last_checkpoint": "penstock.hf.checkpoint",
     "load": "penstock.hf.models.loading",
     "tiled_loss": "penstock.loss.tiled",
 }
 
-__all__ = ["EngineArguments", "EngineMixin", "Loaded", "SFTTrainer", "Trainer", "export", "load", "tiled_loss"]
+__all__ = [
+    "EngineArguments",
+    "EngineMixin",
+    "Loaded",
+    "SFTTrainer",
+    "Trainer",
+    "export",
+    "last_checkpoint",
+    "load",
+    "tiled_loss",
+]
 
 
 def __getattr__(name: str) -> Any:

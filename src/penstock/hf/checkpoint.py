@@ -14,6 +14,7 @@ SNAPSHOT = "penstock.snapshot"
 SCHEDULER = "scheduler.pt"
 ARGUMENTS = "training_args.bin"
 _ORIGIN = "penstock.json"
+_PREFIX, _LAST = "checkpoint-", "trainer_state.json"
 
 
 def save(engine: Engine, folder: Path) -> None:
@@ -25,6 +26,24 @@ def save(engine: Engine, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     engine.save(folder / SNAPSHOT, overwrite=True)
     (folder / _ORIGIN).write_text(json.dumps({"disk": _resolved(engine.budget)}) + "\n")
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest checkpoint of a Trainer's output folder that is complete, for ``resume_from_checkpoint``.
+
+    A run that is killed while it saves leaves a part of one, which transformers' own search would name.
+    """
+    found = {int(p.name.removeprefix(_PREFIX)): p for p in Path(output_dir).glob(f"{_PREFIX}*") if _is_complete(p)}
+    return str(found[max(found)]) if found else None
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the file that the Trainer writes last is whole."""
+    try:
+        json.loads((folder / _LAST).read_text())
+    except (OSError, ValueError):
+        return False
+    return folder.name.removeprefix(_PREFIX).isdigit()
 
 
 def require(folder: Path) -> Path:

@@ -137,12 +137,14 @@ class EngineMixin(_Mixed):
 
     # ---- training
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The library's own ``train``.
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The library's own ``train``. With ``resume_from_checkpoint=True`` the last complete checkpoint is taken.
 
         Raises:
             ConfigError: a callback looks at gradients, which there are none of between steps.
         """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = checkpoint.last_checkpoint(str(self.args.output_dir)) or True
         for callback in self.callback_handler.callbacks:
             if type(callback).on_pre_optimizer_step is not transformers.TrainerCallback.on_pre_optimizer_step:
                 raise ConfigError(
@@ -152,7 +154,7 @@ class EngineMixin(_Mixed):
         asked = self.args.activation_checkpointing
         self.args.activation_checkpointing = False  # honoured by the engine; the library would do it once more
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.args.activation_checkpointing = asked
 
