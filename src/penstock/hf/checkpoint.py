@@ -1,19 +1,26 @@
 """The engine's part of a Trainer's ``checkpoint-N``: a snapshot, and which store it was taken from."""
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from penstock.config import Budget
 from penstock.engine import Engine
 from penstock.errors import ConfigError
+from penstock.hf.models.exporting import Dtype, export
 from penstock.store.store import Store
 
 SNAPSHOT = "penstock.snapshot"
 SCHEDULER = "scheduler.pt"
 ARGUMENTS = "training_args.bin"
 _ORIGIN = "penstock.json"
+_ASIDE = "penstock.export"
+_DTYPES: Mapping[torch.dtype, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _PREFIX, _LAST = "checkpoint-", "trainer_state.json"
 
 
@@ -85,22 +92,38 @@ def _resolved(budget: Budget) -> list[str]:
     return [str(path.resolve()) for path in budget.disk_paths]
 
 
-def write_model(engine: Engine, folder: Path) -> None:
+def write_model(engine: Engine, folder: Path, tokenizer: Any, dtype: torch.dtype | None) -> None:
     """Write the model as ``save_pretrained`` of its class does: of one with adapters, these alone.
+
+    ``dtype``: of the model as the Trainer was given it; None: of the folder that it was loaded from. The weights are
+    streamed into a folder of their own first, and then moved to where other files of the Trainer may be.
 
     Raises:
         ConfigError: its class has no ``save_pretrained``.
+        StoreError: the disk is full or fails.
     """
-    model = engine.model
+    model: Any = engine.model
+    folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PreTrainedModel):
-        kept = set(model.state_dict())
-        state = dict(engine.master_parameters()) | dict(model.named_buffers())
-        model.save_pretrained(folder, state_dict={name: state[name] for name in state if name in kept})
+        aside = folder / _ASIDE
+        export(engine, aside, tokenizer=tokenizer, dtype=None if dtype is None else _DTYPES.get(dtype), overwrite=True)
+        _move_into(folder, aside)
     elif callable(getattr(model, "save_pretrained", None)):  # a PeftModel
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         state = {name: tensor for name, tensor in engine.master_parameters() if name in trained}
-        model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+        model.save_pretrained(folder, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
     else:
         raise ConfigError(
             f"{type(model).__name__} has no save_pretrained: set save_strategy='no', and use trainer.engine.save(path)"
         )
+
+
+def _move_into(folder: Path, aside: Path) -> None:
+    """Put a model's files in the place of those of an earlier one, which may have had more shards."""
+    for old in (*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")):
+        old.unlink()
+    for file in aside.iterdir():
+        os.replace(file, folder / file.name)
+    aside.rmdir()

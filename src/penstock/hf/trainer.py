@@ -28,6 +28,7 @@ from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
 from penstock.hf.training_arguments import check_arguments
 from penstock.optim.driven import DrivenOptimizer
+from penstock.run import start
 from penstock.run.stats import StepStats
 from penstock.store.store import Store
 from penstock.tape import trees
@@ -86,6 +87,7 @@ class EngineMixin(_Mixed):
         self._collected: list[tuple[dict[str, Any], float]] = []
         self._stats: StepStats | None = None
         self._resumes: Path | None = None
+        self._dtype: torch.dtype | None = None
         super().__init__(*args, **kwargs)
         check_arguments(self.args)
         if getattr(self.model, "is_activation_checkpointing", False):
@@ -110,6 +112,8 @@ class EngineMixin(_Mixed):
             checkpoint.make_room(self._resumes, given.budget)
         elif given.overwrite and Store.exists(given.budget.disk_paths):
             Store.delete(given.budget.disk_paths)
+        # What the library would save it in; a model without values has no dtype of its own.
+        self._dtype = None if start.built_on_meta(self.model) else next(self.model.parameters()).dtype
         engine = wrap(
             self.model,
             optimizer=optimizer_of(self),
@@ -274,11 +278,8 @@ class EngineMixin(_Mixed):
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         folder = Path(str(self.args.output_dir if output_dir is None else output_dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_model(self.engine, folder)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        checkpoint.write_model(self.engine, folder, tokenizer, self._dtype)
         torch.save(self.args, folder / checkpoint.ARGUMENTS)
 
     # ---- what the library would do to a model that it holds itself
