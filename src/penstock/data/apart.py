@@ -20,6 +20,10 @@ from penstock.errors import ConfigError
 _REMEDY = "Set data.packing to false (one document in a sequence), or to continuous (documents attend to those before)"
 
 
+_MASKED = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers (``config.layer_types``) that attend by masks."""
+
+
 class _Reached(Exception):  # noqa: N818  it is no error
     """The model asks which tokens belong together."""
 
@@ -30,11 +34,18 @@ def check_keeps_apart(model: nn.Module) -> None:
     inner = _innermost(model)
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         _refuse(f"{name} takes no position_ids, from which it could tell packed documents apart")
-    if getattr(inner, "_is_stateful", False):
+    if getattr(inner, "_is_stateful", False) or _other_layers(inner):
         _refuse(f"{name} carries a state from each token to the next, over the ends of documents")
     reached, reason = _asks(inner)
     if not reached:
         _refuse(f"{name} does not look at position_ids for where documents begin{reason}")
+
+
+def _other_layers(model: nn.Module) -> list[str]:
+    """Kinds of layers that do not attend by a mask: convolutions, linear attention and the like."""
+    config = getattr(model, "config", None)
+    kinds = getattr(config.get_text_config(), "layer_types", None) if config is not None else None
+    return [kind for kind in kinds or () if kind not in _MASKED]
 
 
 def _innermost(model: nn.Module) -> nn.Module:
@@ -51,7 +62,7 @@ def _asks(model: nn.Module) -> tuple[bool, str]:
     training = model.training
     try:
         with _noticed(), torch.no_grad():
-            model.eval()(input_ids=ids, position_ids=positions, use_cache=False)
+            model.eval()(input_ids=ids, position_ids=positions)
     except _Reached:
         return True, ""
     except Exception as error:  # noqa: BLE001  whatever a model makes of a run without weights
