@@ -4,15 +4,18 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.config import DataConfig, ModelConfig, TrainConfig
+from penstock.config import DataConfig, LoraConfig, ModelConfig, TrainConfig
 from penstock.plan.huggingface import model_shape
 from penstock.plan.machine import Machine
 from penstock.plan.means import REPEATS, with_pinned_gradients
-from penstock.plan.meta import Kind
+from penstock.plan.meta import Change, Kind
 from penstock.plan.model import ModelShape
 from penstock.plan.task import MOMENTS, Task
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def task_of(config: TrainConfig, machine: Machine, *, disk_free: int) -> Task:
@@ -58,7 +61,22 @@ def shape_of(config: TrainConfig, kind: Kind) -> ModelShape:
             from penstock.cli.model import build_model
 
             build_model(config.model, config.data)
-    return replace(model_shape(given, kind=kind, loss_tile=config.loss_tile), name=config.model.name)
+    return replace(
+        model_shape(given, kind=kind, loss_tile=config.loss_tile), change=_change(config.lora), name=config.model.name
+    )
+
+
+def _change(lora: LoraConfig | None) -> Change | None:
+    """What is done to a model once it is built."""
+    if lora is None:
+        return None
+
+    def change(model: "nn.Module") -> "nn.Module":
+        from penstock.hf.lora import with_adapters
+
+        return with_adapters(model, lora)
+
+    return change
 
 
 def _vocabulary(data: DataConfig) -> int:

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from torch import nn
+
 from penstock.cli.display import Display, choose_display
 from penstock.cli.keeping import cost_of_a_kill, space
 from penstock.cli.loop import Stretch, report_last, run_steps
@@ -31,7 +33,7 @@ from penstock.cli.split import Cut, cut_batch
 from penstock.cli.summary import closing, opening, resident_bytes
 from penstock.cli.trackers import check_installed
 from penstock.cli.yardstick import Yardstick, yardstick
-from penstock.config import Precision, Tier, TrainConfig
+from penstock.config import LoraConfig, Precision, Tier, TrainConfig
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches
 from penstock.data.opening import Data, check_model, open_data
@@ -40,12 +42,14 @@ from penstock.data.tokenizer import pad_id
 from penstock.data.told import told
 from penstock.engine import Engine
 from penstock.errors import BudgetError, ConfigError
+from penstock.hf.lora import BaseWeights, with_adapters
 from penstock.loss.tiled import tiled_loss
 from penstock.optim.spec import OptimizerSpec
 from penstock.plan.machine import Machine
 from penstock.plan.meta import Kind
 from penstock.plan.profiles import find_profile, save_profile
 from penstock.run.device import resolve_device
+from penstock.run.start import WeightSource
 from penstock.schedule.op import Schedule
 from penstock.wrapping import wrap
 
@@ -69,9 +73,10 @@ def train(config: TrainConfig, start: Start) -> int:
         model = new or resumed_model(model_folder(folder), config.model, config.data)
         if config.data.packing is True:
             check_keeps_apart(model.model)
+        trained = _adapted(model, config.lora)
         machine = _machine(config, display)
         cut = cut_batch(config, schedule, machine, device_kind(config.device))
-        make_engine = partial(_engine, model, optimizer, config, schedule, machine)
+        make_engine = partial(_engine, *trained, optimizer, config, schedule, machine)
         measure = yardstick(config, machine, kind=device_kind(config.device))
         data = _open_data(config, display, folder, model, new=new is not None)
         return _train(config, display, folder, make_engine, parameter_count(model.model), data, cut, measure)
@@ -235,16 +240,24 @@ def device_kind(asked: str | None) -> Kind:
     return "cpu" if resolve_device(asked).type == "cpu" else "cuda"
 
 
+def _adapted(model: RunModel, lora: LoraConfig | None) -> tuple[nn.Module, WeightSource | None]:
+    """What is trained, and where its values come from."""
+    if lora is None:
+        return model.model, model.weights
+    return with_adapters(model.model, lora), None if model.weights is None else BaseWeights(model.weights)
+
+
 def _engine(
-    model: RunModel,
+    model: nn.Module,
+    weights: WeightSource | None,
     optimizer: OptimizerSpec,
     config: TrainConfig,
     schedule: Literal["vertical", "horizontal"] | Schedule,
     profile: Machine | None,
 ) -> Engine:
     return wrap(
-        model.model,
-        weights=model.weights,
+        model,
+        weights=weights,
         optimizer=optimizer,
         budget=config.budget,
         precision=config.precision,

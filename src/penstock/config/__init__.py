@@ -6,6 +6,7 @@ One file for each section. May import: ``errors``.
 from penstock.config.batch import BatchConfig
 from penstock.config.budget import TIERS, Budget, Durability, GradDtype, Precision, Tier
 from penstock.config.data import DataConfig, SourceConfig, TokenizerConfig, TokenizerTrainingConfig, ValidationConfig
+from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig, OptimizerName, OverrideConfig
@@ -22,6 +23,7 @@ __all__ = [
     "Durability",
     "EvaluateConfig",
     "GradDtype",
+    "LoraConfig",
     "LrScheduleConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -7,6 +7,7 @@ from typing import Literal
 from penstock.config.batch import BatchConfig
 from penstock.config.budget import Budget, GradDtype, Precision
 from penstock.config.data import DataConfig
+from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig
@@ -46,6 +47,7 @@ class TrainConfig:
     | ``epochs`` | times through the training data instead, 0.5 or 3, in whole steps |
     | ``micro_batch_size`` | sequences in a micro-batch; null: the plan chooses, once for the whole run |
     | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; null: bf16 on a GPU, fp32 on the CPU |
+    | ``lora`` | section: train low-rank adapters instead of the model; may be left out |
     | ``loss_tile`` | tokens whose logits are in memory at a time, in the loss and its gradient; null: all |
     | ``grad_dtype`` | ``fp32``, or ``bf16``: each step's gradient is rounded to it, once, before norm and optimizer |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
@@ -75,6 +77,7 @@ class TrainConfig:
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     evaluate: EvaluateConfig | None = None
     precision: Precision | None = None
+    lora: LoraConfig | None = None
     loss_tile: int | None = 1024
     grad_dtype: GradDtype = "fp32"
     schedule: Literal["vertical", "horizontal"] | Path = "vertical"
@@ -115,6 +118,11 @@ class TrainConfig:
         self._check_batch()
         if not self.run:
             raise ConfigError("run is empty: name a folder for the run")
+        if self.lora is not None and self.model.init:
+            raise ConfigError(
+                "lora has no use with model.init: true, whose random weights it would freeze: give model.path, or drop "
+                "lora"
+            )
         if self.loss_tile is not None and self.loss_tile < 1:
             raise ConfigError(f"loss_tile={self.loss_tile}: must be at least 1 token, or null for whole logits")
         if self.seed < 0:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.plan import meta, transformer
-from penstock.plan.meta import Kind
+from penstock.plan.meta import Change, Kind
 from penstock.plan.model import ModelProfile
 from penstock.schedule.place import FP32, Format
 
@@ -23,6 +23,7 @@ class HuggingFaceModel:
 
     ``kind``: of the device that it is planned for, as kernels differ in what they keep. ``exact``: always a dry run,
     which imports torch and transformers. ``loss_tile``: tokens whose logits are alive at a time in the loss; None: all.
+    ``change``: what is done to the model once it is built, such as adapters; there is no formula then.
     """
 
     name: str
@@ -30,6 +31,7 @@ class HuggingFaceModel:
     kind: Kind = "cuda"
     exact: bool = False
     loss_tile: int | None = None
+    change: Change | None = None
 
     def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
         """See ``ModelShape.profile``. Weights of 2 bytes are bf16.
@@ -44,7 +46,9 @@ class HuggingFaceModel:
                 f"sequence_length={sequence_length}: {self.name} takes at most {longest} tokens at a time. Lower it, "
                 "or plan for a model with more positions"
             )
-        formula = None if self.exact else transformer.from_config(self.config, name=self.name)
+        formula = (
+            None if self.exact or self.change is not None else transformer.from_config(self.config, name=self.name)
+        )
         tokens = micro_batch_size * sequence_length
         if formula is None or not self._holds(formula, sequence_length, form, tokens):
             return self._run.profile(micro_batch_size, sequence_length, form)
@@ -65,7 +69,9 @@ class HuggingFaceModel:
 
     @cached_property
     def _run(self) -> meta.MetaModel:
-        return meta.from_config(self.config, name=self.name, kind=self.kind, loss_tile=self.loss_tile)
+        return meta.from_config(
+            self.config, name=self.name, kind=self.kind, loss_tile=self.loss_tile, change=self.change
+        )
 
     def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format, tokens: int) -> bool:
         """Whether the formulas are right to the byte for this model and device."""

@@ -25,6 +25,9 @@ MicroBatchSpec = Callable[[int, int], Mapping[str, Any]]
 """From (sequences, tokens each) to a micro-batch: a mapping of tensors, on the CPU or on the meta device."""
 
 
+Change = Callable[["nn.Module"], "nn.Module"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MetaModel:
     """A model that ``build`` makes, run on the meta device as ``kind`` of device would run it. A ``ModelShape``.
@@ -130,7 +133,12 @@ def _lengthen(short: "DryRun", names: tuple[str, ...]) -> tuple[tuple[GroupSpec,
 
 
 def from_config(
-    config: Mapping[str, Any], *, name: str, kind: Kind = "cuda", loss_tile: int | None = None
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    kind: Kind = "cuda",
+    loss_tile: int | None = None,
+    change: "Change | None" = None,
 ) -> MetaModel:
     """A causal language model of a Hugging Face configuration (``config.json``, ``model.config`` in settings).
 
@@ -141,7 +149,7 @@ def from_config(
     vocabulary = config.get("vocab_size")
     return MetaModel(
         name=name,
-        build=lambda: _build(config),
+        build=(lambda: _build(config)) if change is None else (lambda: change(_build(config))),
         micro_batch=lambda rows, length: _tokens(rows, length, vocabulary),
         loss_fn=None if loss_tile is None else _tiled(loss_tile),
         kind=kind,

@@ -107,6 +107,8 @@ def items(model: nn.Module, micro_batch: MicroBatch) -> int | None:
     labels = micro_batch.get("labels")
     if not isinstance(labels, torch.Tensor):
         return None
+    inner = getattr(model, "get_base_model", None)  # of a model with adapters, whose own class says nothing
+    model = inner() if callable(inner) else model
     config = getattr(model, "config", None)
     shifted = labels.ndim >= 2 and bool(_SHIFTS.search(type(model).__name__))
     if shifted and not getattr(config, "is_encoder_decoder", False):

@@ -86,9 +86,35 @@ def _initialisers(model: nn.Module) -> Iterator[tuple[nn.Module, Initialiser | N
             above = module._init_weights
         for child in module.children():
             yield from visit(child, above)
-        yield module, above
+        yield module, _adapters(model) if _has_adapters(module) else above
 
     return visit(model, None)
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    library = sys.modules.get("peft.tuners.lora.layer")
+    return library is not None and isinstance(module, library.LoraLayer)
+
+
+def _adapters(model: nn.Module) -> Initialiser:
+    """peft's own initialisation of low-rank adapters, which comes after that of the linear layers that they are.
+
+    Raises:
+        ModelError: it needs the weights that the adapters are for.
+    """
+    configs: Any = getattr(model, "peft_config", {})
+
+    def reset(module: Any) -> None:
+        for name in (*module.lora_A, *module.lora_embedding_A):
+            how = configs[name].init_lora_weights if name in configs else True
+            if how is not True and how != "gaussian":
+                raise ModelError(
+                    f"init_lora_weights={how!r} needs the weights of the model, which is on the meta device: use True "
+                    'or "gaussian", or build the model on the CPU'
+                )
+            module.reset_lora_parameters(name, how)
+
+    return reset
 
 
 def _reset(module: nn.Module) -> None:

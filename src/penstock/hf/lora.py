@@ -1,0 +1,70 @@
+"""Low-rank adapters by ``peft``, on a model that has no memory.
+
+names   peft's model has its base's parameters under other names: ``base_model.model.`` before them, and
+        ``.base_layer`` in those of a layer with an adapter
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.config import LoraConfig
+from penstock.errors import ConfigError
+from penstock.run.start import WeightSource
+
+_PREFIX = "base_model.model."
+_ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
+
+
+def with_adapters(model: nn.Module, lora: LoraConfig) -> nn.Module:
+    """The model with adapters that train, its own weights frozen: ``peft.get_peft_model``. Its module is changed.
+
+    Raises:
+        ConfigError: no layer has such a name, or peft knows no default for this type of model.
+    """
+    import peft
+
+    targets: Any = lora.target_modules
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(targets) if isinstance(targets, tuple) else targets,
+        task_type="CAUSAL_LM",
+    )
+    first = next(model.parameters())
+    try:
+        with torch.device(first.device):
+            adapted = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise ConfigError(f"lora.target_modules={targets!r}: {' '.join(str(error).split())[:300]}") from error
+    assert isinstance(adapted, nn.Module)
+    return adapted
+
+
+def base_name(name: str) -> str | None:
+    """The name that a parameter has in the model without adapters; None for an adapter's own."""
+    if _ADAPTER.search(name):
+        return None
+    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+
+
+class BaseWeights:
+    """The values of a model with adapters: the base's from the base's own source. A ``WeightSource``.
+
+    Adapters are not in it: they begin as peft would have them, A random and B zero.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def __contains__(self, name: str) -> bool:
+        base = base_name(name)
+        return base is not None and base in self._source
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        base = base_name(name)
+        assert base is not None
+        self._source.fill(base, out)
