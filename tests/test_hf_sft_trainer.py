@@ -14,6 +14,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from tests.library_runs import COMMON, check_same, in_memory, llama, on_disk, one_thread, shown, tokenizer
 
+import penstock
 from penstock.hf import SFTTrainer
 
 WORDS = [
@@ -124,3 +125,8 @@ def test_an_adapter_trains_on_frozen_weights(tmp_path: Path) -> None:
     assert sorted(saved) == sorted(trained)
     assert all(torch.equal(saved[name], trained[name]) for name in trained)
     mine.end()
+
+
+def test_what_would_have_no_effect_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(penstock.ConfigError, match="loss_tile=8 would have no effect"):
+        run(SFTTrainer, tmp_path, chats, {"engine": in_memory(loss_tile=8)})

@@ -88,6 +88,15 @@ def test_arguments_that_change_the_numbers_change_them_alike(tmp_path: Path, set
     mine.end()
 
 
+def test_a_loss_in_tiles_is_the_same_loss(tmp_path: Path) -> None:
+    """Seven tokens' logits at a time, in training and evaluation, with what the whole step has as the divisor."""
+    settings = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2, "max_steps": 4}
+    theirs = plain(tmp_path, **settings)
+    mine = streamed(tmp_path, given={"engine": in_memory(loss_tile=7)}, **settings)
+    check_same(shown(mine), shown(theirs))
+    mine.end()
+
+
 def sum_of_squares(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     """A loss of a user's own, which divides by what the whole step has."""
     squares = outputs.logits.square().mean(-1)[labels != -100].sum()

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from penstock.config import Budget, GradDtype
+from penstock.errors import ConfigError
 from penstock.plan.machine import Machine
 from penstock.run.start import WeightSource
 from penstock.schedule.op import Schedule
@@ -22,6 +23,8 @@ class EngineArguments:
     | ``overwrite`` | whether a store that is in these directories already is deleted when training starts anew; without
     it that is an error |
     | ``weights`` | where the values of a model on the meta device come from: ``penstock.hf.load(folder).weights`` |
+    | ``loss_tile`` | tokens whose logits are there at a time, in training and where evaluation wants the loss alone;
+    None: all of a micro-batch. Not for ``SFTTrainer``, whose own head does without logits |
     | ``schedule``, ``plan``, ``speculate``, ``delay``, ``grad_dtype``, ``blocks``, ``io_threads`` | as in
     ``penstock.wrap`` |
     """
@@ -29,6 +32,7 @@ class EngineArguments:
     budget: Budget
     overwrite: bool = False
     weights: WeightSource | None = None
+    loss_tile: int | None = None
     schedule: Literal["vertical", "horizontal"] | Schedule = "vertical"
     plan: Machine | Literal["auto"] | None = "auto"
     speculate: bool | None = None
@@ -39,4 +43,8 @@ class EngineArguments:
 
     def for_wrap(self) -> dict[str, Any]:
         """What ``wrap`` takes from here."""
-        return {key: value for key, value in vars(self).items() if key != "overwrite"}
+        return {key: value for key, value in vars(self).items() if key not in ("overwrite", "loss_tile")}
+
+    def __post_init__(self) -> None:
+        if self.loss_tile is not None and self.loss_tile < 1:
+            raise ConfigError(f"loss_tile={self.loss_tile}: must be at least 1 token, or None for whole logits")

@@ -2,9 +2,12 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl.trainer.sft_trainer import SFTTrainer as PlainSFTTrainer
 
+from penstock.errors import ConfigError
+from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.trainer import EngineMixin, Piece, current_piece
 
 Metrics = dict[str, defaultdict[str, list[float]]]
@@ -31,6 +34,13 @@ class SFTTrainer(EngineMixin, PlainSFTTrainer):
     Raises:
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
+
+    def __init__(self, *args: Any, engine: EngineArguments, **kwargs: Any) -> None:
+        if engine.loss_tile is not None:
+            raise ConfigError(
+                f"loss_tile={engine.loss_tile} would have no effect, as TRL's head never holds all logits. Leave it out"
+            )
+        super().__init__(*args, engine=engine, **kwargs)
 
     @property
     def _books(self) -> Books:

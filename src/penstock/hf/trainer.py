@@ -12,6 +12,7 @@ import contextvars
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from penstock.hf import checkpoint
 from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
 from penstock.hf.training_arguments import check_arguments
+from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
 from penstock.run import start
 from penstock.run.stats import StepStats
@@ -178,7 +180,7 @@ class EngineMixin(_Mixed):
         model.train()
 
         def loss(of: nn.Module, prepared: dict[str, Any]) -> torch.Tensor:
-            with self.compute_loss_context_manager():
+            with self.compute_loss_context_manager(), self._tiles(of):
                 value = self.compute_loss(of, prepared, num_items_in_batch=num_items_in_batch)
             assert isinstance(value, torch.Tensor)
             return value
@@ -194,6 +196,10 @@ class EngineMixin(_Mixed):
         self._stats = self.engine.step(micro_batches, loss_weights=weights)
         self._after_pieces([micro_batch[_PIECE] for micro_batch in micro_batches])
         return torch.tensor(self._stats.loss, device=self.args.device)
+
+    def _tiles(self, model: nn.Module) -> AbstractContextManager[None]:
+        tile = self._engine_arguments.loss_tile
+        return nullcontext() if tile is None else in_tiles(model, tile)
 
     def _loss_weight(self, num_items_in_batch: Any) -> float:
         """What a micro-batch's loss counts, as the library has it: losses that know the whole step's items add up."""
@@ -241,7 +247,8 @@ class EngineMixin(_Mixed):
 
         def loss(of: nn.Module, prepared: dict[str, Any]) -> torch.Tensor:
             # Copied here, within the forward: so the engine sees that these are read, and keeps them until now.
-            result = above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
+            with self._tiles(of) if prediction_loss_only else nullcontext():
+                result = above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
             found[:] = [trees.replace(result, torch.Tensor.clone)]
             value = result[0]
             return torch.zeros((), device=self.args.device) if value is None else value

@@ -39,13 +39,24 @@ def tiled_loss(tile: int = DEFAULT_TILE) -> Loss:
         raise ConfigError(f"loss_tile={tile}: must be at least 1 token, or null (None) for whole logits")
 
     def loss_fn(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-        with _without_logits(_head(model, tile), tile):
+        with in_tiles(model, tile):
             loss = model(**micro_batch).loss
         if not isinstance(loss, torch.Tensor) or isinstance(loss, Logits):
             raise ConfigError("the model returned no loss: give micro-batches with 'labels'")
         return loss
 
     return loss_fn
+
+
+@contextmanager
+def in_tiles(model: nn.Module, tile: int) -> Iterator[None]:
+    """For the time of a call of the model, and of what computes its loss: logits of ``tile`` tokens at a time.
+
+    Raises:
+        ModelError: as ``tiled_loss``'s.
+    """
+    with _without_logits(_head(model, tile), tile):
+        yield
 
 
 def _head(model: nn.Module, tile: int) -> nn.Linear:
