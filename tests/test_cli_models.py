@@ -148,15 +148,15 @@ def kept_shell(folder: Path) -> Iterator[torch.nn.Parameter]:
 # ---- penstock export
 
 
-def test_a_trained_run_is_exported_and_computes_what_the_run_computed(
+def test_what_is_exported_can_be_trained_further(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In fp32 a plain loop over the same tokens has the run's own loss for its next step, to the bit."""
+    """What comes out goes in again: a step at rate 0 sees the trained model, and gives back every byte of it."""
     run, out = tmp_path / "run", tmp_path / "out"
     assert main(["train", str(config)]) == 0
     assert main(["export", str(run), str(out), "--dtype", "fp32"]) == 0
     assert "step 2 of" in capsys.readouterr().out
-    names = ["config.json", "generation_config.json", SINGLE, "tokenizer_config.json"]
+    names = ["config.json", "generation_config.json", SINGLE, "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in out.iterdir()) == names
     flags = ["--model", str(out), "--run", str(tmp_path / "again"), "--steps", "1", "--optimizer.lr", "0"]
     assert main(["train", str(config), *flags]) == 0

@@ -6,6 +6,7 @@
     mapping  which tensors of the files make which values of the model, by transformers' own rules
     loading  ``load``: a model without memory, and where its values come from
     exporting    ``export``: a trained model as a folder
+    adapters     LoRA on its way out: the adapter alone, or merged
     shard_files  safetensors files, written piece by piece
     kept     what a run keeps of its model, so that it can be built and exported without its source
 

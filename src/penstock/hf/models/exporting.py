@@ -20,8 +20,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.config import parse_size
 from penstock.engine import Engine
-from penstock.errors import ConfigError, ModelError
+from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.models import mapping, shell
+from penstock.hf.models.adapters import Merged, has_adapters, save_adapter
 from penstock.hf.models.folder import CONFIG, GENERATION, INDEX, TOKENIZER_FILES
 from penstock.hf.models.kept import Kept
 from penstock.hf.models.mapping import Step
@@ -45,6 +46,7 @@ def export(
     dtype: Dtype | None = None,
     shard_size: str | int = "5GB",
     overwrite: bool = False,
+    merge: bool = False,
 ) -> None:
     """Write the model of an engine as a Hugging Face folder. Needs a few MB of memory, and of experts that are stored
     one by one, those of one block.
@@ -57,9 +59,11 @@ def export(
             loaded from.
         shard_size: most bytes of a file, but for one of a single larger tensor.
         overwrite: replace a model's folder that is there.
+        merge: of a model with adapters (peft), write the whole model with these merged into its weights; if not, the
+            adapter alone is written, in fp32 unless ``dtype`` says otherwise.
 
     Raises:
-        ConfigError: the model is none of transformers, or ``out`` exists.
+        ConfigError: the model is none of transformers, ``out`` exists, or there is nothing to merge.
         ModelError: a value is too large for ``dtype``.
         StoreError: the disk is full or fails.
     """
@@ -68,6 +72,14 @@ def export(
         raise ConfigError(
             f"{type(model).__name__} is no model of transformers: save it with engine.master_parameters()"
         )
+    values: Values = engine.values()
+    if merge and not has_adapters(model):
+        raise ConfigError("merge has no effect: this model has no adapters")
+    if has_adapters(model) and not merge:
+        write_adapter(Path(out), model, values, dtype=dtype, overwrite=overwrite, tokenizer=tokenizer)
+        return
+    if merge:
+        values, model = Merged(values, model), model.get_base_model()
     config = deepcopy(model.config)
     if getattr(model, "_use_cache_as_loaded", False):  # training has no use for it, whoever loads the folder has
         for part in shell.parts(config):
@@ -86,14 +98,31 @@ def export(
 
     write_folder(
         Path(out),
-        Source(
-            cls=type(model), config=config, rules=getattr(model, "_weight_conversions", None), values=engine.values()
-        ),
+        Source(cls=type(model), config=config, rules=getattr(model, "_weight_conversions", None), values=values),
         companions,
         dtype=dtype,
         shard_size=shard_size,
         overwrite=overwrite,
     )
+
+
+def write_adapter(
+    out: Path, model: Any, values: Values, *, dtype: Dtype | None, overwrite: bool, tokenizer: Any = None
+) -> None:
+    """An adapter's folder, whole or not at all.
+
+    Raises: as ``export``.
+    """
+    _check_target(out, overwrite=overwrite)
+    with WholeFolder(out) as folder:
+        try:
+            save_adapter(folder.partial, model, values, shell.FLOATS[dtype] if dtype else None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder.partial)
+            _sync_files(folder.partial)
+        except OSError as error:
+            raise _not_written(out, error) from error
+        folder.finish()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +195,9 @@ def write_folder(
                 }
                 (folder.partial / INDEX).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             companions(folder.partial)
-            _sync_small(folder.partial)
+            _sync_files(folder.partial)
         except OSError as error:
-            advice = "free some space, or give another folder" if error.errno in FULL else "check the drive"
-            raise store_error(f"{out}: cannot be written: {error.strerror or error}: {advice}", error) from error
+            raise _not_written(out, error) from error
         folder.finish()
     return Written(dtype=kind, files=len(layouts), nbytes=sum(layout.nbytes for layout in layouts.values()))
 
@@ -179,7 +207,9 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ConfigError(f"{out} exists: give another folder, or say that it may be replaced (overwrite)")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / CONFIG).is_file()):
+    if not out.is_dir() or (
+        any(out.iterdir()) and not any((out / name).is_file() for name in (CONFIG, "adapter_config.json"))
+    ):
         raise ConfigError(f"{out} is no model's folder (it has no {CONFIG}), so it is not replaced: give another one")
 
 
@@ -273,9 +303,14 @@ def _write_config(folder: Path, source: Source, dtype: torch.dtype) -> None:
     config.save_pretrained(folder)
 
 
-def _sync_small(folder: Path) -> None:
+def _not_written(out: Path, error: OSError) -> StoreError:
+    advice = "free some space, or give another folder" if error.errno in FULL else "check the drive"
+    return store_error(f"{out}: cannot be written: {error.strerror or error}: {advice}", error)
+
+
+def _sync_files(folder: Path) -> None:
     for file in folder.iterdir():
-        if file.is_file() and file.suffix != ".safetensors":
+        if file.is_file():
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)

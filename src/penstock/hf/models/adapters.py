@@ -1,0 +1,113 @@
+"""Models with adapters (LoRA, by peft) on their way out: the adapter alone, or merged into its weights."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import ModelError
+from penstock.run.values import Place, Values
+
+_PREFIX = "base_model.model."
+_OWN = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save|original_module)\.")
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether a model is one that peft has put adapters into."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def base_name(name: str) -> str | None:
+    """The name that a parameter of the model had before peft wrapped it; None for what peft has added.
+
+    ``base_model.model.model.layers.0.mlp.up_proj.base_layer.weight`` was ``model.layers.0.mlp.up_proj.weight``.
+    """
+    if _OWN.search(f"{name}.") and ".original_module." not in name:
+        return None
+    bare = name.removeprefix(_PREFIX)
+    return bare.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def save_adapter(folder: Path, model: Any, values: Values, dtype: torch.dtype | None) -> None:
+    """Write adapter_model.safetensors and adapter_config.json into ``folder``, as ``PeftModel.save_pretrained`` does.
+
+    ``dtype``: of the weights; None: fp32. What is trained of such a model is small, and is in memory for this.
+    """
+    wanted = {name for name, place in values.parameters.items() if place.trainable} | set(_embeddings(model))
+    trained = {name: values.parameter(name) for name in values.parameters if name in wanted}
+    model.save_pretrained(folder, state_dict={name: t.to(dtype or torch.float32) for name, t in trained.items()})
+
+
+def _embeddings(model: Any) -> Iterator[str]:
+    """Names of the embedding and the head where one of them has an adapter: peft saves them whole then."""
+    from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+    asked = getattr(model.peft_config[model.active_adapter], "target_modules", None) or ()
+    if any(name in asked for name in EMBEDDING_LAYER_NAMES):
+        modules = (model.get_input_embeddings(), model.get_output_embeddings())
+        own = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+        yield from (name for name, parameter in model.named_parameters() if id(parameter) in own)
+
+
+class Merged(Values):
+    """The values of the model without adapters, into whose weights they are merged: W + scaling · B A, in fp32.
+
+    One weight's product is in memory at a time. What peft calls ``modules_to_save`` takes the place of the originals.
+    """
+
+    def __init__(self, values: Values, model: Any) -> None:
+        """Raises:
+        ModelError: an adapter of a kind that is not merged here.
+        """
+        self._values = values
+        self._adapter = model.active_adapter
+        self._name_of: dict[str, str] = {}
+        for name in values.parameters:
+            if (base := base_name(name)) is not None:
+                self._name_of[base] = name
+        for name in values.parameters:  # after the originals, whose place they take
+            if f".modules_to_save.{self._adapter}." in name:
+                base = name.removeprefix(_PREFIX).replace(f".modules_to_save.{self._adapter}.", ".")
+                self._name_of[base] = name
+        self.parameters: dict[str, Place] = {b: values.parameters[name] for b, name in self._name_of.items()}
+        self.buffers = {base_name(name) or name: buffer for name, buffer in values.buffers.items()}
+        self._layers = dict(self._adapted(model))
+        self._made: tuple[str, torch.Tensor] | None = None
+
+    def _adapted(self, model: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
+        """(name of a weight before peft, (path of the layer, layer)) of each that has an adapter."""
+        from peft.tuners.lora import Embedding, Linear, LoraLayer
+
+        for path, layer in model.named_modules():
+            if not isinstance(layer, LoraLayer):
+                continue
+            special = any(layer.use_dora.values()) or any(layer.lora_bias.values())
+            if type(layer) not in (Linear, Embedding) or special:
+                raise ModelError(
+                    f"{path}: an adapter of this kind ({type(layer).__name__}{', DoRA or with bias' * special}) is not "
+                    "merged here: export the adapter, and merge it with peft (merge_and_unload)"
+                )
+            name = path.removeprefix(_PREFIX).replace(".base_layer", "")
+            yield f"{name}.weight", (path, layer)
+
+    def read(self, name: str, start: int, flat: torch.Tensor) -> None:
+        """See ``Values.read``."""
+        self._values.read(self._name_of[name], start, flat)
+        if name in self._layers:
+            flat += self._delta(name).view(-1)[start : start + flat.numel()]
+
+    def _delta(self, name: str) -> torch.Tensor:
+        """What peft would add to a weight."""
+        if self._made is None or self._made[0] != name:
+            self._made = None  # two of them need not be in memory
+            path, layer = self._layers[name]
+            kind = "lora_A" if self._adapter in layer.lora_A else "lora_embedding_A"
+            end = "" if kind == "lora_embedding_A" else ".weight"
+            a = self._values.parameter(f"{path}.{kind}.{self._adapter}{end}")
+            b = self._values.parameter(f"{path}.{kind[:-1]}B.{self._adapter}{end}")
+            product = b @ a
+            turned = kind == "lora_embedding_A" or layer.fan_in_fan_out
+            self._made = (name, (product.T if turned else product).contiguous() * layer.scaling[self._adapter])
+        return self._made[1]
