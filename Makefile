@@ -30,6 +30,7 @@ bench: $(READY)
 	$(BIN)/python -m bench.disk
 	$(BIN)/python -m bench.overhead
 	$(BIN)/python -m bench.large
+	$(BIN)/python -m bench.folder
 	$(BIN)/python -m bench.prediction
 	$(BIN)/python -m bench.lp_vs_brute_force
 	$(BIN)/python -m bench.clipping
