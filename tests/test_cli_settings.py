@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.cli import settings
 from penstock.cli.located import dump_yaml, parse_yaml
+from penstock.cli.train_help import train_help
 from penstock.config import Budget, TrainConfig
 from penstock.errors import ConfigError
 
@@ -208,6 +209,21 @@ def test_every_setting_has_a_meaning() -> None:
     rows = settings.describe(TrainConfig)
     assert [name for name, _, _, meaning in rows if not meaning] == []
     assert ("batch.sequences", "a whole number or null", "null", "sequences in a step") in rows
+
+
+def test_help_shows_every_setting_once_by_section_in_100_columns() -> None:
+    lines = train_help().splitlines()
+    assert max(map(len, lines)) <= 100
+    shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --") and ";" in line]
+    names = [name for name, _, _, _ in settings.describe(TrainConfig)]
+    assert sorted(shown) == sorted(names)
+    sections = [name.split(".")[0] if "." in name else "" for name in shown]
+    assert sections[0] == "", "the run's own come first"
+    blocks = [name for name, before in zip(sections, [None, *sections], strict=False) if name != before]
+    assert len(blocks) == len(set(blocks)), "each section is one paragraph"
+    at = lines.index("  --clip_grad_norm                  a number or null; default 1.0")
+    assert lines[at + 1] == "      gradients are scaled down to this norm; null: off"
+    assert any(line.startswith("batch: The global batch") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TextIO
 
-from penstock.cli.arguments import USAGE, parse_resume, parse_train, train_help
+from penstock.cli.arguments import USAGE, parse_resume, parse_train
 from penstock.cli.display import fail
 from penstock.cli.run_folder import Start, settings_of
 from penstock.cli.settings import dump, load
@@ -114,6 +114,8 @@ def _doctor(words: Sequence[str]) -> int:
 
 def _train(words: Sequence[str]) -> int:
     if {"--help", "-h"} & set(words):
+        from penstock.cli.train_help import train_help
+
         print(train_help(), end="")
         return 0
     arguments = parse_train(words)

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cli.run_folder import Start
-from penstock.cli.settings import describe
-from penstock.config import TrainConfig
 from penstock.errors import ConfigError
 
 USAGE = """\
@@ -116,12 +114,3 @@ def _take_apart(words: Sequence[str], known: Sequence[str]) -> tuple[list[str], 
 
 
 _HINT = "Try: penstock train --help"
-
-
-def train_help() -> str:
-    """The usage, and every setting with its type, default and meaning."""
-    lines = [USAGE, "Settings, in the file or as flags (--optimizer.lr 1e-3):\n"]
-    for name, kind, default, meaning in describe(TrainConfig):
-        lines.append(f"  --{name}  ({kind}; {default if default.startswith('required') else 'default ' + default})")
-        lines.append(f"      {meaning}")
-    return "\n".join(lines) + "\n"

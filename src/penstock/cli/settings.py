@@ -127,7 +127,7 @@ def _blame(tree: Located, message: str, section: str) -> str:
 
 def _convert(item: Located, hint: Any, key: str) -> Any:
     """``item`` as the type ``hint``, or a ConfigError that says what ``key`` must be."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    options = _options(hint)
     for option in options:
         if is_dataclass(option) and isinstance(option, type):
             if isinstance(item.value, dict):
@@ -189,19 +189,36 @@ def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
     meanings = _meanings(cls)
     rows: list[tuple[str, str, str, str]] = []
     for f in fields(cls):
-        options = typing.get_args(hints[f.name])
-        options = options if typing.get_origin(hints[f.name]) in (Union, types.UnionType) else (hints[f.name],)
-        inner = next((o for o in options if isinstance(o, type) and is_dataclass(o)), None)
+        options = _options(hints[f.name])
+        inner = section_of(hints[f.name])
         if inner is not None:
+            others = [o for o in options if o not in (inner, type(None))]
+            if others:  # it may be something else, too
+                kind = " or ".join([_expected(others), "a section"])
+                rows.append((_dotted(section, f.name), kind, _default(f), meanings.get(f.name, "")))
             within = "required" if _required(f) else "required if the section is there"
             rows += [
                 (name, kind, within if default == "required" else default, meaning)
                 for name, kind, default, meaning in describe(inner, _dotted(section, f.name))
             ]
             continue
-        default = "required" if _required(f) else dump_yaml([_plain(f.default)]).removeprefix("-").strip()
-        rows.append((_dotted(section, f.name), _expected(options), default, meanings.get(f.name, "")))
+        rows.append((_dotted(section, f.name), _expected(options), _default(f), meanings.get(f.name, "")))
     return rows
+
+
+def _default(f: Field[Any]) -> str:
+    """The default as YAML has it."""
+    return "required" if _required(f) else dump_yaml([_plain(f.default)]).removeprefix("-").strip()
+
+
+def section_of(hint: Any) -> type | None:
+    """The dataclass of a setting that is, or may be, a section."""
+    return next((option for option in _options(hint) if isinstance(option, type) and is_dataclass(option)), None)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _meanings(cls: type) -> dict[str, str]:

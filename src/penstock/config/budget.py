@@ -24,7 +24,7 @@ class Budget:
     | ``device`` | bytes (or ``"256MiB"``) of the accelerator's memory; on the CPU, of the memory that computes |
     | ``host`` | bytes of host memory for buffers and whatever state is kept there |
     | ``disk`` | a directory, or several that are striped; None: nothing goes to disk |
-    | ``weights``, ``state``, ``gradients``, ``checkpoints`` | pin one kind to a tier; None: the planner chooses |
+    | ``weights``, ``state``, ``gradients``, ``checkpoints`` | the tier that this lives on; None: the planner chooses |
     | ``slots`` | copies of the state on disk: with 2 a run that is killed goes on from its last step; 1 takes half |
     | ``durability`` | what a kill may cost. ``step``: the step in flight; needs ``disk``, 2 ``slots``, and all state on
     disk. ``interval``: the steps since the last commit, one every ``interval`` steps, of state that may live in memory.

@@ -19,20 +19,21 @@ class OverrideConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer. What is null keeps the default that torch has for it.
+    """The optimizer, with torch's defaults.
 
     | field | meaning |
     |---|---|
     | ``name`` | ``adamw``, ``adam``, ``sgd`` or ``lion`` |
     | ``lr`` | learning rate before any schedule |
-    | ``betas`` | two decay rates of the moments (adamw, adam, lion) |
-    | ``eps`` | added to the denominator (adamw, adam) |
-    | ``weight_decay`` | weight decay (decoupled in adamw and lion) |
+    | ``betas`` | decay rates of the two moments (adamw, adam, lion); null: 0.9 and 0.999, of lion 0.99 |
+    | ``eps`` | added to the denominator (adamw, adam); null: 1e-8 |
+    | ``weight_decay`` | weight decay (decoupled in adamw and lion); null: 0.01 in adamw, else 0 |
     | ``decay_norms_and_biases`` | whether weight decay holds for norms and biases too: for parameters of fewer than two
     dimensions, and those called a bias; null: false |
-    | ``momentum`` | momentum (sgd) |
-    | ``nesterov`` | Nesterov's form of momentum (sgd) |
-    | ``overrides`` | other ``lr`` or ``weight_decay`` for parameters whose name a regular expression ``match`` finds |
+    | ``momentum`` | momentum (sgd); null: 0 |
+    | ``nesterov`` | Nesterov's form of momentum (sgd); null: false |
+    | ``overrides`` | mappings of ``match``, ``lr``, ``weight_decay``: others for parameters whose name the regular
+    expression ``match`` finds |
     """
 
     name: OptimizerName = "adamw"
