@@ -38,6 +38,7 @@ def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
     tree = read_yaml(path)
     if tree.value is None:
         raise ConfigError(f"{path} is empty: it must hold the settings of a run")
+    tree = _spelled_out(tree)
     for key, text in flags:
         tree = _overlay(tree, key.replace("-", "_").split("."), parse_yaml(text, f"--{key}", flag=True))
     config = read(TrainConfig, tree, section="")
@@ -63,6 +64,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def _spelled_out(tree: Located) -> Located:
+    """The file with sections that are written as a plain text (``model: PATH``) written out, so that a flag can add to
+    them."""
+    if not isinstance(tree.value, dict):
+        return tree
+    hints, items = typing.get_type_hints(TrainConfig), dict(tree.value)
+    for key, item in items.items():
+        short = getattr(section_of(hints[key]), "shorthand", None) if key in hints else None
+        if short is not None and isinstance(item.value, str):
+            items[key] = Located(value={short: item}, where=item.where)
+    return Located(value=items, where=tree.where)
 
 
 def _overlay(tree: Located, path: Sequence[str], new: Located) -> Located:

@@ -77,9 +77,12 @@ def _fastest(config: TrainConfig, machine: Machine) -> tuple[int, str]:
     """The size with the shortest predicted step, and what was predicted of it and of others."""
     task = task_of(config, machine, disk_free=free_here(config.budget.disk_paths))
     sequences = config.sequences_per_step
-    choice, best = choose(task, sequences)
-    others = [split for split in splits(task, sequences) if split.micro_batch_size != best.micro_batch_size]
-    compared = [f"{s.micro_batches} of {s.micro_batch_size}: ~{format_time(s.seconds)}" for s in others[:3]]
+    found = splits(task, sequences)
+    choice, best = choose(task, sequences, found)
+    others = [split for split in found if split.micro_batch_size != best.micro_batch_size]
+    # The others are known by the linear program alone, which is a little too fast for all of them alike.
+    scale = choice.expected_seconds / best.seconds if best.seconds else 1.0
+    compared = [f"{s.micro_batches} of {s.micro_batch_size}: ~{format_time(s.seconds * scale)}" for s in others[:3]]
     unfit = [size for size, _ in cuts(sequences) if size > max(s.micro_batch_size for s in (best, *others))]
     if unfit:
         compared.append(f"{sequences // unfit[0]} of {unfit[0]} do not fit")

@@ -1,6 +1,6 @@
 """How many sequences a step should have, and how to cut them into micro-batches; vertical against horizontal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import BudgetError, ConfigError
@@ -66,9 +66,9 @@ def cuts(batch: int) -> list[tuple[int, int]]:
     return [(size, count) for size, count in whole if count <= _MICRO_BATCHES]
 
 
-def choose(task: Task, batch: int) -> tuple[Choice, Split]:
+def choose(task: Task, batch: int, found: Sequence[Split] | None = None) -> tuple[Choice, Split]:
     """The best plan for a global batch. The second best way to cut it is searched too, unless the best is as good as
-    the linear program says that it can be.
+    the linear program says that it can be. ``found``: its ``splits``, where they are known.
 
     Raises:
         BudgetError: it does not fit, with micro-batches of one sequence.
@@ -79,7 +79,7 @@ def choose(task: Task, batch: int) -> tuple[Choice, Split]:
             f"batch={batch}: cannot be cut into at most {_MICRO_BATCHES} equal micro-batches of at most "
             f"{_LARGEST_MICRO_BATCH} sequences: choose a batch with more factors"
         )
-    found = splits(task, batch)
+    found = splits(task, batch) if found is None else found
     best: tuple[Choice, Split] | None = None
     least = min((split.seconds for split in found), default=0.0)
     first = cuts(batch)[0]
