@@ -70,6 +70,7 @@ class Engine:
         speculate: bool | None,
         delay: float | None,
         grad_dtype: GradDtype,
+        compile: str | None,  # noqa: A002  as in wrap
         weights: WeightSource | None,
     ) -> None:
         self.model = model
@@ -119,7 +120,7 @@ class Engine:
         )
         try:
             self._settle_in(weights, from_meta=from_meta)
-            self._tape = Tape(model, found, self._groups, loss_fn, seed=seed, device=device)
+            self._tape = Tape(model, found, self._groups, loss_fn, seed=seed, device=device, compile=compile)
             machinery = Machinery(
                 tape=self._tape,
                 groups=self._groups,

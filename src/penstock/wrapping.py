@@ -42,6 +42,7 @@ def wrap(
     speculate: bool | None = None,
     delay: float | None = None,
     grad_dtype: GradDtype | None = None,
+    compile: bool | str = False,  # noqa: A002  torch's word
     weights: WeightSource | None = None,
 ) -> Engine:
     """Put a model's state where the budget says and return the engine that trains it.
@@ -79,6 +80,9 @@ def wrap(
         grad_dtype: ``"fp32"`` or ``"bf16"``: the dtype that the gradient of a step, summed in fp32 over everything, is
             rounded to before its norm and the optimizer. In bf16 half as many bytes go to host memory and wait there,
             where the plan finds that this is faster. Changes results, but not with the plan. None: fp32.
+        compile: whether blocks are compiled by ``torch.compile``, all of a class at once; a text names its backend.
+            Each shape of micro-batch is compiled for itself, so give few. Changes results (compiled code rounds
+            elsewhere), but not with the schedule. Plans count the memory that blocks take without it.
         weights: where the values of a model on the meta device come from, such as ``penstock.hf.load(folder).weights``,
             which streams the shards of a folder. Not read where a store is continued. None: the model's own values, or
             on the meta device its own initialisation.
@@ -129,6 +133,7 @@ def wrap(
         speculate=speculate,
         delay=delay,
         grad_dtype=grad_dtype or "fp32",
+        compile=("inductor" if compile is True else compile) or None,
         weights=weights,
     )
 

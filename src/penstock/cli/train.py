@@ -266,6 +266,7 @@ def _engine(
         clip_grad_norm=config.clip_grad_norm,
         device=config.device,
         loss_fn=None if config.loss_tile is None else tiled_loss(config.loss_tile),
+        compile=config.compile,
         seed=config.seed,
         speculate=config.speculate,
         grad_dtype=config.grad_dtype,

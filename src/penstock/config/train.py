@@ -48,6 +48,7 @@ class TrainConfig:
     | ``micro_batch_size`` | sequences in a micro-batch; null: the plan chooses, once for the whole run |
     | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; null: bf16 on a GPU, fp32 on the CPU |
     | ``lora`` | section: train low-rank adapters instead of the model; may be left out |
+    | ``compile`` | blocks are compiled by ``torch.compile``, once for all that are alike; rounds elsewhere |
     | ``loss_tile`` | tokens whose logits are in memory at a time, in the loss and its gradient; null: all |
     | ``grad_dtype`` | ``fp32``, or ``bf16``: each step's gradient is rounded to it, once, before norm and optimizer |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
@@ -78,6 +79,7 @@ class TrainConfig:
     evaluate: EvaluateConfig | None = None
     precision: Precision | None = None
     lora: LoraConfig | None = None
+    compile: bool = False
     loss_tile: int | None = 1024
     grad_dtype: GradDtype = "fp32"
     schedule: Literal["vertical", "horizontal"] | Path = "vertical"

@@ -6,6 +6,7 @@
     passage   one micro-batch's suspended forward, its cuts and its recomputation
     probe     learns a model's program from one micro-batch; watch sees its ops, legs makes stages of them
     graph     autograd by pieces
+    compiled  torch.compile of blocks
     rng       seeds as a function of place
     trees     tensors in nested arguments
     init      fills a model from the meta device

@@ -23,6 +23,7 @@ from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.tape import graph, rng, trees
 from penstock.tape.blocks import Block
+from penstock.tape.compiled import compiled_forwards
 from penstock.tape.groups import ParamGroup
 from penstock.tape.passage import Event, Facts, LossFn, Passage, Site, StageFacts, current_passage, memory_order
 from penstock.tape.probe import Probe
@@ -74,7 +75,9 @@ class Tape:
         *,
         seed: int,
         device: torch.device,
+        compile: str | None = None,  # noqa: A002  the name of the setting, and torch's word
     ) -> None:
+        """``compile``: the backend of ``torch.compile`` that blocks are compiled by; None: they are not."""
         self.model = model
         self.groups = tuple(groups)
         self.device = device
@@ -84,7 +87,8 @@ class Tape:
         """FLOP of each stage's forward and backward, of the latest probe."""
         self._loss_fn = loss_fn
         self._seed = seed
-        self.sites = tuple(_site(index, block) for index, block in enumerate(blocks))
+        forwards = [b.module.forward for b in blocks] if compile is None else compiled_forwards(blocks, compile)
+        self.sites = tuple(_site(i, b, f) for i, (b, f) in enumerate(zip(blocks, forwards, strict=True)))
         self._replaced = [_install(site) for site in self.sites]
         self._hooks: list[Any] = []
         self.passages: list[Passage] = []
@@ -392,9 +396,9 @@ class Boundary:
         return self._site.forward(*args, **kwargs) if passage is None else passage.arrive(self._site, args, kwargs)
 
 
-def _site(index: int, block: Block) -> Site:
+def _site(index: int, block: Block, forward: Callable[..., Any]) -> Site:
     trainable = any(p.requires_grad for p in block.module.parameters())
-    return Site(index=index, name=block.name, module=block.module, forward=block.module.forward, trainable=trainable)
+    return Site(index=index, name=block.name, module=block.module, forward=forward, trainable=trainable)
 
 
 def _install(site: Site) -> dict[str, Any]:
