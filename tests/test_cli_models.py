@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tests.documents import tokenizer
 from tests.folders import write
+from transformers import AutoModelForCausalLM
 
 from penstock.cli import main
 from penstock.hf.models.folder import SINGLE
@@ -252,3 +254,38 @@ def test_an_export_that_is_ended_leaves_nothing(number: int, code: int, trained:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- adapters
+
+
+def test_a_run_with_adapters_gives_the_adapter_or_the_merged_model(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Base and adapter loaded by peft compute what the merged folder computes, and not what the base does."""
+    run = str(tmp_path / "run")
+    flags = ["--lora", "{rank: 2, target_modules: [q_proj, down_proj]}", "--optimizer.lr", "0.1"]
+    assert main(["train", str(config), *flags]) == 0
+    assert main(["export", run, str(tmp_path / "adapter")]) == 0
+    assert "its adapter in float32" in capsys.readouterr().out
+    assert main(["export", run, str(tmp_path / "merged"), "--merge", "--dtype", "fp32"]) == 0
+    names = sorted(path.name for path in (tmp_path / "adapter").iterdir())
+    assert names[1:3] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert "tokenizer.json" in names
+    adapter = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tmp_path / "small")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32).eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        before = base(tokens).logits
+        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()(tokens).logits
+        assert torch.equal(merged(tokens).logits, adapted)
+    assert not torch.allclose(before, adapted, atol=1e-2)
+
+
+def test_adapters_that_are_not_there_are_not_merged(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(trained), str(tmp_path / "out"), "--merge"]) == 2
+    assert "--merge has no effect" in capsys.readouterr().err

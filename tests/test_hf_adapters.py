@@ -14,7 +14,7 @@ from tests.models import causal_lm
 import penstock
 from penstock import ConfigError, ModelError
 from penstock.hf import export
-from penstock.hf.models.adapters import base_name
+from penstock.hf.lora import base_name
 from penstock.hf.models.folder import SINGLE
 
 TARGETS = {"llama": ["q_proj", "down_proj", "embed_tokens"], "gpt2": ["c_attn"], "mixtral": ["q_proj"]}

@@ -4,10 +4,11 @@ import errno
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from penstock.cli.progress import progress
 from penstock.cli.run_folder import model_folder, settings_of
@@ -27,6 +28,8 @@ penstock export: writes the model of a run's last commit as a Hugging Face folde
   --dtype T                      fp32, bf16 or fp16: of its weights (as the model came; new ones as they were trained)
   --shard-size SIZE              most bytes of a file (5GB)
   --overwrite                    replace the model's folder that OUT is
+  --merge                        of a run with lora: the whole model, with the adapters merged into its weights; if not
+                                 given, OUT is the adapter alone, as peft writes it, in fp32
 
 OUT has safetensors files, config.json, generation_config.json and the tokenizer, as save_pretrained writes them. It is
 there whole or not at all. Reads from disk, a few MB at a time, and checks every checksum. The run must not be training.
@@ -37,13 +40,14 @@ _HINT = "Try: penstock export --help"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportArguments:
-    """``penstock export``. ``dtype``: None: the model's own."""
+    """``penstock export``. ``dtype``: None: the model's own. ``merge``: adapters into the weights that they are for."""
 
     run: Path
     out: Path
     dtype: Precision | None = None
     shard_size: int = 5 * 1000**3
     overwrite: bool = False
+    merge: bool = False
 
 
 def parse_export(words: Sequence[str]) -> ExportArguments:
@@ -60,13 +64,13 @@ def parse_export(words: Sequence[str]) -> ExportArguments:
         key, equals, value = word.partition("=")
         if not word.startswith("--"):
             folders.append(Path(word))
-        elif key not in ("--dtype", "--shard-size", "--overwrite"):
+        elif key not in ("--dtype", "--shard-size", "--overwrite", "--merge"):
             raise ConfigError(f"penstock export has no {key}. {_HINT}")
         elif key in given:
             raise ConfigError(f"{key} is given twice: keep one")
-        elif key == "--overwrite":
+        elif key in ("--overwrite", "--merge"):
             if equals:
-                raise ConfigError(f"--overwrite takes no value, and was given {value!r}")
+                raise ConfigError(f"{key} takes no value, and was given {value!r}")
             given[key] = ""
         elif not equals and (not rest or rest[0].startswith("--")):
             raise ConfigError(f"{key} needs a value. {_HINT}")
@@ -86,7 +90,12 @@ def parse_export(words: Sequence[str]) -> ExportArguments:
     if not shard_size:
         raise ConfigError(f"--shard-size {size}: must be more than 0")
     return ExportArguments(
-        run=folders[0], out=folders[1], dtype=known, shard_size=shard_size, overwrite="--overwrite" in given
+        run=folders[0],
+        out=folders[1],
+        dtype=known,
+        shard_size=shard_size,
+        overwrite="--overwrite" in given,
+        merge="--merge" in given,
     )
 
 
@@ -101,6 +110,8 @@ def run_export(arguments: ExportArguments) -> int:
     from penstock.run.values import committed
 
     config = settings_of(arguments.run)
+    if arguments.merge and config.lora is None:
+        raise ConfigError(f"--merge has no effect: {arguments.run} has no adapters (lora)")
     paths = _store(config, arguments.run)
     # Being ended is no reason to leave half a folder behind: as Ctrl-C does, this unwinds what has been begun.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -115,25 +126,45 @@ def run_export(arguments: ExportArguments) -> int:
                 "which it does after its step; then export, and go on with penstock resume"
             ) from error
         raise
-    parameters = sum(place.shape.numel() for place in found.values.parameters.values())
+    what = "its adapter" if config.lora is not None and not arguments.merge else "its model"
     print(
-        f"{arguments.out}: step {found.step} of {arguments.run}, {parameters / 1e6:.1f}M parameters in "
+        f"{arguments.out}: step {found.step} of {arguments.run}, {what} in "
         f"{str(written.dtype).removeprefix('torch.')}, {format_size(written.nbytes)} in {written.files} "
         f"file{'s' * (written.files > 1)}, in {time.perf_counter() - began:.1f} s"
     )
     return 0
 
 
-def _write(arguments: ExportArguments, config: TrainConfig, found: "Committed", show: object) -> "Written":
-    from penstock.hf.models.exporting import Source, copy_companions, write_folder
+def _write(
+    arguments: ExportArguments, config: TrainConfig, found: "Committed", show: Callable[[int, int], None]
+) -> "Written":
+    from penstock.hf.lora import with_adapters
+    from penstock.hf.models.adapters import Merged
+    from penstock.hf.models.exporting import Source, copy_companions, write_adapter, write_folder
     from penstock.hf.models.kept import kept_model
 
-    assert callable(show)
     kept = kept_model(model_folder(arguments.run), trust_remote_code=config.model.trust_remote_code)
+    model, values = Source.of(kept, found.values), found.values
+    if config.lora is not None:
+        source = config.model.path
+        assert source is not None, "adapters are for a model that is there"
+        kept.model.name_or_path = str(Path(source).resolve()) if Path(source).is_dir() else source
+        adapted: Any = with_adapters(kept.model, config.lora)
+        if not arguments.merge:
+            adapted.peft_config[adapted.active_adapter].revision = config.model.revision
+            return write_adapter(
+                arguments.out,
+                adapted,
+                values,
+                partial(copy_companions, kept.folder, adapter=True),
+                dtype=arguments.dtype,
+                overwrite=arguments.overwrite,
+            )
+        model = replace(model, values=Merged(values, adapted))
     return write_folder(
         arguments.out,
-        Source.of(kept, found.values),
-        lambda folder: copy_companions(kept.folder, folder),
+        model,
+        partial(copy_companions, kept.folder),
         dtype=arguments.dtype,
         shard_size=arguments.shard_size,
         overwrite=arguments.overwrite,

@@ -1,7 +1,7 @@
 """Low-rank adapters by ``peft``, on a model that has no memory.
 
 names   peft's model has its base's parameters under other names: ``base_model.model.`` before them, and
-        ``.base_layer`` in those of a layer with an adapter
+        ``.base_layer`` in those of a layer with an adapter; of a module that is trained whole there are two
 """
 
 import re
@@ -15,6 +15,7 @@ from penstock.errors import ConfigError
 from penstock.run.start import WeightSource
 
 _PREFIX = "base_model.model."
+_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")
 _ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
 
 
@@ -48,7 +49,7 @@ def base_name(name: str) -> str | None:
     """The name that a parameter has in the model without adapters; None for an adapter's own."""
     if _ADAPTER.search(name):
         return None
-    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    return _COPY.sub(".", name.removeprefix(_PREFIX).replace(".base_layer.", "."))
 
 
 class BaseWeights:

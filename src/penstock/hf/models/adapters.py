@@ -1,6 +1,5 @@
 """Models with adapters (LoRA, by peft) on their way out: the adapter alone, or merged into its weights."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,26 +7,13 @@ from typing import Any
 import torch
 
 from penstock.errors import ModelError
+from penstock.hf.lora import base_name
 from penstock.run.values import Place, Values
-
-_PREFIX = "base_model.model."
-_OWN = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save|original_module)\.")
 
 
 def has_adapters(model: Any) -> bool:
     """Whether a model is one that peft has put adapters into."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def base_name(name: str) -> str | None:
-    """The name that a parameter of the model had before peft wrapped it; None for what peft has added.
-
-    ``base_model.model.model.layers.0.mlp.up_proj.base_layer.weight`` was ``model.layers.0.mlp.up_proj.weight``.
-    """
-    if _OWN.search(f"{name}.") and ".original_module." not in name:
-        return None
-    bare = name.removeprefix(_PREFIX)
-    return bare.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def save_adapter(folder: Path, model: Any, values: Values, dtype: torch.dtype | None) -> None:
@@ -64,12 +50,9 @@ class Merged(Values):
         self._values = values
         self._adapter = model.active_adapter
         self._name_of: dict[str, str] = {}
-        for name in values.parameters:
+        copies = f".modules_to_save.{self._adapter}."
+        for name in sorted(values.parameters, key=lambda name: copies in name):  # last: they take the originals' place
             if (base := base_name(name)) is not None:
-                self._name_of[base] = name
-        for name in values.parameters:  # after the originals, whose place they take
-            if f".modules_to_save.{self._adapter}." in name:
-                base = name.removeprefix(_PREFIX).replace(f".modules_to_save.{self._adapter}.", ".")
                 self._name_of[base] = name
         self.parameters: dict[str, Place] = {b: values.parameters[name] for b, name in self._name_of.items()}
         self.buffers = {base_name(name) or name: buffer for name, buffer in values.buffers.items()}
@@ -89,8 +72,9 @@ class Merged(Values):
                     f"{path}: an adapter of this kind ({type(layer).__name__}{', DoRA or with bias' * special}) is not "
                     "merged here: export the adapter, and merge it with peft (merge_and_unload)"
                 )
-            name = path.removeprefix(_PREFIX).replace(".base_layer", "")
-            yield f"{name}.weight", (path, layer)
+            name = base_name(f"{path}.weight")
+            assert name is not None
+            yield name, (path, layer)
 
     def read(self, name: str, start: int, flat: torch.Tensor) -> None:
         """See ``Values.read``."""

@@ -38,6 +38,30 @@ Progress = Callable[[int, int], None]
 _PIECE = 2 << 20  # elements of a parameter that are in memory at once
 
 
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model and its values. ``rules``: that it was loaded by; None if it was not."""
+
+    cls: Any
+    config: Any
+    rules: list[Any] | None
+    values: Values
+
+    @staticmethod
+    def of(kept: Kept, values: Values) -> "Source":
+        """The model that a run keeps."""
+        return Source(cls=type(kept.model), config=kept.config, rules=kept.rules, values=values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What an export has written: its weights' dtype, and the number and size of their files."""
+
+    dtype: torch.dtype
+    files: int
+    nbytes: int
+
+
 def export(
     engine: Engine,
     out: str | Path,
@@ -75,8 +99,13 @@ def export(
     values: Values = engine.values()
     if merge and not has_adapters(model):
         raise ConfigError("merge has no effect: this model has no adapters")
+
+    def tokens(folder: Path) -> None:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
     if has_adapters(model) and not merge:
-        write_adapter(Path(out), model, values, dtype=dtype, overwrite=overwrite, tokenizer=tokenizer)
+        write_adapter(Path(out), model, values, tokens, dtype=dtype, overwrite=overwrite)
         return
     if merge:
         values, model = Merged(values, model), model.get_base_model()
@@ -93,8 +122,7 @@ def export(
                 raise ConfigError(
                     f"transformers does not write this generation_config: {shell.short(error)}"
                 ) from error
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        tokens(folder)
 
     write_folder(
         Path(out),
@@ -107,9 +135,15 @@ def export(
 
 
 def write_adapter(
-    out: Path, model: Any, values: Values, *, dtype: Dtype | None, overwrite: bool, tokenizer: Any = None
-) -> None:
-    """An adapter's folder, whole or not at all.
+    out: Path,
+    model: Any,
+    values: Values,
+    companions: Callable[[Path], None],
+    *,
+    dtype: Dtype | None = None,
+    overwrite: bool = False,
+) -> Written:
+    """An adapter's folder, whole or not at all. ``companions`` writes what goes beside it.
 
     Raises: as ``export``.
     """
@@ -117,42 +151,22 @@ def write_adapter(
     with WholeFolder(out) as folder:
         try:
             save_adapter(folder.partial, model, values, shell.FLOATS[dtype] if dtype else None)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder.partial)
+            companions(folder.partial)
             _sync_files(folder.partial)
         except OSError as error:
             raise _not_written(out, error) from error
         folder.finish()
+    nbytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    return Written(dtype=shell.FLOATS[dtype or "fp32"], files=1, nbytes=nbytes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A model and its values. ``rules``: that it was loaded by; None if it was not."""
-
-    cls: Any
-    config: Any
-    rules: list[Any] | None
-    values: Values
-
-    @staticmethod
-    def of(kept: Kept, values: Values) -> "Source":
-        """The model that a run keeps."""
-        return Source(cls=type(kept.model), config=kept.config, rules=kept.rules, values=values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """What an export has written: its weights' dtype, and the number and size of their files."""
-
-    dtype: torch.dtype
-    files: int
-    nbytes: int
-
-
-def copy_companions(kept: Path, folder: Path) -> None:
-    """What a run keeps of its model beside the configuration: generation settings, tokenizer, code."""
+def copy_companions(kept: Path, folder: Path, *, adapter: bool = False) -> None:
+    """What a run keeps of its model beside the configuration: generation settings, code, and (of an ``adapter`` that
+    alone) the tokenizer.
+    """
     for file in sorted(kept.iterdir()):
-        if file.name in (GENERATION, *TOKENIZER_FILES) or file.suffix in (".py", ".jinja"):
+        tokens = file.name in TOKENIZER_FILES or file.suffix == ".jinja"
+        if tokens or (not adapter and (file.name == GENERATION or file.suffix == ".py")):
             shutil.copyfile(file, folder / file.name)
 
 
