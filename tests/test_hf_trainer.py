@@ -238,8 +238,20 @@ def test_half_precision_keeps_the_precision_of_the_master_copy(tmp_path: Path) -
 def test_a_store_of_another_run_is_not_continued_silently(tmp_path: Path) -> None:
     first = streamed(tmp_path, max_steps=2)
     first.end()
+    model = llama()
     with pytest.raises(penstock.ConfigError, match=r"after step 2.*resume_from_checkpoint.*overwrite"):
-        streamed(tmp_path, max_steps=2)
+        streamed(tmp_path, model, max_steps=2)
+    assert torch.equal(model.lm_head.weight, llama().lm_head.weight)  # it can still be used
+    elsewhere = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    other = streamed(tmp_path, given={"engine": in_memory()}, **elsewhere)
+    other.end()
+    with pytest.raises(penstock.ConfigError, match=r"another run after step 2"):
+        Trainer(
+            model=model,
+            args=arguments(tmp_path / "engine", **elsewhere),
+            train_dataset=DATA,
+            engine=on_disk(tmp_path / "store"),
+        ).train(resume_from_checkpoint=True)
     anew = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=2)
     assert shown(anew) == shown(first)
     anew.end()
@@ -257,3 +269,17 @@ def test_a_checkpoint_is_resumed_whatever_a_kill_has_left_of_the_store(tmp_path:
     resumed.train(resume_from_checkpoint=str(tmp_path / "engine" / "checkpoint-2"))
     assert shown(resumed)[:-1] == shown(whole)[:-1]
     resumed.end()
+
+
+def test_the_model_is_not_used_behind_the_engines_back(tmp_path: Path) -> None:
+    """A forward, or a state_dict, of a user's callback or script would be of placeholders."""
+    mine = streamed(tmp_path, given={"engine": in_memory()}, max_steps=1)
+    prompt = torch.tensor([[1, 2, 3]])
+    for use in (
+        lambda: mine.model(prompt),
+        lambda: mine.model.generate(prompt, max_new_tokens=1),
+        lambda: mine.model.state_dict(),
+    ):
+        with pytest.raises(penstock.ModelError, match=r"the model's weights are the engine's.*save_model"):
+            use()
+    mine.end()

@@ -22,6 +22,7 @@ from penstock.run.precision import precision_of_weights
 from penstock.run.start import WeightSource
 from penstock.schedule.op import Schedule
 from penstock.tape import trees
+from penstock.tape.guard import guard
 from penstock.wrapping import wrap
 
 _PRECISIONS: Mapping[str, Precision | None] = {
@@ -160,6 +161,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         )
         # A learning rate schedule made before holds the given optimizer: what it writes there must count.
         engine.optimizer.param_groups = given.param_groups
+        guard(module, "use fabric.save and fabric.load, or strategy.engine")
         self._engine, self._given = engine, given
         return (
             _Recorder(module, engine),
@@ -310,8 +312,6 @@ class _Recorder(nn.Module):
         self.module = module
         self._engine = engine
         self._forward_at_setup = vars(module).get("forward")
-        module.register_state_dict_pre_hook(_no_state_dict)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(_no_state_dict)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if vars(self.module).get("forward") is not self._forward_at_setup:
@@ -343,7 +343,3 @@ def _loss_of_root(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Ten
     if not isinstance(result, torch.Tensor) or result.numel() != 1:
         raise ModelError("fabric.backward() was given something that is not a single number")
     return result.reshape(())
-
-
-def _no_state_dict(*_: Any) -> NoReturn:
-    raise ModelError("the model's weights are the engine's: use fabric.save and load, or strategy.engine")

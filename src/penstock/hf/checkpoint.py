@@ -77,15 +77,32 @@ def load(engine: Engine, folder: Path) -> None:
     engine.load(folder / SNAPSHOT)
 
 
-def make_room(folder: Path, budget: Budget) -> None:
-    """Delete the store that the run of this checkpoint has left, whole or not: the checkpoint decides.
+def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
+    """Make the disk tier free for a run, before it takes the model's values.
 
-    A store of another run is not touched; whether it can be used is for the engine to say.
+    What the run of the checkpoint that it resumes has left there is deleted, whole or not: the checkpoint decides. A
+    store of another run is deleted only where ``overwrite`` says so.
+
+    Raises:
+        ConfigError: another run's state is there.
     """
-    origin = folder / _ORIGIN
-    known = json.loads(origin.read_text())["disk"] if origin.exists() else []
-    if known and known == _resolved(budget) and Store.exists(budget.disk_paths):
+    if not Store.exists(budget.disk_paths):
+        return
+    if overwrite or (resumes is not None and _origin(resumes) == _resolved(budget)):
         Store.delete(budget.disk_paths)
+        return
+    with Store.open(budget.disk_paths) as store:
+        record = store.last_commit()
+    if record is not None and (record["step"] or not record["whole"]):
+        raise ConfigError(
+            f"budget.disk: {budget.disk_paths[0]} holds the state of another run after step {record['step']}. To go on "
+            "with it: trainer.train(resume_from_checkpoint=True). To replace it: EngineArguments(overwrite=True)"
+        )
+
+
+def _origin(folder: Path) -> list[str] | None:
+    file = folder / _ORIGIN
+    return list(json.loads(file.read_text())["disk"]) if file.exists() else None
 
 
 def _resolved(budget: Budget) -> list[str]:

@@ -20,8 +20,7 @@ class EngineArguments:
     | field | meaning |
     |---|---|
     | ``budget`` | memory per tier, and the directories of the disk tier |
-    | ``overwrite`` | whether a store that is in these directories already is deleted when training starts anew; without
-    it that is an error |
+    | ``overwrite`` | whether another run's store in these directories is deleted; without it, finding one is an error |
     | ``weights`` | where the values of a model on the meta device come from: ``penstock.hf.load(folder).weights`` |
     | ``loss_tile`` | tokens whose logits are there at a time, in training and where evaluation wants the loss alone;
     None: all of a micro-batch. Not for ``SFTTrainer``, whose own head does without logits |

@@ -32,8 +32,8 @@ from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
 from penstock.run import start
 from penstock.run.stats import StepStats
-from penstock.store.store import Store
 from penstock.tape import trees
+from penstock.tape.guard import guard
 from penstock.wrapping import wrap
 
 if TYPE_CHECKING:
@@ -110,10 +110,7 @@ class EngineMixin(_Mixed):
     def _open_engine(self) -> Engine:
         given = self._engine_arguments
         assert isinstance(self.model, nn.Module)
-        if self._resumes is not None:
-            checkpoint.make_room(self._resumes, given.budget)
-        elif given.overwrite and Store.exists(given.budget.disk_paths):
-            Store.delete(given.budget.disk_paths)
+        checkpoint.make_room(self._resumes, given.budget, overwrite=given.overwrite)
         # What the library would save it in; a model without values has no dtype of its own.
         self._dtype = None if start.built_on_meta(self.model) else next(self.model.parameters()).dtype
         engine = wrap(
@@ -126,13 +123,7 @@ class EngineMixin(_Mixed):
             seed=self.args.seed,
             **given.for_wrap(),
         )
-        if engine.step_count and self._resumes is None:
-            done, where = engine.step_count, given.budget.disk_paths[0]
-            engine.close()
-            raise ConfigError(
-                f"budget.disk: {where} holds the state of a run after step {done}, and this one starts anew. To go on "
-                "with a run: trainer.train(resume_from_checkpoint=True). To replace it: EngineArguments(overwrite=True)"
-            )
+        guard(self.model, "use evaluate and predict, or load what save_model has written")
         return engine
 
     def end(self) -> None:
@@ -203,7 +194,7 @@ class EngineMixin(_Mixed):
 
     def _loss_weight(self, num_items_in_batch: Any) -> float:
         """What a micro-batch's loss counts, as the library has it: losses that know the whole step's items add up."""
-        scaled = self.loss_is_scaled_for_ga
+        scaled: bool | None = self.loss_is_scaled_for_ga
         if scaled is None:
             knows = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = knows or self.compute_loss_func is not None

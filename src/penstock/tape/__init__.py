@@ -10,6 +10,7 @@
     rng       seeds as a function of place
     trees     tensors in nested arguments
     init      fills a model from the meta device
+    guard     refuses uses of the model outside of the engine
 
 ``tape`` is built on ``probe`` and ``passage``, and ``passage`` on ``graph`` and ``trees``. May import: ``config``,
 ``errors``, ``schedule.program``. Importing the package itself imports no torch.
