@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from penstock.data.apart import check_keeps_apart
-from penstock.data.batches import Batches
+from penstock.data.batches import HeldOut
 from penstock.data.mixture import Mixture
 from penstock.data.pieces import pieces_of
 from penstock.data.stream import Prepared
@@ -72,7 +72,7 @@ def packed(sizes: list[int], length: int) -> tuple[list[torch.Tensor], dict[str,
     stream = Prepared(
         mixture=Mixture(sources=[pieces_of(corpus, length, None)], weights=None, seed=None), packing=True, length=length
     )
-    batches = Batches(
+    batches = HeldOut(
         stream=stream,
         packing=True,
         length=length,

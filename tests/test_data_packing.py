@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import settings as trials
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.data.batches import Batches
+from penstock.data.batches import Batches, HeldOut
 from penstock.data.mixture import Mixture
 from penstock.data.packing import best_fit_decreasing
 from penstock.data.pieces import Pieces, continuous_pieces, pieces_of
@@ -97,11 +96,11 @@ def test_pieces_without_a_label_that_counts_are_left_out(make: Any) -> None:
     assert found.cuts.without > 0
 
 
-def _batches(pieces: list[Pieces], packing: Any, *, seed: int | None = 3, **changes: Any) -> Batches:
+def _batches(pieces: list[Pieces], packing: Any, *, seed: int | None = 3, kind: Any = Batches, **changes: Any) -> Any:
     weights = changes.pop("weights", None)
     stream = Prepared(mixture=Mixture(sources=pieces, weights=weights, seed=seed), packing=packing, length=16)
     what: dict[str, Any] = {"sequences_per_step": 4, "micro_batch_size": 2, "pad": 0, "fingerprint": "f", **changes}
-    return Batches(stream=stream, packing=packing, length=16, **what)
+    return kind(stream=stream, packing=packing, length=16, **what)
 
 
 SIZES = np.random.default_rng(5).integers(2, 30, 120).tolist()
@@ -162,7 +161,7 @@ def test_the_engine_counts_the_labels_that_the_data_count(packing: Any) -> None:
         counts = [items(FakeForCausalLM(), mb) for mb in step.micro_batches]
         assert all(counts)
         assert sum(c for c in counts if c) == step.labels
-    epoch = list(_batches([pieces], packing).once())
+    epoch = list(_batches([pieces], packing, kind=HeldOut).once())
     assert sum(step.labels for step in epoch) == pieces.cuts.labels
 
 
@@ -199,7 +198,9 @@ def test_weights_are_shares_of_the_tokens() -> None:
     assert mixture.passes(4)[0] == pytest.approx(counts.mean(), abs=1)
 
 
-def test_too_few_sequences_for_a_micro_batch_are_refused(tmp_path: Path) -> None:
+def test_too_few_sequences_for_a_micro_batch_are_refused_unless_they_are_held_out() -> None:
     pieces = [pieces_of(_corpus([10, 10]), 16, None)]
-    with pytest.raises(ConfigError, match=r"validation data are 2 sequences of 16 tokens.*data\.validation\.share"):
-        _batches(pieces, True, micro_batch_size=3, name="validation")
+    with pytest.raises(ConfigError, match=r"the data are 2 sequences of 16 tokens \(20 tokens\): too few for one"):
+        _batches(pieces, True, micro_batch_size=3)
+    (step,) = _batches(pieces, True, micro_batch_size=3, kind=HeldOut).once()
+    assert [len(mb["input_ids"]) for mb in step.micro_batches] == [2]

@@ -25,7 +25,7 @@ from penstock.cli.settings import plain
 from penstock.cli.summary import reset_peak_resident
 from penstock.cli.trackers import Trackers, start_trackers
 from penstock.config import TrainConfig
-from penstock.data.batches import Batches
+from penstock.data.batches import Batches, HeldOut
 from penstock.engine import Engine
 from penstock.report.prediction import Prediction
 from penstock.report.trace_file import Ran
@@ -46,7 +46,7 @@ class Stretch:
     display: Display
     engine: Engine
     train: Batches
-    validation: Batches | None
+    validation: HeldOut | None
     first: int
     meter: Meter
     pace: Pace
@@ -78,6 +78,7 @@ def run_steps(stretch: Stretch) -> int:
         display.begin(stretch.meter)
         stack.callback(display.end)
         known: Simulation | None = None
+        assert (engine.position is None) == (first == 0), "each step's commit has its position in the data"
         steps = stack.enter_context(closing(stretch.train.steps(engine.position)))
         for index, data in zip(range(first, config.step_count), steps, strict=False):
             stats = engine.step(data.micro_batches, position=data.position)
@@ -144,6 +145,8 @@ def _evaluate(stretch: Stretch, done: int) -> float | None:
         return None
     if done % evaluate.every and done != stretch.config.step_count:
         return None
-    steps = list(islice(stretch.validation.once(), evaluate.batches))
-    labels = sum(step.labels for step in steps)
-    return math.fsum(stretch.engine.evaluate(step.micro_batches) * step.labels / labels for step in steps)
+    losses, labels = [], 0
+    for step in islice(stretch.validation.once(), evaluate.batches):
+        losses.append(stretch.engine.evaluate(step.micro_batches) * step.labels)
+        labels += step.labels
+    return math.fsum(losses) / labels

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -35,9 +35,9 @@ from penstock.cli.trackers import check_installed
 from penstock.cli.yardstick import Yardstick, yardstick
 from penstock.config import LoraConfig, Precision, Tier, TrainConfig
 from penstock.data.apart import check_keeps_apart
-from penstock.data.batches import Batches
+from penstock.data.batches import Batches, HeldOut
 from penstock.data.opening import Data, check_model, open_data
-from penstock.data.stream import Prepared, Stream
+from penstock.data.stream import Prepared
 from penstock.data.tokenizer import pad_id
 from penstock.data.told import told
 from penstock.engine import Engine
@@ -155,7 +155,7 @@ def _in_steps(config: TrainConfig, data: Data) -> TrainConfig:
 
 def _settle(
     config: TrainConfig, display: Display, engine: Engine, data: Data, cut: Cut
-) -> tuple[TrainConfig, Batches, Batches | None]:
+) -> tuple[TrainConfig, Batches, HeldOut | None]:
     """Plan for the batch as it is to be cut; in smaller pieces where the model needs more than was expected of it.
 
     Raises:
@@ -274,20 +274,15 @@ def _engine(
     )
 
 
-def _batches(config: TrainConfig, data: Data) -> tuple[Batches, Batches | None]:
+def _batches(config: TrainConfig, data: Data) -> tuple[Batches, HeldOut | None]:
     """Training sequences in random order, held-out ones in the order of the documents."""
-
-    def batches(stream: Stream, name: str) -> Batches:
-        return Batches(
-            stream=stream,
-            packing=config.data.packing,
-            length=config.data.sequence_length,
-            pad=pad_id(data.tokenizer),
-            sequences_per_step=config.sequences_per_step,
-            micro_batch_size=config.split[0],
-            fingerprint=data.identity.fingerprint,
-            name=name,
-        )
-
-    held_out = None if data.validation is None else batches(data.validation, "validation")
-    return batches(data.train, "training"), held_out
+    how: dict[str, Any] = {
+        "packing": config.data.packing,
+        "length": config.data.sequence_length,
+        "pad": pad_id(data.tokenizer),
+        "sequences_per_step": config.sequences_per_step,
+        "micro_batch_size": config.split[0],
+        "fingerprint": data.identity.fingerprint,
+    }
+    held_out = None if data.validation is None else HeldOut(stream=data.validation, **how)
+    return Batches(stream=data.train, **how), held_out

@@ -10,7 +10,7 @@
 May import: ``config``, ``errors``.
 """
 
-from penstock.data.batches import Batches, Step
+from penstock.data.batches import Batches, HeldOut, Step
 from penstock.data.token_files import write_tokens
 
-__all__ = ["Batches", "Step", "write_tokens"]
+__all__ = ["Batches", "HeldOut", "Step", "write_tokens"]

@@ -61,16 +61,13 @@ class Batches:
     sequences_per_step: int
     micro_batch_size: int
     fingerprint: str
-    name: str = "training"
 
     def __post_init__(self) -> None:
         if isinstance(self.stream, Prepared) and (found := len(self.stream.epoch(0))) < self.micro_batch_size:
-            cuts = self.stream.cuts
             raise ConfigError(
-                f"the {self.name} data are {found:,} sequences of {self.length} tokens ({cuts.tokens:,} tokens): "
-                f"too few for one micro-batch of {self.micro_batch_size}. Give more data, shorter sequences "
-                f"(data.sequence_length) or a smaller micro_batch_size"
-                + (", or a larger data.validation.share" if self.name == "validation" else "")
+                f"the data are {found:,} sequences of {self.length} tokens ({self.stream.cuts.tokens:,} tokens): too "
+                f"few for one micro-batch of {self.micro_batch_size}. Give more data, shorter sequences "
+                "(data.sequence_length) or a smaller micro_batch_size"
             )
 
     def steps(self, position: Position | None = None) -> Generator[Step, None, None]:
@@ -91,16 +88,6 @@ class Batches:
     def _ahead(self, position: Position | None) -> Generator[Step, None, None]:
         with ahead(lambda: self._steps(position), _AHEAD) as steps:
             yield from steps
-
-    def once(self) -> Iterator[Step]:
-        """All rows of the first epoch, once, in order; the last step may be a smaller one. For validation.
-
-        The mean loss over them is that of each step, weighted with its ``labels``.
-        """
-        assert isinstance(self.stream, Prepared)
-        rows = islice(self.stream.rows(None), len(self.stream.epoch(0)))
-        while taken := list(islice(rows, self.sequences_per_step)):
-            yield self._step(taken)
 
     def largest(self) -> list[MicroBatch]:
         """Micro-batches as large as a step's may be, of the shapes that they have; for whoever plans for them."""
@@ -149,6 +136,24 @@ class Batches:
         if self.packing is False:
             tensors["attention_mask"] = _tensor([_fill(np.ones_like(row.ids), length, 0) for row in rows])
         return tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut(Batches):
+    """What is evaluated on: fewer sequences than a micro-batch will do."""
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.stream, Prepared)
+
+    def once(self) -> Iterator[Step]:
+        """All rows, once, in the order of the documents; the last step may be a smaller one.
+
+        The mean loss over them is that of each step, weighted with its ``labels``.
+        """
+        assert isinstance(self.stream, Prepared)
+        rows = islice(self.stream.rows(None), len(self.stream.epoch(0)))
+        while taken := list(islice(rows, self.sequences_per_step)):
+            yield self._step(taken)
 
 
 def _filled(row: Row, length: int, pad: int) -> tuple[Any, Any, Any]:

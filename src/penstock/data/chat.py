@@ -49,22 +49,33 @@ class ChatEncoder:
         self._answers = answers
         self._marked = isinstance(template, str) and bool(_MARKS.search(template))
 
-    def encode(self, example: Example) -> Document:
+    def encode(self, examples: Sequence[Example]) -> list[Document]:
         """Raises:
-        ConfigError: the template refuses the chat, or does not say which part of it is the answer.
+        ConfigError: the template refuses a chat, or does not say which part of it is the answer.
         """
-        messages = [_without_nulls(message) for message in example.fields["messages"]]
-        tools = _tools(example)
         if self._answers and self._marked:
-            return self._encode_marked(example, messages, tools)
-        text = self._render(example, messages, tools)
-        spans = self._spans(example, text, messages, tools) if self._answers else None
+            return [self._encode_marked(example) for example in examples]
+        texts, spans = [], []
+        for example in examples:
+            messages, tools = _messages(example), _tools(example)
+            texts.append(self._render(example, messages, tools))
+            spans.append(self._spans(example, texts[-1], messages, tools) if self._answers else [])
         # The template writes all special tokens itself.
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=spans is not None, verbose=False)
-        ids = np.asarray(found["input_ids"], dtype=np.uint32)
-        return Document(ids=ids, answers=None if spans is None else _within(found["offset_mapping"], spans))
+        found = self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_offsets_mapping=self._answers,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        all_ids = [np.asarray(ids, dtype=np.uint32) for ids in found["input_ids"]]
+        if not self._answers:
+            return [Document(ids=ids) for ids in all_ids]
+        answers = [_within(offsets, where) for offsets, where in zip(found["offset_mapping"], spans, strict=True)]
+        return [Document(ids=ids, answers=counts) for ids, counts in zip(all_ids, answers, strict=True)]
 
-    def _encode_marked(self, example: Example, messages: Sequence[Message], tools: Any) -> Document:
+    def _encode_marked(self, example: Example) -> Document:
+        messages, tools = _messages(example), _tools(example)
         found = self._apply(
             example, messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -100,9 +111,10 @@ class ChatEncoder:
             ) from None
 
 
-def _without_nulls(message: Message) -> dict[str, Any]:
+def _messages(example: Example) -> list[Message]:
     """Tables give each message all keys that any has: templates take one that is null for one that is there."""
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+    messages: Sequence[Message] = example.fields["messages"]
+    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
 
 
 def _tools(example: Example) -> Any:

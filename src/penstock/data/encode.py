@@ -54,7 +54,7 @@ class Encoder:
         if self.kind == "chat":
             if self._chat is None:
                 self._chat = ChatEncoder(self._tokenizer, answers=self.answers)
-            return [self._chat.encode(example) for example in examples]
+            return self._chat.encode(examples)
         return self._texts(examples) if self.kind == "text" else self._completions(examples)
 
     def _texts(self, examples: Sequence[Example]) -> list[Document]:
