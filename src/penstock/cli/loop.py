@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.cli.display import Display
 from penstock.cli.interrupt import Interrupt
-from penstock.cli.keeping import cost_of_a_kill
 from penstock.cli.meter import Meter
 from penstock.cli.metrics import metrics_of, with_figures
 from penstock.cli.pace import Pace
@@ -88,8 +87,6 @@ def run_steps(stretch: Stretch) -> int:
                 trace.step(engine.trace, engine.counters)
             held = _held_up(engine)
             stretch.meter.planned(engine.plan)
-            if index == first:
-                _say_cost(stretch)
             known = _foretell(stretch, known)
             if slow := stretch.pace.check(stats, known):
                 log.warning(slow)
@@ -118,13 +115,6 @@ def _held_up(engine: Engine) -> dict[Lane, float]:
     """Seconds that each lane held up the step that was just done."""
     ran = [Ran(id=e.op, lane=e.lane, start=e.start, end=e.end, nbytes=e.bytes) for e in engine.trace]
     return held_up(ran, engine.plan.schedule)
-
-
-def _say_cost(stretch: Stretch) -> None:
-    """What a kill would cost, where that was not known before the first plan."""
-    budget = stretch.config.budget
-    if cost_of_a_kill(budget, None) is None:
-        stretch.display.say(f"As planned, {cost_of_a_kill(budget, stretch.engine.plan)}")
 
 
 def _foretell(stretch: Stretch, known: Simulation | None) -> Simulation | None:

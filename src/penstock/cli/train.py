@@ -110,6 +110,8 @@ def _train(
         cost = cost_of_a_kill(config.budget, None)
         display.say(space(config.budget) + ("" if cost is None else f"; {cost}"))
         config, batches, validation = _settle(config, display, engine, data, cut)
+        if cost is None:
+            display.say(f"As planned, {cost_of_a_kill(config.budget, engine.plan)}")
         given: dict[Tier, int] = {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
         stretch = Stretch(
             config=config,
