@@ -52,6 +52,23 @@ OPTIMIZERS: dict[str, tuple[OptimizerSpec, TorchOptimizer]] = {
         penstock.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     ),
+    "norms and biases spared": (
+        penstock.AdamW(
+            lr=1e-3,
+            weight_decay=0.5,
+            decay_norms_and_biases=False,
+            overrides=(penstock.Override(match="embed", lr=1e-2),),
+        ),
+        lambda m: torch.optim.AdamW(
+            [
+                {"params": [p for n, p in m.named_parameters() if p.ndim > 1 and "embed" not in n]},
+                {"params": [p for n, p in m.named_parameters() if p.ndim == 1], "weight_decay": 0.0},
+                {"params": [p for n, p in m.named_parameters() if "embed" in n], "lr": 1e-2},
+            ],
+            lr=1e-3,
+            weight_decay=0.5,
+        ),
+    ),
     "overrides": (
         penstock.AdamW(
             lr=1e-3,
