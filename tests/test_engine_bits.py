@@ -255,6 +255,24 @@ def test_same_bits_with_a_schedule_of_ones_own(reference: Callable[..., Result],
     assert_same(found, reference("fp32", 1.75))
 
 
+def test_with_a_delayed_schedule_of_ones_own_an_evaluation_sees_what_its_steps_have_left(
+    reference: Callable[..., Result], tmp_path: Path
+) -> None:
+    """An evaluation trains no group, so that the schedule cannot tell it its means; it has none."""
+    where = budget(tmp_path / "store")
+    with wrap(CASE, where, clip_grad_norm=1.75, delay=0.25) as engine:
+        engine.step(STEPS[0])
+        own = parse_schedule(str(engine.plan.schedule))
+    assert own.carried
+    shutil.rmtree(tmp_path / "store")
+    with wrap(CASE, where, clip_grad_norm=1.75, schedule=own) as engine:
+        before = engine.evaluate(STEPS[0])
+        found = run_steps(engine, STEPS)
+        assert engine.plan.schedule.carried == own.carried
+        assert engine.evaluate(STEPS[0]) < before
+    assert_same(found, reference("fp32", 1.75))
+
+
 @pytest.mark.parametrize("variant", ["overlapped", "planned"])
 def test_running_statistics_are_part_of_what_is_continued(variant: str, tmp_path: Path) -> None:
     """Batch norm's: in the store when it is closed, and in a snapshot."""

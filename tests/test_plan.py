@@ -254,6 +254,20 @@ def test_what_the_device_has_left_keeps_the_inputs_of_the_last_block_until_its_b
         assert plan.device_bytes <= tight.budget.device_bytes
 
 
+def test_a_schedule_of_ones_own_keeps_as_many_inputs_on_the_device_as_when_it_was_made() -> None:
+    pins: dict[str, Tier] = {"weights": "disk", "state": "disk", "checkpoints": "host"}
+    roomy = request(micro_batches=6, **pins)  # type: ignore[arg-type]
+    most = fit(roomy)
+    tight = request(most.device_bytes - 3 * CHECKPOINT, micro_batches=6, **pins)  # type: ignore[arg-type]
+    own = fit(tight).schedule
+    plan = with_schedule(roomy, most, own)
+    assert plan.schedule.ops == own.ops
+    assert plan.settings.depths.inputs == 3
+    assert with_schedule(tight, fit(tight), own).schedule.ops == own.ops
+    with pytest.raises(BudgetError, match=r"pools take .* of budget\.device"):
+        with_schedule(tight, fit(tight), most.schedule)
+
+
 def test_a_placement_that_is_in_memory_already_is_kept() -> None:
     train = fit(request(8 * MIB, 8 * MIB))
     more = fit(request(9 * MIB, 9 * MIB, micro_batches=4), train.settings.place)

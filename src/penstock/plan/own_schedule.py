@@ -7,7 +7,7 @@ from penstock.errors import BudgetError, ScheduleError
 from penstock.plan.fit import Plan, Request
 from penstock.schedule.check import check_readers, check_waits
 from penstock.schedule.op import Op, Schedule
-from penstock.schedule.place import GRAIN, Side, on_grain
+from penstock.schedule.place import GRAIN, Depths, Side, on_grain
 from penstock.schedule.program import ALIGN, Program
 
 _SHOWN = 3
@@ -17,7 +17,7 @@ _SHOWN = 3
 def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
     """The plan with a schedule of the user's own: the same ops on the same buffers, but in the order, with the
     dependencies and with as many buffers per pool as theirs. It speculates, and delays the same chunks, if the plan
-    does: ``means_of`` tells what to ask of the plan.
+    does: ``means_of`` tells what to ask of the plan. As many inputs of the last block stay on the device as in theirs.
 
     Raises:
         ScheduleError: it is for another number of micro-batches, or differs in more than that, or would change the
@@ -35,6 +35,8 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
     settings = replace(plan.settings, chunk=schedule.chunk)
     if schedule.micro_batches != settings.micro_batches:
         raise ScheduleError(f"the schedule is for {schedule.micro_batches} micro-batches, not {settings.micro_batches}")
+    inputs = _staying_inputs(request, schedule)
+    settings = replace(settings, depths=replace(settings.depths, inputs=inputs))
     wanted = request.build(settings)
     _check_means(wanted, schedule, request.program)
     for missing in wanted.by_id.keys() - schedule.by_id.keys():
@@ -67,6 +69,13 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
         if own.peak_bytes(tier) > most:
             raise BudgetError(f"the schedule's pools take {format_size(own.peak_bytes(tier))} of budget.{tier}")
     return replace(plan, settings=settings, schedule=own)
+
+
+def _staying_inputs(request: Request, schedule: Schedule) -> int:
+    """``Depths.inputs`` of a schedule: how many there were room for when it was made."""
+    last = len(request.program.stages) - 3
+    leave = sum(op.word.kind == "DC" and op.word.stage == last for op in schedule.lanes["d2h"])
+    return max(request.route.at_once - leave, Depths.inputs)
 
 
 def _order_of_sums(schedule: Schedule) -> dict[str, list[str]]:

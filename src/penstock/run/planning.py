@@ -281,7 +281,7 @@ class Planning:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
         program = Program(groups=tuple(g.spec for g in self._shared.groups), stages=tuple(stages))
         speculate, delay, cast = self._speculate, self._delay, None
-        if isinstance(self._schedule, Schedule):  # what is left open is as the schedule has it
+        if train and isinstance(self._schedule, Schedule):  # what is left open is as the schedule has it
             early, share = means_of(self._schedule, program, wait=self._wait)
             speculate, delay = early if speculate is None else speculate, share if delay is None else delay
             cast = cast_of(self._schedule)
