@@ -253,6 +253,11 @@ def misuse_no_grad_in_training() -> None:
         model(**batch())
 
 
+def misuse_unpacking() -> None:
+    _, model, _ = set_up()
+    _loss, _logits = model(**batch(), return_dict=False)
+
+
 def misuse_autocast() -> None:
     _, model, _ = set_up()
     with torch.autocast("cpu", torch.bfloat16):
@@ -295,6 +300,7 @@ MISUSES = {
     misuse_foreign_loss: "does not come from the model's training output",
     misuse_evaluation_with_gradients: "to evaluate, call model.eval",
     misuse_no_grad_in_training: "to train, call model.train",
+    misuse_unpacking: r"take them as output\[0\], output\[1\]",
     misuse_autocast: "autocast is on",
     misuse_state_dict: "the model's weights are the engine's",
     misuse_saving_the_model_alone: "the model and its optimizer together",

@@ -81,6 +81,12 @@ def frozen() -> transformers.PreTrainedModel:
     return llama().requires_grad_(False)
 
 
+class Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "optimizers": ({}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers cannot be honoured"),
     "model_init": ({}, {"model": None, "model_init": llama}, "model_init cannot be honoured"),
@@ -99,6 +105,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "recomputation": ({}, {"model": checkpointed}, "activation_checkpointing_disable"),
     "nothing to train": ({}, {"model": frozen}, "no parameter of the model requires a gradient"),
     "fp16 weights": ({}, {"model": lambda: llama(dtype=torch.float16)}, "ask for fp16"),
+    "saving": ({"save_strategy": "epoch"}, {"model": Plain}, "Plain has no save_pretrained: set save_strategy='no'"),
     "callback": ({}, {"callbacks": [LooksAtGradients()]}, "LooksAtGradients.on_pre_optimizer_step"),
 }
 

@@ -122,6 +122,10 @@ class Deferred:
         return len(self.resolve())
 
     def __iter__(self) -> Iterator[Any]:
+        if self._value is _UNKNOWN and not self._spent:
+            raise ModelError(
+                "how many parts this has is known after optimizer.step(): take them as output[0], output[1]"
+            )
         return iter(self.resolve())
 
     def __format__(self, spec: str) -> str:

@@ -52,7 +52,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         clip_grad_norm: what the loop's ``fabric.clip_gradients(max_norm=...)`` asks for at each step; None: never.
         seed: of dropout and initialisation.
         weights: where the values of a model on the meta device come from, as in ``penstock.wrap``.
-        schedule, plan, speculate, delay, grad_dtype, io_threads: as in ``penstock.wrap``.
+        schedule, plan, speculate, delay, grad_dtype, compile, io_threads: as in ``penstock.wrap``.
     """
 
     num_nodes = 1
@@ -70,6 +70,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         speculate: bool | None = None,
         delay: float | None = None,
         grad_dtype: GradDtype | None = None,
+        compile: bool | str = False,  # noqa: A002 - torch's word
         io_threads: int = 4,
     ) -> None:
         self._clip = clip_grad_norm
@@ -83,6 +84,7 @@ class PenstockStrategy(SingleDeviceStrategy):
             "speculate": speculate,
             "delay": delay,
             "grad_dtype": grad_dtype,
+            "compile": compile,
             "io_threads": io_threads,
         }
         self._compute: Precision | None = None

@@ -2,12 +2,12 @@
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from penstock.config import Budget
 from penstock.engine import Engine
@@ -115,26 +115,14 @@ def write_model(engine: Engine, folder: Path, tokenizer: Any, dtype: torch.dtype
     ``dtype``: of the model as the Trainer was given it; None: of the folder that it was loaded from. The weights are
     streamed into a folder of their own first, and then moved to where other files of the Trainer may be.
 
-    Raises:
-        ConfigError: its class has no ``save_pretrained``.
-        StoreError: the disk is full or fails.
+    Raises: as ``penstock.hf.export``.
     """
-    model: Any = engine.model
     folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, PreTrainedModel):
-        aside = folder / _ASIDE
-        export(engine, aside, tokenizer=tokenizer, dtype=None if dtype is None else _DTYPES.get(dtype), overwrite=True)
-        _move_into(folder, aside)
-    elif callable(getattr(model, "save_pretrained", None)):  # a PeftModel
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        state = {name: tensor for name, tensor in engine.master_parameters() if name in trained}
-        model.save_pretrained(folder, state_dict=state)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    else:
-        raise ConfigError(
-            f"{type(model).__name__} has no save_pretrained: set save_strategy='no', and use trainer.engine.save(path)"
-        )
+    aside = folder / _ASIDE
+    if aside.exists():  # a kill has left it
+        shutil.rmtree(aside)
+    export(engine, aside, tokenizer=tokenizer, dtype=None if dtype is None else _DTYPES.get(dtype))
+    _move_into(folder, aside)
 
 
 def _move_into(folder: Path, aside: Path) -> None:

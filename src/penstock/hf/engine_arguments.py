@@ -24,7 +24,7 @@ class EngineArguments:
     | ``weights`` | where the values of a model on the meta device come from: ``penstock.hf.load(folder).weights`` |
     | ``loss_tile`` | tokens whose logits are there at a time, in training and where evaluation wants the loss alone;
     None: all of a micro-batch. Not for ``SFTTrainer``, whose own head does without logits |
-    | ``schedule``, ``plan``, ``speculate``, ``delay``, ``grad_dtype``, ``blocks``, ``io_threads`` | as in
+    | ``schedule``, ``plan``, ``speculate``, ``delay``, ``grad_dtype``, ``blocks``, ``compile``, ``io_threads`` | as in
     ``penstock.wrap`` |
     """
 
@@ -38,6 +38,7 @@ class EngineArguments:
     delay: float | None = None
     grad_dtype: GradDtype | None = None
     blocks: Sequence[nn.Module] | None = None
+    compile: bool | str = False
     io_threads: int = 4
 
     def for_wrap(self) -> dict[str, Any]:

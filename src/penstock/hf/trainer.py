@@ -138,8 +138,14 @@ class EngineMixin(_Mixed):
         """The library's own ``train``. With ``resume_from_checkpoint=True`` the last complete checkpoint is taken.
 
         Raises:
-            ConfigError: a callback looks at gradients, which there are none of between steps.
+            ConfigError: a callback looks at gradients, which there are none of between steps; or checkpoints are to
+                be saved of a model that cannot be.
         """
+        if self.args.save_strategy != "no" and not hasattr(self.model, "save_pretrained"):
+            raise ConfigError(
+                f"checkpoints were asked for, and {type(self.model).__name__} has no save_pretrained: set "
+                "save_strategy='no', and call trainer.engine.save(path)"
+            )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoint.last_checkpoint(str(self.args.output_dir)) or True
         for callback in self.callback_handler.callbacks:

@@ -58,7 +58,7 @@ ENGINE: Mapping[str, str] = {
 
 _ONE_PROCESS = "the engine trains in one process on one device"
 _MEMORY = "the engine keeps device memory within its budget by itself"
-_COMPILE = "the Trainer would compile the model as a whole, and the engine runs it block by block"
+_COMPILE = "it compiles the model as a whole: EngineArguments(compile=True), or a backend's name, compiles its blocks"
 _RECOMPUTE = "each block is recomputed from its input by the engine, and nothing about that can be chosen"
 
 REFUSED: Mapping[str, str] = {
