@@ -296,6 +296,12 @@ def test_the_metrics_have_all_that_is_shown_with_units_in_the_names() -> None:
     }
 
 
+def test_the_last_words_say_how_fast_it_was_and_what_the_drives_went_through(tmp_path: Path) -> None:
+    text = closing(_measured(), own_bytes=MIB, folder=tmp_path, trace=None, stopped=False)
+    assert "speed    256 tokens/s, 1 TFLOP/s, MFU 25% of 4 TFLOP/s; 1 clipped; 1 run twice" in text
+    assert "drives   1.86 GiB written, 0.0023% of the 78.6 TiB that they are assumed to bear" in text
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_live_view_keeps_its_lines_and_its_width(width: int) -> None:
     """Whatever happens in a step: nothing wraps, and no line comes or goes."""

@@ -67,7 +67,7 @@ def test_a_resumed_run_keeps_its_cut(path: Path, tmp_path: Path, capsys: pytest.
     assert main(["train", str(path), "--micro_batch_size", "1", "--steps", "1"]) == 0
     assert main(["train", str(path), "--steps", "2", "--resume"]) == 0
     assert settings.load(tmp_path / "run" / "config.yaml").split == (1, 4)
-    assert "4 micro-batches of 1 sequence: " in capsys.readouterr().out
+    assert "4 micro-batches of 1 sequence: as the run began" in capsys.readouterr().out
     assert main(["train", str(path), "--steps", "3", "--resume", "--micro_batch_size", "2"]) == 2
     assert "started with micro_batch_size=1, not 2" in capsys.readouterr().err
     assert main(["train", str(path), "--steps", "3", "--resume", "--batch.sequences", "8"]) == 2

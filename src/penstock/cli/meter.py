@@ -75,6 +75,7 @@ class Meter:
     seconds: float = 0.0
     written: int = 0
     """bytes to disk"""
+    flops: float = 0.0
     clipped: int = 0
     skipped: int = 0
     repeated: int = 0
@@ -109,6 +110,7 @@ class Meter:
         self.tokens += stats.tokens
         self.seconds += stats.seconds
         self.written += stats.bytes_written
+        self.flops += stats.flops
         self.clipped += stats.clipped
         self.skipped += stats.skipped
         self.repeated += bool(stats.repeats) and not stats.skipped

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
 
-from penstock.cli.display import clock
+from penstock.cli.display import clock, counts, format_flops
 from penstock.cli.meter import Meter
 from penstock.config import TrainConfig, format_size
 from penstock.report.sentence import format_time
@@ -38,6 +38,7 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     if meter.validation:
         loss += f", held-out text {meter.validation[-1]:.4f}"
     lines.append(f"{loss}, in {len(meter.losses)} steps, {meter.tokens:,} tokens, {clock(meter.seconds)}")
+    lines.append(f"speed    {_speed(meter)}")
     lines.append(
         f"state    {format_size(meter.state_bytes)}: weights, gradients and optimizer state of "
         f"{outline.parameters / 1e6:.1f}M parameters, {meter.state_bytes / outline.given_bytes:.1f}x the memory given"
@@ -53,12 +54,32 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
         "before the model (Python, PyTorch, the tokenizer)"
     )
     lines.append("moved    " + ", ".join(f"{lane} {format_size(n)}" for lane, n in meter.moved.items() if n))
+    if meter.written:
+        lines.append(f"drives   {_wear(meter)}")
     lines += _foretold(meter)
     if trace is not None:
         lines.append(f"trace    {trace} (open it in https://ui.perfetto.dev)")
         lines.append(f"report   penstock report {folder} draws it on one page, beside what was predicted")
     lines.append(f"metrics  {folder / 'metrics.jsonl'}")
     return "\n".join(["", *lines])
+
+
+def _speed(meter: Meter) -> str:
+    """Over the whole stretch, evaluations not counted."""
+    seconds, peak = max(meter.seconds, 1e-9), meter.outline.yardstick.flops
+    rate = meter.flops / seconds
+    mfu = "" if peak is None else f", MFU {rate / peak:.0%} of {format_flops(peak)}"
+    steps = "".join(f"; {what}" for what in counts(meter))
+    return f"{meter.tokens / seconds:,.0f} tokens/s, {format_flops(rate)}{mfu}{steps}"
+
+
+def _wear(meter: Meter) -> str:
+    """What was written, and which part of the drives' life that is."""
+    yardstick, text = meter.outline.yardstick, f"{format_size(meter.written)} written"
+    if yardstick.rated is None:
+        return text
+    life = f"{format_size(yardstick.rated)} that they are {'assumed to bear' if yardstick.assumed else 'rated for'}"
+    return f"{text}, {100 * meter.written / yardstick.rated:.2g}% of the {life}"
 
 
 def _foretold(meter: Meter) -> list[str]:

@@ -76,6 +76,8 @@ def train(config: TrainConfig, start: Start) -> int:
         trained = _adapted(model, config.lora)
         machine = _machine(config, display)
         cut = cut_batch(config, schedule, machine, device_kind(config.device))
+        if start == "resume":
+            cut = replace(cut, reason="as the run began")
         make_engine = partial(_engine, *trained, optimizer, config, schedule, machine)
         measure = yardstick(config, machine, kind=device_kind(config.device))
         data = _open_data(config, display, folder, model, new=new is not None)

@@ -91,9 +91,15 @@ def start_trackers(names: Sequence[TrackerName], folder: Path, settings: Mapping
             started.close("failed")
             raise ConfigError(f"report_to: {name} cannot start: {' '.join(str(error).split())[:400]}") from error
         started.running[name] = tracker
-    if names:
-        path.write_text(json.dumps(known), encoding="utf-8")
+        _keep(path, known)
     return started
+
+
+def _keep(path: Path, known: Mapping[str, str]) -> None:
+    """At once and whole: a kill must not leave a run that is known there and not here."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(known), encoding="utf-8")
+    partial.replace(path)
 
 
 @dataclass(kw_only=True)
