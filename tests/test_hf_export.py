@@ -3,7 +3,10 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,9 @@ from tests.models import causal_lm
 import penstock
 from penstock import ConfigError, ModelError, StoreError
 from penstock.hf import export, load
-from penstock.hf.models.exporting import Source, write_folder
+from penstock.hf.models.exporting import Source, copy_companions, write_folder
 from penstock.hf.models.folder import INDEX, SINGLE
+from penstock.hf.models.kept import keep, kept_model
 from penstock.run.values import committed
 
 
@@ -168,6 +172,49 @@ def test_old_names_come_out_as_they_went_in(tmp_path: Path) -> None:
     assert_same_files(tmp_path / "out", tmp_path / "plain")
 
 
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_a_model_with_code_of_its_own_takes_it_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In and out, and into what a run keeps and out of that: the folder loads and runs its own class."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    source = folders.write("llama", tmp_path / "source", max_shard_size="1GB")
+    (source / "modeling_mine.py").write_text(OWN_CODE)
+    classes = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    changes = {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": classes}
+    file = source / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    loaded = load(source, trust_remote_code=True)
+    keep(
+        tmp_path / "kept",
+        loaded.model,
+        config=loaded.config,
+        dtype=loaded.dtype,
+        rules=loaded.rules,
+        source=loaded.folder,
+    )
+    with wrap(loaded.model, tmp_path / "store", weights=loaded.weights) as engine:
+        export(engine, tmp_path / "live")
+    kept = kept_model(tmp_path / "kept", trust_remote_code=True)
+    with committed([tmp_path / "store"]) as found:
+        write_folder(tmp_path / "out", Source.of(kept, found.values), partial(copy_companions, kept.folder))
+    for folder in (tmp_path / "live", tmp_path / "out"):
+        with pytest.raises(ConfigError, match="trust_remote_code: true"):
+            load(folder)
+        again = load(folder, trust_remote_code=True)
+        assert type(again.model).__name__ == "MineForCausalLM"
+        assert (folder / SINGLE).read_bytes() == (source / SINGLE).read_bytes()
+
+
 # ---- what goes wrong
 
 
@@ -239,9 +286,6 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_what_was_there(
 
 
 def test_what_a_killed_export_left_is_removed_by_the_next(engine: penstock.Engine, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys, os; from pathlib import Path; from penstock.store.whole import WholeFolder; "
         "WholeFolder(Path(sys.argv[1])); os._exit(9)"

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.config import parse_size
@@ -122,6 +123,8 @@ def export(
                 raise ConfigError(
                     f"transformers does not write this generation_config: {shell.short(error)}"
                 ) from error
+        if model.is_remote_code():  # what its class is made of
+            custom_object_save(model, folder)
         tokens(folder)
 
     write_folder(
