@@ -309,6 +309,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(copy: Path) -> None:
     [
         ("/no/such/folder", "no such folder"),
         ("../no/such/folder", "no such folder"),
+        ("./folder", "no such folder"),
         ("org/model", "not in the hub's cache, and the hub cannot be reached"),
     ],
 )

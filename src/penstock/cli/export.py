@@ -115,10 +115,9 @@ def run_export(arguments: ExportArguments) -> int:
     paths = _store(config, arguments.run)
     # Being ended is no reason to leave half a folder behind: as Ctrl-C does, this unwinds what has been begun.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    began = time.perf_counter()
     try:
         with committed(paths) as found, progress("written") as bar:
-            written = _write(arguments, config, found, bar.show)
+            written, seconds = _write(arguments, config, found, bar.show)
     except StoreError as error:
         if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
             raise StoreError(
@@ -130,19 +129,21 @@ def run_export(arguments: ExportArguments) -> int:
     print(
         f"{arguments.out}: step {found.step} of {arguments.run}, {what} in "
         f"{str(written.dtype).removeprefix('torch.')}, {format_size(written.nbytes)} in {written.files} "
-        f"file{'s' * (written.files > 1)}, in {time.perf_counter() - began:.1f} s"
+        f"file{'s' * (written.files > 1)}, in {seconds:.1f} s"
     )
     return 0
 
 
 def _write(
     arguments: ExportArguments, config: TrainConfig, found: "Committed", show: Callable[[int, int], None]
-) -> "Written":
+) -> "tuple[Written, float]":
+    """What was written, and the seconds that it took."""
     from penstock.hf.lora import with_adapters
     from penstock.hf.models.adapters import Merged
     from penstock.hf.models.exporting import Source, copy_companions, write_adapter, write_folder
     from penstock.hf.models.kept import kept_model
 
+    began = time.perf_counter()
     kept = kept_model(model_folder(arguments.run), trust_remote_code=config.model.trust_remote_code)
     model, values = Source.of(kept, found.values), found.values
     if config.lora is not None:
@@ -152,7 +153,7 @@ def _write(
         adapted: Any = with_adapters(kept.model, config.lora)
         if not arguments.merge:
             adapted.peft_config[adapted.active_adapter].revision = config.model.revision
-            return write_adapter(
+            written = write_adapter(
                 arguments.out,
                 adapted,
                 values,
@@ -160,8 +161,9 @@ def _write(
                 dtype=arguments.dtype,
                 overwrite=arguments.overwrite,
             )
+            return written, time.perf_counter() - began
         model = replace(model, values=Merged(values, adapted))
-    return write_folder(
+    written = write_folder(
         arguments.out,
         model,
         partial(copy_companions, kept.folder),
@@ -170,6 +172,7 @@ def _write(
         overwrite=arguments.overwrite,
         progress=show,
     )
+    return written, time.perf_counter() - began
 
 
 def _store(config: TrainConfig, run: Path) -> tuple[Path, ...]:

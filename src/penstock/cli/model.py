@@ -181,7 +181,7 @@ def _check_length(config: Any, data: DataConfig) -> None:
     if isinstance(longest, int) and longest < data.sequence_length:
         raise ConfigError(
             f"data.sequence_length={data.sequence_length} is more than the model's max_position_embeddings={longest}: "
-            "lower the one or raise model.config.max_position_embeddings"
+            "lower the one, or raise the other in the model's configuration"
         )
 
 

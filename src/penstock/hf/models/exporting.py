@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
+from huggingface_hub import split_state_dict_into_shards_factory
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -223,7 +223,7 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not overwrite:
-        raise ConfigError(f"{out} exists: give another folder, or say that it may be replaced (overwrite)")
+        raise ConfigError(f"{out} exists: give another folder, or replace it (--overwrite, overwrite=True)")
     if not out.is_dir() or (
         any(out.iterdir()) and not any((out / name).is_file() for name in (CONFIG, "adapter_config.json"))
     ):

@@ -45,7 +45,7 @@ TOKENIZER_FILES = (
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OTHERS = {"*.gguf": "GGUF", "*.h5": "TensorFlow", "*.msgpack": "Flax", "*.onnx": "ONNX"}
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def resolve(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, weights: bool) -> Path:
