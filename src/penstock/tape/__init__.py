@@ -1,6 +1,7 @@
 """Runs an unmodified model block by block: suspended forwards, block-level backward.
 
     blocks    which submodules are the blocks
+    refusals  which models cannot be run so
     groups    which parameters move together, and how they are attached to memory
     tape      a step: stages, checkpoints, gradients
     passage   one micro-batch's suspended forward, its cuts and its recomputation

@@ -8,6 +8,7 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.tape import trees
+from penstock.tape.refusals import refuse
 
 _SHARE_OF_LARGEST = 0.1
 """A list of modules with less than this share of the largest list's parameters is not worth a schedule."""
@@ -28,19 +29,10 @@ def find_blocks(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> 
 
     Raises:
         ModelError: none is found; a given one is no submodule, is given twice, or is inside another; or the model
-            recomputes its activations by itself.
+            is one that ``refusals`` refuses.
     """
-    refuse_gradient_checkpointing(model)
+    refuse(model)
     return _check_given(model, blocks) if blocks is not None else _find(model)
-
-
-def refuse_gradient_checkpointing(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise ModelError(
-                f"gradient checkpointing is switched on in the model (in {name or type(model).__name__!r}), but "
-                "Penstock recomputes blocks by itself: call model.gradient_checkpointing_disable()"
-            )
 
 
 def refuse_cache(name: str, inputs: object) -> None:

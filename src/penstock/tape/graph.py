@@ -157,6 +157,10 @@ class WeightPacker:
         self._known.clear()
         self._places.clear()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies where a known parameter does."""
+        return tensor.untyped_storage()._cdata in self._places
+
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | WeightView:
         if id(tensor) in self._known:
             return WeightView(parameter=self._known[id(tensor)], geometry=None)

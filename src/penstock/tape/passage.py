@@ -18,12 +18,16 @@ import torch
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.errors import ModelError
 from penstock.tape import graph, trees
 from penstock.tape.blocks import refuse_cache
 
 Event = Literal["call", "cut", "done"]
+_SAMPLE = 4096
+_ROUNDING = 16
+"""Units of rounding by which a recomputation may differ in the L2 norm: kernels may sum in any order."""
 LossFn = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
@@ -181,6 +185,7 @@ class Passage:
         self.outputs: list[torch.Tensor] = []  # what the latest call made, until the next event
         self.loss: torch.Tensor | None = None
         self.facts = Facts()
+        self.samples: dict[int, list[torch.Tensor]] | None = None  # of each call's outputs, in a probe
         self.starts: dict[int, int] = {}  # stage -> number of the first autograd node of its segment code
         self.calls: dict[int, Call] = {}
         self.leaves = Leaves()
@@ -296,6 +301,8 @@ class Passage:
         cut = self._cut(site, inputs, leaves)
         output = trees.replace(output, cut)
         trees.settle(live, before, cut)
+        if self.samples is not None:
+            self.samples[self._stage] = [_sample(t) for t in self.outputs]
         if any(t.requires_grad for t in self.outputs):
             self.calls[self._stage] = Call(
                 site=site,
@@ -370,12 +377,15 @@ class Passage:
         if all(g is None for g in gradients):
             return None
         fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        edges = self._recompute(call, fresh)
-        if len(edges) != len(gradients):
+        made = self._recompute(call, fresh)
+        if len(made) != len(gradients):
             raise ModelError(
-                f"block {call.site.name!r} made {len(gradients)} tensors in the forward and {len(edges)} when it was "
+                f"block {call.site.name!r} made {len(gradients)} tensors in the forward and {len(made)} when it was "
                 "recomputed: a block must do the same on the same inputs"
             )
+        self._compare(stage, call.site, made)
+        edges = [get_gradient_edge(t) if t.requires_grad else None for t in made]
+        del made
         needed = tuple(e is not None for e in edges)
         pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
         del edges, gradients
@@ -395,8 +405,20 @@ class Passage:
         elif source.grad_fn is not None:
             self.pending.add(get_gradient_edge(source), gradient)
 
-    def _recompute(self, call: Call, fresh: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> list[GradientEdge | None]:
-        """Run the block again on leaves (noted in ``fresh``). The graph edge of each output, None where it has none."""
+    def _compare(self, stage: int, site: Site, made: list[torch.Tensor]) -> None:
+        """In a probe, the recomputed outputs with those of the forward: equal but for rounding."""
+        if self.samples is None:
+            return
+        for before, tensor in zip(self.samples.pop(stage), made, strict=True):
+            if not _alike(before, tensor):
+                raise ModelError(
+                    f"block {site.name!r} returned other numbers when it was recomputed from the same inputs: it keeps "
+                    "something from one call to the next that is no buffer, or draws random numbers from elsewhere "
+                    "than torch's generators. A block must do the same on the same inputs"
+                )
+
+    def _recompute(self, call: Call, fresh: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        """Run the block again on leaves (noted in ``fresh``). Its outputs, in the order of the forward's."""
         if any(t._version != v for t, v in zip(trees.tensors(call.inputs), call.versions, strict=True)):
             raise ModelError(
                 f"an input of block {call.site.name!r} was changed in place after the block had run, so the block "
@@ -430,7 +452,24 @@ def _forget(held: list[tuple[contextvars.ContextVar[Any], Any]]) -> None:
         var.set(None)
 
 
-def _run_again(call: Call, live: Any) -> list[GradientEdge | None]:
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Up to a few thousand of a tensor's elements, in fp64, unseen by whoever watches ops."""
+    with torch.no_grad(), _disable_current_modes():
+        flat = tensor.detach().flatten()
+        return flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].double()
+
+
+def _alike(before: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is, but for rounding, the one that ``before`` is a sample of; also where that cannot be told."""
+    if not tensor.is_floating_point() or tensor.is_meta:
+        return True
+    after = _sample(tensor)
+    with torch.no_grad(), _disable_current_modes():
+        largest = _ROUNDING * torch.finfo(tensor.dtype).eps * before.norm()
+        return not bool(before.isfinite().all()) or bool((after - before).norm() <= largest)
+
+
+def _run_again(call: Call, live: Any) -> list[torch.Tensor]:
     args, kwargs, values = live
     before = trees.snapshot(live)
     passed = {id(t) for t in trees.tensors(before)}
@@ -447,4 +486,4 @@ def _run_again(call: Call, live: Any) -> list[GradientEdge | None]:
 
     trees.replace(output, collect)
     trees.settle(live, before, collect)
-    return [get_gradient_edge(t) if t.requires_grad else None for t in made.values()]
+    return list(made.values())

@@ -45,7 +45,7 @@ class Probe:
         self._group_of = {id(s.parameter): g.spec.index for g in tape.groups for s in g.slices}
         by_name = {g.spec.name: g.spec.index for g in tape.groups}
         self._own_group = [by_name.get(f"blocks.{site.name}") for site in tape.sites]
-        self._watch = Watch(self._group_of, self._touch)
+        self._watch = Watch(self._group_of, self._touch, self._refuse_write)
         self._legs: list[Leg] = []
         self.flops: tuple[tuple[int, int], ...] = ()
         """FLOP of each stage's forward and backward, after ``run``."""
@@ -58,6 +58,7 @@ class Probe:
         tape.open(0, [self._micro_batch], train)
         try:
             passage = tape.passages[0]
+            passage.samples = {}
             self._run_forward(passage)
             self._refuse_kept()
             found = Stages(self._legs)  # now: what is saved or touched in the backward must not count
@@ -81,6 +82,15 @@ class Probe:
             self._load(group)
             self._loaded.add(group)
             self._packer.add(s.parameter for s in self._tape.groups[group].slices)
+
+    def _refuse_write(self, tensor: torch.Tensor) -> None:
+        if self._packer.holds(tensor):
+            site = self._legs[self._watch.leg].site
+            raise ModelError(
+                f"{'the model itself' if site is None else f'block {site.name!r}'} changes a parameter in its forward: "
+                "its recomputation would change it again, and the change would not be kept. Make it a buffer, or let "
+                "the optimizer change it"
+            )
 
     def _release(self) -> None:
         for group in sorted(self._loaded):

@@ -44,9 +44,16 @@ class Birth:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every op below autograd: follows live bytes, and calls ``on_weight`` before an op that reads a parameter."""
+    """Sees every op below autograd: follows live bytes, and calls ``on_weight`` before an op that reads a parameter and
+    ``on_write`` before one that writes to a tensor.
+    """
 
-    def __init__(self, parameters: Mapping[int, int], on_weight: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[int, int],
+        on_weight: Callable[[int], None],
+        on_write: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
@@ -55,6 +62,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.births: dict[int, Birth] = {}
         self._parameters = parameters  # identity of a parameter -> its group
         self._on_weight = on_weight
+        self._on_write = on_write
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def birth(self, tensor: torch.Tensor) -> Birth | None:
@@ -71,6 +79,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             birth = self.birth(tensor)
             if birth is not None:
                 birth.touched.add(self.leg)
+        if self._on_write is not None:
+            for tensor in _written(func, args, kwargs or {}):
+                self._on_write(tensor)
         result = func(*args, **(kwargs or {}))
         formula = FLOP.get(func._overloadpacket)
         if formula is not None:
@@ -94,3 +105,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[key] = weakref.ref(storage, freed)
         self.live += nbytes
         self.peak = max(self.peak, self.live)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an op changes."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    values = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return trees.tensors(values)

@@ -1,0 +1,72 @@
+"""Models that cannot be run block by block from memory that moves, refused before anything is touched, with the reason.
+
+What only a run can show (a cache, an input or a parameter that is changed in place, a block that does something else
+when it is recomputed) is refused where it shows: in ``blocks.refuse_cache``, ``passage`` and ``probe``.
+"""
+
+from torch import nn
+
+from penstock.errors import ModelError
+
+_WRAPPERS = {
+    "DataParallel": "it splits batches over devices by itself",
+    "DistributedDataParallel": "it sums gradients over processes by itself",
+    "FullyShardedDataParallel": "it keeps parameters in shards of its own",
+    "CheckpointWrapper": "it recomputes activations by itself, as Penstock does",
+    "OptimizedModule": "torch.compile has made one program of the whole model; use compile=True of penstock.wrap",
+}
+
+
+def refuse(model: nn.Module) -> None:
+    """Raises:
+    ModelError: the model is wrapped or hooked by something that moves, splits, compiles or recomputes it itself.
+    """
+    for name, module in model.named_modules():
+        where = f"{name!r}" if name else "the model"
+        _refuse_wrapper(where, module)
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ModelError(
+                f"gradient checkpointing is switched on in the model (in {name or type(model).__name__!r}), but "
+                "Penstock recomputes blocks by itself: call model.gradient_checkpointing_disable()"
+            )
+        if hasattr(module, "_hf_hook"):
+            raise ModelError(
+                f"{where} has hooks of accelerate, which move its weights (it was loaded with device_map, or "
+                "offloaded): load it without device_map; the budget says where weights live"
+            )
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise ModelError(
+                f"{where} has been compiled by its compile(): leave that out and use compile=True of penstock.wrap"
+            )
+    _refuse_parameters(model)
+
+
+def _refuse_wrapper(where: str, module: nn.Module) -> None:
+    kind = type(module)
+    reason = _WRAPPERS.get(kind.__name__) if kind.__module__.startswith("torch.") else None
+    if kind.__module__.startswith("torch.jit"):
+        reason = "its forward is a compiled program, in which blocks cannot be told apart"
+    if any(cls.__name__ == "FSDPModule" for cls in kind.__mro__):
+        reason = _WRAPPERS["FullyShardedDataParallel"]
+    if reason is not None:
+        raise ModelError(f"{where} is a {kind.__name__}: {reason}. Give the module inside it to penstock.wrap")
+
+
+def _refuse_parameters(model: nn.Module) -> None:
+    devices: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        kind = type(parameter.data).__name__
+        if type(parameter) is not nn.Parameter or kind not in ("Tensor", "Parameter"):
+            what = type(parameter).__name__ if kind in ("Tensor", "Parameter") else kind
+            raise ModelError(
+                f"parameter {name!r} is a {what}, no plain tensor of numbers: it is quantised, sharded or not there "
+                "yet. Give a model with plain parameters (without quantisation)"
+            )
+        if not parameter.is_meta:
+            devices.setdefault(f"{parameter.device.type}:{parameter.device.index or 0}", name)
+    if len(devices) > 1:
+        (one, first), (other, second), *_ = devices.items()
+        raise ModelError(
+            f"parameters are on several devices ({first!r} on {one}, {second!r} on {other}): put the whole model on "
+            "the CPU; the budget says where weights live"
+        )
