@@ -193,3 +193,10 @@ def test_errors_are_what_programs_catch_them_as() -> None:
 def test_planning_needs_no_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("package", ["penstock.hf", "penstock.fabric"])
+def test_libraries_are_imported_when_they_are_asked_for(package: str) -> None:
+    heavy = "{'torch', 'transformers', 'trl', 'lightning_fabric'}"
+    code = f"import {package}, sys; assert not {heavy} & set(sys.modules); assert set({package}.__all__)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
