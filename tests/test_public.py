@@ -49,6 +49,7 @@ WRAP = {
     "delay": None,
     "grad_dtype": None,
     "weights": None,
+    "compile": False,
 }
 
 PLAN = {
