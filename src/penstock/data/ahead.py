@@ -17,7 +17,10 @@ class _Over:
 
 
 class _Ahead(Generic[T]):
-    """Order and values are the iterator's own, whatever the threads' timing. An error comes where its item would."""
+    """Order and values are the iterator's own, whatever the threads' timing. An error comes where its item would.
+
+    An iterator that takes long may give None between its items, which is left out: there it can be ended.
+    """
 
     def __init__(self, make: Callable[[], Iterator[T]], count: int) -> None:
         self._items: queue.Queue[T | _Over] = queue.Queue(maxsize=count)
@@ -29,7 +32,7 @@ class _Ahead(Generic[T]):
         error: BaseException | None = None
         try:
             for item in make():
-                if not self._put(item):
+                if self._closed.is_set() or (item is not None and not self._put(item)):
                     return
         except BaseException as caught:  # noqa: BLE001  it is raised where the item is taken
             error = caught

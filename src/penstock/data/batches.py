@@ -94,7 +94,7 @@ class Batches:
         longest = self.length
         if self.packing is False and isinstance(self.stream, Prepared):
             longest = self.stream.epoch(0).longest
-        first, _ = next(self.stream.rows(None))
+        first = self.stream.sample()
         ids, labels = np.resize(first.ids, longest), np.resize(first.labels, longest)
         row = Row(ids=ids, labels=labels, positions=np.arange(longest))
         size, count = self.micro_batch_size, self.sequences_per_step

@@ -23,6 +23,10 @@ class Stream(Protocol):
         """
         ...
 
+    def sample(self) -> Row:
+        """Any row, at little cost."""
+        ...
+
     def passes(self, position: Position) -> float:
         """How often the data have been gone through at a position; of several sources, the most often."""
         ...
@@ -61,6 +65,9 @@ class Prepared:
             for place in range(first, len(rows)):
                 yield rows.row(int(order[place])), {"epoch": epoch, "row": place + 1}
             epoch, first = epoch + 1, 0
+
+    def sample(self) -> Row:
+        return self.epoch(0).row(0)
 
     def passes(self, position: Position) -> float:
         epochs = position["epoch"] + position["row"] / max(len(self.epoch(int(position["epoch"]))), 1)

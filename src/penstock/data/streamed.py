@@ -4,8 +4,9 @@ A window is the next so many documents of all sources, each source taken from wh
 is a function of where it begins, so a position is that place and a row of the window: resuming makes the window anew.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from penstock.data.stream import Position
 from penstock.data.token_files import Document, TokenFile
 from penstock.errors import ConfigError
 
+_A_FEW = 64  # documents
 _MOST_TOKENS = 1 << 25  # of one window: 128 MiB of ids
 
 
@@ -68,15 +70,20 @@ class Streamed:
     length: int
     rule: TooLong | None
 
-    def rows(self, position: Position | None) -> Iterator[tuple[Row, Position]]:
+    def rows(self, position: Position | None) -> Generator[tuple[Row, Position], None, None]:
         first = 0 if position is None else int(position["row"])
         with ahead(lambda: self._windows(position), 1) as windows:
             for window in windows:
+                assert window is not None
                 order = shuffled(len(window.rows), self.seed, window.start["window"])
                 for place in range(first, len(order)):
                     behind = {**window.start, "lost": window.lost, "lost_before": window.start["lost"]}
                     yield window.rows.row(int(order[place])), {**behind, "row": place + 1}
                 first = 0
+
+    def sample(self) -> Row:
+        with closing(replace(self, window=min(self.window, _A_FEW)).rows(None)) as rows:
+            return next(rows)[0]
 
     def passes(self, position: Position) -> float:
         return float(max(place["turn"] for place in position["sources"]))
@@ -84,7 +91,8 @@ class Streamed:
     def lost(self, position: Position) -> int:
         return int(position["lost"])
 
-    def _windows(self, position: Position | None) -> Iterator[_Window]:
+    def _windows(self, position: Position | None) -> Iterator[_Window | None]:
+        """The windows; and None now and then, as a chance to stop."""
         if position is None:
             start = Start(window=0, lost=0, sources=[Place(turn=0, at=None, tokens=0) for _ in self.sources])
         else:
@@ -93,7 +101,7 @@ class Streamed:
         documents = [_endless(source, place) for source, place in zip(self.sources, start["sources"], strict=True)]
         fruitful = max(place["turn"] for place in start["sources"])
         while True:
-            taken, places = self._take(documents, start["sources"])
+            taken, places = yield from self._take(documents, start["sources"])
             pieces = [self._pieces(_corpus(found)) for found in taken]
             source = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])
             piece = np.concatenate([np.arange(len(p)) for p in pieces])
@@ -109,12 +117,14 @@ class Streamed:
 
     def _take(
         self, documents: Sequence[Iterator[tuple[Document, Place]]], places: Sequence[Place]
-    ) -> tuple[list[list[Document]], list[Place]]:
-        """The documents of a window by source, and where each source is behind them."""
+    ) -> Generator[None, None, tuple[list[list[Document]], list[Place]]]:
+        """Returns the documents of a window by source, and where each source is behind them."""
         places = list(places)
         taken: list[list[Document]] = [[] for _ in documents]
         tokens = 0
-        for _ in range(self.window):
+        for count in range(self.window):
+            if count % _A_FEW == 0:
+                yield None
             due = min(range(len(places)), key=lambda i: places[i]["tokens"] / self.sources[i].weight)
             document, places[due] = next(documents[due])
             taken[due].append(document)

@@ -2,6 +2,7 @@
 
 from penstock.data.opening import Data
 from penstock.data.pieces import Cuts
+from penstock.data.rows import Packing, Rows
 from penstock.data.stream import Prepared
 
 
@@ -12,8 +13,7 @@ def told(data: Data, length: int) -> str:
     else:
         rows = data.train.epoch(0)
         cuts = data.train.cuts
-        full = 100 * rows.tokens / (len(rows) * length)
-        epoch = f"an epoch of {len(rows):,} sequences of {length:,}, {full:.1f}% full"
+        epoch = f"an epoch of {len(rows):,} sequences of " + _sizes(rows, data.train.packing, length)
         lines = [f"{_documents(cuts.documents)}, {_tokens(cuts)}: {epoch}"]
         lines += _left_out(cuts, data.train.packing == "continuous")
         passes = data.train.mixture.passes(1)
@@ -26,6 +26,13 @@ def told(data: Data, length: int) -> str:
         )
         lines += _left_out(cuts, data.validation.packing == "continuous")
     return "\n".join(lines)
+
+
+def _sizes(rows: Rows, packing: Packing, length: int) -> str:
+    """How long sequences are, and how full if they are all as long."""
+    if packing is False:
+        return f"up to {rows.longest:,} tokens"
+    return f"{length:,}, {100 * rows.tokens / (len(rows) * length):.1f}% full"
 
 
 def _documents(count: int) -> str:
