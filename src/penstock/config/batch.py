@@ -23,7 +23,7 @@ class BatchConfig:
         if len(given) != 1:
             raise ConfigError(
                 f"batch has {' and '.join(given) or 'neither sequences nor tokens'}: give one of batch.sequences and "
-                "batch.tokens, what a step is trained on"
+                "batch.tokens, what a step is trained on (as a flag in the place of the file's: --batch '{tokens: N}')"
             )
         if (amount := getattr(self, given[0])) < 1:
             raise ConfigError(f"batch.{given[0]}={amount}: must be at least 1")

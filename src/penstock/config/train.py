@@ -146,8 +146,11 @@ class TrainConfig:
 
     def _check_length(self) -> None:
         if (self.steps is None) == (self.epochs is None):
-            both = "steps and epochs are both given" if self.steps is not None else "neither steps nor epochs is given"
-            raise ConfigError(f"{both}: give one, how long the run is")
+            if self.steps is None:
+                raise ConfigError("neither steps nor epochs is given: give one, how long the run is")
+            raise ConfigError(
+                "steps and epochs are both given: give one, how long the run is (as flags: --steps null --epochs N)"
+            )
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"steps={self.steps}: must be at least 1")
         if self.epochs is not None and self.epochs <= 0:
