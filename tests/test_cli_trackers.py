@@ -66,6 +66,16 @@ def test_tensorboard_has_every_step_also_of_a_resumed_run(path: Path, tmp_path: 
     assert {step for _, step in _from_tensorboard(run)} == {1}, "an earlier run's are gone with it"
 
 
+def test_steps_that_a_kill_has_undone_are_not_shown(tmp_path: Path) -> None:
+    """Three were logged when it was killed, and the last commit was that of the first."""
+    for done, values in ((0, [1.0, 2.0, 3.0]), (1, [20.0])):
+        trackers = start_trackers(["tensorboard"], tmp_path, {"seed": 0}, done=done)
+        for step, loss in enumerate(values, start=done + 1):
+            trackers.log(step, {"loss": loss})
+        trackers.close("failed")
+    assert _from_tensorboard(tmp_path) == {("train/loss", 1): 1.0, ("train/loss", 2): 20.0}
+
+
 def test_mlflow_has_every_step_in_one_run_that_says_how_it_ended(path: Path, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
