@@ -156,6 +156,7 @@ def test_what_is_exported_can_be_trained_further(
     """What comes out goes in again: a step at rate 0 sees the trained model, and gives back every byte of it."""
     run, out = tmp_path / "run", tmp_path / "out"
     assert main(["train", str(config)]) == 0
+    assert f"penstock export {run} OUT writes the model" in capsys.readouterr().out
     assert main(["export", str(run), str(out), "--dtype", "fp32"]) == 0
     assert "step 2 of" in capsys.readouterr().out
     names = ["config.json", "generation_config.json", SINGLE, "tokenizer.json", "tokenizer_config.json"]

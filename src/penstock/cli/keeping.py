@@ -8,7 +8,7 @@ from penstock.store.store import DATA
 def space(budget: Budget) -> str:
     """The disk space that is taken, all of it from the start. The store is there by now."""
     if not budget.disk_paths:
-        return "no state on disk"
+        return "no state on disk, so that the trained model cannot be exported (budget.disk)"
     size = sum((path / DATA).stat().st_size for path in budget.disk_paths)
     slots = "twice the state, in two slots" if budget.slots == 2 else "the state in one slot"
     return f"{format_size(size)} of disk taken in {', '.join(map(str, budget.disk_paths))}: {slots}"

@@ -22,10 +22,12 @@ class _Lines:
     def __init__(self, out: TextIO, done: str) -> None:
         self._out = out
         self._word = done
-        self._next = time.monotonic() + _EVERY
+        self._next: float | None = None
 
     def show(self, done: int, total: int) -> None:
-        if time.monotonic() >= self._next:
+        if self._next is None:
+            self._next = time.monotonic() + _EVERY
+        elif time.monotonic() >= self._next:
             self._next = time.monotonic() + _EVERY
             print(f"{format_size(done)} of {format_size(total)} {self._word}", file=self._out, flush=True)
 

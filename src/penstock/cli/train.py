@@ -139,6 +139,8 @@ def _train(
         write_settings(folder, config)
         code = run_steps(stretch)
     display.say(closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0))
+    if config.budget.disk_paths:
+        display.say(f"export   penstock export {folder} OUT writes the model as a Hugging Face folder")
     return code
 
 
