@@ -48,8 +48,8 @@ WRAP = {
     "speculate": None,
     "delay": None,
     "grad_dtype": None,
-    "weights": None,
     "compile": False,
+    "weights": None,
 }
 
 PLAN = {

@@ -79,6 +79,7 @@ class Tape:
     ) -> None:
         """``compile``: the backend of ``torch.compile`` that blocks are compiled by; None: they are not."""
         self.model = model
+        self.compiled = compile is not None
         self.groups = tuple(groups)
         self.device = device
         self.on_gradient: OnGradient = _drop_gradient
