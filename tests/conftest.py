@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when it is first imported: nothing is looked up, or reported
+
 FINDINGS = pytest.StashKey[list[str]]()
 
 

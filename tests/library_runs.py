@@ -1,11 +1,8 @@
 """Small training runs by the loops of other libraries, with the engine and without it."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is looked up: models and data are made here
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
