@@ -110,8 +110,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an op changes."""
     schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
+    if schema is None or not schema.is_mutable or func._overloadpacket is _ATEN.set_:
+        return []  # set_ points elsewhere: peft does so, with the same place, around what it adds to experts
     values = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(schema.arguments)
