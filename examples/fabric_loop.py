@@ -1,7 +1,9 @@
 """Fine-tune a model on a chat file in a loop of your own on Lightning Fabric, its state on disk.
 
-python examples/small_model.py small
-python examples/fabric_loop.py --model small/model --data small/chat.jsonl --run runs/fabric
+examples/small/scratch.sh runs/small        # a small model to begin with: 3 minutes on two cores
+python examples/small/chats.py runs/small/chat.jsonl
+python examples/fabric_loop.py --model runs/small/llama --data runs/small/chat.jsonl \\
+    --template examples/small/chat.jinja --run runs/fabric
 """
 
 import argparse
@@ -21,9 +23,10 @@ from penstock.fabric import PenstockStrategy
 ACCUMULATE = 4
 
 
-def main(model: Path, data: Path, run: Path, steps: int) -> list[float]:
+def main(model: Path, data: Path, template: Path, run: Path, steps: int) -> list[float]:
     loaded = penstock.hf.load(model)  # no weights are read: the model has no memory yet
     tokenizer = AutoTokenizer.from_pretrained(loaded.folder)
+    tokenizer.chat_template = template.read_text()
     run.mkdir(parents=True, exist_ok=True)
     strategy = PenstockStrategy(
         budget=penstock.Budget(device="32MiB", host="32MiB", disk=run / "state", weights="disk", state="disk"),
@@ -58,7 +61,7 @@ def main(model: Path, data: Path, run: Path, steps: int) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "data", "run"):
+    for name in ("model", "data", "template", "run"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=12)
     main(**vars(parser.parse_args()))

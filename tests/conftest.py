@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import small_examples
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when it is first imported: nothing is looked up, or reported
 
@@ -90,3 +91,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield mount
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.fixture(scope="session")
+def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that examples/small/scratch.sh has made: ``llama`` in it is a model from nothing, exported."""
+    made = tmp_path_factory.mktemp("small")
+    written = small_examples.run("scratch.sh", made, *small_examples.SMALL).splitlines()[-1]
+    assert written.startswith("def main("), "the exported model writes, in transformers"
+    return made

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from examples import fabric_loop, sft_trainer, small_model, trainer
+from examples import fabric_loop, sft_trainer, trainer
+from examples.small import chats
 from tests.library_runs import one_thread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,10 +28,11 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small")
-    small_model.main(folder)
-    return folder
+def given(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model that examples/small/scratch.sh makes, and chats."""
+    path = tmp_path_factory.mktemp("chats") / "chat.jsonl"
+    chats.main(path)
+    return {"model": small_llama / "llama", "data": path, "template": EXAMPLES / "small" / "chat.jinja"}
 
 
 def killed_after_a_checkpoint(example: ModuleType, folders: dict[str, Path]) -> None:
@@ -56,9 +58,8 @@ def losses(run: Any) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("example", [trainer, sft_trainer], ids=["trainer", "sft_trainer"])
 def test_a_run_that_is_killed_and_resumed_saves_the_model_of_one_that_was_not(
-    small: Path, tmp_path: Path, example: ModuleType
+    given: dict[str, Path], tmp_path: Path, example: ModuleType
 ) -> None:
-    given = {"model": small / "model", "data": small / "chat.jsonl"}
     whole = given | {"run": tmp_path / "whole", "out": tmp_path / "out"}
     expected = losses(example.main(**whole, steps=STEPS))
     killed = given | {"run": tmp_path / "killed", "out": tmp_path / "killed-out"}
@@ -88,14 +89,14 @@ def speaks(folder: Path) -> None:
     assert said.shape[1] > prompt["input_ids"].shape[1]
 
 
-def test_a_loop_of_ones_own_learns(small: Path, tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_learns(given: dict[str, Path], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    found = fabric_loop.main(small / "model", small / "chat.jsonl", tmp_path / "run", steps=4)
+    found = fabric_loop.main(**given, run=tmp_path / "run", steps=4)
     assert found[-1] < found[0] - 0.1
     assert {path.name for path in (tmp_path / "run" / "checkpoint").iterdir()} == {"penstock.snapshot", "state.pt"}
 
 
-def test_the_chat_file_is_what_the_examples_say(small: Path) -> None:
-    rows = [json.loads(line) for line in (small / "chat.jsonl").read_text().splitlines()]
+def test_the_chat_file_is_what_the_examples_say(given: dict[str, Path]) -> None:
+    rows = [json.loads(line) for line in given["data"].read_text().splitlines()]
     assert len(rows) > 300
     assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in rows)

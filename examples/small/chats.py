@@ -52,5 +52,9 @@ def chats() -> Iterator[dict[str, list[dict[str, str]]]]:
                 yield {"messages": [question, {"role": "assistant", "content": about.splitlines()[0]}]}
 
 
+def main(path: Path) -> None:
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats()), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text("".join(json.dumps(chat) + "\n" for chat in chats()), encoding="utf-8")
+    main(Path(sys.argv[1]))
