@@ -29,7 +29,7 @@ def main(model: Path, data: Path, template: Path, run: Path, steps: int) -> list
     tokenizer.chat_template = template.read_text()
     run.mkdir(parents=True, exist_ok=True)
     strategy = PenstockStrategy(
-        budget=penstock.Budget(device="32MiB", host="32MiB", disk=run / "state", weights="disk", state="disk"),
+        budget=penstock.Budget(device="96MiB", host="32MiB", disk=run / "state", weights="disk", state="disk"),
         weights=loaded.weights,
         clip_grad_norm=1.0,
     )

@@ -45,7 +45,7 @@ def main(model: Path, data: Path, template: Path, run: Path, out: Path, steps: i
         train_dataset=load_dataset("json", data_files=str(data), split="train", cache_dir=str(run / "cache")),
         processing_class=tokenizer,
         engine=penstock.hf.EngineArguments(
-            budget=penstock.Budget(device="48MiB", host="32MiB", disk=run / "state", weights="disk", state="disk"),
+            budget=penstock.Budget(device="96MiB", host="32MiB", disk=run / "state", weights="disk", state="disk"),
             weights=loaded.weights,
             overwrite=True,
         ),

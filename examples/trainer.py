@@ -50,7 +50,7 @@ def main(model: Path, data: Path, template: Path, run: Path, out: Path, steps: i
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
         engine=penstock.hf.EngineArguments(
-            budget=penstock.Budget(device="32MiB", host="32MiB", disk=run / "state", weights="disk", state="disk"),
+            budget=penstock.Budget(device="96MiB", host="32MiB", disk=run / "state", weights="disk", state="disk"),
             weights=loaded.weights,
             overwrite=True,
         ),
