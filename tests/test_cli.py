@@ -17,14 +17,14 @@ from tests.test_engine_prediction import machine
 
 from penstock.cli import main, settings
 from penstock.cli.arguments import parse_train
-from penstock.cli.display import PlainDisplay, choose_display, clock
-from penstock.cli.meter import Meter, Outline
-from penstock.cli.metrics import metrics_of, with_figures
 from penstock.cli.run_folder import MetricsFile, claim, write_settings
-from penstock.cli.screen import screen, sparkline
-from penstock.cli.summary import closing
-from penstock.cli.terminal import TerminalDisplay
-from penstock.cli.yardstick import Yardstick, yardstick
+from penstock.cli.showing.display import PlainDisplay, choose_display, clock
+from penstock.cli.showing.meter import Meter, Outline
+from penstock.cli.showing.metrics import metrics_of, with_figures
+from penstock.cli.showing.screen import screen, sparkline
+from penstock.cli.showing.summary import closing
+from penstock.cli.showing.terminal import TerminalDisplay
+from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.config import (
     BatchConfig,
     Budget,

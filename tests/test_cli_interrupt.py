@@ -12,7 +12,7 @@ import pytest
 
 LOOP = """
 import sys, time
-from penstock.cli.display import PlainDisplay
+from penstock.cli.showing.display import PlainDisplay
 from penstock.cli.interrupt import Interrupt
 display = PlainDisplay(sys.stdout)
 with Interrupt(display.notice, display.last_words) as interrupt:

@@ -13,9 +13,9 @@ from tests.training import budget, steps_of, wrap
 
 import penstock
 from penstock.cli import main
-from penstock.cli.display import choose_display
 from penstock.cli.plan_text import describe
 from penstock.cli.settings import load
+from penstock.cli.showing.display import choose_display
 from penstock.cli.train import _machine
 from penstock.plan import search
 from penstock.plan.machine import Machine

@@ -13,9 +13,9 @@ from importlib.metadata import version
 from typing import TextIO
 
 from penstock.cli.arguments import USAGE, parse_resume, parse_train
-from penstock.cli.display import fail
 from penstock.cli.run_folder import Start, settings_of
 from penstock.cli.settings import dump, load
+from penstock.cli.showing.display import fail
 from penstock.config import TrainConfig
 from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, StoreError
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.cli.display import choose_display
+from penstock.cli.showing.display import choose_display
 from penstock.config import format_size
 from penstock.errors import ConfigError
 from penstock.plan.crossing import faster_casts

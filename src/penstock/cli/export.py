@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from penstock.cli.progress import progress
 from penstock.cli.run_folder import model_folder, settings_of
+from penstock.cli.showing.progress import progress
 from penstock.config import Precision, TrainConfig, format_size, parse_size
 from penstock.errors import ConfigError, StoreError
 from penstock.store.store import Store

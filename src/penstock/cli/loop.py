@@ -9,11 +9,7 @@ from pathlib import Path
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from penstock.cli.display import Display
 from penstock.cli.interrupt import Interrupt
-from penstock.cli.meter import Meter
-from penstock.cli.metrics import metrics_of, with_figures
-from penstock.cli.pace import Pace
 from penstock.cli.recipe import lr_factor
 from penstock.cli.run_folder import (
     MetricsFile,
@@ -21,7 +17,11 @@ from penstock.cli.run_folder import (
     write_prediction,
 )
 from penstock.cli.settings import plain
-from penstock.cli.summary import reset_peak_resident
+from penstock.cli.showing.display import Display
+from penstock.cli.showing.meter import Meter
+from penstock.cli.showing.metrics import metrics_of, with_figures
+from penstock.cli.showing.pace import Pace
+from penstock.cli.showing.summary import reset_peak_resident
 from penstock.cli.trackers import Trackers, start_trackers
 from penstock.config import TrainConfig
 from penstock.data.batches import Batches, HeldOut

@@ -11,13 +11,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from penstock.cli.display import Display, choose_display
 from penstock.cli.keeping import cost_of_a_kill, space
 from penstock.cli.loop import Stretch, report_last, run_steps
-from penstock.cli.meter import Meter, Outline
 from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
 from penstock.cli.out_of_memory import explain, is_out_of_memory
-from penstock.cli.pace import Pace
 from penstock.cli.recipe import optimizer_spec
 from penstock.cli.run_folder import (
     Start,
@@ -29,10 +26,13 @@ from penstock.cli.run_folder import (
     write_settings,
 )
 from penstock.cli.schedule_file import read_world
+from penstock.cli.showing.display import Display, choose_display
+from penstock.cli.showing.meter import Meter, Outline
+from penstock.cli.showing.pace import Pace
+from penstock.cli.showing.summary import closing, opening, resident_bytes
+from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, cut_batch
-from penstock.cli.summary import closing, opening, resident_bytes
 from penstock.cli.trackers import check_installed
-from penstock.cli.yardstick import Yardstick, yardstick
 from penstock.config import LoraConfig, Precision, Tier, TrainConfig
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut

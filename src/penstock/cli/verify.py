@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.cli.display import fail
-from penstock.cli.progress import progress
 from penstock.cli.run_folder import settings_of
+from penstock.cli.showing.display import fail
+from penstock.cli.showing.progress import progress
 from penstock.config import format_size
 from penstock.errors import ConfigError, StoreError
 from penstock.run.slots import Slots

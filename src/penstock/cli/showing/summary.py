@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
 
-from penstock.cli.display import clock, counts, format_flops
-from penstock.cli.meter import Meter
+from penstock.cli.showing.display import clock, counts, format_flops
+from penstock.cli.showing.meter import Meter
 from penstock.config import TrainConfig, format_size
 from penstock.report.sentence import format_time
 

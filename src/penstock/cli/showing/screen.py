@@ -9,8 +9,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.display import clock, counts, speed, step_notes, step_time, wear
-from penstock.cli.meter import Meter
+from penstock.cli.showing.display import clock, counts, speed, step_notes, step_time, wear
+from penstock.cli.showing.meter import Meter
 from penstock.config import format_size
 from penstock.schedule.op import Lane
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from penstock.cli.yardstick import Yardstick
+from penstock.cli.showing.yardstick import Yardstick
 from penstock.config import Tier
 from penstock.plan.fit import Plan
 from penstock.run.stats import StepStats

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, TextIO
 
-from penstock.cli.meter import LaneUse, Meter
+from penstock.cli.showing.meter import LaneUse, Meter
 from penstock.config import format_size
 from penstock.report.sentence import format_time
 from penstock.schedule.op import Lane
@@ -61,7 +61,7 @@ class PlainDisplay:
 def choose_display(out: TextIO) -> Display:
     """The live view on a terminal that can redraw, else plain lines."""
     if can_redraw(out):
-        from penstock.cli.terminal import TerminalDisplay  # rich is only worth importing where it draws
+        from penstock.cli.showing.terminal import TerminalDisplay  # rich is only worth importing where it draws
 
         return TerminalDisplay(out)
     return PlainDisplay(out)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.cli.meter import LINKS, Meter
+from penstock.cli.showing.meter import LINKS, Meter
 from penstock.run.stats import StepStats
 from penstock.schedule.op import Lane
 

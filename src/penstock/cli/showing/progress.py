@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
-from penstock.cli.display import can_redraw
+from penstock.cli.showing.display import can_redraw
 from penstock.config import format_size
 
 _EVERY = 10.0  # seconds between lines
@@ -38,7 +38,7 @@ def progress(done: str) -> Iterator[Bar]:
     if not can_redraw(sys.stdout):
         yield _Lines(sys.stdout, done)
         return
-    from penstock.cli.terminal import reading  # rich is only worth importing where it draws
+    from penstock.cli.showing.terminal import reading  # rich is only worth importing where it draws
 
     with reading(sys.stdout) as bar:
         yield bar

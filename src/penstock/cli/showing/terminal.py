@@ -9,9 +9,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from penstock.cli.display import write_now
-from penstock.cli.meter import Meter
-from penstock.cli.screen import screen
+from penstock.cli.showing.display import write_now
+from penstock.cli.showing.meter import Meter
+from penstock.cli.showing.screen import screen
 
 
 class TerminalDisplay:
