@@ -17,7 +17,7 @@ from penstock.plan.advice import advice, refusal, round_up, smallest
 from penstock.plan.ask import plan, report
 from penstock.plan.batches import choose, curve, saturating, splits
 from penstock.plan.fit import Request, fit, fitted
-from penstock.plan.forecast import forecast
+from penstock.plan.forecast import Forecast, forecast
 from penstock.plan.machine import Machine
 from penstock.plan.profiles import machine_named
 from penstock.plan.roofline import moved_per_parameter, roofline
@@ -158,6 +158,14 @@ SLOW = replace(MACHINE, device=replace(MACHINE.device, flops={"fp32": 1e11}))
 """bound by its disk"""
 
 
+def _frozen(found: Forecast) -> Forecast:
+    """The same plan of a model of which nothing is trained."""
+    program = found.choice.plan.program
+    groups = tuple(replace(group, trainable=0, frozen=group.numel) for group in program.groups)
+    plan = replace(found.choice.plan, program=replace(program, groups=groups))
+    return replace(found, choice=replace(found.choice, plan=plan))
+
+
 def test_a_forecast_adds_up() -> None:
     asked = task(host=12 * MIB, machine=SLOW)
     choice = search(asked.question(2, 4))
@@ -165,6 +173,7 @@ def test_a_forecast_adds_up() -> None:
     assert found.tokens == 2 * 4 * 128
     assert found.tokens_per_second == pytest.approx(found.tokens / choice.seconds)
     assert found.mfu == pytest.approx(6 * found.parameters * found.tokens / choice.seconds / 1e11)
+    assert _frozen(found).mfu == pytest.approx(found.mfu * 4 / 6, rel=0.01), "no gradients of what is not trained"
     assert {lane: x.nbytes for lane, x in found.lanes.items()} == {
         lane: n for lane, n in choice.plan.schedule.bytes_per_lane().items() if lane in found.lanes
     }

@@ -16,6 +16,8 @@ from penstock.schedule.place import FP32, Depths
 
 MODEL_FLOP = 6
 """FLOP per parameter and token that model FLOPs utilisation counts: forward 2, backward 4, no recomputation."""
+FROZEN_FLOP = 4
+"""The same of a parameter that is not trained: the backward has no gradient of it to compute."""
 
 _DAY = 86400.0
 _TB = 1e12
@@ -95,8 +97,11 @@ class Forecast:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: 6 FLOP per parameter and token over what the device could do."""
-        return MODEL_FLOP * self.parameters * self.tokens_per_second / self.peak_flops
+        """Model FLOPs utilisation: 6 FLOP per parameter and token, 4 of frozen ones, over what the device could do."""
+        padded = sum(group.frozen for group in self.choice.plan.program.groups)
+        frozen = min(padded, self.parameters)
+        flop = MODEL_FLOP * (self.parameters - frozen) + FROZEN_FLOP * frozen
+        return flop * self.tokens_per_second / self.peak_flops
 
     @cached_property
     def lanes(self) -> Mapping[Lane, LaneForecast]:
