@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,12 @@ def test_an_initialisation_that_needs_weights_is_refused(tmp_path: Path) -> None
 def test_every_name_leads_back_to_its_base() -> None:
     names = [base_name(n) for n, _ in with_adapters(on_meta(), LORA).named_parameters()]
     assert sorted(n for n in names if n is not None) == sorted(n for n, _ in models.llama().named_parameters())
+
+
+def test_making_adapters_warns_of_nothing_that_a_user_cannot_change() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with_adapters(on_meta(), LORA)
 
 
 def test_targets_that_the_model_lacks_are_refused() -> None:

@@ -5,6 +5,7 @@ names   peft's model has its base's parameters under other names: ``base_model.m
 """
 
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ def with_adapters(model: nn.Module, lora: LoraConfig) -> nn.Module:
     )
     first = next(model.parameters())
     try:
-        with torch.device(first.device):
+        with torch.device(first.device), warnings.catch_warnings():
+            # peft asks the model by a name that transformers has deprecated, which is nothing that a user can change
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ConfigError(f"lora.target_modules={targets!r}: {' '.join(str(error).split())[:300]}") from error
