@@ -1,6 +1,7 @@
 """How a run's batch is cut into micro-batches: by what, said how, kept for the run; and how many steps epochs are."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,10 @@ def test_with_a_profile_it_is_what_the_plan_command_chooses(
     said = capsys.readouterr().out
     ran = settings.load(tmp_path / "run" / "config.yaml")
     assert ran.split == (planned["micro_batch_size"], planned["micro_batches"])
-    assert "a step predicted (" in said
+    (line,) = (line for line in said.splitlines() if line.startswith("Planning a step"))
+    assert re.search(r"predicted to be the fastest \((\d+ of \d+: [1-9]\d*\.\d\dx(, )?)+", line), line
+    assert " s " not in line.partition("(")[2].partition(")")[0], "its seconds are of formulas"
+    assert said.count("a step predicted, from the model's own stages") == 1
 
 
 def test_a_resumed_run_keeps_its_cut(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
