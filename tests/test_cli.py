@@ -362,6 +362,45 @@ def test_plain_lines_say_what_the_live_view_says() -> None:
             assert part in text, part
 
 
+def test_a_plain_step_is_a_line_and_what_it_takes_of_the_machine_is_said_now_and_then() -> None:
+    """Below the first step, the last one, and after 30 seconds; a line fits 120 columns."""
+    out, seconds = io.StringIO(), [100.0]
+    display = PlainDisplay(out, lambda: seconds[0])
+    meter = _measured()
+    display.begin(meter)
+    said: dict[int, list[str]] = {}
+    for step, passed in ((3, 0.0), (4, 29.0), (5, 2.0), (6, 29.0)):
+        seconds[0] += passed
+        meter.add(_stats(step=step), None, {"compute": 1.5, "read": 0.25})
+        before = len(out.getvalue())
+        display.update()
+        said[step] = out.getvalue()[before:].splitlines()
+    before = len(out.getvalue())
+    display.end()
+    last = out.getvalue()[before:].splitlines()
+    display.end()
+    assert [len(lines) for lines in said.values()] == [5, 1, 5, 1]
+    assert last[0].startswith("  memory device 60 MiB (planned 62 MiB, given 64 MiB)")
+    assert [line.split()[0] for line in last] == ["memory", "speed", "links", "drives"]
+    assert all(len(line) <= 120 for lines in (*said.values(), last) for line in lines)
+    for part in ("step  6/10", "loss 8.0000", "norm 2", "lr 1.00e-03", "256 tokens/s", "2 s (plan 1.6 s)"):
+        assert part in said[6][0], part
+    assert said[6][0].endswith("held up by compute 75%  0:08 left")
+    assert out.getvalue().count("memory") == 3, "nothing is said twice"
+
+
+def test_what_counts_in_the_whole_run_counts_what_came_before_a_resumption(tmp_path: Path) -> None:
+    whole = _measured()
+    with MetricsFile(tmp_path) as metrics:
+        metrics.write(metrics_of(_stats(clipped=True, bytes_written=5), None))
+        metrics.write(metrics_of(_stats(step=2, skipped=True, repeats=1, bytes_written=7), None))
+        metrics.write(metrics_of(_stats(step=3, repeats=2), None))
+    with MetricsFile(tmp_path, done=2) as metrics:  # a kill has undone the third
+        whole.go_on(metrics.earlier())
+    assert (whole.clipped, whole.skipped, whole.repeated, whole.written) == (2, 1, 1, 2 * 10**9 + 12)
+    assert len(whole.losses) == 2, "but losses and rates are of this stretch"
+
+
 def test_the_live_view_shows_the_first_step_before_there_are_numbers_and_the_notice() -> None:
     display, drawn = _terminal()
     display.begin(_meter())

@@ -2,10 +2,12 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -55,24 +57,34 @@ class Stretch:
         return None if self.config.trace_steps == 0 else trace_path(self.folder, self.first)
 
 
-def report_last(stretch: Stretch) -> None:
-    """Add the line of the step that the run goes on after, if a kill came between its commit and its line."""
+def report_last(stretch: Stretch) -> Mapping[str, Any] | None:
+    """Add the line of the step that the run goes on after, if a kill came between its commit and its line; returns it.
+
+    It lacks what is known only while a step is done: its data, and what it took of the machine.
+    """
     last = stretch.engine.last_step
     with MetricsFile(stretch.folder, done=stretch.first) as metrics:
-        if last is not None and metrics.last < stretch.first == last.step:
-            metrics.write(metrics_of(last, _evaluate(stretch, last.step)))
+        if last is None or not metrics.last < stretch.first == last.step:
+            return None
+        line = metrics_of(last, _evaluate(stretch, last.step))
+        metrics.write(line)
+        return line
 
 
-def run_steps(stretch: Stretch) -> int:
-    """The training loop. Returns the exit code."""
+def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
+    """The training loop. Returns the exit code. ``missed``: the line that ``report_last`` has added: trackers are to
+    have it, too."""
     config, display, engine, first = stretch.config, stretch.display, stretch.engine, stretch.first
     factor = lr_factor(config.lr_schedule, config.step_count)
     scheduler = LambdaLR(engine.optimizer, lambda index: factor(first + index))
     reset_peak_resident()
     with ExitStack() as stack:
         metrics = stack.enter_context(MetricsFile(stretch.folder, done=first))
+        stretch.meter.go_on(metrics.earlier())
         trace = stack.enter_context(TraceWriter(stretch.trace, steps=config.trace_steps)) if stretch.trace else None
         trackers = _trackers(stretch, stack)
+        if missed is not None:
+            trackers.log(missed["step"], missed)
         interrupt = stack.enter_context(Interrupt(display.notice, display.last_words))
         display.begin(stretch.meter)
         stack.callback(display.end)

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -237,7 +237,12 @@ class MetricsFile:
         text = "".join(f"{line}\n" for line in lines)
         if path.exists() and path.read_bytes() != text.encode():
             _replace(path, text)
+        self._path, self._done = path, done
         self._file = Journal(path, "a")
+
+    def earlier(self) -> Iterator[Mapping[str, Any]]:
+        """The lines of the steps that the run goes on after."""
+        return map(json.loads, lines_until(self._path, self._done)[0])
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append a line. A number that JSON has no word for (an overflowed norm) becomes null.

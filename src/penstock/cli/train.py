@@ -48,6 +48,7 @@ from penstock.optim.spec import OptimizerSpec
 from penstock.plan.machine import Machine
 from penstock.plan.meta import Kind
 from penstock.plan.profiles import find_profile, save_profile
+from penstock.report.sentence import format_time
 from penstock.run.device import resolve_device
 from penstock.run.start import WeightSource
 from penstock.schedule.op import Schedule
@@ -114,6 +115,9 @@ def _train(
         config, batches, validation = _settle(config, display, engine, data, cut)
         if cost is None:
             display.say(f"As planned, {cost_of_a_kill(config.budget, engine.plan)}")
+        if engine.prediction is not None:
+            seconds = format_time(engine.prediction.time)
+            display.say(f"{seconds} a step predicted, from the model's own stages as they were timed here")
         given: dict[Tier, int] = {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
         stretch = Stretch(
             config=config,
@@ -134,10 +138,10 @@ def _train(
             ),
             pace=Pace(),
         )
-        report_last(stretch)
+        missed = report_last(stretch)
         _check_unfinished(config, engine.step_count)
         write_settings(folder, config)
-        code = run_steps(stretch)
+        code = run_steps(stretch, missed)
     display.say(closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0))
     if config.budget.disk_paths:
         display.say(f"export   penstock export {folder} OUT writes the model as a Hugging Face folder")

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, TextIO
 
@@ -25,12 +25,23 @@ class Display(Protocol):
     def last_words(self) -> None: ...
 
 
-class PlainDisplay:
-    """A line per event and per step, for logs and pipes."""
+_FIGURES_EVERY = 30.0
+"""Seconds between the lines that say what a run takes of the machine."""
 
-    def __init__(self, out: TextIO) -> None:
+
+class PlainDisplay:
+    """A line per event and per step, for logs and pipes. What the run takes of the machine is said below the first
+    step, the last, and now and then in between.
+
+    ``now``: a clock in seconds.
+    """
+
+    def __init__(self, out: TextIO, now: Callable[[], float] = time.monotonic) -> None:
         self._out = out
+        self._now = now
         self._meter: Meter | None = None
+        self._due = 0.0
+        self._unsaid = False
 
     def say(self, text: str) -> None:
         print(text, file=self._out, flush=True)
@@ -43,13 +54,25 @@ class PlainDisplay:
 
     def begin(self, meter: Meter) -> None:
         self._meter = meter
+        self._due = self._now()
 
     def update(self) -> None:
         assert self._meter is not None
         self.say(step_line(self._meter))
+        self._unsaid = True
+        if self._now() >= self._due:
+            self._say_figures(self._meter)
 
     def end(self) -> None:
+        if self._meter is not None and self._unsaid:
+            self._say_figures(self._meter)
         self._meter = None
+
+    def _say_figures(self, meter: Meter) -> None:
+        for line in figures(meter):
+            self.say(f"  {line}")
+        self._unsaid = False
+        self._due = self._now() + _FIGURES_EVERY
 
     def notice(self, text: str) -> None:
         write_now(2, f"{text}\n")
@@ -80,23 +103,37 @@ def write_now(output: int, text: str) -> None:
 
 def step_line(meter: Meter) -> str:
     """A step in one line."""
-    s, outline = meter.last, meter.outline
-    width = len(str(outline.steps))
-    parts = [f"step {meter.done:>{width}}/{outline.steps}", f"loss {s.loss:.4f}"]
+    s, steps = meter.last, meter.outline.steps
+    parts = [f"step {meter.done:>{len(str(steps))}}/{steps}", f"loss {s.loss:.4f}"]
     if meter.validation and meter.validated_at == meter.done:
         parts.append(f"held-out loss {meter.validation[-1]:.4f}")
     parts += step_notes(meter)
     if s.grad_norm is not None:
         parts.append(f"norm {s.grad_norm:.3g}" + (" clipped" if s.clipped else ""))
-    parts += [f"lr {s.lr:.2e}", f"{meter.tokens_per_second:,.0f} tokens/s", f"{speed(meter)}", step_time(meter)]
+    planned = "" if meter.predicted is None else f" (plan {format_time(meter.predicted)})"
+    parts += [f"lr {s.lr:.2e}", f"{meter.tokens_per_second:,.0f} tokens/s", f"{format_time(s.seconds)}{planned}"]
     if held := meter.held_up:
-        parts.append("held up by " + " ".join(f"{lane} {share:.0%}" for lane, share in held.items() if share >= 0.005))
-    parts.append("GB/s (of peak) " + ", ".join(_link(lane, use) for lane, use in meter.links().items()))
-    for tier, given in outline.given.items():
-        parts.append(f"{tier} {format_size(meter.peak.get(tier, 0))} of {format_size(given)}")
-    parts.append(f"disk {format_size(meter.disk_bytes)}, {wear(meter)}")
-    parts += counts(meter)
-    return "  ".join([*(part for part in parts if part), f"{clock(meter.seconds_left)} left"])
+        lane, share = next(iter(held.items()))
+        parts.append(f"held up by {lane} {share:.0%}")
+    return "  ".join([*parts, f"{clock(meter.seconds_left)} left"])
+
+
+def figures(meter: Meter) -> list[str]:
+    """What a run takes of the machine, in lines: memory against the plan, links against their peak, drives."""
+    memory = [
+        f"{tier} {format_size(meter.peak.get(tier, 0))} (planned {format_size(meter.planned_peak.get(tier, 0))}, "
+        f"given {format_size(given)})"
+        for tier, given in meter.outline.given.items()
+    ]
+    held = ", ".join(f"{lane} {share:.0%}" for lane, share in meter.held_up.items() if share >= 0.005)
+    rates = [speed(meter), f"held up by {held}" if held else "", *counts(meter)]
+    links = ", ".join(_link(lane, use) for lane, use in meter.links().items())
+    return [
+        "memory " + ", ".join(memory),
+        "speed  " + "  ".join(rate for rate in rates if rate),
+        "links  " + f"GB/s (of peak): {links or 'none used'}",
+        f"drives {format_size(meter.disk_bytes)} taken, {wear(meter)}",
+    ]
 
 
 def _link(lane: Lane, use: LaneUse) -> str:
@@ -134,7 +171,7 @@ def wear(meter: Meter) -> str:
 
 
 def counts(meter: Meter) -> list[str]:
-    """How many steps of this stretch were clipped, skipped, or run twice."""
+    """How many steps of the run were clipped, skipped, or run twice."""
     found = {"clipped": meter.clipped, "skipped": meter.skipped, "run twice": meter.repeated}
     return [f"{count} {what}" for what, count in found.items() if count]
 

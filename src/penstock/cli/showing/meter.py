@@ -1,9 +1,10 @@
 """What a run has shown so far, kept for the displays, the metrics and the last words. Plain numbers, no drawing."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from penstock.cli.showing.yardstick import Yardstick
 from penstock.config import Tier
@@ -50,7 +51,8 @@ class LaneUse:
 
 @dataclass(kw_only=True)
 class Meter:
-    """Collects steps. Rates are over the last ten, peaks and totals over the whole run.
+    """Collects steps. Rates are over the last ten, peaks and sums over the stretch since the run was begun or resumed,
+    but for what counts in the whole run: ``written``, ``clipped``, ``skipped``, ``repeated``.
 
     ``state_bytes`` and ``disk_bytes`` are the plan's: all of the state, and what of it is kept on disk. ``predicted``
     is its step time and ``bottleneck`` what was predicted to bound it, if it was planned for a machine. All are known
@@ -74,7 +76,7 @@ class Meter:
     tokens: int = 0
     seconds: float = 0.0
     written: int = 0
-    """bytes to disk"""
+    """bytes to disk; of steps that a kill has undone it is not known"""
     flops: float = 0.0
     clipped: int = 0
     skipped: int = 0
@@ -82,6 +84,16 @@ class Meter:
     recent: deque[StepStats] = field(default_factory=lambda: deque(maxlen=_RECENT))
     held: deque[Mapping[Lane, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """seconds that each lane held up each of these steps (``report.waits``)"""
+
+    def go_on(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Count the steps that earlier stretches have done, from their lines of ``metrics.jsonl``."""
+        for line in lines:
+            self._count(
+                written=line.get("bytes_written") or 0,
+                clipped=bool(line.get("clipped")),
+                skipped=bool(line.get("skipped")),
+                repeats=line.get("repeats") or 0,
+            )
 
     def planned(self, plan: Plan) -> None:
         """Take in the training plan's sizes."""
@@ -109,13 +121,16 @@ class Meter:
             self.moved[lane] = self.moved.get(lane, 0) + count
         self.tokens += stats.tokens
         self.seconds += stats.seconds
-        self.written += stats.bytes_written
         self.flops += stats.flops
-        self.clipped += stats.clipped
-        self.skipped += stats.skipped
-        self.repeated += bool(stats.repeats) and not stats.skipped
+        self._count(written=stats.bytes_written, clipped=stats.clipped, skipped=stats.skipped, repeats=stats.repeats)
         self.recent.append(stats)
         self.held.append(held or {})
+
+    def _count(self, *, written: int, clipped: bool, skipped: bool, repeats: int) -> None:
+        self.written += written
+        self.clipped += clipped
+        self.skipped += skipped
+        self.repeated += bool(repeats) and not skipped
 
     @property
     def done(self) -> int:
