@@ -13,9 +13,10 @@ from tests.questions import MACHINE, question, times_for
 from penstock.config import Budget
 from penstock.plan.costs import machine_costs
 from penstock.plan.fit import Request, fitted, settings_of
-from penstock.plan.lane_loads import Loads, bound, by_lane, limits_of
+from penstock.plan.lane_loads import Loads, bound, by_lane, limits_of, step_bound
 from penstock.plan.placement_lp import PlacementLP
 from penstock.plan.rounding import PATTERNS, Limits, Rounding, assign
+from penstock.schedule.op import LOCAL_LANES
 from penstock.schedule.place import Depths, Format
 from penstock.schedule.provision import narrow_groups
 from penstock.schedule.world import World
@@ -96,6 +97,17 @@ def test_two_lanes_that_share_evenly_are_bound_by_their_sum_and_duplex_lanes_by_
     assert bound(load, limits_of(costs(1 / 3), many)) == pytest.approx(3.0 + 2.0 / 3)
 
 
+@pytest.mark.parametrize(("home", "seconds"), [(0.0, 14.0), (7.0, 14.0), (11.0, 14.0), (12.0, 15.0)])
+def test_the_way_home_of_what_begins_a_step_falls_into_its_start_and_forward(home: float, seconds: float) -> None:
+    """A start of 10 s of reads, a forward of 4 s of compute with 3 s of writes: 11 s more of writes fit in."""
+    load = np.zeros((5, len(LOCAL_LANES)))
+    load[0, LOCAL_LANES.index("read")] = 10.0
+    load[1, LOCAL_LANES.index("compute")], load[1, LOCAL_LANES.index("write")] = 4.0, 3.0
+    load[2, LOCAL_LANES.index("compute")] = 6.0
+    load[-1, LOCAL_LANES.index("write")] = home
+    assert step_bound(load, np.eye(len(LOCAL_LANES))) == pytest.approx(seconds + 6.0)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int) -> None:
     """What the program counts is at least what the schedule takes, and equal where every pool is needed."""
@@ -135,7 +147,7 @@ def test_the_optimum_is_no_worse_than_any_placement_that_fits(form: Format, wait
         sizes = sizes + sum(lp.group_sizes(g, home, place.gradients if wait else "host") for g, home in homes)
         if (sizes <= lp.budget).all():
             tried += 1
-            assert bound(lp.loads.of(option.place), lp.limits) >= least * (1 - 1e-3)
+            assert step_bound(lp.loads.of(option.place), lp.limits) >= least * (1 - 1e-3)
     assert tried > 5
 
 

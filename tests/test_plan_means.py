@@ -12,6 +12,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.alternatives import alternatives, way_of
 from penstock.plan.fit import Family, Request, fit, fitted
 from penstock.plan.means import no_speculation, steps_early
+from penstock.plan.model import StageTimes
 from penstock.plan.own_schedule import means_of, with_schedule
 from penstock.plan.placement_lp import PlacementLP
 from penstock.plan.question import Question
@@ -19,6 +20,7 @@ from penstock.plan.search import best, search
 from penstock.schedule.check import check
 from penstock.schedule.op import Schedule, parse_schedule
 from penstock.schedule.place import Depths, Format
+from penstock.schedule.program import ALIGN, Program
 from penstock.schedule.world import World
 from penstock.sim.simulate import simulate
 
@@ -253,6 +255,32 @@ def test_chunks_that_no_ratio_delays_are_refused() -> None:
         edited = edited.replace(f"read {op.reads[0]}", f"read H{op.id[2:]}u0")
     with pytest.raises(ScheduleError, match="not the ones that a delay ratio does"):
         means_of(parse_schedule(edited), request.program, wait=True)
+
+
+def test_the_delay_that_is_chosen_is_about_the_best_where_the_drive_bounds_the_step() -> None:
+    """With an embedding that is delayed whole, as large as a block: what is chosen stands beside larger delays."""
+    sizes = {0: 2048, 1: 1, 2: 2048}
+    small = transformer(12)
+    groups = tuple(replace(g, trainable=sizes.get(g.index, 2048) * ALIGN) for g in small.groups)
+    program = Program(groups=groups, stages=small.stages)
+    rates = {"read": 2e8, "write": 1e8, "read_both": 2e8, "write_both": 1e8}
+    links = {"h2d": 6e9, "d2h": 6e9, "h2d_both": 4e9, "d2h_both": 4e9}
+    machine = replace(
+        MACHINE,
+        host=replace(MACHINE.host, copy=8e9, optimizer={"adamw.fp32": 1e9}),
+        device=replace(MACHINE.device, **links),
+        drives=(replace(DRIVE, **rates),),
+    )
+    asked = question(program, form=ADAM32, wait=True, micro_batches=6, host=1 << 30, device=256 << 20, machine=machine)
+    budget = replace(asked.request.budget, weights="disk", state="disk")
+    times = StageTimes(forward=(0.012,) * 14, backward=(0.024,) * 14)
+    seconds = {
+        delay: search(
+            replace(asked, times=times, request=replace(asked.request, budget=budget, speculate=None, delay=delay))
+        ).seconds
+        for delay in (None, 0.4)
+    }
+    assert seconds[None] <= 1.03 * seconds[0.4]
 
 
 # ---- what a plan keeps, and what it tells

@@ -131,10 +131,11 @@ class Forecast:
         costs = question.costs_of(self.choice.request)
         loads = Loads(self.choice.request, plan.settings, costs)
         own = loads.of(plan.settings.place)
+        own[1] += own[-1]  # what may fall into the start as well as into the forward
         shared = own @ limits_of(costs, Depths())[: len(LOCAL_LANES)].T * (own > 0)
         return {
             phase: (LOCAL_LANES[int(np.argmax(row))], float(row.max()))
-            for phase, row in zip(loads.walk.phases, shared, strict=True)
+            for phase, row in zip(loads.walk.phases, shared[:-1], strict=True)
         }
 
     # ---- memory

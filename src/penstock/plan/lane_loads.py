@@ -34,9 +34,11 @@ Home = tuple[Tier, Tier]
 """Where a group's weights and its optimizer state live."""
 
 Load = NDArray[np.float64]
-"""Seconds, shape (phases, lanes)."""
+"""Seconds, shape (phases + 1, lanes). The last row is of the way home of delayed steps that begin a step: the first
+block waits for these steps and not for that, so it may fall into the start, the forward, or both (``step_bound``)."""
 
 _LANE = {lane: i for i, lane in enumerate(LOCAL_LANES)}
+_HOME = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,14 +327,13 @@ class Loads:
         waits = self.waits(home)
         for phase, share in ((self.walk.step_phase(g, waits=waits), 1.0 - late), (self.walk.first[g], late)):
             for kind, width in moves:
-                home_bound = kind in ("WS", "WW", "UN")  # the first block waits for the step, not for its way home
-                at = max(phase, self.walk.phase("forward")) if home_bound else phase
-                self._add(load, at, f"{kind}{g}.0", width * numel, n, share)
+                home_bound = phase == self.walk.phase("start") and kind in ("WS", "WW", "UN")
+                self._add(load, _HOME if home_bound else phase, f"{kind}{g}.0", width * numel, n, share)
             if gradients == "disk" and (waits or phase == self.walk.first[g]):
                 self._add(load, phase, f"RG{g}.0", self.gradient_bytes(g) * numel, n, share)
 
     def _none(self) -> Load:
-        return np.zeros((len(self.walk.phases), len(LOCAL_LANES)))
+        return np.zeros((len(self.walk.phases) + 1, len(LOCAL_LANES)))
 
     def _add(self, load: Load, phase: int, word: str, nbytes: int, ops: int, times: float = 1.0) -> None:
         """Add ``ops`` ops that move ``nbytes`` together, ``times`` over."""
@@ -376,6 +377,14 @@ def limits_of(costs: Costs, depths: Depths) -> NDArray[np.float64]:
 def bound(load: Load, limits: NDArray[np.float64]) -> float:
     """Seconds that a step takes at least if its phases do not overlap: the sum of each phase's tightest limit."""
     return float((load @ limits.T).max(axis=1).sum())
+
+
+def step_bound(load: Load, limits: NDArray[np.float64]) -> float:
+    """``bound`` of all loads of a step: start and forward together also take as long as their limits with the way home
+    of the delayed steps that begin it, wherever in the two it falls."""
+    start, forward, home = load[0], load[1], load[_HOME]
+    alone = (limits @ start).max() + (limits @ forward).max()
+    return bound(load[:_HOME], limits) + max(float((limits @ (start + forward + home)).max() - alone), 0.0)
 
 
 def by_lane(load: Load) -> Mapping[str, float]:

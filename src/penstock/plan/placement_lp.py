@@ -6,7 +6,7 @@ for weights and state, links that are duplex or shared as measured, gradients th
 
 Variables, all >= 0:
 
-    T[p]            seconds of phase p (see ``lane_loads``)
+    T[p]            seconds of phase p (see ``lane_loads``); the last, seconds more of start and forward together
     y[k, w, s, q]   how many groups of class k have weights on tier w, state on tier s, and gradients that wait on q
     c[t]            share of the checkpoints on tier t
     z[q]            share of the waiting gradients on tier q
@@ -16,6 +16,7 @@ wins, subject to
 
     T[p] >= sum_b W[i, b] * load[p, b]    for every phase p and limit i: each lane with what other busy lanes cost it,
                                           and each pool (``lane_loads.limits_of``); the load is linear in y and c
+    T[start] + T[forward] + T[last] >= the same of their loads and the last row's (``lane_loads.Load``)
     sum_(w,s) y[k, w, s, q] = n[k] * z[q] for every class k and tier q; n[k]: groups of the class
     sum c = 1, sum z = 1
     base[m](c, z) + sum y * bytes[m] <= budget[m]   for every tier m, in units of its budget
@@ -38,7 +39,7 @@ from numpy.typing import NDArray
 
 from penstock.config import TIERS, Tier
 from penstock.plan.fit import Request, base_placement
-from penstock.plan.lane_loads import GroupClass, Home, Load, Loads, Walk, bound, limits_of
+from penstock.plan.lane_loads import GroupClass, Home, Load, Loads, Walk, limits_of, step_bound
 from penstock.schedule.place import FP32, Settings, chunk_count
 from penstock.schedule.provision import Provision
 from penstock.sim.costs import Costs
@@ -260,11 +261,11 @@ class _Model:
             for home in kind.homes
             for q in waits
         ]
-        self.first_c = len(lp.loads.walk.phases)
+        self.first_c = len(lp.loads.walk.phases) + 1
         self.first_z = self.first_c + len(on)
         self.first_y = self.first_z + len(waits)
         self.width = self.first_y + len(self.columns)
-        self.unit = max(bound(lp.loads.of_compute, lp.limits), 1e-9)
+        self.unit = max(step_bound(lp.loads.of_compute, lp.limits), 1e-9)
         self.rows: list[NDArray[np.float64]] = []
         self.low: list[float] = []
         self.high: list[float] = []
@@ -317,12 +318,13 @@ class _Model:
     def _times(self) -> None:
         shared = self._loads() @ self.lp.limits.T
         fixed = self.lp.loads.of_compute @ self.lp.limits.T / self.unit
-        for p in range(self.first_c):
+        home = self.first_c - 1
+        for phases in (*([p] for p in range(home)), [0, 1, home]):
             for limit in range(fixed.shape[1]):
                 row = np.zeros(self.width)
-                row[p] = 1.0
-                row[self.first_c :] = -shared[:, p, limit]
-                self._row(row, float(fixed[p, limit]), highspy.kHighsInf)
+                row[phases] = 1.0
+                row[self.first_c :] = -shared[:, phases, limit].sum(axis=1)
+                self._row(row, float(fixed[phases, limit].sum()), highspy.kHighsInf)
 
     def _cost(self) -> NDArray[np.float64]:
         cost = np.zeros(self.width)

@@ -9,7 +9,7 @@ from itertools import product
 from penstock.config import format_size
 from penstock.errors import BudgetError
 from penstock.plan.fit import Family, Request, base_placement, fitted, settings_of
-from penstock.plan.lane_loads import Loads, Walk, bound
+from penstock.plan.lane_loads import Loads, Walk, step_bound
 from penstock.plan.placement_lp import PlacementLP, Shares
 from penstock.plan.question import Question
 from penstock.plan.rounding import PATTERNS, Limits, Pattern, Rounding
@@ -77,7 +77,7 @@ class Proposals:
             lp = self._first_fitting(request, delay)
             if lp is None or lp.relaxed is None:
                 continue
-            expected, compute = lp.relaxed.seconds * self._runs(request), bound(lp.loads.of_compute, lp.limits)
+            expected, compute = lp.relaxed.seconds * self._runs(request), step_bound(lp.loads.of_compute, lp.limits)
             best = min(found, default=(math.inf, 0.0))[0]
             found.append((expected, delay))
             if expected > best * EQUAL or lp.relaxed.seconds <= compute * EQUAL:
@@ -227,7 +227,7 @@ class Proposals:
         """A proposal of settings that fit."""
         self.considered += 1
         lp = self.program(settings, request)
-        seconds = bound(lp.loads.of(settings.place), lp.limits)
+        seconds = step_bound(lp.loads.of(settings.place), lp.limits)
         expected = self.q.expected(seconds, settings)
         return Proposal(request=request, settings=settings, pattern=pattern, estimate=expected)
 
