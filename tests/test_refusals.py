@@ -1,5 +1,6 @@
 """What cannot be trained block by block is refused, with the reason and what to do, before it trains on nonsense."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,69 @@ class GrowingData(Layer):
         return super().forward(x)
 
 
+class Normalised(Layer):
+    """Puts its parameter elsewhere, which is no op."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data = nn.functional.normalize(self.linear.weight.data)
+        return super().forward(x)
+
+
+class Anew(Layer):
+    """Has another parameter after each call, to which a gradient would be lost."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight = nn.Parameter(nn.functional.normalize(self.linear.weight.detach()))
+        return super().forward(x)
+
+
+class Centred(Layer):
+    """By a running mean that is no buffer, and begins at the first one: from the same inputs again it is the same."""
+
+    mean: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean((0, 1))
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return super().forward(x - self.mean)
+
+
+class CentredByNumber(Layer):
+    """The same with a number in the place of a tensor."""
+
+    mean: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = float(x.detach().mean())
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return super().forward(x - self.mean)
+
+
+class Remembering(Layer):
+    """Mixes in what it has returned before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.returned.append(y.detach().mean((0, 1)))
+        return y + torch.stack(self.returned).mean(0)
+
+
+class EverySecond(Layer):
+    """Does something else after each two calls: a forward and its recomputation alone would not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + (self.calls - 1) // 2 % 2)
+
+
 def run_changing_the_head(model: Stack, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         model.head.weight.clamp_(-0.1, 0.1)
@@ -87,6 +151,12 @@ def run_changing_the_head(model: Stack, x: torch.Tensor) -> torch.Tensor:
         (Noisy, None, "block 'layers.2' returned other numbers when it was recomputed"),
         (Growing, None, "block 'layers.0' changes a parameter in its forward"),
         (GrowingData, None, "block 'layers.0' changes a parameter in its forward"),
+        (Normalised, None, "block 'layers.0' changes parameter 'layers.0.linear.weight' in its forward"),
+        (Anew, None, "block 'layers.0' changes parameter 'linear.weight' in its forward"),
+        (Centred, None, "block 'layers.2' returned other numbers when it was recomputed"),
+        (CentredByNumber, None, "block 'layers.2' returned other numbers when it was recomputed"),
+        (Remembering, None, "block 'layers.2' returned other numbers when it was recomputed"),
+        (EverySecond, None, "block 'layers.2' returned other numbers when it was recomputed"),
         (Layer, run_changing_the_head, "the model itself changes a parameter in its forward"),
     ],
 )
@@ -112,6 +182,58 @@ def test_buffers_may_change_and_dropout_may_draw(tmp_path: Path) -> None:
     with penstock.wrap(model, budget=budget(tmp_path), loss_fn=case.loss_fn, **settings) as engine:
         engine.step(case.micro_batches(2))
         assert int(model.layers[0].norm.num_batches_tracked) == 2
+
+
+class Smoothed(Layer):
+    """Uses what its buffers hold after it has changed them: one in place, one by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("teacher", torch.zeros(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        self.teacher.lerp_(self.linear.weight.detach(), 0.5)
+        return super().forward(x - self.mean) + x @ self.teacher
+
+
+class Tabled(Layer):
+    """Makes a table at its first call, as rotary embeddings once did, and counts its calls for whom it concerns."""
+
+    table: torch.Tensor | None = None
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 8)
+        self.calls += 1
+        self.last = super().forward(x + self.table)
+        return self.last
+
+
+@pytest.mark.parametrize("layer", [Smoothed, Tabled])
+def test_what_a_block_keeps_for_itself_may_be_kept(layer: type[nn.Module], tmp_path: Path) -> None:
+    """As plain training, with several micro-batches under way."""
+    case = stack()
+    torch.manual_seed(0)
+    model = Stack(layer)
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    settings: dict[str, Any] = {"optimizer": penstock.SGD(lr=0.1), "precision": "fp32", "device": "cpu"}
+    with penstock.wrap(model, budget=budget(tmp_path), loss_fn=case.loss_fn, clip_grad_norm=None, **settings) as engine:
+        for seed in range(2):
+            micro_batches = case.micro_batches(3, seed=seed)
+            engine.step(micro_batches)
+            for micro_batch in micro_batches:
+                (case.loss_fn(plain, micro_batch) / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        wanted = dict(plain.named_parameters())
+        for name, value in engine.master_parameters():
+            torch.testing.assert_close(value, wanted[name].detach(), rtol=1e-6, atol=1e-7)
+        for name, buffer in plain.named_buffers():
+            torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-6, atol=1e-7)
 
 
 def parallel(model: nn.Module) -> nn.Module:

@@ -5,9 +5,11 @@
     groups    which parameters move together, and how they are attached to memory
     tape      a step: stages, checkpoints, gradients
     passage   one micro-batch's suspended forward, its cuts and its recomputation
+    likeness  whether a recomputation returned what its forward did
     probe     learns a model's program from one micro-batch; watch sees its ops, legs makes stages of them
     graph     autograd by pieces
     compiled  torch.compile of blocks
+    modes     torch's switches of a thread
     rng       seeds as a function of place
     trees     tensors in nested arguments
     init      fills a model from the meta device

@@ -10,24 +10,23 @@ All of it runs in one thread: greenlets are bound to the thread that made them.
 
 import contextvars
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.errors import ModelError
 from penstock.tape import graph, trees
 from penstock.tape.blocks import refuse_cache
+from penstock.tape.likeness import alike, sample
+from penstock.tape.modes import Modes
 
 Event = Literal["call", "cut", "done"]
-_SAMPLE = 4096
-_ROUNDING = 16
-"""Units of rounding by which a recomputation may differ in the L2 norm: kernels may sum in any order."""
 LossFn = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
@@ -67,33 +66,6 @@ class StageFacts:
     site: Site | None
     call: Facts
     offload: tuple[trees.Place, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Modes:
-    """torch's thread-local switches, which a greenlet must carry by itself."""
-
-    grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    autocast_cache: bool
-
-    @classmethod
-    def capture(cls, device_types: tuple[str, ...]) -> "Modes":
-        return cls(
-            grad=torch.is_grad_enabled(),
-            autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-        )
-
-    def apply(self) -> None:
-        # A cast weight that autocast remembered would outlive the weight that it was cast from.
-        if any(enabled or torch.is_autocast_enabled(device_type) for device_type, enabled, _ in self.autocast):
-            torch.clear_autocast_cache()
-        torch.set_grad_enabled(self.grad)
-        for device_type, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(device_type, enabled)
-            torch.set_autocast_dtype(device_type, dtype)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
 
 
 class Leaf:
@@ -302,7 +274,7 @@ class Passage:
         output = trees.replace(output, cut)
         trees.settle(live, before, cut)
         if self.samples is not None:
-            self.samples[self._stage] = [_sample(t) for t in self.outputs]
+            self.samples[self._stage] = [sample(t) for t in self.outputs]
         if any(t.requires_grad for t in self.outputs):
             self.calls[self._stage] = Call(
                 site=site,
@@ -398,6 +370,30 @@ class Passage:
                 self._route(source, gradient)
         return needed
 
+    def see_buffers(self, stage: int, buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]) -> None:
+        """What the buffers that a call has changed held before it, for its recomputation. In a probe."""
+        if stage in self.calls:
+            self.calls[stage] = replace(self.calls[stage], buffers=buffers)
+
+    def call_elsewise(self, stage: int) -> None:
+        """In a probe: what another micro-batch may do between a call and its recomputation, the block on other numbers.
+
+        A block that keeps something of what it saw, be it a mean or a count, gives itself away in the recomputation.
+        """
+        call = self.calls.get(stage)
+        if call is None:
+            return
+        others: dict[int, torch.Tensor] = {}
+
+        def other(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad or tensor.dim() == 0 or isinstance(tensor, nn.Parameter):
+                return tensor
+            return others.setdefault(id(tensor), tensor.detach().flip(-1) * 0.5)
+
+        buffers = tuple((module, name, before.clone()) for module, name, before in call.buffers)
+        with self._as_it_was(call, buffers):
+            call.context.copy().run(_run_only_again, call, trees.replace(call.inputs, other))
+
     def _route(self, source: torch.Tensor, gradient: torch.Tensor) -> None:
         leaf = self.leaves.of(source)
         if leaf is not None:
@@ -410,7 +406,7 @@ class Passage:
         if self.samples is None:
             return
         for before, tensor in zip(self.samples.pop(stage), made, strict=True):
-            if not _alike(before, tensor):
+            if not alike(before, tensor):
                 raise ModelError(
                     f"block {site.name!r} returned other numbers when it was recomputed from the same inputs: it keeps "
                     "something from one call to the next that is no buffer, or draws random numbers from elsewhere "
@@ -433,13 +429,19 @@ class Passage:
             return fresh[id(tensor)][1]
 
         live = trees.replace(call.inputs, leaf_of)
+        with self._as_it_was(call, call.buffers):
+            return call.context.run(_run_again, call, live)
+
+    @contextmanager
+    def _as_it_was(self, call: Call, buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]) -> Iterator[None]:
+        """A block's ``buffers``, and the modes that it was called in."""
         outer = Modes.capture(self._device_types)
-        current = [(module, name, module._buffers[name]) for module, name, _ in call.buffers]
-        for module, name, before in call.buffers:
+        current = [(module, name, module._buffers[name]) for module, name, _ in buffers]
+        for module, name, before in buffers:
             module._buffers[name] = before
         try:
             call.modes.apply()
-            return call.context.run(_run_again, call, live)
+            yield
         finally:
             outer.apply()
             for module, name, buffer in current:
@@ -452,21 +454,12 @@ def _forget(held: list[tuple[contextvars.ContextVar[Any], Any]]) -> None:
         var.set(None)
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Up to a few thousand of a tensor's elements, in fp64, unseen by whoever watches ops."""
-    with torch.no_grad(), _disable_current_modes():
-        flat = tensor.detach().flatten()
-        return flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].double()
-
-
-def _alike(before: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is, but for rounding, the one that ``before`` is a sample of; also where that cannot be told."""
-    if not tensor.is_floating_point() or tensor.is_meta:
-        return True
-    after = _sample(tensor)
-    with torch.no_grad(), _disable_current_modes():
-        largest = _ROUNDING * torch.finfo(tensor.dtype).eps * before.norm()
-        return not bool(before.isfinite().all()) or bool((after - before).norm() <= largest)
+def _run_only_again(call: Call, live: Any) -> None:
+    args, kwargs, values = live
+    for var, value in zip(call.containers, values, strict=True):
+        var.set(value)
+    with torch.no_grad():
+        call.site.forward(*args, **kwargs)
 
 
 def _run_again(call: Call, live: Any) -> list[torch.Tensor]:

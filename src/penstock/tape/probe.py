@@ -8,7 +8,7 @@ storage is freed. What an op uses inside itself (a library's workspace) is not s
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -60,6 +60,7 @@ class Probe:
             passage = tape.passages[0]
             passage.samples = {}
             self._run_forward(passage)
+            self._refuse_replaced(tape.model)
             self._refuse_kept()
             found = Stages(self._legs)  # now: what is saved or touched in the backward must not count
             if train:
@@ -85,12 +86,27 @@ class Probe:
 
     def _refuse_write(self, tensor: torch.Tensor) -> None:
         if self._packer.holds(tensor):
-            site = self._legs[self._watch.leg].site
-            raise ModelError(
-                f"{'the model itself' if site is None else f'block {site.name!r}'} changes a parameter in its forward: "
-                "its recomputation would change it again, and the change would not be kept. Make it a buffer, or let "
-                "the optimizer change it"
-            )
+            self._refuse_changed("a parameter")
+
+    def _refuse_moved(self) -> None:
+        """Parameters that lie elsewhere than they were put: ``parameter.data = ...`` is no op that could be seen."""
+        for group in self._loaded:
+            for s in self._tape.groups[group].slices:
+                if not self._packer.holds(s.parameter):
+                    self._refuse_changed(f"parameter {s.name!r}")
+
+    def _refuse_replaced(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in self._group_of:
+                self._refuse_changed(f"parameter {name!r}")
+
+    def _refuse_changed(self, what: str) -> NoReturn:
+        site = self._legs[self._watch.leg].site
+        raise ModelError(
+            f"{'the model itself' if site is None else f'block {site.name!r}'} changes {what} in its forward: "
+            "its recomputation would change it again, and the change would not be kept. Make it a buffer, or let "
+            "the optimizer change it"
+        )
 
     def _release(self) -> None:
         for group in sorted(self._loaded):
@@ -105,14 +121,20 @@ class Probe:
         own = None if site is None else self._own_group[site.index]
         if own is not None:
             self._touch(own)
-        usage.start = watch.peak = watch.live
-        before = watch.flops
+        self._begin(usage)
         try:
             with watch, saved_tensors_hooks(self._pack, self._unpack):
                 yield
+            self._refuse_moved()
+            if site is not None:
+                self._refuse_replaced(site.module)
         finally:
-            usage.end, usage.peak, usage.flops = watch.live, watch.peak, watch.flops - before
+            usage.end, usage.peak, usage.flops = watch.live, watch.peak, usage.flops + watch.flops
             self._release()
+
+    def _begin(self, usage: Usage) -> None:
+        usage.start = self._watch.peak = self._watch.live
+        usage.flops = -self._watch.flops
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | graph.WeightView:
         birth = self._watch.birth(tensor)
@@ -158,7 +180,9 @@ class Probe:
         before, attributes = _buffers(site.module), _attributes(site)
         with self._measuring(leg.forward, site):
             self._tape.run_call(passage, self._watch.leg, Facts())
-        leg.changed = tuple((b.module, b.name) for b in before if b.has_changed())
+        changed = [b for b in before if b.has_changed()]
+        leg.changed = tuple((b.module, b.name) for b in changed)
+        passage.see_buffers(self._watch.leg, tuple((b.module, b.name, b.value.clone()) for b in changed))
         leg.outputs = [self._see(place, t) for place, t in trees.places(passage.outputs).items()]
         leg.kept_attributes = self._kept(site, attributes, {id(seen.birth) for seen in leg.outputs})
 
@@ -202,6 +226,8 @@ class Probe:
             leg.reached = passage.reached(index)
             if any(leg.reached):
                 with self._measuring(leg.backward, leg.site):
+                    self._tape.call_elsewise(passage, index)
+                    self._begin(leg.backward)
                     leg.needed = self._tape.backward_call(passage, index)
 
 

@@ -335,6 +335,11 @@ class Tape:
         self._stage, self._in_segment = stage, True
         passage.backward_code(stage)
 
+    def call_elsewise(self, passage: Passage, stage: int) -> None:
+        """See ``Passage.call_elsewise``; nothing is learned on the meta device."""
+        if self.device.type != "meta":
+            passage.call_elsewise(stage)
+
     def backward_call(self, passage: Passage, stage: int) -> tuple[bool, ...] | None:
         """Recompute a block call and run it backward. Which outputs needed a gradient; None: nothing to do."""
         rng.seed(self._seed, self._step, passage.index, stage, rng.FORWARD, self.device)
