@@ -190,6 +190,79 @@ def test_a_gradient_that_is_not_finite_ends_the_loop_that_asks_for_it() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_sums_over_many_steps_are_numbers_and_not_chains() -> None:
+    """As loops keep them, and never read before the end."""
+    seen = []
+    for fabric in (plain_fabric(), fabric_on()):
+        model = llama()
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+        total, mean = torch.zeros(()), 0.0
+        for _ in range(12):
+            micro_batch = batch()
+            loss = model(micro_batch.pop("input_ids"), **micro_batch).loss  # the loop takes its batch apart
+            total = total + loss.detach()
+            mean = mean + loss.detach() / 12
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(total, Deferred):
+            assert len(list(chain_of(total))) < 8  # what the last step has left, and not all twelve
+        seen.append([float(total), float(mean)])
+    torch.testing.assert_close(torch.tensor(seen[1]), torch.tensor(seen[0]), **CLOSE)
+
+
+def chain_of(value: Deferred) -> Iterator[Deferred]:
+    yield value
+    for part in value._args:
+        if isinstance(part, Deferred):
+            yield from chain_of(part)
+
+
+def misuse_in_place() -> None:
+    fabric, model, _ = set_up()
+    loss = model(**batch()).loss
+    loss.div_(2)
+    fabric.backward(loss)
+
+
+def misuse_in_place_of_a_tensor() -> None:
+    _, model, _ = set_up()
+    losses = torch.zeros(3)
+    losses[0] = model(**batch()).loss.detach()
+
+
+def misuse_sum_in_place() -> None:
+    _, model, _ = set_up()
+    total = torch.zeros(())
+    total += model(**batch()).loss.detach()
+
+
+def misuse_out() -> None:
+    _, model, _ = set_up()
+    torch.add(model(**batch()).loss, 1.0, out=torch.zeros(()))
+
+
+def misuse_backward_of_the_loss() -> None:
+    _, model, _ = set_up()
+    model(**batch()).loss.backward()
+
+
+def misuse_one_buffer_for_all() -> None:
+    fabric, model, optimizer = set_up()
+    buffer = batch()
+    for _ in range(2):
+        buffer["labels"].copy_(batch()["labels"])
+        fabric.backward(model(**buffer).loss)
+    optimizer.step()
+
+
+def misuse_no_zero_grad() -> None:
+    fabric, model, optimizer = set_up()
+    for _ in range(2):
+        fabric.backward(model(**batch()).loss)
+        optimizer.step()
+
+
 def misuse_setup_alone() -> None:
     fabric_on().setup(llama())
 
@@ -288,6 +361,13 @@ def misuse_double() -> None:
 
 
 MISUSES = {
+    misuse_in_place: r"div_ would have no effect.*loss = loss / 2",
+    misuse_in_place_of_a_tensor: "__setitem__ would have no effect",
+    misuse_sum_in_place: r"add_ would have no effect.*total = total \+ loss",
+    misuse_out: "add would have no effect",
+    misuse_backward_of_the_loss: r"backward would have no effect.*fabric.backward\(loss\)",
+    misuse_one_buffer_for_all: "changed in place",
+    misuse_no_zero_grad: r"call optimizer.zero_grad\(\) after each step",
     misuse_setup_alone: "the model and its optimizer together",
     misuse_optimizer_alone: "the model and its optimizer together",
     misuse_two_optimizers: "2 optimizers were given",

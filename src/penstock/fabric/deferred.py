@@ -8,7 +8,8 @@
 
 The engine wants all micro-batches of a step before it starts, since it takes them through a block together. So a loop
 that computes eagerly, one micro-batch after the other, is recorded: attributes, items, calls, arithmetic and functions
-of torch. What needs a number at once (``if``, ``float``, printing) is an error until the step has been taken.
+of torch. What needs a number at once (``if``, ``float``, printing) is an error until the step has been taken; what would
+be lost always is: a change in place, of a Deferred or by one, and a change of a tensor that was recorded.
 """
 
 import operator
@@ -20,10 +21,13 @@ from torch import nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from penstock.errors import ModelError
+from penstock.tape import trees
 
 _UNKNOWN: Any = object()
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lt", "le", "gt", "ge", "eq", "ne")
 _UNARY = ("neg", "pos", "abs", "invert")
+_LOST = ("backward", "register_hook", "retain_grad", "__setitem__")
+"""What does something and returns nothing, as everything whose name ends in an underscore does something in place."""
 
 
 class Deferred:
@@ -36,13 +40,16 @@ class Deferred:
     """
 
     __hash__ = object.__hash__
+    _steps = 0
+    """How many losses were computed so far: what is older can be known, what is younger cannot."""
 
     def __init__(self, compute: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None) -> None:
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             raise ModelError("autocast is on while a loss is recorded, and would have no effect: Fabric(precision=...)")
         self._compute = compute
-        self._args = args
-        self._kwargs = dict(kwargs or {})
+        self._args, self._kwargs = trees.snapshot((args, dict(kwargs or {})))  # the loop may take a batch apart
+        self._versions = [_version(tensor) for tensor in _tensors(self)]
+        self._made = Deferred._steps
         self._grad = torch.is_grad_enabled()
         self._value = _UNKNOWN
         self._spent = False
@@ -54,11 +61,17 @@ class Deferred:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        name = getattr(function, "__name__", "")
+        given = kwargs or {}
+        if _is_lost(name) or given.get("inplace") or given.get("out") is not None:
+            _refuse_lost(name)
         return note(function, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # Python's own questions, to which the answer is no
+        if _is_lost(name):
+            _refuse_lost(name)
         return self._part(getattr, name)
 
     def __getitem__(self, key: Any) -> Any:
@@ -79,13 +92,38 @@ class Deferred:
     def resolve(self) -> Any:
         """The value, which is known after the step that it was part of."""
         if self._value is _UNKNOWN:
-            known = self._spent or self._compute is MODEL
-            given = () if known else [d for d in tree_iter((self._args, self._kwargs)) if isinstance(d, Deferred)]
-            if not given:
-                self._refuse()
-            args, kwargs = tree_map_only(Deferred, Deferred.resolve, (self._args, self._kwargs))
-            self._value = self._compute(*args, **kwargs)
+            for node in _nodes(self):
+                node._compute_now()
         return self._value
+
+    def _compute_now(self) -> None:
+        """What needs nothing but what is known. What it was computed from is not kept."""
+        if self._value is not _UNKNOWN:
+            return
+        if self._is_gone:
+            self._refuse()
+        self._check_unchanged()
+        args, kwargs = tree_map_only(Deferred, lambda part: part._value, (self._args, self._kwargs))
+        self._value = self._compute(*args, **kwargs)
+        self._args, self._kwargs = (), {}
+
+    @property
+    def _is_gone(self) -> bool:
+        """Whether it has no value, and none can be computed from what it is made of."""
+        return self._value is _UNKNOWN and (self._spent or self._compute is MODEL)
+
+    def _check_unchanged(self) -> None:
+        if any(_version(t) != version for t, version in zip(_tensors(self), self._versions, strict=True)):
+            raise ModelError(
+                "a tensor was changed in place after it was recorded (in a call of the model, or with its outputs) and "
+                "before optimizer.step(), where it is read: give each micro-batch tensors of its own (clone())"
+            )
+
+    def _settle(self) -> bool:
+        """Whether the value is known; computed here if a step was taken since, so that sums do not grow into chains."""
+        if self._value is _UNKNOWN and self._made < Deferred._steps and not any(n._is_gone for n in _nodes(self)):
+            self.resolve()
+        return self._value is not _UNKNOWN
 
     def _refuse(self) -> NoReturn:
         if self._spent:
@@ -144,7 +182,8 @@ def note(compute: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | Non
     """Record a computation; carry it out at once where all that it needs is known already."""
     given = [d for d in tree_iter((args, dict(kwargs or {}))) if isinstance(d, Deferred)]
     made = Deferred(compute, args, kwargs)
-    return made.resolve() if given and all(d._value is not _UNKNOWN for d in given) else made
+    known = [d._settle() for d in given]
+    return made.resolve() if given and all(known) else made
 
 
 def inputs_of(root: Deferred) -> dict[str, torch.Tensor]:
@@ -160,6 +199,16 @@ def inputs_of(root: Deferred) -> dict[str, torch.Tensor]:
             if not any(tensor is known for known in found.values()):
                 found[names.get(id(tensor), f"tensor {len(found)}")] = tensor
     return found
+
+
+def check_unchanged(root: Deferred) -> None:
+    """Whether the tensors that a recorded computation starts from are as they were when it was recorded.
+
+    Raises:
+        ModelError: one was changed in place, and what it held is gone.
+    """
+    for node in _nodes(root):
+        node._check_unchanged()
 
 
 def run(root: Deferred, model: nn.Module, originals: Mapping[str, torch.Tensor], moved: Mapping[str, Any]) -> Any:
@@ -187,9 +236,10 @@ def run(root: Deferred, model: nn.Module, originals: Mapping[str, torch.Tensor],
 
 def spend(root: Deferred) -> None:
     """The step is over: let go of the micro-batch, and of everything that was on the way but numbers."""
-    for node in list(_nodes(root)):
+    for node in _nodes(root):
         node._spent = True
         node._args, node._kwargs = (), {}
+    Deferred._steps += 1
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -198,6 +248,23 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _tensors(node: Deferred) -> Iterator[torch.Tensor]:
     return (part for part in tree_iter((node._args, node._kwargs)) if isinstance(part, torch.Tensor))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; tensors made in inference mode do not say."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_lost(name: str) -> bool:
+    return name in _LOST or (name.endswith("_") and not name.endswith("__"))
+
+
+def _refuse_lost(name: str) -> NoReturn:
+    raise ModelError(
+        f"{name} would have no effect, as nothing is computed before optimizer.step(): use what returns a new value "
+        "(loss = loss / 2, not loss.div_(2); total = total + loss, not total += loss of a tensor), and "
+        "fabric.backward(loss) for gradients"
+    )
 
 
 def _nodes(root: Deferred) -> list[Deferred]:

@@ -13,7 +13,7 @@ from torch import nn
 from penstock.config import Budget, GradDtype, Precision
 from penstock.engine import Engine
 from penstock.errors import ConfigError, ModelError, NonFiniteError, StoreError
-from penstock.fabric.deferred import MODEL, Deferred, inputs_of, run, spend
+from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, inputs_of, run, spend
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
 from penstock.plan.machine import Machine
@@ -92,6 +92,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         self._engine: Engine | None = None
         self._given: torch.optim.Optimizer | None = None
         self._collected: list[Deferred] = []
+        self._stepped = False  # and no zero_grad() since
         self._norm: Deferred | None = None
         self._strict = False
         super().__init__(device="cpu")
@@ -167,7 +168,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         self._engine, self._given = engine, given
         return (
             _Recorder(module, engine),
-            [DrivenOptimizer(engine.optimizer, self._step, self._collected.clear)],
+            [DrivenOptimizer(engine.optimizer, self._step, self._discard)],
             scheduler,
         )
 
@@ -185,7 +186,17 @@ class PenstockStrategy(SingleDeviceStrategy):
             raise ModelError("fabric.backward() was given a loss that does not come from the model's training output")
         if args or kwargs:
             raise ConfigError(f"fabric.backward() takes the loss alone: {(*args, *kwargs)} cannot be honoured")
+        if self._stepped:
+            raise ModelError(
+                "fabric.backward() after optimizer.step() would add to the gradients of that step, and there are none "
+                "any more: call optimizer.zero_grad() after each step"
+            )
         self._collected.append(tensor)
+
+    def _discard(self) -> None:
+        """What ``optimizer.zero_grad`` does."""
+        self._collected.clear()
+        self._stepped = False
 
     def clip_gradients_norm(
         self,
@@ -228,6 +239,9 @@ class PenstockStrategy(SingleDeviceStrategy):
                 f"the strategy was made with clip_grad_norm={self._clip!r}: call fabric.clip_gradients(model, "
                 f"optimizer, max_norm={self._clip!r}) before each optimizer.step(), or leave it out there"
             )
+        self._stepped = True
+        for root in roots:
+            check_unchanged(root)
         micro_batches = [inputs_of(root) | {_ROOT: (root, inputs_of(root))} for root in roots]
         stats = self.engine.step(micro_batches, loss_weights=[1.0] * len(roots))
         setattr(self._given, "_opt_called", True)  # noqa: B010 - what its learning rate schedule looks for
