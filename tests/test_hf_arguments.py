@@ -92,6 +92,16 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "model_init": ({}, {"model": None, "model_init": llama}, "model_init cannot be honoured"),
     "optim": ({"optim": "adafactor"}, {}, "optim='adafactor' cannot be streamed: use adamw_torch"),
     "optim_args": ({"optim_args": "amsgrad=true"}, {}, "optim_args: amsgrad would have no effect"),
+    "optim_args of lion": (
+        {"optim": "lion_32bit", "optim_args": "rank=8"},
+        {},
+        "optim_args: rank would have no effect with optim='lion_32bit'",
+    ),
+    "weight decay in two places": (
+        {"weight_decay": 0.1},
+        {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.3})},
+        "weight_decay=0.3 would have no effect, as the Trainer takes that of its arguments, 0.1",
+    ),
     "optimizer class": (
         {},
         {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"amsgrad": True})},

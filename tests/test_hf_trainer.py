@@ -73,6 +73,38 @@ def test_a_run_logs_and_learns_what_the_librarys_own_run_does(tmp_path: Path) ->
     mine.end()
 
 
+def test_an_optimizer_class_has_the_settings_that_the_librarys_own_run_gives_it(tmp_path: Path) -> None:
+    """Its own learning rate where none is given, whatever the arguments say; their weight decay."""
+    given = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"betas": (0.9, 0.95)})}
+    theirs = plain(tmp_path, given=given, max_steps=4)
+    mine = streamed(tmp_path, given=given | {"engine": in_memory()}, max_steps=4)
+    check_same(shown(mine), shown(theirs))
+    mine.end()
+
+
+class StopsWithinAStep(transformers.TrainerCallback):
+    """Ends the first run after one micro-batch of its second step."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1 and not self.done:
+            self.done = control.should_training_stop = True
+
+
+def test_training_again_goes_on_as_the_library_does(tmp_path: Path) -> None:
+    """The first run is ended within a step: what it has collected for that is no part of the second's."""
+    theirs = plain(tmp_path, given={"callbacks": [StopsWithinAStep()]})
+    mine = streamed(tmp_path, given={"callbacks": [StopsWithinAStep()], "engine": in_memory()})
+    for trainer in (theirs, mine):
+        assert trainer.state.global_step == 1
+        trainer.train()
+        assert trainer.state.global_step == 6
+    check_same(shown(mine), shown(theirs))
+    mine.end()
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -255,6 +287,47 @@ def test_a_store_of_another_run_is_not_continued_silently(tmp_path: Path) -> Non
     anew = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=2)
     assert shown(anew) == shown(first)
     anew.end()
+
+
+def test_an_old_checkpoint_does_not_replace_what_a_later_run_has_put_in_its_stores_place(tmp_path: Path) -> None:
+    """Both runs have the same folders, and the later one was told to overwrite the store."""
+    first = streamed(tmp_path, save_strategy="steps", save_steps=1, max_steps=2)
+    first.end()
+    later = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=3)
+    later.end()
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    checkpoint = str(tmp_path / "engine" / "checkpoint-1")
+
+    def resumed(**more: Any) -> Any:
+        engine = on_disk(tmp_path / "store", **more)
+        return Trainer(
+            model=llama(), args=arguments(tmp_path / "engine", **settings), train_dataset=DATA, engine=engine
+        )
+
+    with pytest.raises(penstock.ConfigError, match=r"another run after step 3"):
+        resumed().train(resume_from_checkpoint=checkpoint)
+    for engine in ({"overwrite": True}, {}):  # and the run that was resumed is still that of the old checkpoint
+        trainer = resumed(**engine)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.end()
+
+
+def test_a_store_in_which_no_step_was_taken_does_not_replace_the_models_values(tmp_path: Path) -> None:
+    """As evaluation leaves one, or a run that ended before its first step."""
+    losses = []
+    for seed in (0, 3):
+        trainer = Trainer(
+            model=llama(seed=seed),
+            args=arguments(tmp_path / "engine"),
+            eval_dataset=HELD_OUT,
+            engine=on_disk(tmp_path / "store"),
+        )
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.end()
+    args = arguments(tmp_path / "plain")
+    theirs = transformers.Trainer(model=llama(seed=3), args=args, eval_dataset=HELD_OUT).evaluate()
+    assert losses[1] != losses[0]
+    assert losses[1] == pytest.approx(theirs["eval_loss"], rel=1e-6)
 
 
 def test_a_checkpoint_is_resumed_whatever_a_kill_has_left_of_the_store(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@
 
 The engine wants all micro-batches of a step before it starts, since it takes them through a block together. So a loop
 that computes eagerly, one micro-batch after the other, is recorded: attributes, items, calls, arithmetic and functions
-of torch. What needs a number at once (``if``, ``float``, printing) is an error until the step has been taken; what would
-be lost always is: a change in place, of a Deferred or by one, and a change of a tensor that was recorded.
+of torch. What needs a number at once (``if``, ``float``, printing) is an error until the step has been taken. What
+would be lost is one always: a change in place, of a Deferred or by one, and a change of a tensor that was recorded.
 """
 
 import operator

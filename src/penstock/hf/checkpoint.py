@@ -1,8 +1,13 @@
-"""The engine's part of a Trainer's ``checkpoint-N``: a snapshot, and which store it was taken from."""
+"""The engine's part of a Trainer's ``checkpoint-N``: a snapshot, and which run and which store it was taken from.
+
+A run has a name, in the place of the engine's position in the data: so its checkpoints and its store's commits have it,
+and it is handed on to the run that is resumed. A store is replaced by a checkpoint only if they are of one run.
+"""
 
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ import torch
 
 from penstock.config import Budget
 from penstock.engine import Engine
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StoreError
 from penstock.hf.models.exporting import Dtype, export
 from penstock.store.store import Store
 
@@ -21,7 +26,17 @@ ARGUMENTS = "training_args.bin"
 _ORIGIN = "penstock.json"
 _ASIDE = "penstock.export"
 _DTYPES: Mapping[torch.dtype, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_RUN = "run"
 _PREFIX, _LAST = "checkpoint-", "trainer_state.json"
+
+
+def name_run(engine: Engine) -> None:
+    """Give a run that begins a name that no other has."""
+    engine.position = {_RUN: uuid.uuid4().hex}
+
+
+def _run_of(position: Mapping[str, Any] | None) -> str | None:
+    return None if position is None else position.get(_RUN)
 
 
 def save(engine: Engine, folder: Path) -> None:
@@ -32,7 +47,8 @@ def save(engine: Engine, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     engine.save(folder / SNAPSHOT, overwrite=True)
-    (folder / _ORIGIN).write_text(json.dumps({"disk": _resolved(engine.budget)}) + "\n")
+    origin = {_RUN: _run_of(engine.position), "disk": _resolved(engine.budget)}
+    (folder / _ORIGIN).write_text(json.dumps(origin) + "\n")
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
@@ -80,29 +96,44 @@ def load(engine: Engine, folder: Path) -> None:
 def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
     """Make the disk tier free for a run, before it takes the model's values.
 
-    What the run of the checkpoint that it resumes has left there is deleted, whole or not: the checkpoint decides. A
-    store of another run is deleted only where ``overwrite`` says so.
+    What the run of the checkpoint that it resumes has left there is deleted, whole or not: the checkpoint decides. So
+    is a store in which no step was taken: it holds values that a model had, not those of the one that is given. A store
+    of another run is deleted only where ``overwrite`` says so.
 
     Raises:
         ConfigError: another run's state is there.
+        StoreError: the store cannot be opened, or is in use.
     """
     if not Store.exists(budget.disk_paths):
         return
-    if overwrite or (resumes is not None and _origin(resumes) == _resolved(budget)):
-        Store.delete(budget.disk_paths)
+    if not overwrite:
+        _check_replaceable(resumes, budget)
+    Store.delete(budget.disk_paths)
+
+
+def _check_replaceable(resumes: Path | None, budget: Budget) -> None:
+    origin = {} if resumes is None else _origin(resumes)
+    try:
+        with Store.open(budget.disk_paths) as store:
+            record = store.last_commit()
+    except StoreError:
+        if origin.get("disk") == _resolved(budget):  # it was killed while it made the store
+            return
+        raise
+    if record is None or (record["whole"] and not record["step"]):
         return
-    with Store.open(budget.disk_paths) as store:
-        record = store.last_commit()
-    if record is not None and (record["step"] or not record["whole"]):
+    run = _run_of(record.get("position"))
+    if run is None or run != origin.get(_RUN):
         raise ConfigError(
             f"budget.disk: {budget.disk_paths[0]} holds the state of another run after step {record['step']}. To go on "
-            "with it: trainer.train(resume_from_checkpoint=True). To replace it: EngineArguments(overwrite=True)"
+            "with that: trainer.train(resume_from_checkpoint=...) with a checkpoint of it. To replace it: "
+            "EngineArguments(overwrite=True)"
         )
 
 
-def _origin(folder: Path) -> list[str] | None:
+def _origin(folder: Path) -> dict[str, Any]:
     file = folder / _ORIGIN
-    return list(json.loads(file.read_text())["disk"]) if file.exists() else None
+    return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 def _resolved(budget: Budget) -> list[str]:

@@ -123,6 +123,7 @@ class EngineMixin(_Mixed):
             seed=self.args.seed,
             **given.for_wrap(),
         )
+        checkpoint.name_run(engine)
         guard(self.model, "use evaluate and predict, or load what save_model has written")
         return engine
 
@@ -154,6 +155,7 @@ class EngineMixin(_Mixed):
                     f"{type(callback).__name__}.on_pre_optimizer_step cannot be honoured: it is for looking at "
                     "gradients, and these have become the update by then. Use on_step_end, and the logged grad_norm"
                 )
+        self._collected.clear()  # by a run that was ended within a step
         asked = self.args.activation_checkpointing
         self.args.activation_checkpointing = False  # honoured by the engine; the library would do it once more
         try:
@@ -190,7 +192,7 @@ class EngineMixin(_Mixed):
             raise ConfigError("create_optimizer was overridden: the engine's optimizer is the only one that it can use")
         micro_batches, weights = zip(*self._collected, strict=True)
         self._collected.clear()
-        self._stats = self.engine.step(micro_batches, loss_weights=weights)
+        self._stats = self.engine.step(micro_batches, loss_weights=weights, position=self.engine.position)
         self._after_pieces([micro_batch[_PIECE] for micro_batch in micro_batches])
         return torch.tensor(self._stats.loss, device=self.args.device)
 

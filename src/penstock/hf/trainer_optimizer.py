@@ -28,20 +28,26 @@ def optimizer_of(trainer: Any) -> OptimizerSpec:
     overrides = (override_for(free, weight_decay=0.0),) if free else ()
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
-        return spec_of(kind, {"lr": args.learning_rate, "weight_decay": args.weight_decay} | settings, overrides)
+        if settings.get("weight_decay", args.weight_decay) != args.weight_decay:
+            raise ConfigError(
+                f"optimizer_cls_and_kwargs: weight_decay={settings['weight_decay']!r} would have no effect, as the "
+                f"Trainer takes that of its arguments, {args.weight_decay!r}: give it there"
+            )
+        # A learning rate that is left out is the class's own, as in the library: not that of the arguments.
+        return spec_of(kind, {**settings, "weight_decay": args.weight_decay}, overrides)
     return _by_name(trainer, overrides)
 
 
 def _by_name(trainer: Any, overrides: tuple[Override, ...]) -> OptimizerSpec:
     args, name = trainer.args, str(trainer.args.optim.value)
-    if name == "lion_32bit":
-        betas = (args.adam_beta1, args.adam_beta2)
-        return Lion(lr=args.learning_rate, betas=betas, weight_decay=args.weight_decay, overrides=overrides)
-    if name not in ("adamw_torch", "adamw_torch_fused", "sgd"):
+    if name not in ("adamw_torch", "adamw_torch_fused", "sgd", "lion_32bit"):
         raise ConfigError(f"optim={name!r} cannot be streamed: use adamw_torch, adamw_torch_fused, sgd or lion_32bit")
     given = {part.split("=")[0].strip() for part in (args.optim_args or "").split(",") if part.strip()}
     if unknown := given - (_SGD_ARGS if name == "sgd" else frozenset()):
         raise ConfigError(f"optim_args: {', '.join(sorted(unknown))} would have no effect with optim={name!r}")
+    if name == "lion_32bit":
+        betas = (args.adam_beta1, args.adam_beta2)
+        return Lion(lr=args.learning_rate, betas=betas, weight_decay=args.weight_decay, overrides=overrides)
     kind, settings = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     return spec_of(kind, {**settings, "weight_decay": args.weight_decay}, overrides)
 
