@@ -76,7 +76,18 @@ def _check_resumed(config: Path, run: Path, folder: Path) -> None:
     assert last is not None
     steps = str(last["step"] + 2)
     assert main(["resume", str(run), "--steps", steps]) == 0
-    words = ["train", str(config), "--evaluate", "null", "--steps", steps, "--run", str(folder / "whole")]
+    words = [
+        "train",
+        str(config),
+        "--evaluate",
+        "null",
+        "--data.validation",
+        "null",
+        "--steps",
+        steps,
+        "--run",
+        str(folder / "whole"),
+    ]
     assert main([*words, "--budget.disk", str(folder / "whole" / "store")]) == 0
     assert _numbers(run) == _numbers(folder / "whole")
 
@@ -95,7 +106,7 @@ def test_a_signal_ends_a_run_and_nothing_is_lost(sent: str, tmp_path: Path, camp
             _until(lambda: "Stopping after this step" in (tmp_path / "err").read_text())
             os.kill(pid, second)
 
-    words = ["train", str(config), "--evaluate", "null", "--steps", "1000"]
+    words = ["train", str(config), "--evaluate", "null", "--data.validation", "null", "--steps", "1000"]
     with victims_of_one_thread():
         code = Victims("", 0).call(_command, words, tmp_path, 0.02 if second else 0.0, meanwhile=send)
     assert code == 128 + (second or first)
@@ -120,7 +131,18 @@ def test_a_run_whose_folder_is_on_a_full_disk_says_so_and_goes_on_with_space_aga
     if trace and not campaign.full:
         pytest.skip("make faults does it")
     config, run = _settings(tmp_path, small_disk / "run")
-    words = ["train", str(config), "--evaluate", "null", "--steps", "1000", "--trace_steps", str(trace)]
+    words = [
+        "train",
+        str(config),
+        "--evaluate",
+        "null",
+        "--data.validation",
+        "null",
+        "--steps",
+        "1000",
+        "--trace_steps",
+        str(trace),
+    ]
 
     def crowd(pid: int) -> None:
         _until(lambda: len(_numbers(run)) >= 2)
