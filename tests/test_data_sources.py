@@ -97,6 +97,24 @@ def test_text_files_are_whole_and_in_an_order_of_their_names_alone(tmp_path: Pat
     assert whole == {"a.txt": "one", "b.txt": long, "c.md": "three\n"}
 
 
+def test_text_files_come_in_the_same_order_wherever_their_folder_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by another way of saying where: the order, and so the data's fingerprint, is that of every machine."""
+    orders = []
+    for folder in (tmp_path / "here", tmp_path / "there" / "deeper"):
+        (folder / "more").mkdir(parents=True)
+        for i in range(12):
+            (folder / ("more" if i % 3 else ".") / f"{i}.txt").write_text(f"text {i}")
+        orders.append([example.fields["text"] for example, _ in _reader(folder).read(None)])
+    monkeypatch.chdir(folder.parent)
+    orders.append([example.fields["text"] for example, _ in _reader(Path("deeper")).read(None)])
+    monkeypatch.chdir(folder)
+    orders.append([example.fields["text"] for example, _ in _reader(Path("**/*.txt")).read(None)])
+    assert len(set(orders[0])) == 12
+    assert all(order == orders[0] for order in orders[1:])
+
+
 def test_a_limit_stops_after_that_many_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("water runs\n" * 10_000)
     reader = TextFiles(files=(tmp_path / "a.txt",), limit=3 * PART)
@@ -128,6 +146,9 @@ BAD = [
     ('{"text": "a"}\n{"text": 3}\n', "line 2: 'text' must be text, not a number"),
     ('{"text": "a"}\n\n{"body": "b"}\n', "line 3: a text needs 'text', and this has 'body'"),
     ('{"text": "a"}\n{"text": \n', "line 2: this is not JSON"),
+    ('{"text": "a"}\n{"text": "b \\ud83d c"}\n', r"line 2: the text has \\ud83d, half of a character"),
+    ('{"text": "a"}\n' + "[" * 100_000 + "\n", "line 2: .*brackets within brackets"),
+    ('{"text": "a"}\n{"text": ' + "1" * 5000 + "}\n", "line 2: this cannot be read: .*digits"),
     ('[{"text": "a"}]\n', "line 1: each line must hold one JSON object, and this one holds a list"),
     ('[\n{"text": "a"}]\n', "line 1: this is not JSON.*one JSON array"),
     ('{"body": "a"}\n', "line 1: it has 'body', and none of the fields"),

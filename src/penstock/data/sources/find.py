@@ -51,8 +51,14 @@ def open_source(source: SourceConfig, *, streaming: bool) -> Reader | tuple[Path
     if group == "text":
         if source.kind not in (None, "text"):
             raise ConfigError(f"data: {source.path!r} is plain text, not kind: {source.kind}")
-        return TextFiles(files=in_order({str(path): path for path in files}), limit=source.limit_bytes)
+        return TextFiles(files=in_order(_named(files)), limit=source.limit_bytes)
     return JsonLines(files=files) if group == "JSON" else Parquet(files=files)
+
+
+def _named(files: tuple[Path, ...]) -> dict[str, Path]:
+    """The files by their names below the folder that all are in: where that lies is the machine's own affair."""
+    root = os.path.commonpath([path.parent for path in files])
+    return {path.relative_to(root).as_posix() if root else path.as_posix(): path for path in files}
 
 
 def _check_keys(source: SourceConfig, *, text: bool = False, hub: bool = False) -> None:

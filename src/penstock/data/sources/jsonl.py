@@ -53,6 +53,22 @@ def _fields(text: bytes, place: str) -> Mapping[str, Any]:
         whole = text.lstrip()[:1] == b"[" and place.endswith("line 1")
         hint = ": the file is one JSON array; write each of its objects into a line of its own" if whole else ""
         raise ConfigError(f"{place}: this is not JSON: {error.msg} at character {error.pos + 1}{hint}") from None
+    except RecursionError:
+        raise ConfigError(f"{place}: this is not a document: brackets within brackets without end") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{place}: this cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{place}: each line must hold one JSON object, and this one holds a {type(value).__name__}")
+    _check_text(text, value, place)
     return {name: value[name] for name in FIELDS if name in value} or dict.fromkeys(value)
+
+
+def _check_text(text: bytes, value: Any, place: str) -> None:
+    """JSON may hold halves of characters, which no tokenizer takes; they can only be written as escapes."""
+    if b"\\ud" not in text and b"\\uD" not in text:
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ConfigError(f"{place}: the text has {half}, half of a character (an unpaired surrogate)") from None
