@@ -21,6 +21,7 @@ from penstock.hf.models import kept, shell
 from penstock.hf.models.folder import CONFIG, resolve
 from penstock.hf.models.loading import load
 from penstock.hf.models.shell import parameter_count as parameter_count
+from penstock.run.batch import UNSHIFTED
 from penstock.run.start import WeightSource
 
 
@@ -88,7 +89,7 @@ def run_model(config: ModelConfig, data: DataConfig) -> RunModel:
     """
     if config.path:
         loaded = load(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
-        _check_causal(loaded.model, config.path)
+        _check_causal(loaded.model, f"model.path={config.path!r}")
         found = RunModel(
             model=loaded.model,
             weights=loaded.weights,
@@ -160,20 +161,39 @@ def _from_scratch(config: ModelConfig, data: DataConfig) -> RunModel:
         model = shell.build(full)
     except ConfigError as error:
         raise ConfigError(f"model.config: {error}") from error
+    _check_causal(model, "model.config")
     return RunModel(model=model, weights=None, folder=folder, config=full, dtype=None, rules=None, tokenizer=tokenizer)
 
 
-def _check_causal(model: nn.Module, path: str) -> None:
-    """Raises:
-    ConfigError: the model is not one that predicts the next token.
+def _check_causal(model: nn.Module, asked: str) -> None:
+    """``asked``: the setting that the model is of, for messages.
+
+    Raises:
+        ConfigError: the model is not one that predicts the next token, from those before alone.
     """
-    name = type(model).__name__
-    decoder = not getattr(model.config, "is_encoder_decoder", False)
+    name, config = type(model).__name__, model.config
+    decoder = not getattr(config, "is_encoder_decoder", False)
     if not (name.endswith(("CausalLM", "LMHeadModel")) or (name.endswith("ForConditionalGeneration") and decoder)):
         raise ConfigError(
-            f"model.path={path!r} is a {name}, and penstock train trains causal language models on text: train it from "
+            f"{asked} is a {name}, and penstock train trains causal language models on text: train it from "
             "Python, with penstock.hf.load and penstock.wrap (docs/models.md)"
         )
+    if name in UNSHIFTED:
+        raise ConfigError(
+            f"{asked} is a {name}, whose loss does not compare a token with the next one: given text, it would learn "
+            "to repeat what it reads. Train it from Python, with labels of your own (penstock.wrap)"
+        )
+    if getattr(config, "is_decoder", True) is False and _sees_what_follows(model):
+        raise ConfigError(
+            f"{asked} is a {name} that is no decoder (is_decoder is false in its configuration): each token sees those "
+            "that follow, so that there is nothing to predict. Set is_decoder: true in its configuration"
+        )
+
+
+def _sees_what_follows(model: nn.Module) -> bool:
+    """Whether a model's attention is causal only where its configuration calls it a decoder. GPT-NeoX's always is."""
+    given = inspect.getsource(inspect.getmodule(type(model)) or type(model))
+    return given.count("config.is_decoder") > 1
 
 
 def _check_length(config: Any, data: DataConfig) -> None:

@@ -18,6 +18,28 @@ MOST_POSITION = 1 << 16
 
 _IGNORED = -100
 _SHIFTS = re.compile(r"CausalLM|LMHeadModel|ForConditionalGeneration")
+UNSHIFTED = frozenset(
+    {
+        "BartForCausalLM",
+        "BigBirdPegasusForCausalLM",
+        "BlenderbotForCausalLM",
+        "BlenderbotSmallForCausalLM",
+        "CpmAntForCausalLM",
+        "MarianForCausalLM",
+        "MBartForCausalLM",
+        "MusicgenForCausalLM",
+        "MusicgenMelodyForCausalLM",
+        "MvpForCausalLM",
+        "PegasusForCausalLM",
+        "PLBartForCausalLM",
+        "ProphetNetForCausalLM",
+        "TrOCRForCausalLM",
+        "WhisperForCausalLM",
+        "XLMWithLMHeadModel",
+        "XLNetLMHeadModel",
+    }
+)
+"""Classes of transformers named as causal language models whose loss compares position i with label i."""
 
 
 def check(micro_batches: Sequence[MicroBatch]) -> None:
@@ -102,7 +124,8 @@ def nbytes(micro_batch: MicroBatch) -> int:
 def items(model: nn.Module, micro_batch: MicroBatch) -> int | None:
     """How many items a micro-batch's mean loss is the mean over: labels that are not -100. None if it has no labels.
 
-    Decoder-only language models compare position i with label i+1, so their first label does not count.
+    Decoder-only language models compare position i with label i+1, so their first label does not count, but for those
+    that are known to leave the shift to their caller.
     """
     labels = micro_batch.get("labels")
     if not isinstance(labels, torch.Tensor):
@@ -110,7 +133,8 @@ def items(model: nn.Module, micro_batch: MicroBatch) -> int | None:
     inner = getattr(model, "get_base_model", None)  # of a model with adapters, whose own class says nothing
     model = inner() if callable(inner) else model
     config = getattr(model, "config", None)
-    shifted = labels.ndim >= 2 and bool(_SHIFTS.search(type(model).__name__))
+    name = type(model).__name__
+    shifted = labels.ndim >= 2 and bool(_SHIFTS.search(name)) and name not in UNSHIFTED
     if shifted and not getattr(config, "is_encoder_decoder", False):
         labels = labels[..., 1:]
     if labels.is_floating_point():
