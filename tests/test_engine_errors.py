@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +365,27 @@ def test_a_pin_of_gradients_that_never_wait_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"budget\.gradients='disk' has no effect"):
         wrap(CASE, budget(tmp_path / "store", gradients="disk"), clip_grad_norm=None)
     assert not (tmp_path / "store").exists()
+
+
+def test_outputs_of_an_evaluation_that_are_kept_without_being_read_are_not_nan(tmp_path: Path) -> None:
+    """Hidden states go from block to block and are let go of: kept, they are an error; copied, they are right."""
+    kept: list[torch.Tensor] = []
+
+    def keeps(model: nn.Module, micro_batch: MicroBatch, *, copy: bool) -> torch.Tensor:
+        output = model(**micro_batch, output_hidden_states=True)
+        kept[:] = [hidden.clone() if copy else hidden for hidden in output.hidden_states]
+        loss: torch.Tensor = output.loss
+        return loss
+
+    expected = CASE.model().eval()
+    with torch.no_grad():
+        wanted = expected(**STEPS[0][0], output_hidden_states=True).hidden_states
+    with wrap(CASE, budget(tmp_path / "a"), loss_fn=partial(keeps, copy=True)) as engine:
+        engine.evaluate(STEPS[0][:1])
+        torch.testing.assert_close(kept, list(wanted))
+    with (
+        wrap(CASE, budget(tmp_path / "b"), loss_fn=partial(keeps, copy=False)) as engine,
+        unharmed(engine),
+        pytest.raises(ModelError, match=r"that one block hands to the next was kept.*hidden_states\[1\].clone"),
+    ):
+        engine.evaluate(STEPS[0])

@@ -9,6 +9,8 @@ For each micro-batch stages go up in the forward and down in the backward; betwe
 gives the same bits. Weights must be attached while a stage that reads them runs. One thread makes all calls.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -216,7 +218,19 @@ class Tape:
         return [loss for loss in self._losses if loss is not None]
 
     def finish(self) -> None:
-        """End the step. The losses can still be asked for."""
+        """End the step. The losses can still be asked for.
+
+        Raises:
+            ModelError: in an evaluation, the loss function has kept what was let go of.
+        """
+        movables = [] if self._train else [m for found in self._checkpoints.values() for m in found]
+        let_go = [weakref.ref(movable.tensor) for movable in movables]
+        del movables
+        self.abort()
+        _refuse_kept(let_go)
+
+    def abort(self) -> None:
+        """End the step wherever it is. Suspended forwards are closed; the tape is ready for the next ``begin``."""
         passages, self.passages = self.passages, []
         self._checkpoints.clear()
         if self._random is not None:
@@ -225,10 +239,6 @@ class Tape:
         with ExitStack() as all_of_them:  # also those after one whose own clean-up raises
             for passage in passages:
                 all_of_them.callback(passage.close)
-
-    def abort(self) -> None:
-        """End the step wherever it is. Suspended forwards are closed; the tape is ready for the next ``begin``."""
-        self.finish()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -417,3 +427,16 @@ def _install(site: Site) -> dict[str, Any]:
 
 def _drop_gradient(parameter: nn.Parameter, stage: int, gradient: torch.Tensor) -> None:
     raise AssertionError("Tape.on_gradient is not set")
+
+
+def _refuse_kept(let_go: Sequence["weakref.ref[torch.Tensor]"]) -> None:
+    """Someone who evaluates a model and keeps its outputs will read them, and these would read as NaN."""
+    if any(ref() is not None for ref in let_go):
+        gc.collect()  # or they are only part of a cycle
+    for kept in (ref() for ref in let_go):
+        if kept is not None:
+            raise ModelError(
+                f"a tensor of shape {tuple(kept.shape)} that one block hands to the next was kept after the evaluation "
+                "(as hidden states are, in a model's output), and its memory is given to others when the next has run: "
+                "in loss_fn, keep copies (output.hidden_states[1].clone()), or nothing of that kind"
+            )
