@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from tests import models
@@ -259,8 +260,15 @@ def test_models_without_a_plain_head_are_refused() -> None:
         tiled_loss(4)(vit, steps_of(ZOO["vit"])[0][0])
     model = Strange(lambda z: z)
     model.head = nn.utils.parametrizations.weight_norm(model.head)
-    with pytest.raises(ModelError, match="as its head, not a plain Linear"):
+    with pytest.raises(ModelError, match=r"has a .*ParametrizedLinear as its head, not a plain torch\.nn\.Linear"):
         tiled_loss(4)(model, {"input_ids": torch.tensor([[1, 2]])})
+    hooked = Strange(lambda z: z)
+    hooked.head.register_full_backward_hook(lambda module, inputs, outputs: None)
+    with pytest.raises(ModelError, match="hooks on the gradient of its head's logits"):
+        tiled_loss(4)(hooked, {"input_ids": torch.tensor([[1, 2]])})
+    adapted = peft.get_peft_model(built(ZOO["llama"]), peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(ModelError, match=r"has a peft\.tuners\.lora\.layer\.Linear as its head"):
+        tiled_loss(4)(adapted, steps_of(ZOO["llama"])[0][0])
     with pytest.raises(ConfigError, match="loss_tile=0: must be at least 1 token"):
         tiled_loss(0)
 

@@ -43,7 +43,7 @@ from penstock.data.told import told
 from penstock.engine import Engine
 from penstock.errors import BudgetError, ConfigError
 from penstock.hf.lora import BaseWeights, with_adapters
-from penstock.loss.tiled import tiled_loss
+from penstock.loss.tiled import plain_head, tiled_loss
 from penstock.optim.spec import OptimizerSpec
 from penstock.plan.machine import Machine
 from penstock.plan.meta import Kind
@@ -75,6 +75,8 @@ def train(config: TrainConfig, start: Start) -> int:
         if config.data.packing is True:
             check_keeps_apart(model.model)
         trained = _adapted(model, config.lora)
+        if config.loss_tile is not None:
+            plain_head(trained[0], config.loss_tile)  # now, and not when all weights are in the store
         machine = _machine(config, display)
         cut = cut_batch(config, schedule, machine, device_kind(config.device))
         if start == "resume":

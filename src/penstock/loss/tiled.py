@@ -55,16 +55,27 @@ def in_tiles(model: nn.Module, tile: int) -> Iterator[None]:
     Raises:
         ModelError: as ``tiled_loss``'s.
     """
-    with _without_logits(_head(model, tile), tile):
+    with _without_logits(plain_head(model, tile), tile):
         yield
 
 
-def _head(model: nn.Module, tile: int) -> nn.Linear:
+def plain_head(model: nn.Module, tile: int) -> nn.Linear:
+    """The head of a model whose loss can be computed in tiles.
+
+    Raises:
+        ModelError: it has none, or another one than a plain ``nn.Linear``.
+    """
     find: Any = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
-    if type(head) is nn.Linear:
+    if type(head) is nn.Linear and not (head._backward_hooks or head._backward_pre_hooks):
         return head
-    what = "no head over a vocabulary" if head is None else f"a {type(head).__name__} as its head, not a plain Linear"
+    kind = type(head)
+    if head is None:
+        what = "no head over a vocabulary"
+    elif kind is nn.Linear:
+        what = "hooks on the gradient of its head's logits"
+    else:
+        what = f"a {kind.__module__}.{kind.__name__} as its head, not a plain torch.nn.Linear"
     raise ModelError(
         f"loss_tile={tile}: {type(model).__name__} has {what}, so its loss cannot be computed in tiles: set loss_tile "
         "to null (in Python: leave tiled_loss out)"
