@@ -20,7 +20,7 @@ from penstock.data.pieces import Pieces, continuous_pieces, pieces_of
 from penstock.data.stream import Prepared
 from penstock.data.token_files import TokenFile
 from penstock.errors import ConfigError
-from penstock.run.batch import items
+from penstock.run.batch import covers, items, shapes
 
 
 def _corpus(sizes: list[int], answers: bool = False, seed: int = 0) -> TokenFile:
@@ -204,3 +204,25 @@ def test_too_few_sequences_for_a_micro_batch_are_refused_unless_they_are_held_ou
         _batches(pieces, True, micro_batch_size=3)
     (step,) = _batches(pieces, True, micro_batch_size=3, kind=HeldOut).once()
     assert [len(mb["input_ids"]) for mb in step.micro_batches] == [2]
+
+
+@pytest.mark.parametrize("packing", [True, False, "continuous"])
+def test_a_plan_for_the_largest_micro_batches_has_room_for_those_of_every_epoch(packing: Any) -> None:
+    """Padded ones have masks that hide something; by weight, the longest document may be in a later epoch only."""
+    short, long = _corpus([4, 6, 7, 5, 9] * 4), _corpus([8] * 30 + [20])
+    pieces = [continuous_pieces(c, 24) if packing == "continuous" else pieces_of(c, 24, None) for c in (short, long)]
+    for seed in range(4):
+        stream = Prepared(mixture=Mixture(sources=pieces, weights=[9.0, 1.0], seed=seed), packing=packing, length=24)
+        batches = Batches(
+            stream=stream,
+            packing=packing,
+            length=24,
+            pad=0,
+            sequences_per_step=5,
+            micro_batch_size=2,
+            fingerprint="",
+        )
+        planned = [shapes(mb) for mb in batches.largest()]
+        for step in islice(batches.steps(), 100):
+            for mb in step.micro_batches:
+                assert any(covers(room, shapes(mb)) for room in planned)

@@ -93,12 +93,16 @@ class Batches:
         """Micro-batches as large as a step's may be, of the shapes that they have; for whoever plans for them."""
         longest = self.length
         if self.packing is False and isinstance(self.stream, Prepared):
-            longest = self.stream.epoch(0).longest
+            longest = self.stream.longest
         first = self.stream.sample()
         ids, labels = np.resize(first.ids, longest), np.resize(first.labels, longest)
         row = Row(ids=ids, labels=labels, positions=np.arange(longest))
         size, count = self.micro_batch_size, self.sequences_per_step
-        return [self._micro_batch([row] * min(size, count - begun)) for begun in range(0, count, size)]
+        many = [[row] * min(size, count - begun) for begun in range(0, count, size)]
+        if self.packing is False:  # padding takes a mask, which takes memory
+            padded = Row(ids=ids[:-1], labels=labels[:-1], positions=np.arange(longest - 1))
+            many = [[*rows[:-1], padded] if len(rows) > 1 else rows for rows in many]
+        return [self._micro_batch(rows) for rows in many]
 
     def _steps(self, position: Position | None) -> Iterator[Step]:
         rows = self.stream.rows(position)

@@ -49,6 +49,11 @@ class Prepared:
     def cuts(self) -> Cuts:
         return sum((pieces.cuts for pieces in self.mixture.sources), Cuts())
 
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest piece of all: by weight, an epoch may be without it."""
+        return max(int((pieces.end - pieces.first).max()) for pieces in self.mixture.sources)
+
     def epoch(self, number: int) -> Rows:
         """The rows of an epoch, as they were packed."""
         if self._last is None or self._last[0] != number:
