@@ -442,10 +442,12 @@ def test_the_last_words_are_complete(tmp_path: Path) -> None:
     meter = _meter()
     meter.add(_stats(loss=8.0))
     meter.add(_stats(loss=6.0))
+    meter.truncated = 1234
     text = closing(meter, own_bytes=MIB, folder=tmp_path, trace=tmp_path / "trace.json", stopped=True)
     for part in (
         "Stopped after step 2 of 10",
         "8.0000 -> 6.0000",
+        "1,234 tokens left out, of documents longer than a sequence",
         "704 MiB",
         "8.0x the memory given",
         "88 MiB given, 80 MiB taken",

@@ -27,6 +27,7 @@ from penstock.cli.showing.summary import reset_peak_resident
 from penstock.cli.trackers import Trackers, start_trackers
 from penstock.config import TrainConfig
 from penstock.data.batches import Batches, HeldOut
+from penstock.data.stream import Prepared
 from penstock.engine import Engine
 from penstock.report.prediction import Prediction
 from penstock.report.trace_file import Ran
@@ -104,6 +105,8 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
                 log.warning(slow)
             held_out = None if interrupt.requested else _evaluate(stretch, index + 1)
             stretch.meter.add(stats, held_out, held)
+            if not isinstance(stretch.train.stream, Prepared):
+                stretch.meter.truncated = data.lost
             line = with_figures(metrics_of(stats, held_out), stretch.meter, held) | data.metrics()
             metrics.write(line)
             trackers.log(stats.step, line)

@@ -77,6 +77,8 @@ class Meter:
     seconds: float = 0.0
     written: int = 0
     """bytes to disk; of steps that a kill has undone it is not known"""
+    truncated: int = 0
+    """tokens of streamed documents that were left out so far, of a run that could not say so before its first step"""
     flops: float = 0.0
     clipped: int = 0
     skipped: int = 0

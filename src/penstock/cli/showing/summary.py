@@ -38,6 +38,8 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     if meter.validation:
         loss += f", held-out text {meter.validation[-1]:.4f}"
     lines.append(f"{loss}, in {len(meter.losses)} steps, {meter.tokens:,} tokens, {clock(meter.seconds)}")
+    if meter.truncated:
+        lines.append(f"data     {meter.truncated:,} tokens left out, of documents longer than a sequence")
     lines.append(f"speed    {_speed(meter)}")
     lines.append(
         f"state    {format_size(meter.state_bytes)}: weights, gradients and optimizer state of "
