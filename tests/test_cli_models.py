@@ -199,6 +199,8 @@ def test_a_new_model_is_exported_in_the_precision_of_its_run(config: Path, tmp_p
         (["{run}", "{out}/deep/er"], 1, "does not exist: create it first"),
         (["{run}", "{run}"], 2, "exists"),
         (["{run}", "{run}", "--overwrite"], 2, "is no model's folder"),
+        (["{run}", "{run}/model", "--overwrite"], 2, "a run keeps its model's configuration in"),
+        (["{run}", "{run}/model/out"], 2, "a run keeps its model's configuration in"),
     ],
 )
 def test_what_cannot_be_exported_is_said(

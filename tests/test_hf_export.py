@@ -297,6 +297,27 @@ def test_what_a_killed_export_left_is_removed_by_the_next(engine: penstock.Engin
     assert left(tmp_path) == ["out"]
 
 
+def test_only_what_exports_leave_behind_is_removed(engine: penstock.Engine, tmp_path: Path) -> None:
+    (tmp_path / "out.partial-mine").mkdir()
+    (tmp_path / "out.partial-mine" / "thesis.txt").write_text("years of work")
+    (tmp_path / "out.partial-0123456789ab").write_text("a file")
+    export(engine, tmp_path / "out")
+    assert left(tmp_path) == ["out", "out.partial-0123456789ab", "out.partial-mine"]
+    assert left(tmp_path / "out.partial-mine") == ["thesis.txt"]
+
+
+def test_the_folder_that_a_link_leads_to_is_replaced_and_the_link_stays(
+    engine: penstock.Engine, tmp_path: Path
+) -> None:
+    export(engine, tmp_path / "first", dtype="bf16")
+    before = (tmp_path / "first" / SINGLE).stat().st_size
+    (tmp_path / "latest").symlink_to("first")
+    export(engine, tmp_path / "latest", overwrite=True)
+    assert left(tmp_path) == ["first", "latest"]
+    assert (tmp_path / "latest").is_symlink()
+    assert (tmp_path / "first" / SINGLE).stat().st_size > before
+
+
 def test_a_model_of_no_library_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     with (

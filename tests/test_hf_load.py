@@ -129,6 +129,22 @@ def test_tied_weights_under_either_name_or_both(tmp_path: Path) -> None:
         load(folder)
 
 
+def test_tied_weights_that_are_stored_twice_are_compared_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders.write("llama-tied", tmp_path / "model", max_shard_size="1GB")
+    state = tensors(folder / SINGLE)
+    twice = state["model.embed_tokens.weight"].clone()
+    monkeypatch.setattr("penstock.hf.models.shards.PIECE", 1000)  # the embedding has 12 KB
+    monkeypatch.setattr("penstock.hf.models.loading.read_whole", None)
+    rewrite(folder / SINGLE, state | {"lm_head.weight": twice.double()})
+    load(folder)
+    twice[-1, -1] += 1
+    rewrite(folder / SINGLE, state | {"lm_head.weight": twice})
+    with pytest.raises(ModelError, match="with different values"):
+        load(folder)
+
+
 def test_old_names_and_missing_prefixes_are_understood(tmp_path: Path) -> None:
     folder = folders.write("bert", tmp_path / "model", max_shard_size="1GB")
     state = tensors(folder / SINGLE)
@@ -193,6 +209,14 @@ def pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"not read")
 
 
+def gone(folder: Path, name: str) -> None:
+    """A tensor is neither in the files nor in the index."""
+    changed(folder, lambda s: s.pop(name))
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"][name]
+    (folder / INDEX).write_text(json.dumps(index))
+
+
 def first(state: dict[str, Any]) -> str:
     return next(name for name in sorted(state) if name != "__metadata__")
 
@@ -215,7 +239,39 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor of another size": (lambda f: header(f, lambda h: h[first(h)].update(shape=[3, 3])), "not fit its place"),
     "a tensor without a place": (lambda f: header(f, lambda h: h[first(h)].pop("dtype")), "does not describe tensor"),
-    "a negative shape": (lambda f: header(f, lambda h: h[first(h)].update(shape=[-1, -8])), "not fit its place"),
+    "a negative shape": (lambda f: header(f, lambda h: h[first(h)].update(shape=[-1, -8])), "does not describe tensor"),
+    **{
+        f"a header with {entry}": (
+            lambda f, entry=entry: header(f, lambda h: h[first(h)].update(entry)),
+            "00002.*does not describe tensor",
+        )
+        for entry in (
+            {"data_offsets": ["a", "b"]},
+            {"data_offsets": [-4, 0]},
+            {"dtype": ["F32"]},
+            {"shape": "ab"},
+            {"shape": [2**70, 0], "data_offsets": [0, 0]},
+        )
+    },
+    "a header without end": (
+        lambda f: shard(f).write_bytes(struct.pack("<Q", 10**5) + b"[" * 10**5),
+        "00002.*header is not JSON",
+    ),
+    "a configuration without end": (lambda f: (f / "config.json").write_text('{"a":' * 10**5), "is not JSON"),
+    "a size below zero": (lambda f: config(f, hidden_size=-4, head_dim=4), "Hugging Face cannot build this llama"),
+    "a dtype that weights do not have": (lambda f: config(f, dtype="int8"), r"config.json: dtype is int8"),
+    "shards that have changed places": (
+        lambda f: (
+            shard(f, 1).rename(f / "x"),
+            shard(f, 1).rename(f / "model-00001-of-00003.safetensors"),
+            (f / "x").rename(f / "model-00002-of-00003.safetensors"),
+        ),
+        r"it has .* and the index says that this is in model-0000[12]",
+    ),
+    "a single tensor is gone": (
+        lambda f: gone(f, "model.layers.0.mlp.up_proj.weight"),
+        r"1 of the model's 21 tensors are not in its files: model.layers.0.mlp.up_proj.weight\.",
+    ),
     "a dtype of four bits": (lambda f: header(f, lambda h: h[first(h)].update(dtype="F4")), "F4, which cannot be"),
     "a tensor twice": (lambda f: shutil.copy(shard(f, 1), shard(f, 2)), r"is in model-00001-of-00003.* too"),
     "the index is another folder's": (

@@ -135,6 +135,15 @@ def test_a_snapshot_is_not_overwritten_unless_told(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
+def test_where_a_link_leads_is_overwritten_and_the_link_stays(tmp_path: Path) -> None:
+    save(tmp_path / "s", 1)
+    (tmp_path / "latest").symlink_to("s")
+    save(tmp_path / "latest", 2, overwrite=True)
+    check(tmp_path / "s", 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "s"]
+    assert (tmp_path / "latest").is_symlink()
+
+
 def test_overwriting_where_names_cannot_be_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class OldKernel:
         def renameat2(self, *_: object) -> int:

@@ -9,8 +9,8 @@ from penstock.cli.run_folder import settings_of
 from penstock.cli.showing.display import fail
 from penstock.cli.showing.progress import progress
 from penstock.config import format_size
-from penstock.errors import ConfigError, StoreError
-from penstock.run.slots import Slots
+from penstock.errors import ConfigError
+from penstock.run.slots import Slots, whole_commit
 from penstock.store.manifest import DATA, MANIFEST
 from penstock.store.store import Store
 
@@ -59,14 +59,7 @@ def verify(paths: Sequence[Path]) -> int:
         StoreError: the store is in use, cannot be opened, or was stopped within a step.
     """
     with Store.open(paths) as store:
-        last, slots = store.last_commit(), Slots.of(store)
-        if last is None:
-            raise ConfigError(f"{paths[0]}: nothing has been committed yet, so there is nothing to verify")
-        if not last["whole"]:
-            raise StoreError(
-                f"{paths[0]}: the run was stopped in or before step {last['step'] + 1} with state in memory: what is "
-                "on disk is not one step's state. Go on from a snapshot, or start over"
-            )
+        last, slots = whole_commit(store, paths[0]), Slots.of(store)
         current = {extent.name: slots.current(extent.name) for extent in store.layout.extents}
         began, damage, done = time.perf_counter(), list[str](), 0
         with progress("read") as bar:

@@ -8,7 +8,10 @@ A commit makes what is current durable. With one slot all three are the same, an
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
+from penstock.errors import ConfigError, StoreError
 from penstock.store.store import Store
 
 
@@ -69,6 +72,24 @@ class Slots:
     def committed(self) -> None:
         """The commit record with ``record()`` is durable, or nothing is: what is current is what counts now."""
         self._durable = dict(self._current)
+
+
+def whole_commit(store: Store, path: Path) -> dict[str, Any]:
+    """The last commit of a store, which is all of one step's state. ``path``: of the store, for what is said.
+
+    Raises:
+        ConfigError: there is none yet.
+        StoreError: the run was stopped within a step, and what is on disk is not one step's.
+    """
+    last = store.last_commit()
+    if last is None:
+        raise ConfigError(f"{path}: nothing has been committed yet")
+    if not last["whole"]:
+        raise StoreError(
+            f"{path}: the run was stopped in or before step {last['step'] + 1} with state in memory: what is on disk "
+            "is not one step's state. Go on from a snapshot, or start over"
+        )
+    return last
 
 
 def _parse(counts: Mapping[str, int], text: str) -> dict[str, int]:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from penstock.errors import ConfigError, StoreError
 from penstock.run.memory import HostSlab
 from penstock.run.precision import DTYPES, format_of
 from penstock.run.residence import Residence
-from penstock.run.slots import Slots
+from penstock.run.slots import Slots, whole_commit
 from penstock.schedule.place import page_up
 from penstock.schedule.program import GroupSpec
 from penstock.store.store import Store
@@ -90,14 +89,7 @@ def committed(paths: Sequence[Path]) -> Iterator[Committed]:
         StoreError: the store is in use, damaged, or was stopped within a step.
     """
     with Store.open(paths) as store:
-        last = store.last_commit()
-        if last is None:
-            raise ConfigError(f"{paths[0]}: nothing has been committed yet")
-        if not last["whole"]:
-            raise StoreError(
-                f"{paths[0]}: the run was stopped in or before step {last['step'] + 1} with state in memory: what is "
-                "on disk is not one step's state. Go on from a snapshot, or start over"
-            )
+        last = whole_commit(store, paths[0])
         model, slots = store.model, Slots.of(store)
         groups = [
             GroupSpec(index=g, name=group["name"], trainable=group["trainable"], frozen=group["frozen"])

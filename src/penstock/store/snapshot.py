@@ -6,7 +6,6 @@ extents.
 
 import os
 import shutil
-import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from penstock.store.packed import PackedFile, store_error
 from penstock.store.records import read_document, write_document
 from penstock.store.store import Lent
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
-from penstock.store.whole import exchange, remove_abandoned
+from penstock.store.whole import exchange, partial_of, remove_abandoned
 
 DATA = "penstock.snapshot"
 MANIFEST = "snapshot.json"
@@ -76,7 +75,7 @@ class SnapshotWriter:
         Raises:
             StoreError: ``path`` exists (and is no snapshot that may be overwritten), or the disk has no room.
         """
-        self._path = Path(os.path.abspath(path))
+        self._path = Path(path).resolve()  # a link to an older one goes on leading there
         self._overwrite = overwrite
         self._meta = meta
         self.layout = Layout.build(((name, nbytes, 1) for name, nbytes in entries), grids)
@@ -87,7 +86,7 @@ class SnapshotWriter:
         if not self._path.parent.is_dir():
             raise StoreError(f"{self._path}: {self._path.parent} does not exist: create it first")
         remove_abandoned(self._path)
-        self._partial = self._path.with_name(f"{self._path.name}.partial-{uuid.uuid4().hex[:12]}")
+        self._partial = partial_of(self._path)
         directory.make_directory(self._partial)
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, self._partial)

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import glob
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -17,12 +18,14 @@ from penstock.store.packed import store_error
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_PARTIAL = re.compile(r"\.partial-[0-9a-f]{12}\Z")
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL})
 
 
 class WholeFolder:
     """A folder under way to ``path``; a context manager that removes what was written unless ``finish`` was called.
 
+    ``path``: where it is to be, with no symbolic link in it: one that leads to an older folder goes on leading there.
     ``partial``: where it is until then. What earlier ones left behind whose process was killed is removed first.
     """
 
@@ -30,11 +33,11 @@ class WholeFolder:
         """Raises:
         StoreError: the folder that it is to be in does not exist, or may not be written to.
         """
-        self.path = Path(os.path.abspath(path))
+        self.path = path.resolve()
         if not self.path.parent.is_dir():
             raise StoreError(f"{self.path}: {self.path.parent} does not exist: create it first")
         remove_abandoned(self.path)
-        self.partial = self.path.with_name(f"{self.path.name}.partial-{uuid.uuid4().hex[:12]}")
+        self.partial = partial_of(self.path)
         try:
             self.partial.mkdir()
         except OSError as e:
@@ -80,9 +83,16 @@ class WholeFolder:
         self.abort()
 
 
+def partial_of(path: Path) -> Path:
+    """A new name beside ``path`` for what is on its way there."""
+    return path.with_name(f"{path.name}.partial-{uuid.uuid4().hex[:12]}")
+
+
 def remove_abandoned(path: Path) -> None:
     """Remove what was on its way to ``path`` when its process was killed: nobody holds its lock any more."""
     for partial in path.parent.glob(f"{glob.escape(path.name)}.partial-*"):
+        if not _PARTIAL.search(partial.name) or partial.is_symlink() or not partial.is_dir():
+            continue  # not a name of ``partial_of``: somebody's own
         try:
             lock = DirectoryLock(partial)
         except StoreError:

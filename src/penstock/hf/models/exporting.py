@@ -25,7 +25,7 @@ from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.adapters import Merged, has_adapters, save_adapter
 from penstock.hf.models.folder import CONFIG, GENERATION, INDEX, TOKENIZER_FILES
-from penstock.hf.models.kept import Kept
+from penstock.hf.models.kept import NOTES, Kept
 from penstock.hf.models.mapping import Step
 from penstock.hf.models.shard_files import ShardFiles, lay_out
 from penstock.run.values import Values
@@ -220,6 +220,7 @@ def write_folder(
 
 
 def _check_target(out: Path, *, overwrite: bool) -> None:
+    _check_not_kept(out)
     if not os.path.lexists(out):
         return
     if not overwrite:
@@ -228,6 +229,16 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
         any(out.iterdir()) and not any((out / name).is_file() for name in (CONFIG, "adapter_config.json"))
     ):
         raise ConfigError(f"{out} is no model's folder (it has no {CONFIG}), so it is not replaced: give another one")
+
+
+def _check_not_kept(out: Path) -> None:
+    """Raises:
+    ConfigError: ``out`` is, or is in, what a run keeps of its model, which it cannot do without and removes itself.
+    """
+    own = out.resolve()
+    kept = next((folder for folder in (own, *own.parents) if (folder / NOTES).is_file()), None)
+    if kept is not None:
+        raise ConfigError(f"{out}: a run keeps its model's configuration in {kept}: give a folder that is no run's own")
 
 
 def _steps(source: Source, dtype: torch.dtype) -> tuple[Any, tuple[Step, ...]]:

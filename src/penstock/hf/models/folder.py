@@ -104,7 +104,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not JSON ({error}): was it copied whole?") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must be a JSON object, not {type(value).__name__}")

@@ -12,10 +12,12 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from penstock.errors import ConfigError, ModelError
 from penstock.hf.models import mapping, shell
-from penstock.hf.models.folder import GENERATION, resolve, some, weight_files
-from penstock.hf.models.shards import Stored, check_index, read_headers, read_into, read_whole
+from penstock.hf.models.folder import CONFIG, GENERATION, resolve, some, weight_files
+from penstock.hf.models.shards import Stored, check_index, equal, read_headers, read_into, read_whole
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_FEW = 8  # names that are all said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,10 @@ def load(
     dtype = shell.dtype_of(config) or next(
         (t.dtype for t in stored.values() if t.dtype.is_floating_point), torch.float32
     )
+    if dtype not in _TRAINABLE:
+        raise ConfigError(
+            f"{folder / CONFIG}: dtype is {shell.word(dtype)}, and its files are not: write the one that they are in"
+        )
     _like_loaded(model, folder, dtype, weights)
     return Loaded(model=model, weights=weights, folder=folder, dtype=dtype, config=config, rules=weights.rules)
 
@@ -183,7 +189,7 @@ class FolderWeights:
         """
         own = [name for name in names if name in self._step_of]
         for other in own[1:]:
-            if not torch.equal(self._value(own[0]), self._value(other)):
+            if not self._equal(own[0], other):
                 raise ModelError(
                     f"{self._folder}: its files have {own[0]} and {other} with different values, and by its "
                     "configuration they are one (tie_word_embeddings): set that to false in its config.json if they "
@@ -191,6 +197,13 @@ class FolderWeights:
                 )
         if own:
             self._alias |= dict.fromkeys(names, own[0])
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Whether the files have the same values under two names. In pieces, as this is the largest array of most."""
+        steps = [self._step_of[name] for name in (one, other)]
+        if all(step.copies for step in steps):
+            return equal(*(self._stored[step.sources[0][0]] for step in steps))
+        return torch.equal(self._value(one), self._value(other))
 
     def __contains__(self, name: str) -> bool:
         """Whether there are values for a parameter or a persistent buffer; the others are the model's to initialise."""
@@ -227,5 +240,6 @@ def _same(model: Any, state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]
 
 
 def _names(names: Iterable[str]) -> str:
-    """Names with the numbers of layers and experts left out: what is missing in one is mostly missing in all."""
-    return some(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names}))
+    """Names, if they are few; else with the numbers of layers and experts left out: mostly, it is all layers alike."""
+    exact = sorted(names)
+    return ", ".join(exact) if len(exact) <= _FEW else some(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in exact}))

@@ -36,6 +36,7 @@ DTYPES = {
 }
 PIECE = 8 << 20  # bytes of a file that are in memory at once
 _LONGEST_HEADER = 100_000_000  # as the package safetensors has it
+_MOST = 1 << 62  # more is no size of anything
 _LFS = b"version https://git-lfs"
 
 
@@ -80,6 +81,12 @@ def check_index(found: dict[str, Stored], index: dict[str, str], folder: Path) -
     if lost:
         files = sorted({index[name] for name in lost})
         raise ConfigError(f"{folder / some(files)}: the index says that {some(lost)} are there, but they are not")
+    moved = next((name for name in sorted(index) if found[name].file.name != index[name]), None)
+    if moved is not None:
+        raise ConfigError(
+            f"{found[moved].file}: it has {moved}, and the index says that this is in {index[moved]}: the folder is of "
+            "two models, or of two versions of one. Get it again, whole"
+        )
 
 
 def _read_header(file: Path) -> Iterator[Stored]:
@@ -99,7 +106,7 @@ def _read_header(file: Path) -> Iterator[Stored]:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(file, f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(file, "its header is no JSON object")
@@ -125,18 +132,48 @@ def _start(entry: Any) -> int:
 def _entry(file: Path, name: str, entry: Any) -> tuple[torch.dtype, torch.Size, int, int]:
     try:
         kind, sizes, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        whole = all(isinstance(n, int) and n >= 0 for n in [*sizes, first, end])
+        numbers = [*sizes, first, end]
     except (TypeError, KeyError, ValueError) as error:
         raise _damaged(file, f"its header does not describe tensor {name!r}") from error
+    if not isinstance(kind, str) or not all(type(n) is int and 0 <= n < _MOST for n in numbers):
+        raise _damaged(file, f"its header does not describe tensor {name!r}")
     if kind not in DTYPES:
         raise ConfigError(f"{file}: tensor {name!r} is {kind}, which cannot be trained: dequantise the model first")
-    if not whole or end - first != math.prod(sizes) * DTYPES[kind].itemsize:
+    if end - first != math.prod(sizes) * DTYPES[kind].itemsize:
         raise _damaged(file, f"tensor {name!r} of {kind}{sizes} does not fit its place of {end - first} bytes")
     return DTYPES[kind], torch.Size(sizes), first, end
 
 
 def _damaged(file: Path, why: str) -> ConfigError:
     return ConfigError(f"{file}: this is no whole safetensors file: {why}. Get it again")
+
+
+def equal(one: Stored, other: Stored) -> bool:
+    """Whether two tensors have the same shape and values, whatever their dtypes. Needs a few ``PIECE`` of memory.
+
+    Raises:
+        StoreError: a file cannot be read, or is another than when its header was read.
+    """
+    if one.shape != other.shape:
+        return False
+    numel = one.shape.numel()
+    count = PIECE // 8
+    with _opened(one) as first, _opened(other) as second:
+        for start in range(0, numel, count):
+            most = min(count, numel - start)
+            a, b = _elements(first, one, start, most), _elements(second, other, start, most)
+            same = a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))  # NaN is said elsewhere
+            if not same and not torch.equal(a.double(), b.double()):
+                return False
+    return True
+
+
+def _elements(fd: int, tensor: Stored, start: int, count: int) -> torch.Tensor:
+    """Some elements of a tensor, from ``start`` on, as they are in its file."""
+    size = tensor.dtype.itemsize
+    room = torch.empty(count * size, dtype=torch.uint8)
+    _read(fd, tensor, tensor.offset + start * size, room.numpy().data)
+    return room.view(tensor.dtype)
 
 
 def read_into(tensor: Stored, out: torch.Tensor) -> None:

@@ -14,7 +14,10 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from penstock.errors import ConfigError
 from penstock.hf.models.folder import CONFIG, read_json
 
-REFUSED = (ValueError, TypeError, KeyError, ImportError, AttributeError, OSError, StrictDataclassError)
+REFUSED = (
+    *(ValueError, TypeError, LookupError, ImportError, AttributeError, OSError, StrictDataclassError),
+    *(RuntimeError, ArithmeticError),  # of torch: sizes that are negative, too large, or divided by zero
+)
 """What transformers raises for a configuration that it cannot make a model of."""
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
