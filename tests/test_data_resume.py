@@ -126,6 +126,8 @@ def test_other_data_under_a_run_are_refused(
     with pytest.raises(ConfigError, match=f"are not what they were: .*{says}"):
         _open(folder / "a.jsonl", run, bpe, **changes or {})
     position = {**_steps(data, 1)[0].position, "data": "0" * 16}
+    with pytest.raises(ConfigError, match="another loop"):
+        _steps(data, 1, {"epoch": 1, "batch": 3})
     with pytest.raises(ConfigError, match="a place in other data"):
         _steps(data, 1, position)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from penstock.config import Budget, GradDtype, Precision
-from penstock.errors import ConfigError, NonFiniteError, StoreError
+from penstock.errors import ConfigError, NonFiniteError
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.spec import OptimizerSpec
 from penstock.plan.fit import Plan
@@ -27,7 +27,7 @@ from penstock.run.home import Home
 from penstock.run.interrupt import whole_steps
 from penstock.run.planning import Planning
 from penstock.run.precision import DTYPES, LossScale, format_of
-from penstock.run.runner import Machinery, Run, Runner
+from penstock.run.runner import Machinery, Runner, hyper_runs
 from penstock.run.standing import Standing
 from penstock.run.start import WeightSource
 from penstock.run.stats import StepStats
@@ -38,7 +38,7 @@ from penstock.run.values import Values
 from penstock.schedule.op import Schedule
 from penstock.sim.result import Simulation
 from penstock.tape.blocks import find_blocks
-from penstock.tape.groups import ParamGroup, group_parameters
+from penstock.tape.groups import group_parameters
 from penstock.tape.passage import LossFn
 from penstock.tape.tape import Tape
 
@@ -125,7 +125,7 @@ class Engine:
                 tape=self._tape,
                 groups=self._groups,
                 residence=self._residence,
-                runs={g.spec.index: self._runs(g) for g in self._groups if g.spec.trainable},
+                runs={g.spec.index: hyper_runs(g, self.optimizer) for g in self._groups if g.spec.trainable},
                 device=device,
                 streams=streams_for(device),
                 scratch_paths=tuple(path / "scratch" for path in budget.disk_paths),
@@ -384,18 +384,6 @@ class Engine:
             peak_bytes=dict(runner.pools.peak),
         )
 
-    def _runs(self, group: ParamGroup) -> tuple[Run, ...]:
-        """Ranges of a group's buffer by torch param group; padding goes with what precedes it."""
-        runs: list[list[int]] = []
-        for s in (s for s in group.slices if s.trainable):
-            hyper = self.optimizer.group_of(s.parameter)
-            if runs and runs[-1][2] == hyper:
-                continue
-            if runs:
-                runs[-1][1] = s.offset
-            runs.append([s.offset, group.spec.trainable, hyper])
-        return tuple((first, end, hyper) for first, end, hyper in runs)
-
     # ---- state
 
     def master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -436,7 +424,7 @@ class Engine:
         self._rest()
         with snapshots.opened(Path(path), self._description) as snapshot:
             self._check_seed(snapshot.meta)
-            self._check_param_groups(snapshot.meta)
+            snapshots.check_param_groups(snapshot.meta, len(self.optimizer.param_groups))
             self._standing.note(between_steps=False)
             self._standing.give_up(f"loading {path} was broken off")  # until everything below is done
             snapshots.restore(snapshot, self._residence, self._buffers)
@@ -487,14 +475,6 @@ class Engine:
             raise ConfigError(
                 f"this run was started with seed={progress['seed']}, not {self._seed}: random numbers would differ. "
                 f"Pass seed={progress['seed']}"
-            )
-
-    def _check_param_groups(self, progress: Mapping[str, Any]) -> None:
-        saved, mine = len(progress["param_groups"]), len(self.optimizer.param_groups)
-        if saved != mine:
-            raise StoreError(
-                f"the optimizer had {saved} param groups when this was saved and has {mine} now: wrap the model with "
-                "the overrides that it was saved with"
             )
 
     def _adopt(self, progress: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ from penstock.config import TrainConfig
 from penstock.data.batches import Batches, HeldOut
 from penstock.data.stream import Prepared
 from penstock.engine import Engine
+from penstock.errors import ConfigError
 from penstock.report.prediction import Prediction
 from penstock.report.trace_file import Ran
 from penstock.report.waits import held_up
@@ -90,7 +91,11 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
         display.begin(stretch.meter)
         stack.callback(display.end)
         known: Simulation | None = None
-        assert (engine.position is None) == (first == 0), "each step's commit has its position in the data"
+        if first and engine.position is None:
+            raise ConfigError(
+                f"the state in {config.budget.disk_paths[0]} was trained by another loop, which kept no position in "
+                "the data: go on with that, or start another run"
+            )
         steps = stack.enter_context(closing(stretch.train.steps(engine.position)))
         for index, data in zip(range(first, config.step_count), steps, strict=False):
             stats = engine.step(data.micro_batches, position=data.position)

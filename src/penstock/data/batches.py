@@ -76,8 +76,14 @@ class Batches:
         The next ones are made in a thread while the engine works. Close the iterator when no more are wanted.
 
         Raises:
-            ConfigError: ``position`` is one in other data; or a document that is streamed is not what it should be.
+            ConfigError: ``position`` is one in other data, or another loop's; or a document that is streamed is not
+                what it should be.
         """
+        if position is not None and "data" not in position:
+            raise ConfigError(
+                "the run's last commit has a position in the data that is not penstock train's: another loop (a "
+                "Trainer, or one of your own) has trained it. Go on with that, or start another run"
+            )
         if position is not None and position["data"] != self.fingerprint:
             raise ConfigError(
                 f"the run's last commit is at a place in other data ({position['data']}, not {self.fingerprint}): the "

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.optim.facade import StreamedOptimizer
 from penstock.plan.fit import Plan
 from penstock.plan.machine import Machine
 from penstock.run.context import StepContext
@@ -31,6 +32,19 @@ from penstock.tape.tape import Tape
 
 Run = tuple[int, int, int]
 """(first element, end, index of hyper-parameters): a range of a group's buffer that one torch param group rules."""
+
+
+def hyper_runs(group: ParamGroup, optimizer: StreamedOptimizer) -> tuple[Run, ...]:
+    """Ranges of a group's buffer by torch param group; padding goes with what precedes it."""
+    runs: list[list[int]] = []
+    for s in (s for s in group.slices if s.trainable):
+        hyper = optimizer.group_of(s.parameter)
+        if runs and runs[-1][2] == hyper:
+            continue
+        if runs:
+            runs[-1][1] = s.offset
+        runs.append([s.offset, group.spec.trainable, hyper])
+    return tuple((first, end, hyper) for first, end, hyper in runs)
 
 
 @dataclass(frozen=True, kw_only=True)

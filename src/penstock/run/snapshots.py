@@ -63,6 +63,17 @@ def opened(path: Path, description: Mapping[str, Any]) -> Iterator[SnapshotReade
         yield reader
 
 
+def check_param_groups(saved: Mapping[str, Any], mine: int) -> None:
+    """Raises:
+    StoreError: a snapshot was saved with another number of param groups than ``mine``.
+    """
+    if len(saved["param_groups"]) != mine:
+        raise StoreError(
+            f"the optimizer had {len(saved['param_groups'])} param groups when this was saved and has {mine} now: wrap "
+            "the model with the overrides that it was saved with"
+        )
+
+
 def restore(snapshot: SnapshotReader, residence: Residence, buffers: Buffers) -> None:
     """Overwrite all arrays, wherever they are at home, and the buffers.
 
