@@ -236,7 +236,9 @@ def _check_not_kept(out: Path) -> None:
     ConfigError: ``out`` is, or is in, what a run keeps of its model, which it cannot do without and removes itself.
     """
     own = out.resolve()
-    kept = next((folder for folder in (own, *own.parents) if (folder / NOTES).is_file()), None)
+    # A checkpoint of the Trainer has notes of that name as well, and is exported into.
+    folders = (folder for folder in (own, *own.parents) if folder.name == "model")
+    kept = next((folder for folder in folders if (folder / NOTES).is_file()), None)
     if kept is not None:
         raise ConfigError(f"{out}: a run keeps its model's configuration in {kept}: give a folder that is no run's own")
 
