@@ -351,3 +351,14 @@ def test_without_direct_io_it_works_with_a_warning(
 def test_buffered_io_can_be_asked_for(tmp_path: Path) -> None:
     with Store.create([tmp_path / "d"], LAYOUT, model={}, direct=False) as store:
         assert not store.direct
+
+
+def test_a_drive_without_room_for_the_lock_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    layout = Layout.build([("weights", 4096, 1)])
+    with pytest.raises(StoreError, match="cannot be locked: No space left on device: free some space"):
+        Store.create([tmp_path / "store"], layout, model={})
+    assert not list(tmp_path.iterdir())

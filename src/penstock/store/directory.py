@@ -122,8 +122,7 @@ class DirectoryLock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._still_there(fd):
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                    self._sign(fd)
                     return fd
             except BlockingIOError as e:
                 holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "of unknown number"
@@ -134,6 +133,15 @@ class DirectoryLock:
                 os.close(fd)
                 raise
             os.close(fd)  # it was deleted between our open and our lock: lock the new one
+
+    def _sign(self, fd: int) -> None:
+        """Write who holds the lock into its file. If that fails the file goes again, while nobody else can hold it."""
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError:
+            self._path.unlink(missing_ok=True)
+            raise
 
     def _still_there(self, fd: int) -> bool:
         try:
