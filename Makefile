@@ -12,6 +12,9 @@ BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt \
 
 demo: $(READY)
 	$(BIN)/penstock train examples/demo.yaml --overwrite
+	@echo
+	@echo 'To go on:  . $(BIN)/activate                    (puts penstock on the PATH of this shell)'
+	@echo '           penstock report runs/demo --svg      (one HTML page of the run, and a picture of a step)'
 
 test: $(READY)
 	$(BIN)/python -m pytest

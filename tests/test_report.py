@@ -374,6 +374,17 @@ def test_report_writes_all_that_is_asked_for(tmp_path: Path, capsys: pytest.Capt
     assert svg.read_bytes() == once, "the same run gives the same picture, so that it can be kept under version control"
 
 
+@pytest.mark.parametrize("words", [["--svg", "RUN"], ["RUN", "--svg"], ["--svg", "RUN", "--step", "1"]])
+def test_a_picture_without_a_name_is_put_beside_the_page(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    write_run(run)
+    assert main(["report", *(str(run) if word == "RUN" else word for word in words)]) == 0
+    assert f"wrote {run / 'timeline.svg'}" in capsys.readouterr().out
+    assert "<svg" in (run / "timeline.svg").read_text()
+
+
 def test_a_picture_without_matplotlib_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,7 +409,8 @@ def test_a_picture_without_matplotlib_says_what_to_install(
         (["a", "--colour", "red"], "no --colour"),
         (["a", "--step"], "--step needs a value"),
         (["a", "--step", "x"], "not a step's number"),
-        (["a", "--png", "t.svg"], "must end in .png"),
+        (["a", "--png=t.svg"], "must end in .png"),
+        (["a", "--png", "t.svg"], "A picture's name ends in .png"),
         (["a", "--svg", "a.svg", "--svg=b.svg"], "given twice"),
         (["nowhere"], "nowhere does not exist"),
     ],

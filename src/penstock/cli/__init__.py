@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TextIO
 
-from penstock.cli.arguments import USAGE, parse_resume, parse_train
+from penstock.cli.arguments import RESUME_HELP, USAGE, parse_resume, parse_train
 from penstock.cli.run_folder import Start, settings_of
 from penstock.cli.settings import dump, load
 from penstock.cli.showing.display import fail
@@ -71,6 +71,8 @@ def _command(words: Sequence[str]) -> int:
             print(f"penstock {version('penstock')}")
         case [] | ["--help"] | ["-h"] | ["help"]:
             print(USAGE, end="")
+        case ["help", word]:
+            return _command([word, "--help"])
         case [word, *rest]:
             if word not in _COMMANDS:
                 raise ConfigError(
@@ -102,13 +104,13 @@ def _plan(words: Sequence[str]) -> int:
 
 
 def _doctor(words: Sequence[str]) -> int:
+    from penstock.cli.doctor import DOCTOR_HELP, doctor, parse_doctor  # another command does not need it
+
     if {"--help", "-h"} & set(words):
-        print(USAGE, end="")
+        print(DOCTOR_HELP, end="")
         return 0
     # What is measured is what a run of `penstock train` will see: see `_run`.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from penstock.cli.doctor import doctor, parse_doctor
-
     return doctor(parse_doctor(words))
 
 
@@ -128,7 +130,7 @@ def _train(words: Sequence[str]) -> int:
 
 def _resume(words: Sequence[str]) -> int:
     if {"--help", "-h"} & set(words):
-        print(USAGE, end="")
+        print(RESUME_HELP, end="")
         return 0
     arguments = parse_resume(words)
     return _run(settings_of(arguments.run, arguments.flags), "resume")

@@ -18,18 +18,22 @@ penstock: trains language models that do not fit in memory
   penstock resume RUN [--SETTING VALUE ...]          go on with the run in the folder RUN, with the settings it has
   penstock verify RUN                                read all of its last commit, and check every checksum
   penstock export RUN OUT                            write its last commit as a Hugging Face folder
-  penstock export --help                             its options
   penstock plan CONFIG.yaml | --model NAME           what a run will do on a machine, and what would help
-  penstock plan --help                               its options
   penstock simulate NAME|FILE [--costs MACHINE] ...  how long a schedule takes, and what memory it holds when
-  penstock simulate --help                           every schedule, machine, model and option
-  penstock report RUN [--step N] [--out FILE]        one HTML page of what a run did, beside what was predicted
-  penstock doctor [--path DIR ...]                   measure this machine for plans, and say what is wrong with it;
-                                                     one DIR per drive, the current directory if none is given
-      --quick          in a quarter of the time, and less exactly
-      --sustained      fill the cache of each drive first: writes up to 64 GiB, for up to three minutes
-      --json           print the profile, and nothing else, on standard output
+  penstock report RUN [--svg] [--step N]             one HTML page of what a run did, beside what was predicted
+  penstock doctor [--path DIR ...]                   measure this machine for plans, and say what is wrong with it
+  penstock COMMAND --help                            what a command takes
   penstock --version
+"""
+
+RESUME_HELP = """\
+penstock resume: go on with a run after a kill or a stop, or with more steps than it had
+
+  penstock resume RUN [--SETTING VALUE ...]   RUN is the folder that penstock train wrote
+
+It goes on after the last step that the run has committed, with the settings that are in RUN/config.yaml. A flag changes
+one of them, as in penstock train: --steps 2000. The model, the data, the batch and the seed stay as they are.
+penstock train --help lists every setting.
 """
 
 _SWITCHES = ("--overwrite", "--resume", "--print-config")
@@ -82,7 +86,7 @@ def parse_resume(words: Sequence[str]) -> ResumeArguments:
     folders, flags, _ = _take_apart(words, ())
     if len(folders) != 1:
         found = "none" if not folders else " and ".join(folders)
-        raise ConfigError(f"penstock resume takes one run's folder, and was given {found}. Try: penstock --help")
+        raise ConfigError(f"penstock resume takes one run's folder, and was given {found}. Try: penstock resume --help")
     for key, value in flags:
         if key == "run":
             raise ConfigError(

@@ -14,6 +14,15 @@ from penstock.plan.crossing import faster_casts
 from penstock.plan.machine import Crossing, Device, Drive, Host, Machine
 from penstock.plan.profiles import save_profile
 
+DOCTOR_HELP = """\
+penstock doctor: measure this machine for plans, store what was found, and say what is wrong with it
+
+  penstock doctor [--path DIR ...] [options]   one DIR per drive; the current directory if none is given
+      --quick          in a quarter of the time, and less exactly
+      --sustained      fill the cache of each drive first: writes up to 64 GiB, for up to three minutes
+      --json           print the profile, and nothing else, on standard output
+"""
+
 _SWITCHES = ("--quick", "--sustained", "--json")
 _WIDTH = 100
 

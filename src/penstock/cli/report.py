@@ -21,12 +21,14 @@ penstock report: what a run did, beside what it was predicted to do
   penstock report RUN [options]   RUN is the folder that penstock train wrote
       --out FILE     the page, one HTML file that loads nothing (RUN/report.html)
       --step N       the step that is shown op by op (of those in the trace, the one whose time is the median)
-      --svg FILE     also the timeline as a picture; needs matplotlib: pip install 'penstock[report]'
-      --png FILE
+      --svg [FILE]   also the timeline as a picture (RUN/timeline.svg); it needs matplotlib, which the extra
+                     penstock[report] brings
+      --png [FILE]   the same (RUN/timeline.png)
       --trace FILE   also a Chrome trace of prediction and measurement: open it in https://ui.perfetto.dev
 """
 
 _FILES = ("--out", "--svg", "--png", "--trace")
+_PICTURES = {"--svg": ".svg", "--png": ".png"}
 _HINT = "Try: penstock report --help"
 
 
@@ -45,6 +47,8 @@ class ReportArguments:
 def parse_report(words: Sequence[str]) -> ReportArguments:
     """Take apart the words after ``penstock report``. A flag's value is the next word, or follows ``=``.
 
+    A picture needs no name: without a word after it that ends as such a file does, it is in the run's folder.
+
     Raises:
         ConfigError: no folder or several, an unknown flag, or a flag without a usable value.
     """
@@ -61,24 +65,32 @@ def parse_report(words: Sequence[str]) -> ReportArguments:
             raise ConfigError(f"penstock report has no {key}. {_HINT}")
         if key in flags:
             raise ConfigError(f"{key} is given twice: give it once")
+        named = bool(rest) and not rest[0].startswith("--")
+        if key in _PICTURES and not equals:
+            flags[key] = rest.pop(0) if named and rest[0].endswith(_PICTURES[key]) else ""
+            continue
         if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else ""
+            value = rest.pop(0) if named else ""
         if not value:
             raise ConfigError(f"{key} needs a value: {key} {'NUMBER' if key == '--step' else 'FILE'}")
         flags[key] = value
     if len(folders) != 1:
         found = "none" if not folders else " and ".join(folders)
-        raise ConfigError(f"penstock report takes one run's folder, and was given {found}. {_HINT}")
+        endings = " and ".join(_PICTURES[key] for key in _PICTURES if key in flags)
+        hint = f"A picture's name ends in {endings}. " if folders and endings else ""
+        raise ConfigError(f"penstock report takes one run's folder, and was given {found}. {hint}{_HINT}")
     step = flags.get("--step")
     if step is not None and not step.isdecimal():
         raise ConfigError(f"--step {step!r} is not a step's number")
+    run = Path(folders[0])
     paths = {key: Path(flags[key]) if key in flags else None for key in _FILES}
-    for key, ending in (("--svg", ".svg"), ("--png", ".png")):
-        path = paths[key]
-        if path is not None and path.suffix != ending:
+    for key, ending in _PICTURES.items():
+        if flags.get(key) == "":
+            paths[key] = run / f"timeline{ending}"
+        elif (path := paths[key]) is not None and path.suffix != ending:
             raise ConfigError(f"{key} {path}: the file's name must end in {ending}")
     return ReportArguments(
-        run=Path(folders[0]),
+        run=run,
         step=None if step is None else int(step),
         out=paths["--out"],
         svg=paths["--svg"],
