@@ -256,7 +256,7 @@ def test_a_profile_without_what_the_run_needs(config: Path, capsys: pytest.Captu
     [
         ((), "takes a settings file, or --model NAME, and was given neither"),
         (("a.yaml", "b.yaml"), "a.yaml and b.yaml"),
-        (("a.yaml", "--model", "gpt-65b"), "a.yaml and gpt-65b"),
+        (("a.yaml", "b.yaml", "--model", "gpt-65b"), "a.yaml and b.yaml"),
         (("--model", "gpt-65b", "--frobnicate", "1"), "--frobnicate is not an option"),
         (("--model", "gpt-65b", "--batch"), "--batch needs a value"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "0"), "--batch 0: must be a whole number"),

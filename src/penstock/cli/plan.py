@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.cli.settings import load
-from penstock.cli.task import free_here, task_of
+from penstock.cli.task import free_here, shipped_shape, task_of
 from penstock.config import GradDtype, OptimizerName, Precision, TrainConfig, parse_size
 from penstock.errors import ConfigError
 from penstock.plan.arguments import check_disk
@@ -22,7 +22,8 @@ from penstock.plan.task import free_bytes, own_budget
 PLAN_HELP = """\
 penstock plan: the best way to run a model on a machine, and what to expect of it
 
-  penstock plan CONFIG.yaml [--SETTING VALUE ...]    plan the run that penstock train would do with this file
+  penstock plan CONFIG.yaml [--SETTING VALUE ...]    plan the run that penstock train would do with this file; so
+                                                     --model NAME plans it for another model
   penstock plan --model NAME [--machine NAME]        plan a model that ships, a config.json or its folder
 
   --machine NAME|FILE    a machine that ships with penstock, or a profile; without it, this machine, as penstock doctor
@@ -32,7 +33,7 @@ penstock plan: the best way to run a model on a machine, and what to expect of i
   --tbw N                terabytes that each drive is rated for, if not what the profile says
   --json                 print everything as JSON
 
-With --model, also:
+With --model and no file, also:
   --micro-batches M --micro-batch-size B             how a step is cut, instead of --batch
   --sequence N           tokens in a sequence (2048)
   --precision P          fp32, bf16 or fp16 (bf16 on a GPU, fp32 on a CPU)
@@ -98,20 +99,20 @@ def parse_plan(words: Sequence[str]) -> PlanArguments:
         else:
             given.append((key, rest.pop(0)))
     models = [value for key, value in given if key == "model"]
-    if len(files) + len(models) != 1:
-        found = " and ".join([*files, *models]) or "neither"
+    if len(files) > 1 or not (files or models):
+        found = " and ".join(files) or "neither"
         raise ConfigError(
             f"penstock plan takes a settings file, or --model NAME, and was given {found}. Try: penstock plan --help"
         )
     own = _BOTH if files else _WITH_MODEL
     options = {key: value for key, value in given if key in own}
-    settings = tuple((key, value) for key, value in given if key not in own and key != "model")
-    if models and settings:
+    settings = tuple((key, value) for key, value in given if key not in own and (files or key != "model"))
+    if not files and settings:
         raise ConfigError(f"--{settings[0][0]} is not an option of penstock plan --model. Try: penstock plan --help")
     _check_flags([key.replace("-", "_") for key, _ in given])
     return PlanArguments(
         config=Path(files[0]) if files else None,
-        model=models[0] if models else None,
+        model=models[0] if models and not files else None,
         options=options,
         settings=settings,
         as_json=as_json,
@@ -198,6 +199,9 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
         note = (
             "the file says plan: null, so that the run places state by a fixed order; this is the plan for plan: auto"
         )
+        found = replace(found, notes=(*found.notes, note))
+    if (shipped := shipped_shape(config.model)) is not None:
+        note = f"the shape of {config.model.source} is the published one, which ships as {shipped}: no hub was asked"
         found = replace(found, notes=(*found.notes, note))
     return found
 

@@ -12,6 +12,7 @@ from penstock.plan.machine import Machine
 from penstock.plan.means import REPEATS, with_pinned_gradients
 from penstock.plan.meta import Change, Kind
 from penstock.plan.model import ModelShape
+from penstock.plan.shipped import CONFIGS, shipped_name
 from penstock.plan.task import MOMENTS, Task
 
 if TYPE_CHECKING:
@@ -89,10 +90,19 @@ def _vocabulary(data: DataConfig) -> int:
     return vocabulary_of(data, choose_tokenizer(data, None))
 
 
+def shipped_shape(model: ModelConfig) -> str | None:
+    """The name under which the shape of the settings' model ships, where they name no file, so that no hub is asked."""
+    if isinstance(model.config, Mapping) or model.revision is not None or Path(model.source).expanduser().exists():
+        return None
+    return shipped_name(model.source)
+
+
 def _configuration(model: ModelConfig) -> Mapping[str, Any]:
-    """What the settings say, or the file that they name. No weights are looked for."""
+    """What the settings say, the file that they name, or the published one. No weights are looked for."""
     if isinstance(model.config, Mapping):
         return model.config
+    if (name := shipped_shape(model)) is not None:
+        return CONFIGS[name]
     file = Path(model.source)
     if not file.is_file():
         from penstock.hf.models.folder import CONFIG, resolve

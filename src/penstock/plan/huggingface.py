@@ -90,29 +90,36 @@ class HuggingFaceModel:
 def model_shape(
     source: str | Path | Mapping[str, Any], *, kind: Kind = "cuda", exact: bool = False, loss_tile: int | None = None
 ) -> HuggingFaceModel:
-    """A model from a configuration, from a ``config.json`` or the folder that it is in, or by a name that ships.
+    """A model from a configuration, from a ``config.json`` or the folder that it is in, or by a name that ships, also
+    under the name that it has on the hub, which is not asked.
 
     Raises:
         ConfigError: there is none; says what was looked for.
     """
-    from penstock.plan.shipped import CONFIGS, named
+    from penstock.plan.shipped import CONFIGS, named, shipped_name
 
     if isinstance(source, Mapping):
         config = _typed(source, "the model's configuration")
         return HuggingFaceModel(name=config["model_type"], config=config, kind=kind, exact=exact, loss_tile=loss_tile)
     path, is_path = Path(source), isinstance(source, Path) or source.endswith(".json") or "/" in source
-    if str(source) in CONFIGS or not (is_path or path.exists()):
-        return replace(named(str(source), kind=kind), exact=exact, loss_tile=loss_tile)
+    shipped = shipped_name(str(source))
+    if str(source) in CONFIGS or not (path.exists() or (is_path and shipped is None)):
+        return replace(named(shipped or str(source), kind=kind), exact=exact, loss_tile=loss_tile)
     file = (path / "config.json" if path.is_dir() else path).resolve()
     name = file.parent.name if file.name == "config.json" else file.stem
     return HuggingFaceModel(name=name, config=_read(file), kind=kind, exact=exact, loss_tile=loss_tile)
 
 
 def _read(file: Path) -> Mapping[str, Any]:
+    from penstock.plan.shipped import CONFIGS
+
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file}: cannot read this model configuration: {error.strerror}") from error
+        raise ConfigError(
+            f"{file}: cannot read this model configuration: {error.strerror}: give a config.json or the folder that it "
+            f"is in, or a model that ships with penstock: {', '.join(CONFIGS)}"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{file}: this model configuration is not JSON ({error})") from error
     return _typed(config, f"{file}")

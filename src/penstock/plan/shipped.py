@@ -66,6 +66,29 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+_REPOSITORIES: Mapping[str, tuple[str, ...]] = {
+    "llama-8b": ("Llama-3.1-8B", "Llama-3.1-8B-Instruct", "Meta-Llama-3.1-8B", "Meta-Llama-3.1-8B-Instruct"),
+    "llama-70b": (
+        *("Llama-3.1-70B", "Llama-3.1-70B-Instruct", "Meta-Llama-3.1-70B", "Meta-Llama-3.1-70B-Instruct"),
+        "Llama-3.3-70B-Instruct",
+    ),
+    "qwen3-8b": ("Qwen3-8B",),
+    "qwen3-14b": ("Qwen3-14B",),
+}
+_OWNERS = {"llama": "meta-llama", "qwen3": "Qwen"}
+ON_THE_HUB: Mapping[str, str] = {
+    f"{_OWNERS[name.partition('-')[0]]}/{repository}": name
+    for name, repositories in _REPOSITORIES.items()
+    for repository in repositories
+}
+"""Repositories of Hugging Face's hub whose published configuration ships under a name: planning them needs no hub."""
+
+
+def shipped_name(name: str) -> str | None:
+    """The name that a model ships by, of that name or of its repository on the hub; None: it does not ship."""
+    return name if name in CONFIGS else ON_THE_HUB.get(name)
+
+
 def named(name: str, *, kind: Kind = "cuda") -> HuggingFaceModel:
     """The shape of a model that ships by name, for a ``kind`` of device.
 
