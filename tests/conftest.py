@@ -100,3 +100,25 @@ def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written = small_examples.run("scratch.sh", made, *small_examples.SMALL).splitlines()[-1]
     assert written.startswith("def main("), "the exported model writes, in transformers"
     return made
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that ``penstock train`` has made of three steps, with its store in it. Copy it; it is shared."""
+    from tests.test_cli_train import CONFIG
+
+    from penstock.cli import main
+
+    made = tmp_path_factory.mktemp("finished")
+    text = made / "text.txt"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
+    config = made / "config.yaml"
+    config.write_text(CONFIG.format(run=made / "run", text=text))
+    assert main(["train", str(config), "--steps", "3"]) == 0
+    return made / "run"
+
+
+@pytest.fixture
+def a_run(finished_run: Path, tmp_path: Path) -> Path:
+    """A run of three steps of one's own."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))

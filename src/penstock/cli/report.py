@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from penstock import files
 from penstock.cli.run_folder import settings_file
 from penstock.cli.settings import load
 from penstock.config import Tier, TrainConfig
@@ -106,12 +108,13 @@ def report(arguments: ReportArguments) -> int:
         ConfigError: the folder is not a run's, holds no trace, or a file cannot be read or written.
     """
     found = gather(arguments.run, arguments.step)
-    _write(arguments.out or arguments.run / "report.html", lambda path: _text(path, run_page(found)))
+    put = partial(_put, run=arguments.run)
+    _write(arguments.out or arguments.run / "report.html", lambda path: put(path, run_page(found)))
     for picture in (arguments.svg, arguments.png):
         if picture is not None:
-            _write(picture, lambda path: draw(path, found.prediction, found.step, found.budget))
+            _write(picture, lambda path: draw(path, found.prediction, found.step, found.budget, put))
     if arguments.trace is not None:
-        _write(arguments.trace, lambda path: _text(path, chrome_trace(found.prediction, found.step)))
+        _write(arguments.trace, lambda path: put(path, chrome_trace(found.prediction, found.step)))
     return 0
 
 
@@ -151,8 +154,12 @@ def _description(config: TrainConfig) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def _put(path: Path, content: str | bytes, run: Path) -> None:
+    """In a run's folder a report takes the place of what is there; elsewhere it goes where the user's path leads."""
+    if path.parent.resolve() == run.resolve():
+        files.replace(path, content)
+    else:
+        files.write_named(path, content)
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:

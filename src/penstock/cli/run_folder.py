@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from penstock import files
 from penstock.cli.settings import dump, load
 from penstock.cli.trackers.tracking import FOLDERS, IDS
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError, StoreError
 from penstock.report.metrics_file import lines_until
 from penstock.report.prediction import Prediction
-from penstock.store.directory import sync_directory
 from penstock.store.journal import Journal
 from penstock.store.store import Store
 
@@ -31,10 +30,9 @@ _SETTINGS = "config.yaml"
 _PREDICTION = "prediction.json"
 _METRICS = "metrics.jsonl"
 _FILES = (_SETTINGS, _PREDICTION, "report.html", "timeline.svg", "timeline.png", _METRICS, "data.json", IDS)
-_PARTIAL = ".partial"
 _MODEL = "model"
 _DATA = "data"
-_PREPARED = re.compile(r"(tokenizer-)?[0-9a-f]{16}(\.\d+)?(\.partial)?")
+_PREPARED = re.compile(r"(tokenizer-)?[0-9a-f]{16}(\.[0-9a-f]+)?(\.partial)?")
 """What ``data.prepare`` makes in ``data``."""
 
 _TRACES = "trace*.json"
@@ -114,7 +112,7 @@ def claim(config: TrainConfig, start: Start) -> Path:
                 f"run={config.run!r} left no state on disk (budget.disk) to resume from: start another run"
             )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         present = sorted(item.name for item in folder.iterdir())
         if start == "new" and present:
             raise ConfigError(f"run={config.run!r}: the folder already holds {_some(present)}. {_REMEDY}")
@@ -122,7 +120,7 @@ def claim(config: TrainConfig, start: Start) -> Path:
             raise ConfigError(f"budget.disk={str(stores[0])!r} already holds the state of a run. {_REMEDY}")
         if start == "overwrite":
             discard(config)
-            folder.mkdir(exist_ok=True)
+            files.make_folder(folder)
         if start != "resume":
             write_settings(folder, config)
     except StoreError:
@@ -142,12 +140,12 @@ def discard(config: TrainConfig) -> None:
     stores = [path for path in config.budget.disk_paths if Store.exists([path])]
     if stores:
         Store.delete(stores)  # first: it is refused where the run is still under way
-    own = [folder / f"{name}{ending}" for name in _FILES for ending in ("", _PARTIAL)]
+    own = [folder / f"{name}{ending}" for name in _FILES for ending in ("", files.PARTIAL)]
     for path in [*own, *folder.glob(_TRACES)]:
         path.unlink(missing_ok=True)
     if any((model_folder(folder) / name).is_file() for name in ("config.json", "penstock.json")):
         shutil.rmtree(model_folder(folder), ignore_errors=True)
-    for name in (f"{_MODEL}{_PARTIAL}", *FOLDERS):
+    for name in (f"{_MODEL}{files.PARTIAL}", *FOLDERS):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in (folder / _DATA).glob("*"):
         if _PREPARED.fullmatch(path.name):
@@ -200,23 +198,12 @@ def _some(names: list[str]) -> str:
 
 def write_settings(folder: Path, config: TrainConfig) -> None:
     """Write the resolved settings, whole or not at all: without them a run cannot be resumed."""
-    _replace(folder / _SETTINGS, dump(config))
+    files.replace(folder / _SETTINGS, dump(config))
 
 
 def write_prediction(folder: Path, prediction: Prediction) -> None:
     """Put what was predicted beside the trace of what happens; replaces an earlier plan's."""
-    _replace(folder / _PREDICTION, prediction.to_json())
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that whoever looks, after a kill too, finds the old one or the new one."""
-    partial = path.with_name(path.name + _PARTIAL)
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_directory(path.parent)
+    files.replace(folder / _PREDICTION, prediction.to_json())
 
 
 class MetricsFile:
@@ -236,7 +223,7 @@ class MetricsFile:
         """The last step that has a line."""
         text = "".join(f"{line}\n" for line in lines)
         if path.exists() and path.read_bytes() != text.encode():
-            _replace(path, text)
+            files.replace(path, text)
         self._path, self._done = path, done
         self._file = Journal(path, "a")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from penstock import files
 from penstock.cli.simulate_arguments import SIMULATE_HELP, parse_simulate
 from penstock.cli.simulate_case import Case
 from penstock.cli.simulate_source import case_of, described_families
@@ -62,7 +63,7 @@ def _write_files(case: Case, simulation: Simulation, html: Path | None, trace: P
     written = []
     try:
         if (path := html) is not None:
-            path.write_text(simulated_page(simulation, title=case.title, unit=case.unit), encoding="utf-8")
+            files.write_named(path, simulated_page(simulation, title=case.title, unit=case.unit))
             written.append(f"written      {path} (open it in a browser)")
         if (path := trace) is not None:
             write_chrome_trace(simulation, path)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from penstock import files
 from penstock.config.data import DataConfig, SourceConfig, each_source
 from penstock.data import tokenizer as tokenizers
 from penstock.data.encode import Encoder
@@ -74,7 +75,10 @@ def open_data(config: DataConfig, run: Path, *, seed: int, own: PreTrainedTokeni
     else:
         train, rest, largest = make(opened, facts, share, seed)
     validation = rest if not held_out else make(held_out, facts[-sum(len(o.files) for o in held_out) :], None, None)[0]
-    _keep(run, identity)
+    try:
+        files.replace(run / _IDENTITY, identity.to_json())
+    except OSError as error:
+        raise ConfigError(f"{run / _IDENTITY} cannot be written: {error.strerror}") from None
     return Data(tokenizer=tokenizer, train=train, validation=validation, identity=identity, largest=largest)
 
 
@@ -129,12 +133,6 @@ def _known(run: Path) -> Identity | None:
         ) from None
 
 
-def _keep(run: Path, identity: Identity) -> None:
-    partial_file = run / f"{_IDENTITY}.partial"
-    partial_file.write_text(identity.to_json())
-    partial_file.replace(run / _IDENTITY)
-
-
 def _streams(config: DataConfig) -> bool:
     """Whether to stream: as the settings say, else by the size of what is here."""
     if config.streaming is not None:
@@ -181,9 +179,12 @@ def _tokenizer(
     place = folder / f"tokenizer-{fingerprint(made_of)}"
     if not place.is_dir():
         found = tokenizers.train(config.training, _sample(opened, config.training.sample_bytes))
-        partial_place = place.with_name(f"{place.name}.partial")
-        cast(Any, found).save_pretrained(partial_place)
-        partial_place.replace(place)
+        try:
+            with files.made_once(place, private=config.prepared is None) as under_way:
+                cast(Any, found).save_pretrained(under_way)
+        except OSError as error:
+            said = error.strerror or error
+            raise ConfigError(f"data: cannot keep the tokenizer that was trained in {place}: {said}") from None
     return tokenizers.with_template(tokenizers.load(str(place)), config)
 
 

@@ -4,8 +4,6 @@ The folder's name says what is in it: a fingerprint of the sources' contents, th
 about a token. So whoever needs the same finds it, and nothing is used that was made of something else.
 """
 
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from penstock import files
 from penstock.config import SourceConfig
 from penstock.config.data import DataConfig
 from penstock.data.encode import Encoder
@@ -58,30 +57,14 @@ def prepare(
     """
     readers = [one for one in opened if not isinstance(one.reader, tuple)]
     if readers and not folder.is_dir():
-        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
         try:
-            partial.mkdir(parents=True)
-            for number, one in enumerate(opened):
-                if not isinstance(one.reader, tuple):
-                    _write(one, number, tokenizer, config, partial, share)
-            _put(partial, folder)
+            with files.made_once(folder, private=config.prepared is None) as partial:
+                for number, one in enumerate(opened):
+                    if not isinstance(one.reader, tuple):
+                        _write(one, number, tokenizer, config, partial, share)
         except OSError as error:
             raise ConfigError(f"data: cannot write what is tokenised into {folder.parent}: {error.strerror}") from None
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     return [_files(one, number, folder, share) for number, one in enumerate(opened)]
-
-
-def _put(partial: Path, folder: Path) -> None:
-    """Give a whole folder its name; another run may have been faster, with the same."""
-    for path in partial.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    try:
-        partial.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
 
 
 def _write(
@@ -119,8 +102,8 @@ def _files(one: Opened, number: int, folder: Path, share: float | None) -> tuple
     if not isinstance(one.reader, tuple):
         held = open_tokens(folder / f"validation-{number}.tokens")
         return [open_tokens(folder / f"train-{number}.tokens")], [held] if held.documents else []
-    files = one.token_files()
+    given = one.token_files()
     if share is None:
-        return files, []
-    parts = [file.divided(share) for file in files if len(file.ids) > 1]
+        return given, []
+    parts = [file.divided(share) for file in given if len(file.ids) > 1]
     return [train for train, _ in parts], [held for _, held in parts]

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock import files
 from penstock.errors import ConfigError
 
 FORMAT, VERSION = "penstock.tokens", 1
@@ -84,11 +85,10 @@ class TokenWriter:
         self._path = path
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._open = False
-        self._files = [path.with_suffix(ending).open("wb") for ending in (".tokens", ".ends")]
-        self._loss: BinaryIO | None = path.with_suffix(".loss").open("wb") if loss else None
-        if not loss:
-            path.with_suffix(".loss").unlink(missing_ok=True)
-        path.with_suffix(".json").unlink(missing_ok=True)
+        for ending in (".json", ".tokens", ".ends", ".loss"):
+            path.with_suffix(ending).unlink(missing_ok=True)
+        self._files = [files.create(path.with_suffix(ending), private=False) for ending in (".tokens", ".ends")]
+        self._loss: BinaryIO | None = files.create(path.with_suffix(".loss"), private=False) if loss else None
 
     def write(self, document: Document) -> None:
         """Raises:
@@ -128,7 +128,7 @@ class TokenWriter:
         if kind is None:
             head = {"format": FORMAT, "version": VERSION, "dtype": self._dtype.name}
             counts = {"tokens": self.tokens, "documents": self.documents}
-            self._path.with_suffix(".json").write_text(json.dumps({**head, **counts}) + "\n")
+            files.replace(self._path.with_suffix(".json"), json.dumps({**head, **counts}) + "\n", private=False)
 
 
 def write_tokens(path: str | Path, documents: Iterable[Any], *, dtype: str = "uint32") -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from penstock import files
 from penstock.config import Budget
 from penstock.engine import Engine
 from penstock.errors import ConfigError, StoreError
@@ -48,7 +49,7 @@ def save(engine: Engine, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     engine.save(folder / SNAPSHOT, overwrite=True)
     origin = {_RUN: _run_of(engine.position), "disk": _resolved(engine.budget)}
-    (folder / _ORIGIN).write_text(json.dumps(origin) + "\n")
+    files.replace(folder / _ORIGIN, json.dumps(origin) + "\n", private=False)
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:

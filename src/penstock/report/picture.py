@@ -1,12 +1,13 @@
 """The timeline as a picture for documents: SVG or PNG, drawn by matplotlib."""
 
 import re
-from collections.abc import Mapping, Sequence
-from io import StringIO
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO, StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock import files
 from penstock.config import TIERS, Tier
 from penstock.errors import ConfigError, ScheduleError
 from penstock.report.causes import measured_bars
@@ -30,7 +31,13 @@ _LONG_NUMBER = re.compile(r"(\d\.\d\d)\d+")
 Curves = Mapping[Tier, Sequence[tuple[float, int]]]
 
 
-def draw(path: Path, prediction: Prediction | None, step: MeasuredStep, budget: Mapping[Tier, int]) -> None:
+def draw(
+    path: Path,
+    prediction: Prediction | None,
+    step: MeasuredStep,
+    budget: Mapping[Tier, int],
+    write: Callable[[Path, str | bytes], None] = files.write_named,
+) -> None:
     """Write the timeline to ``path``, whose ending says what it is (``.svg``, ``.png``): lanes above, memory below.
 
     Raises:
@@ -70,9 +77,11 @@ def draw(path: Path, prediction: Prediction | None, step: MeasuredStep, budget: 
         if path.suffix == ".svg":
             text = StringIO()
             figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
-            path.write_text(_LONG_NUMBER.sub(r"\1", text.getvalue()), encoding="utf-8")
+            write(path, _LONG_NUMBER.sub(r"\1", text.getvalue()))
         else:
-            figure.savefig(path, format="png", dpi=200, facecolor="white")
+            pixels = BytesIO()
+            figure.savefig(pixels, format="png", dpi=200, facecolor="white")
+            write(path, pixels.getvalue())
 
 
 def _draw_lanes(ax: "Axes", sides: Sequence[tuple[str, Sequence[Bar], Curves]], lanes: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ _MICRO = 1e6
 def write_chrome_trace(simulation: Simulation, path: Path) -> None:
     """Write the trace; raises OSError. Ops of one rank and lane that overlap get a row each."""
     dumps = json.JSONEncoder(separators=(",", ":")).encode
-    with path.open("w", encoding="utf-8", buffering=1 << 20) as file:
+    with path.open("w", encoding="utf-8", buffering=1 << 20) as file:  # where the user has said, links and all
         for number, event in enumerate(_events(simulation)):
             file.write(",\n" if number else "[\n")
             file.write(dumps(event))

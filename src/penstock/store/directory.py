@@ -6,8 +6,9 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock import files
 from penstock.errors import StoreError
-from penstock.store.packed import FULL, store_error
+from penstock.store.packed import ADVICE, FULL, store_error
 
 LOCK = "lock"
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
@@ -88,11 +89,7 @@ def sync_directory(path: Path) -> None:
         StoreError: they could not be made so.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        files.sync_folder(path)
     except OSError as e:
         raise store_error(f"{path}: its names cannot be made durable: {e.strerror}: check the drive", e) from e
 
@@ -112,13 +109,13 @@ class DirectoryLock:
         except StoreError:
             raise
         except OSError as e:
-            advice = "free some space" if e.errno in FULL else "use a local file system"
+            advice = "free some space" if e.errno in FULL else ADVICE.get(e.errno or 0, "use a local file system")
             raise store_error(f"{self._path} cannot be locked: {e.strerror}: {advice}", e) from e
         _held.add(self)
 
     def _take(self, directory: Path) -> int:
         while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = files.descriptor(self._path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._still_there(fd):

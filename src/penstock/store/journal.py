@@ -3,22 +3,25 @@
 from pathlib import Path
 from typing import Literal
 
+from penstock import files
 from penstock.errors import StoreError
-from penstock.store.packed import FULL, store_error
+from penstock.store.packed import ADVICE, FULL, store_error
 
 
 class Journal:
     """Nothing waits in memory: what ``write`` has taken is with the system, and survives the process."""
 
     def __init__(self, path: Path, mode: Literal["w", "a"]) -> None:
-        """Open a file; ``w`` empties it, ``a`` adds to it.
+        """Open a file; ``w`` replaces it by an empty one, ``a`` adds to it.
 
         Raises:
             StoreError: it cannot be opened or made.
         """
         self.path = path
         try:
-            self._file = path.open(f"{mode}b", buffering=0)
+            if mode == "w":
+                path.unlink(missing_ok=True)
+            self._file = files.append(path)
         except OSError as e:
             raise self._error(e) from e
 
@@ -36,7 +39,8 @@ class Journal:
             raise self._error(e) from e
 
     def _error(self, cause: OSError) -> StoreError:
-        advice = "free some space" if cause.errno in FULL else "check the drive, and the folder's owner and mode"
+        otherwise = ADVICE.get(cause.errno or 0, "check the drive, and the folder's owner and mode")
+        advice = "free some space" if cause.errno in FULL else otherwise
         return store_error(f"{self.path} cannot be written: {cause.strerror}: {advice}", cause)
 
     @property

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock import files
 from penstock.config import format_size
 from penstock.errors import StoreError
 from penstock.store.layout import ALIGN
@@ -22,10 +23,11 @@ _FICLONERANGE = 0x4020940D  # fcntl has it from Python 3.12 on
 _CANNOT_SHARE = frozenset({errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS})
 _ZEROS = 4 << 20  # bytes per write where a file system cannot preallocate
 
-_ADVICE = {
+ADVICE = {
     errno.EIO: "the drive or its file system failed: see the kernel's log (dmesg) and check the drive",
     errno.ENOSPC: "the space reserved at the start is gone: a copy-on-write file system? free some space",
     errno.EDQUOT: "the disk quota is used up: raise it, or use another directory",
+    errno.ELOOP: "remove the link, or put what it leads to in its place",
     errno.EROFS: "the file system has become read-only: see the kernel's log (dmesg)",
 }
 
@@ -44,7 +46,7 @@ def allocate(path: Path, nbytes: int) -> None:
         StoreError: the disk (or a quota, or a limit on file size) has no room; the caller removes the file.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = files.descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             _reserve(fd, nbytes)
             os.fsync(fd)
@@ -97,13 +99,13 @@ class PackedFile:
             StoreError: the file cannot be opened, or cannot be read directly although ``direct`` is True.
         """
         self.path = path
-        self._flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+        self._flags = os.O_RDWR if writable else os.O_RDONLY
         try:
             self._fd, self.direct = self._open(direct)
         except StoreError:
             raise
         except OSError as e:
-            advice = _ADVICE.get(e.errno or 0, "check its owner and mode")
+            advice = ADVICE.get(e.errno or 0, "check its owner and mode")
             raise store_error(f"{path} cannot be opened: {e.strerror}: {advice}", e) from e
         self.nbytes = os.fstat(self._fd).st_size
         self._grain = ALIGN if self.direct else 1  # where a transfer that stopped short may go on
@@ -117,12 +119,12 @@ class PackedFile:
             if direct:
                 raise StoreError(f"{message}: use another directory, or allow buffered I/O")
             warnings.warn(f"{message}: reading and writing through the page cache, which is slower", stacklevel=2)
-        return os.open(self.path, self._flags), False
+        return files.descriptor(self.path, self._flags), False
 
     def _open_direct(self) -> int | None:
         """A direct descriptor that has read a block, or None: some file systems refuse only at the first read."""
         try:
-            fd = os.open(self.path, self._flags | os.O_DIRECT)
+            fd = files.descriptor(self.path, self._flags | os.O_DIRECT)
         except OSError as e:
             if e.errno == errno.EINVAL:
                 return None
@@ -154,7 +156,7 @@ class PackedFile:
             try:
                 moved = call(self._fd, [view[done:]], offset + done)
             except OSError as e:
-                advice = _ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
+                advice = ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
                 raise store_error(self._failure(verb, offset, asked, done, f"{e.strerror}: {advice}"), e) from e
             ahead = (done + moved) // self._grain * self._grain  # direct I/O must go on from a block's start
             if ahead == done:
@@ -183,7 +185,7 @@ class PackedFile:
         except OSError as e:
             if e.errno in _CANNOT_SHARE:
                 return False
-            advice = _ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
+            advice = ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
             said = f"{self.path}: sharing of {nbytes} bytes of {source.path} at offset {start} failed"
             raise store_error(f"{said}: {e.strerror}: {advice}", e) from e
         return True
@@ -197,7 +199,7 @@ class PackedFile:
         try:
             os.fdatasync(self._fd)
         except OSError as e:
-            advice = _ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
+            advice = ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
             raise store_error(f"{self.path}: flush failed: {e.strerror}: {advice}", e) from e
         if not self.direct:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)

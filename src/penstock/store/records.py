@@ -9,8 +9,8 @@ from typing import Any
 
 import xxhash
 
+from penstock import files
 from penstock.errors import StoreError
-from penstock.store.directory import sync_directory
 from penstock.store.packed import store_error
 
 log = logging.getLogger("penstock")
@@ -58,16 +58,9 @@ def write_document(path: Path, kind: str, body: object) -> None:
     Raises:
         StoreError: it could not be written; what was there before is still there.
     """
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        with open(partial, "wb", opener=_private) as file:
-            file.write(encode(kind, body))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_directory(path.parent)
+        files.replace(path, encode(kind, body))
     except OSError as e:
-        partial.unlink(missing_ok=True)
         raise store_error(f"{path} cannot be written: {e.strerror}", e) from e
 
 
@@ -82,10 +75,6 @@ def read_document(path: Path, kind: str) -> Any:
     except OSError as e:
         raise store_error(f"{path} cannot be read: {e.strerror}: is this the right directory?", e) from e
     return decode(kind, text, path)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +118,7 @@ class CommitLog:
             ("commit.1", b""),
         ):
             try:
-                with open(directory / name, "xb", opener=_private) as file:
+                with files.create(directory / name) as file:
                     file.write(text.ljust(RESERVE))
                     file.flush()
                     os.fsync(file.fileno())
@@ -217,7 +206,7 @@ class CommitLog:
 
 def _overwrite(path: Path, text: bytes) -> None:
     """Replace all of a commit file, in place and durably."""
-    with open(path, "r+b") as file:
+    with files.update(path) as file:
         file.write(text.ljust(max(RESERVE, os.fstat(file.fileno()).st_size)))
         file.flush()
         os.fdatasync(file.fileno())
@@ -237,7 +226,7 @@ def _write_again(path: Path) -> None:
     slots. The bytes are the same, so a power cut in this very moment leaves either record whole.
     """
     try:
-        with open(path, "r+b") as file:
+        with files.update(path) as file:
             text = file.read()
             file.seek(0)
             file.write(text)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from penstock import files
 from penstock.config import TrackerName
 from penstock.errors import ConfigError
 
@@ -97,9 +98,7 @@ def start_trackers(names: Sequence[TrackerName], folder: Path, settings: Mapping
 
 def _keep(path: Path, known: Mapping[str, str]) -> None:
     """At once and whole: a kill must not leave a run that is known there and not here."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(known), encoding="utf-8")
-    partial.replace(path)
+    files.replace(path, json.dumps(known))
 
 
 @dataclass(kw_only=True)

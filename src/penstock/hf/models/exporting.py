@@ -7,7 +7,6 @@ layouts by transformers' own rules, tied weights once, buffers too. It appears u
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from penstock import files
 from penstock.config import parse_size
 from penstock.engine import Engine
 from penstock.errors import ConfigError, ModelError, StoreError
@@ -155,7 +155,7 @@ def write_adapter(
         try:
             save_adapter(folder.partial, model, values, shell.FLOATS[dtype] if dtype else None)
             companions(folder.partial)
-            _sync_files(folder.partial)
+            files.sync_tree(folder.partial, private=False)
         except OSError as error:
             raise _not_written(out, error) from error
         folder.finish()
@@ -170,7 +170,7 @@ def copy_companions(kept: Path, folder: Path, *, adapter: bool = False) -> None:
     for file in sorted(kept.iterdir()):
         tokens = file.name in TOKENIZER_FILES or file.suffix == ".jinja"
         if tokens or (not adapter and (file.name == GENERATION or file.suffix == ".py")):
-            shutil.copyfile(file, folder / file.name)
+            files.copy(file, folder / file.name, private=False)
 
 
 def write_folder(
@@ -199,9 +199,9 @@ def write_folder(
     )
     layouts = {file: lay_out({name: tensors[name] for name in own}) for file, own in split.filename_to_tensors.items()}
     with WholeFolder(out) as folder:
-        with ShardFiles(folder.partial, layouts) as files:
-            _fill(files, twin, steps, source.values, progress)
-            files.finish()
+        with ShardFiles(folder.partial, layouts) as shards:
+            _fill(shards, twin, steps, source.values, progress)
+            shards.finish()
         try:
             _write_config(folder.partial, source, kind)
             if split.is_sharded:
@@ -210,9 +210,10 @@ def write_folder(
                     "metadata": {"total_parameters": total, **split.metadata},
                     "weight_map": split.tensor_to_filename,
                 }
-                (folder.partial / INDEX).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+                text = json.dumps(body, indent=2, sort_keys=True) + "\n"
+                files.replace(folder.partial / INDEX, text, private=False)
             companions(folder.partial)
-            _sync_files(folder.partial)
+            files.sync_tree(folder.partial, private=False)
         except OSError as error:
             raise _not_written(out, error) from error
         folder.finish()
@@ -275,33 +276,33 @@ def _check_same(state: Mapping[str, torch.Tensor], values: Values) -> None:
             )
 
 
-def _fill(files: ShardFiles, twin: Any, steps: tuple[Step, ...], values: Values, progress: Progress) -> None:
+def _fill(shards: ShardFiles, twin: Any, steps: tuple[Step, ...], values: Values, progress: Progress) -> None:
     sizes = [sum(target.numel() * target.itemsize for target in step.targets.values()) for step in steps]
     done = 0
     for step, nbytes in zip(steps, sizes, strict=True):
         if step.copies:
             ((name, target),) = step.targets.items()
-            _copy(files, values, step.sources[0][0], name, target.dtype)
+            _copy(shards, values, step.sources[0][0], name, target.dtype)
         else:
-            _convert(files, twin, step, values)
+            _convert(shards, twin, step, values)
         done += nbytes
         progress(done, sum(sizes))
 
 
-def _copy(files: ShardFiles, values: Values, name: str, as_name: str, dtype: torch.dtype) -> None:
+def _copy(shards: ShardFiles, values: Values, name: str, as_name: str, dtype: torch.dtype) -> None:
     """Write a value as it is, piece by piece."""
     if name in values.buffers:
-        files.write(as_name, 0, _cast(values.buffers[name].cpu().reshape(-1), dtype, name))
+        shards.write(as_name, 0, _cast(values.buffers[name].cpu().reshape(-1), dtype, name))
         return
     numel = values.parameters[name].shape.numel()
     room = torch.empty(min(_PIECE, numel))
     for start in range(0, numel, _PIECE):
         piece = room[: min(_PIECE, numel - start)]
         values.read(name, start, piece)
-        files.write(as_name, start, _cast(piece, dtype, name))
+        shards.write(as_name, start, _cast(piece, dtype, name))
 
 
-def _convert(files: ShardFiles, twin: Any, step: Step, values: Values) -> None:
+def _convert(shards: ShardFiles, twin: Any, step: Step, values: Values) -> None:
     """Write what a step makes of its sources, which are in memory for as long as that takes."""
     dtype = next(iter(step.targets.values())).dtype
 
@@ -310,7 +311,7 @@ def _convert(files: ShardFiles, twin: Any, step: Step, values: Values) -> None:
         return _cast(whole, dtype, name)
 
     for name, tensor in step.convert(twin, read).items():
-        files.write(name, 0, tensor.reshape(-1))
+        shards.write(name, 0, tensor.reshape(-1))
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -336,13 +337,3 @@ def _write_config(folder: Path, source: Source, dtype: torch.dtype) -> None:
 def _not_written(out: Path, error: OSError) -> StoreError:
     advice = "free some space, or give another folder" if error.errno in FULL else "check the drive"
     return store_error(f"{out}: cannot be written: {error.strerror or error}: {advice}", error)
-
-
-def _sync_files(folder: Path) -> None:
-    for file in folder.iterdir():
-        if file.is_file():
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)

@@ -8,8 +8,8 @@ penstock.json           the rules by which the files' names and layouts became t
 """
 
 import json
-import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from penstock import files
 from penstock.errors import ConfigError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.folder import CONFIG, GENERATION, TOKENIZER_FILES, read_json
-from penstock.store.directory import sync_directory
 
 NOTES = "penstock.json"
 
@@ -54,8 +54,8 @@ def keep(
         ConfigError: it cannot be written.
     """
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
+        files.remove(partial)
         partial.mkdir()
         _write_config(partial, model, config, dtype)
         _write_generation(partial, model, source)
@@ -66,12 +66,14 @@ def keep(
         if source is not None and getattr(config, "auto_map", None):
             _copy(source, partial, [path.name for path in source.glob("*.py")])
         notes = {"rules": None if rules is None else mapping.rules_to_json(list(rules))}
-        (partial / NOTES).write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
+        files.replace(partial / NOTES, json.dumps(notes, indent=2) + "\n")
+        files.sync_tree(partial)
+        files.remove(folder)
         partial.rename(folder)
-        sync_directory(folder.parent)
+        files.sync_folder(folder.parent)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            files.remove(partial)
         raise ConfigError(f"{folder}: cannot keep the model's configuration there: {error}") from error
 
 
@@ -88,7 +90,7 @@ def _write_generation(folder: Path, model: Any, source: Path | None) -> None:
         return
     if source is not None and (source / GENERATION).is_file():
         # As it is: transformers refuses to write some that it reads, with settings that have no effect.
-        shutil.copyfile(source / GENERATION, folder / GENERATION)
+        files.copy(source / GENERATION, folder / GENERATION)
     else:
         model.generation_config.save_pretrained(folder)
 
@@ -96,7 +98,7 @@ def _write_generation(folder: Path, model: Any, source: Path | None) -> None:
 def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:
     for name in names:
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            files.copy(source / name, folder / name)
 
 
 def kept_model(folder: Path, *, trust_remote_code: bool = False) -> Kept:

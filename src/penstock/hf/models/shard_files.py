@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 
+from penstock import files
 from penstock.config import format_size
 from penstock.errors import StoreError
 from penstock.hf.models.shards import DTYPES
@@ -79,7 +80,9 @@ class ShardFiles:
             undo.callback(self.close)
             for file, layout in layouts.items():
                 try:
-                    self._fds[file] = os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                    self._fds[file] = files.descriptor(
+                        folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, private=False
+                    )
                     os.posix_fallocate(self._fds[file], 0, layout.nbytes)
                 except OSError as error:
                     raise self._failed(file, error) from error

@@ -1,0 +1,202 @@
+"""How files are written: never through a symbolic link that lies where the file should, and whole or not at all.
+
+A run's folder may come from somebody else. Whatever lies there under a name that a command writes, be it a link to
+another file of the user's or a pipe, is not written through: it is replaced where the file is replaced, and refused
+where the file is added to or changed in place.
+
+| function | what becomes of the path |
+|---|---|
+| `create` | a new file; there must be nothing |
+| `append`, `update` | a file that goes on growing, or is changed in place |
+| `replace` | the old file or the new one, whenever somebody looks, and after a power cut too |
+| `made_once` | a folder whose name says what is in it: there whole or not at all, whoever makes it first |
+| `write_named` | what the user has named as a command's output: as any program writes, through links |
+| `sync_folder`, `sync_tree`, `make_folder` | names and files that survive a power cut |
+
+What is private is readable by its owner only. Errors are OSErrors; whoever calls says what was being done.
+"""
+
+import errno
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, cast
+
+PARTIAL = ".partial"
+_PRIVATE, _ORDINARY = 0o600, 0o666  # the second less the umask
+
+
+def create(path: Path, *, private: bool = True) -> BinaryIO:
+    """A new file, open for writing.
+
+    Raises:
+        OSError: there is something already, be it a link that leads nowhere.
+    """
+    return open(path, "xb", opener=_opener(private))
+
+
+def append(path: Path) -> BinaryIO:
+    """A file, made if it is missing, that is added to; nothing waits in memory.
+
+    Raises:
+        OSError: what is there is a link, or no file.
+    """
+    return cast(BinaryIO, open(path, "ab", buffering=0, opener=_opener(private=True)))
+
+
+def update(path: Path) -> BinaryIO:
+    """A file that is there, open for reading and for writing in place.
+
+    Raises:
+        OSError: there is none, or what is there is a link, or no file.
+    """
+    return cast(BinaryIO, open(path, "r+b", opener=_opener(private=True)))
+
+
+def descriptor(path: Path, flags: int, *, private: bool = True) -> int:
+    """``os.open`` of a file, without following a link to one and without waiting for the other end of a pipe.
+
+    Raises:
+        OSError: what is there is a link, or no file.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, _PRIVATE if private else _ORDINARY)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed here", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    os.set_blocking(fd, True)
+    return fd
+
+
+def _opener(private: bool) -> Callable[[str, int], int]:
+    return lambda path, flags: descriptor(Path(path), flags, private=private)
+
+
+def replace(path: Path, content: str | bytes, *, private: bool = True) -> None:
+    """Write a file so that whoever looks, after a kill or a power cut too, finds the old one or the new one, whole.
+
+    Raises:
+        OSError: it could not be written; what was there before is still there.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        partial.unlink(missing_ok=True)  # a killed process's, or what lies in wait for us
+        with create(partial, private=private) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+@contextmanager
+def made_once(folder: Path, *, private: bool = True) -> Iterator[Path]:
+    """Make a folder that is the same whoever makes it: yields an empty one beside it, which then takes its name.
+
+    If another process was faster, its folder stands and ours is removed.
+
+    Raises:
+        OSError: it could not be made; nothing is left.
+    """
+    make_folder(folder.parent)
+    partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}{PARTIAL}")
+    partial.mkdir()
+    try:
+        yield partial
+        sync_tree(partial, private=private)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        sync_folder(folder.parent)
+    finally:
+        with suppress(OSError):
+            remove(partial)
+
+
+def write_named(path: Path, content: str | bytes) -> None:
+    """Write to where the user has said, a link or a device if that is what it names.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def copy(source: Path, target: Path, *, private: bool = True) -> None:
+    """A new file with what is in another one, in the place of what is there.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    target.unlink(missing_ok=True)
+    with open(source, "rb") as given, create(target, private=private) as file:
+        shutil.copyfileobj(given, file)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all that is in it; does nothing where there is none.
+
+    Raises:
+        OSError: it could not be removed.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those that it is in, as far as they are missing, so that they survive a power cut.
+
+    Raises:
+        OSError: it could not be made.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable: a file that was renamed is only safe once its folder is.
+
+    Raises:
+        OSError: they could not be made so.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(folder: Path, *, private: bool = True) -> None:
+    """Make a folder that others have written into durable, with all that is in it; and private, if it is to be.
+
+    Raises:
+        OSError: it could not be made so.
+    """
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            fd = descriptor(Path(place) / name, os.O_RDONLY)
+            try:
+                if private:
+                    os.fchmod(fd, _PRIVATE)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        sync_folder(Path(place))
