@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.cli import settings
 from penstock.cli.located import dump_yaml, parse_yaml
 from penstock.cli.train_help import train_help
-from penstock.config import Budget, TrainConfig
+from penstock.config import Budget, SourceConfig, TrainConfig
 from penstock.errors import ConfigError
 
 MINIMAL = """\
@@ -50,6 +50,11 @@ def test_a_file_becomes_the_dataclass_with_defaults(config_file: Path) -> None:
     assert config.optimizer.name == "adamw"
     assert config.model.config["rms_norm_eps"] == 1e-5
     assert config.budget == Budget(device="64MiB", host="24MiB", disk="runs/x/store")
+
+
+def test_a_source_may_be_its_path_alone(config_file: Path) -> None:
+    data = settings.load(config_file, [("data.sources", "[a.jsonl, {path: b.txt, kind: text}]")]).data
+    assert data.each_source == (SourceConfig(path="a.jsonl"), SourceConfig(path="b.txt", kind="text"))
 
 
 def test_flags_win_over_the_file(config_file: Path) -> None:

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import TextIO
 
 from penstock.cli.arguments import RESUME_HELP, USAGE, parse_resume, parse_train
+from penstock.cli.named_files import check_named_files
 from penstock.cli.run_folder import Start, settings_of
 from penstock.cli.settings import dump, load
 from penstock.cli.showing.display import fail
@@ -137,6 +138,8 @@ def _resume(words: Sequence[str]) -> int:
 
 
 def _run(config: TrainConfig, start: Start) -> int:
+    with _needing_hf("train"):
+        check_named_files(config, start)
     # Threads of torch that wait by spinning take the cores from the lanes' own threads. OpenMP reads this when torch is
     # loaded, which is here: on a busy two-core machine it makes a step several times faster (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,7 +1,7 @@
 """What it is trained on."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from penstock.config.sizes import parse_size
 from penstock.errors import ConfigError
@@ -25,6 +25,9 @@ class SourceConfig:
     | ``split``, ``subset``, ``revision`` | of a data set on the hub |
     | ``dtype`` | of a raw file of token ids (``.bin``): ``uint16`` or ``uint32`` |
     """
+
+    shorthand: ClassVar[str] = "path"
+    """the field that a plain text in the place of the section stands for"""
 
     path: str
     weight: float | None = None
@@ -123,9 +126,9 @@ class DataConfig:
 
     | field | meaning |
     |---|---|
-    | ``sources`` | a path (see below), or a list of mappings: ``path``, ``weight``, ``kind``, ``limit``, ``split``,
-    ``subset``, ``revision``, ``dtype``. A path is a file (JSONL, Parquet, text, ``.tokens``), a folder, a glob pattern,
-    a data set on the hub, or ``stdlib`` |
+    | ``sources`` | a path (see below), or a list of paths and mappings: ``path``, ``weight``, ``kind``, ``limit``,
+    ``split``, ``subset``, ``revision``, ``dtype``. A path is a file (JSONL, Parquet, text, ``.tokens``), a folder, a
+    glob pattern, a data set on the hub, or ``stdlib`` |
     | ``sequence_length`` | tokens in one sequence |
     | ``packing`` | true: whole documents share a sequence, and none attends to another; false: one document each,
     padded; ``continuous``: documents one after the other, cut every ``sequence_length`` tokens |

@@ -10,7 +10,26 @@
 May import: ``config``, ``errors``.
 """
 
-from penstock.data.batches import Batches, HeldOut, Step
-from penstock.data.token_files import write_tokens
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.data.batches import Batches, HeldOut, Step
+    from penstock.data.token_files import write_tokens
+
+_WHERE = {
+    "Batches": "penstock.data.batches",
+    "HeldOut": "penstock.data.batches",
+    "Step": "penstock.data.batches",
+    "write_tokens": "penstock.data.token_files",
+}
 
 __all__ = ["Batches", "HeldOut", "Step", "write_tokens"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch only when it is asked for: whether a source is there is said without."""
+    from importlib import import_module
+
+    if name not in _WHERE:
+        raise AttributeError(f"module 'penstock.data' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)

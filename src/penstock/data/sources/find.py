@@ -8,7 +8,6 @@ from pathlib import Path
 from penstock.config import SourceConfig
 from penstock.data.sources.hub import open_dataset
 from penstock.data.sources.jsonl import JsonLines
-from penstock.data.sources.parquet import Parquet
 from penstock.data.sources.reader import Reader
 from penstock.data.sources.text import TextFiles, in_order, stdlib
 from penstock.errors import ConfigError
@@ -31,6 +30,16 @@ def open_source(source: SourceConfig, *, streaming: bool) -> Reader | tuple[Path
     Raises:
         ConfigError: there is nothing there, of several kinds, or of a kind that is not read.
     """
+    here = local_source(source)
+    return open_dataset(source, streaming=streaming) if here is None else here
+
+
+def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
+    """As ``open_source``, of a source that is here; None: it may be a data set on the hub. Imports no torch.
+
+    Raises:
+        ConfigError: as ``open_source``.
+    """
     if source.path == "stdlib":
         _check_keys(source, text=True)
         return TextFiles(files=stdlib(), limit=source.limit_bytes)
@@ -39,7 +48,7 @@ def open_source(source: SourceConfig, *, streaming: bool) -> Reader | tuple[Path
         if not _HUB_NAME.fullmatch(source.path) or Path(source.path).suffix in _JSON | _TOKENS | _TEXT | {".parquet"}:
             raise ConfigError(f"data: {source.path!r} matches no file (relative to {os.getcwd()})")
         _check_keys(source, hub=True)
-        return open_dataset(source, streaming=streaming)
+        return None
     group = _group(source.path, files)
     _check_keys(source, text=group == "text")
     if group == "tokens":
@@ -52,7 +61,11 @@ def open_source(source: SourceConfig, *, streaming: bool) -> Reader | tuple[Path
         if source.kind not in (None, "text"):
             raise ConfigError(f"data: {source.path!r} is plain text, not kind: {source.kind}")
         return TextFiles(files=in_order(_named(files)), limit=source.limit_bytes)
-    return JsonLines(files=files) if group == "JSON" else Parquet(files=files)
+    if group == "JSON":
+        return JsonLines(files=files)
+    from penstock.data.sources.parquet import Parquet  # pyarrow, which no other kind needs
+
+    return Parquet(files=files)
 
 
 def _named(files: tuple[Path, ...]) -> dict[str, Path]:

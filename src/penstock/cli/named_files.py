@@ -1,0 +1,61 @@
+"""The files that settings name, looked for before torch and transformers are imported: that takes seconds."""
+
+from pathlib import Path
+
+from penstock.cli.run_folder import Start
+from penstock.config import DataConfig, ModelConfig, TrainConfig
+from penstock.config.data import each_source
+from penstock.errors import ConfigError
+
+
+def check_named_files(config: TrainConfig, start: Start) -> None:
+    """Refuse what is not there, with the messages of those who read it. What may be on the hub is left to them.
+
+    A run that goes on needs its data; its model it keeps itself.
+
+    Raises:
+        ConfigError: a schedule, a folder of a model, a source of data, a tokenizer or a template is missing.
+    """
+    if isinstance(config.schedule, Path) and not config.schedule.exists():
+        raise ConfigError(
+            f"schedule={str(config.schedule)!r}: must be vertical, horizontal or a file, and there is no such file"
+        )
+    _check_data(config.data)
+    if start != "resume":
+        _check_model(config.model)
+
+
+def _check_data(data: DataConfig) -> None:
+    from penstock.data.sources.find import local_source
+
+    held_out = data.validation.sources if data.validation is not None else None
+    for source in (*data.each_source, *(each_source(held_out) if held_out is not None else ())):
+        local_source(source)
+    for key in ("tokenizer", "chat_template"):
+        given = getattr(data, key)
+        if not isinstance(given, str) or Path(given).expanduser().exists():
+            continue
+        if key == "chat_template" or _is_a_path(given):
+            raise ConfigError(f"data.{key}={given!r}: there is no such file or folder")
+
+
+def _check_model(model: ModelConfig) -> None:
+    if not isinstance(model.config, str) and not model.path:
+        return
+    path = Path(model.source).expanduser()
+    if not path.exists() and not _is_a_path(model.source):
+        return  # perhaps a name on the hub
+    from penstock.hf.models.folder import CONFIG, resolve, weight_files
+
+    if model.config is not None and path.is_file() and path.name == CONFIG:
+        return
+    folder = resolve(model.source, revision=model.revision, weights=False)
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder}: it has no {CONFIG}: give the folder of a Hugging Face model")
+    if model.path:
+        weight_files(folder)
+
+
+def _is_a_path(name: str) -> bool:
+    """Whether a name is of no shape that a name on the hub may have."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
