@@ -9,76 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import MODELS, VOCABULARY, Case
-from tests.tape_reference import Bench, Gradients, horizontal, plain_step, relative_error, vertical
+from tests.models import MODELS
+from tests.stacks import Layer, Stack, assert_exact, refused, stack
+from tests.tape_reference import Bench, horizontal, plain_step, relative_error, vertical
 from torch import nn
 
 from penstock.errors import ModelError
 from penstock.tape.blocks import Block
 
-WIDTH = 8
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
-class Stack(nn.Module):
-    """Three layers between an embedding and a head. ``run`` is what the model's forward does with the layers."""
-
-    def __init__(self, layer: type[nn.Module] = Layer, run: Callable[[Any, torch.Tensor], Any] | None = None) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(layer() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.run = run
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        if self.run is not None:
-            x = self.run(self, x)
-        else:
-            for layer in self.layers:
-                x = layer(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
-
-
-def stack(layer: type[nn.Module] = Layer, run: Callable[[Any, torch.Tensor], Any] | None = None) -> Case:
-    return Case(
-        build=lambda: Stack(layer, run),
-        micro_batch=MODELS["skips"].micro_batch,
-        blocks=3,
-        loss_fn=lambda model, micro_batch: model(**micro_batch),
-    )
-
-
-def both(case: Case, change: Callable[[Any], object] = lambda model: None) -> tuple[Gradients, Gradients, Bench]:
-    """Gradients by the tape, with everything moving, and by a plain loop, in float64."""
-    model = case.model().double()
-    change(model)
-    plain = copy.deepcopy(model)
-    micro_batches, weights = case.micro_batches(3), [0.2, 0.3, 0.5]
-    bench = Bench(case, model, moving=True)
-    bench.probe(micro_batches[0])
-    _, found = bench.step(micro_batches, weights)
-    modules = dict(plain.named_modules())
-    blocks = [Block(name=b.name, module=modules[b.name]) for b in bench.blocks]
-    _, wanted = plain_step(case, plain, blocks, bench.stages, micro_batches, weights)
-    return found, wanted, bench
-
-
-def assert_exact(case: Case, change: Callable[[Any], object] = lambda model: None) -> Bench:
-    found, wanted, bench = both(case, change)
-    assert relative_error(found, wanted) <= 1e-12
-    return bench
 
 
 # -- how blocks are called ------------------------------------------------------------------------------------------
@@ -207,7 +146,7 @@ def freeze_all_but_biases(model: nn.Module) -> None:
 
 
 def test_frozen_blocks_are_not_recomputed() -> None:
-    bench = assert_exact(stack(), freeze_below)
+    _, bench = assert_exact(stack(), freeze_below)
     assert [s.backward_reads == s.gradients == () for s in bench.stages[:3]] == [True] * 3
     assert bench.stages[2].gradient == 0
     calls = []
@@ -218,7 +157,7 @@ def test_frozen_blocks_are_not_recomputed() -> None:
 
 
 def test_trainable_parameters_above_frozen_ones() -> None:
-    bench = assert_exact(stack(), freeze_all_but_biases)
+    _, bench = assert_exact(stack(), freeze_all_but_biases)
     assert bench.stages[0].gradients == ()
     assert all(s.gradients for s in bench.stages[1:])
 
@@ -380,21 +319,6 @@ def test_an_error_closes_the_siblings_and_leaves_the_tape_usable() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     _, found = bench.step(micro_batches, [1.0] * 3)
     assert all(torch.equal(found[name], g) for name, g in wanted.items())
-
-
-def refused(case: Case, change: Callable[[Any], object] = lambda model: None) -> str:
-    model = case.model()
-    change(model)
-    with pytest.raises(ModelError) as caught:
-        one_step(case, model)
-    return str(caught.value)
-
-
-def one_step(case: Case, model: nn.Module) -> None:
-    bench = Bench(case, model)
-    bench.probe(case.micro_batches(1)[0])
-    bench.load_all()
-    bench.step(case.micro_batches(2), [1.0, 1.0])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])

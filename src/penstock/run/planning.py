@@ -1,7 +1,7 @@
 """From micro-batches to a runner: probe the model once, fit a plan, keep it for every step that it has room for."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -29,7 +29,7 @@ from penstock.schedule.program import Program, Stage
 from penstock.schedule.world import World
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
-from penstock.tape.passage import StageFacts
+from penstock.tape.passage import Facts, StageFacts
 
 log = logging.getLogger("penstock")
 
@@ -87,14 +87,23 @@ def _join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, .
     """
     joined = []
     for same in zip(*probed, strict=True):
-        if len({(f.offload, f.call.output_needs_grad) for f in same}) > 1:
+        if len({f.offload for f in same}) > 1:
             raise ModelError(
                 f"micro-batches of different shapes use the outputs of block {same[0].site and same[0].site.name!r} in "
                 "different ways: give each step micro-batches of one shape"
             )
         buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
-        joined.append(replace(same[0], call=replace(same[0].call, buffers=buffers)))
+        call = Facts(output_needs_grad=_any_needs(f.call.output_needs_grad for f in same), buffers=buffers)
+        joined.append(replace(same[0], call=call))
     return tuple(joined)
+
+
+def _any_needs(known: Iterable[tuple[bool, ...] | None]) -> tuple[bool, ...] | None:
+    """Which outputs need a gradient for any micro-batch; None, and so all of them, where one of them could not tell."""
+    found = tuple(known)
+    if any(needs is None for needs in found) or len({len(needs) for needs in found if needs is not None}) > 1:
+        return None
+    return tuple(any(same) for same in zip(*(needs for needs in found if needs is not None), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,16 +88,10 @@ def frontier(roots: Iterable[Node], start: int) -> Frontier:
     return Frontier(leaves=list(leaves.items()), edges=list(edges.values()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arrived:
-    """Gradients that reached the ends of a part of a graph."""
-
-    leaves: list[tuple[torch.Tensor, torch.Tensor]]
-    edges: list[tuple[GradientEdge, torch.Tensor]]
-
-
-def backward_part(roots: list[tuple[GradientEdge, torch.Tensor]], starts: Iterable[int]) -> Arrived:
-    """Run a stage's part of a graph backward from ``roots`` (emptied).
+def backward_part(
+    roots: list[tuple[GradientEdge, torch.Tensor]], starts: Iterable[int]
+) -> list[tuple[GradientEdge, torch.Tensor]]:
+    """Run a stage's part of a graph backward from ``roots`` (emptied). The gradients that reached older nodes.
 
     ``starts`` are the first node numbers of the stage and of all earlier ones, descending. Where the stage cannot be
     separated from an earlier one, the earlier one's nodes are run along with it, and kept for their own turn; the sums
@@ -112,17 +106,14 @@ def backward_part(roots: list[tuple[GradientEdge, torch.Tensor]], starts: Iterab
     targets = [*(GradientEdge(node, 0) for node, _ in ends.leaves), *ends.edges]
     if not targets:
         roots.clear()
-        return Arrived(leaves=[], edges=[])
+        return []
     edges, gradients = [edge for edge, _ in roots], [gradient for _, gradient in roots]
     roots.clear()
     got: Sequence[torch.Tensor | None] = torch.autograd.grad(
         edges, targets, gradients, allow_unused=True, retain_graph=shared
     )
-    split = len(ends.leaves)
-    return Arrived(
-        leaves=[(t, g) for (_, t), g in zip(ends.leaves, got[:split], strict=True) if g is not None],
-        edges=[(e, g) for e, g in zip(ends.edges, got[split:], strict=True) if g is not None],
-    )
+    arrived = got[len(ends.leaves) :]
+    return [(e, g) for e, g in zip(ends.edges, arrived, strict=True) if g is not None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
     """Up to a few thousand of a tensor's elements, in fp64, unseen by whoever watches ops."""
     with torch.no_grad(), _disable_current_modes():
         flat = tensor.detach().flatten()
-        return flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].double()
+        part = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE]
+        return part.to(torch.float64, copy=True)  # the tensor may be changed in place
 
 
 def alike(before: torch.Tensor, tensor: torch.Tensor) -> bool:

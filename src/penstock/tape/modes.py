@@ -1,17 +1,56 @@
-"""torch's switches of a thread, captured and applied again."""
+"""torch's switches, which a suspended forward must carry by itself: captured and applied again.
 
+Some belong to a thread (grad mode, autocast), some to the process (the default dtype, which kernels are allowed). What
+cannot be carried, as it is a stack that others go on building on, is refused where a block is called inside of it.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+
+from penstock.errors import ModelError
+
+_Switch = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def _attribute(module: Any, name: str) -> _Switch:
+    return partial(getattr, module, name), partial(setattr, module, name)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+_CUDA: Any = torch.backends.cuda
+_SWITCHES: tuple[_Switch, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_deterministic, _set_deterministic),
+    (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
+    (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
+    (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
+    (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
+    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    _attribute(torch.backends.mkldnn, "enabled"),
+)
+"""Of the whole process: how each is read, and how it is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Modes:
-    """torch's thread-local switches, which a greenlet must carry by itself."""
+    """torch's switches as they stand at one place of a forward."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
+    switches: tuple[Any, ...]
 
     @classmethod
     def capture(cls, device_types: tuple[str, ...]) -> "Modes":
@@ -19,6 +58,7 @@ class Modes:
             grad=torch.is_grad_enabled(),
             autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types),
             autocast_cache=torch.is_autocast_cache_enabled(),
+            switches=tuple(read() for read, _ in _SWITCHES),
         )
 
     def apply(self) -> None:
@@ -30,3 +70,49 @@ class Modes:
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
+        for (read, set_to), value in zip(_SWITCHES, self.switches, strict=True):
+            if read() != value:
+                set_to(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """How high torch's stacks of a thread are. What is on them is in effect for whoever runs, so a forward that is
+    suspended with something of its own on one of them would change what the others compute.
+    """
+
+    function_modes: int
+    dispatch_modes: int
+    saved_tensors: Any
+
+    @classmethod
+    def capture(cls) -> "Stacks":
+        return cls(
+            function_modes=torch._C._len_torch_function_stack(),
+            dispatch_modes=torch._C._len_torch_dispatch_stack(),
+            saved_tensors=torch._C._autograd._top_saved_tensors_default_hooks(True),
+        )
+
+
+def refuse_stacked(name: str, before: Stacks) -> None:
+    """Raise ModelError when block ``name`` is called inside of what a suspended forward cannot carry.
+
+    ``before``: when the forward was last resumed.
+    """
+    now = Stacks.capture()
+    if torch.is_inference_mode_enabled():
+        what, instead = "torch.inference_mode()", "use torch.no_grad(), whose outputs training can go on with"
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        what, instead = "a transform of torch.func (grad, vmap, jvp)", "transform what is inside of a block, or none"
+    elif forward_ad._current_level >= 0:
+        what, instead = "forward-mode differentiation", "use it inside of a block, or not at all"
+    elif now.saved_tensors != before.saved_tensors:
+        what = "saved_tensors_hooks (torch.utils.checkpoint, save_on_cpu)"
+        instead = "leave them out: Penstock recomputes blocks by itself, and the budget says where activations live"
+    elif now.function_modes != before.function_modes:
+        what, instead = "a mode for torch functions, such as `with torch.device(...)`", "end it before the call"
+    elif now.dispatch_modes != before.dispatch_modes:
+        what, instead = "a mode that watches or changes torch's operations", "end it before the call"
+    else:
+        return
+    raise ModelError(f"block {name!r} is called inside of {what}, which would be in effect for others, too: {instead}")

@@ -2,14 +2,13 @@
 
     passage     a greenlet that runs the model's own forward for one micro-batch
     arrival     the passage is suspended at a block call, its arguments in hand
-    cut         the block has run without a graph, and its outputs are now fresh leaves: autograd's graph ends here
+    cut         the block has run without a graph, and autograd's graph ends behind its outputs (``cut``)
     call        what is kept of a block call for its recomputation: the inputs (the checkpoint) and the leaves
 
 All of it runs in one thread: greenlets are bound to the thread that made them.
 """
 
 import contextvars
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,8 +22,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import ModelError
 from penstock.tape import graph, trees
 from penstock.tape.blocks import refuse_cache
+from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
 from penstock.tape.likeness import alike, sample
-from penstock.tape.modes import Modes
+from penstock.tape.modes import Modes, Stacks, refuse_stacked
 
 Event = Literal["call", "cut", "done"]
 LossFn = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
@@ -66,41 +66,6 @@ class StageFacts:
     site: Site | None
     call: Facts
     offload: tuple[trees.Place, ...]
-
-
-class Leaf:
-    """The gradient that has come so far to an output of a block call, where the graph was cut.
-
-    It does not hold the tensor: once nothing else does, its memory is free, and no gradient can come any more.
-    """
-
-    __slots__ = ("gradient",)
-
-    def __init__(self) -> None:
-        self.gradient: torch.Tensor | None = None
-
-    def add(self, gradient: torch.Tensor) -> None:
-        self.gradient = gradient if self.gradient is None else self.gradient + gradient
-
-    def take(self) -> torch.Tensor | None:
-        gradient, self.gradient = self.gradient, None
-        return gradient
-
-
-class Leaves:
-    """Finds the leaf of a tensor, by identity, for as long as the tensor lives."""
-
-    def __init__(self) -> None:
-        self._leaves: dict[int, tuple[Leaf, weakref.ref[torch.Tensor]]] = {}
-
-    def make(self, tensor: torch.Tensor) -> Leaf:
-        key, leaf, leaves = id(tensor), Leaf(), self._leaves
-        leaves[key] = (leaf, weakref.ref(tensor, lambda _: leaves.pop(key, None)))
-        return leaf
-
-    def of(self, tensor: torch.Tensor) -> Leaf | None:
-        found = self._leaves.get(id(tensor))
-        return None if found is None else found[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +125,12 @@ class Passage:
         self.samples: dict[int, list[torch.Tensor]] | None = None  # of each call's outputs, in a probe
         self.starts: dict[int, int] = {}  # stage -> number of the first autograd node of its segment code
         self.calls: dict[int, Call] = {}
-        self.leaves = Leaves()
         self.pending = graph.Pending()
         self._stage = 0
         self._device_types = ("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type)
         self._modes: Modes | None = None
+        self._stacks = Stacks.capture()
+        self._shared = SharedMemory()  # in a probe
         self._carrier: Any = greenlet(lambda: self._run(model, loss_fn, micro_batch))
         self._carrier.penstock_passage = self  # a block's boundary finds it there
         self._carrier.gr_context = contextvars.copy_context()
@@ -175,7 +141,7 @@ class Passage:
         """Let the model's code run on, as part of ``stage``, up to its next event."""
         assert self._carrier is not None, "the forward has ended"
         self._stage = stage
-        outer = Modes.capture(self._device_types)
+        outer, self._stacks = Modes.capture(self._device_types), Stacks.capture()
         if self._modes is None:
             torch.set_grad_enabled(self.train)
         else:
@@ -203,11 +169,11 @@ class Passage:
         self.arrival = None
         self.outputs = []
         self.calls.clear()
-        self.leaves = Leaves()
         self.pending = graph.Pending()
 
     def arrive(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block call inside the greenlet: suspended, then run and cut, then suspended again."""
+        refuse_stacked(site.name, self._stacks)
         refuse_cache(site.name, (args, kwargs))
         self.arrival = Arrival(site=site, tensors=trees.places((args, kwargs)))
         self._suspend("call")
@@ -220,6 +186,7 @@ class Passage:
 
     def _run(self, model: nn.Module, loss_fn: LossFn, micro_batch: Mapping[str, Any]) -> Event:
         loss: object = loss_fn(model, micro_batch)
+        self._shared.look()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ModelError(
@@ -230,6 +197,8 @@ class Passage:
         return "done"
 
     def _suspend(self, event: Event) -> None:
+        if event == "call":
+            self._shared.look()
         self._carrier.parent.switch(event)
 
     def _end(self) -> None:
@@ -264,18 +233,21 @@ class Passage:
                 output = site.forward(*args, **kwargs)
         finally:
             self.in_block = False
-        if any(t._version != v for t, v in zip(inputs, versions, strict=True)):
-            raise ModelError(
-                f"block {site.name!r} changes one of its inputs in place, so it cannot be recomputed from them: "
-                "write the result to a new tensor"
-            )
-        leaves: list[Leaf] = []
-        cut = self._cut(site, inputs, leaves)
-        output = trees.replace(output, cut)
-        trees.settle(live, before, cut)
+        changed = any(t._version != v for t, v in zip(inputs, versions, strict=True))
+        self.starts[self._stage] = graph.next_number()
+        cuts = Cuts(inputs, self._wants_gradient(site, inputs, modes))
+        output = trees.replace(output, cuts)
+        trees.settle(live, before, cuts)
+        self.outputs = cuts.outputs
         if self.samples is not None:
             self.samples[self._stage] = [sample(t) for t in self.outputs]
+            self._shared.watch(site.name, self.outputs)
         if any(t.requires_grad for t in self.outputs):
+            if changed:
+                raise ModelError(
+                    f"block {site.name!r} changes one of its inputs in place, so it cannot be recomputed from them: "
+                    "write the result to a new tensor"
+                )
             self.calls[self._stage] = Call(
                 site=site,
                 inputs=before,
@@ -283,34 +255,20 @@ class Passage:
                 containers=tuple(var for var, _ in held),
                 context=context,
                 modes=modes,
-                outputs=tuple(leaves),
+                outputs=tuple(cuts.leaves),
                 buffers=saved,
             )
         return output
 
-    def _cut(self, site: Site, inputs: list[torch.Tensor], leaves: list[Leaf]) -> trees.Replace:
-        """Makes each output a leaf, once. An input that is handed through keeps its identity."""
-        passed = {id(t): t for t in inputs}
-        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def _wants_gradient(
+        self, site: Site, inputs: list[torch.Tensor], modes: Modes
+    ) -> Callable[[int, torch.Tensor], bool]:
+        """Whether an output of a call may get a gradient. Without grad mode only if the block has switched it on."""
+        if not modes.grad:
+            return lambda _, tensor: tensor.requires_grad
+        known = self.facts.output_needs_grad or ()
         needs_grad = site.trainable or any(t.requires_grad for t in inputs)
-        known = self.facts.output_needs_grad
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in passed or isinstance(tensor, nn.Parameter):
-                return tensor
-            if id(tensor) in made:
-                return made[id(tensor)][1]
-            leaf = tensor.detach()
-            wanted = known[len(made)] if known is not None and len(made) < len(known) else needs_grad
-            if wanted and leaf.is_floating_point():
-                leaf.requires_grad_()
-            made[id(tensor)] = (tensor, leaf)
-            leaves.append(self.leaves.make(leaf))
-            self.outputs.append(leaf)
-            return leaf
-
-        self.outputs = []
-        return cut
+        return lambda position, _: known[position] if position < len(known) else needs_grad
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -325,11 +283,7 @@ class Passage:
             return
         starts = sorted({s for s in self.starts.values() if s <= start}, reverse=True)
         arrived = graph.backward_part(roots, starts)
-        for tensor, gradient in arrived.leaves:
-            leaf = self.leaves.of(tensor)
-            if leaf is not None:  # otherwise a parameter, whose hook has had it
-                leaf.add(gradient)
-        for edge, gradient in arrived.edges:
+        for edge, gradient in arrived:
             self.pending.add(edge, gradient)
 
     def reached(self, stage: int) -> tuple[bool, ...]:
@@ -395,7 +349,7 @@ class Passage:
             call.context.copy().run(_run_only_again, call, trees.replace(call.inputs, other))
 
     def _route(self, source: torch.Tensor, gradient: torch.Tensor) -> None:
-        leaf = self.leaves.of(source)
+        leaf = leaf_of(source)
         if leaf is not None:
             leaf.add(gradient)
         elif source.grad_fn is not None:
@@ -463,13 +417,13 @@ def _run_only_again(call: Call, live: Any) -> None:
 
 
 def _run_again(call: Call, live: Any) -> list[torch.Tensor]:
+    """Run a block as it was called, with the grad mode that it was called with."""
     args, kwargs, values = live
     before = trees.snapshot(live)
     passed = {id(t) for t in trees.tensors(before)}
     for var, value in zip(call.containers, values, strict=True):
         var.set(value)
-    with torch.enable_grad():
-        output = call.site.forward(*args, **kwargs)
+    output = call.site.forward(*args, **kwargs)
     made: dict[int, torch.Tensor] = {}
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:

@@ -223,6 +223,8 @@ class Probe:
                 with self._measuring(leg.backward):
                     self._tape.backward_code(passage, index)
                 continue
+            with self._measuring(leg.backward):
+                self._tape.backward_code(passage, index)
             leg.reached = passage.reached(index)
             if any(leg.reached):
                 with self._measuring(leg.backward, leg.site):

@@ -284,7 +284,6 @@ class Tape:
             self.run_call(passage, stage, facts.call)
             event = "cut"
             if self.facts[stage + 1].site is not None:
-                passage.starts[stage] = graph.next_number()
                 event = passage.resume(stage)
         self._check_event(passage, stage, event)
         self._note_checkpoint(passage, stage)
@@ -319,7 +318,6 @@ class Tape:
         passage.facts = facts
         event = passage.resume(stage)
         assert event == "cut"
-        passage.starts[stage] = graph.next_number()
 
     def run_loss(self, passage: Passage, weight: float) -> torch.Tensor:
         """Take the loss of a passage that has ended and run the epilogue backward. Returns the loss, detached."""

@@ -1,0 +1,116 @@
+"""Tiny models for one peculiarity each: three layers between an embedding and a head, in float64 against a plain loop.
+
+A *change* is made to the model before the tape has it, and to the copy that the plain loop trains.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.models import VOCABULARY, Case, MicroBatch, _tokens
+from tests.tape_reference import Bench, Gradients, Order, plain_step, relative_error, vertical
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.tape.blocks import Block
+
+WIDTH = 8
+WEIGHTS = (0.2, 0.3, 0.5)
+LENGTHS = (12, 8, 10)
+
+Run = Callable[[Any, torch.Tensor], Any]
+Change = Callable[[Any], object]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Stack(nn.Module):
+    """Three layers between an embedding and a head. ``run`` is what the model's forward does with the layers."""
+
+    def __init__(self, layer: type[nn.Module] = Layer, run: Run | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.run = run
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        if self.run is not None:
+            x = self.run(self, x)
+        else:
+            for layer in self.layers:
+                x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def tokens_only(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
+    return {"tokens": _tokens(generator, rows, length)}
+
+
+def stack(layer: type[nn.Module] = Layer, run: Run | None = None) -> Case:
+    return of(lambda: Stack(layer, run))
+
+
+def of(build: Callable[[], nn.Module]) -> Case:
+    """A case of any model that takes tokens and returns a loss."""
+    return Case(build=build, micro_batch=tokens_only, blocks=3, loss_fn=lambda model, mb: model(**mb))
+
+
+def unequal(case: Case, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[MicroBatch]:
+    return [case.micro_batches(1, seed=seed + m, length=length)[0] for m, length in enumerate(lengths)]
+
+
+def both(
+    case: Case, change: Change = lambda model: None, order: Order = vertical, steps: int = 1
+) -> tuple[list[Gradients], list[Gradients], Bench]:
+    """Each step's gradients by the tape, with everything moving, and by a plain loop. Micro-batches are unequal."""
+    model = case.model().double()
+    plain = copy.deepcopy(model)
+    change(model)
+    change(plain)
+    bench = Bench(case, model, moving=True)
+    bench.probe(unequal(case)[0])
+    modules = dict(plain.named_modules())
+    blocks = [Block(name=b.name, module=modules[b.name]) for b in bench.blocks]
+    found, wanted = [], []
+    for step in range(steps):
+        micro_batches = unequal(case, seed=10 * step)
+        found.append(bench.step(micro_batches, WEIGHTS, order, step)[1])
+        wanted.append(plain_step(case, plain, blocks, bench.stages, micro_batches, WEIGHTS, step)[1])
+    return found, wanted, bench
+
+
+def assert_exact(
+    case: Case, change: Change = lambda model: None, order: Order = vertical, steps: int = 1
+) -> tuple[Gradients, Bench]:
+    """The gradients are those of a plain loop, for the same parameters. Those of the first step, and the bench."""
+    found, wanted, bench = both(case, change, order, steps)
+    for step_found, step_wanted in zip(found, wanted, strict=True):
+        assert relative_error(step_found, step_wanted) <= 1e-12
+    return found[0], bench
+
+
+def refused(case: Case, change: Change = lambda model: None) -> str:
+    """The message of the ModelError with which a model is refused, in its first step at the latest."""
+    with pytest.raises(ModelError) as caught:
+        one_step(case, change)
+    return str(caught.value)
+
+
+def one_step(case: Case, change: Change = lambda model: None) -> None:
+    model = case.model()
+    change(model)
+    bench = Bench(case, model)
+    bench.probe(case.micro_batches(1)[0])
+    bench.load_all()
+    bench.step(case.micro_batches(2), [1.0, 1.0])
