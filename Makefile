@@ -8,7 +8,7 @@ READY := .venv/.ready
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt \
 	$(shell find src/penstock/optim/native -type f) $(shell find src/penstock -name __init__.py)
 
-.PHONY: demo test faults lint bench
+.PHONY: demo test faults proofs lint bench
 
 demo: $(READY)
 	$(BIN)/penstock train examples/demo.yaml --overwrite
@@ -22,6 +22,10 @@ test: $(READY)
 # Every fault of docs/reliability.md, as often as it says there; as root, also on a small file system of its own.
 faults: $(READY)
 	$(BIN)/python -m pytest --campaign tests/test_campaign_*.py
+
+# Schedules and plans of many thousands of programs of every kind, other ones in each run.
+proofs: $(READY)
+	$(BIN)/python -m pytest --campaign tests/test_any_program.py
 
 lint: $(READY)
 	$(BIN)/ruff check src tests bench examples

@@ -2,6 +2,16 @@
 
 A family (``vertical``, ``horizontal``) decides the order of visits; ``Loads``, ``Updates`` and ``Activations`` emit
 the ops around each through one ``Builder``. The order of emission is each lane's order.
+
+There is no deadlock because the step could also be done one op at a time without a buffer missing: visit by visit, and
+within what follows a visit chunk by chunk, a chunk's gradient down, added, stepped and home before the next one's comes
+down. Lanes, dependencies and pools keep that order, so the first op of it that is not done yet can always run. It needs
+
+- of weights what a visit reads and what stays through it (``stay``), and nothing ahead that has no room beside these
+  (``Loads.ahead``): a load that waits would hold up the new weights, checkpoints and state behind it in its lane, which
+  the visit that it waits for may need;
+- of gradients on the host those that are held (``Provision.held``), and one buffer more: no other gradient outlives
+  what follows its visit, since that of a second stage is added to the first one's as soon as it is whole.
 """
 
 from collections import defaultdict
@@ -37,6 +47,9 @@ class Builder:
         self.ready: dict[str, list[str]] = defaultdict(list)
         """visit -> ops that its first compute op waits for"""
         self.carried: list[Carried] = []
+        self.free = {pool.name: pool.count for pool in self.provision.pools.values()}
+        """buffers of each pool that are left where all ops so far have run, in the order of emission"""
+        self._pool_of: dict[str, str] = {}
         self._taken_from: set[str] = set()
 
     # ---- what a visit touches
@@ -69,8 +82,12 @@ class Builder:
         group: str = "",
     ) -> str:
         taken = tuple(takes)
-        for _, pool in taken:
+        for name, pool in taken:
             self._taken_from.add(pool)
+            self._hold(name, pool)
+        given = tuple(gives)
+        for name in given:
+            self.free[self._pool_of[name]] += 1
         self.ops.append(
             Op(
                 id=ident,
@@ -79,12 +96,21 @@ class Builder:
                 takes=taken,
                 reads=tuple(reads),
                 writes=tuple(writes),
-                gives=tuple(gives),
+                gives=given,
                 nbytes=nbytes,
                 group=group,
             )
         )
         return ident
+
+    def carry(self, start: str, end: str, pool: str) -> None:
+        """A buffer that the step before leaves as ``start``, and this one leaves as ``end``."""
+        self.carried.append((start, end, pool))
+        self._hold(start, pool)
+
+    def _hold(self, name: str, pool: str) -> None:
+        self._pool_of[name] = pool
+        self.free[pool] -= 1
 
     def collective(self, ident: str, after: str, source: str, into: tuple[str, str], nbytes: int) -> str:
         """Emit a gather or a scatter over all ranks: ``nbytes`` are those of one rank's part, of which a rank sends one

@@ -49,7 +49,7 @@ def horizontal(
         waits = {}
         if following is not None and following.kind == "B":
             waits = activations.up(following.stage - 1, [m])
-        loads.until(i + settings.depths.weights)
+        loads.ahead(i + settings.depths.weights)
         updates.gradients_down(i)
     updates.steps_after_norm()
     return builder.finish(name, fixed)

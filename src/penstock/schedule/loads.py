@@ -29,35 +29,55 @@ from penstock.schedule.update import Updates
 
 
 class Loads:
-    """Emits the loads of visits, in order, as far ahead as it is asked to."""
+    """Emits the loads of visits, in order, as far ahead as it is asked to and there is room for."""
 
     def __init__(self, builder: Builder, updates: Updates) -> None:
         self.b = builder
         self.updates = updates
+        stay = builder.stay
+        self._order = [
+            (i, g) for i, visit in enumerate(builder.visits) for g in builder.reads(visit) if stay.source[g, i] == i
+        ]
+        """(visit, group that it has to load) in the order of the loads"""
         self._next = 0
 
     def until(self, index: int) -> None:
-        """Emit the loads of all visits up to and including ``index``."""
-        while self._next <= min(index, len(self.b.visits) - 1):
-            self._visit(self._next)
+        """Emit the loads of all visits up to and including ``index``, which comes next: there is room for them."""
+        while self._next < len(self._order) and self._order[self._next][0] <= index:
+            visit, g = self._order[self._next]
+            assert self._has_room(visit, g), f"no buffer for group {g} at {self.b.visits[visit].name}"
+            self._load(visit, g)
             self._next += 1
 
-    def _visit(self, index: int) -> None:
+    def ahead(self, index: int) -> None:
+        """Emit the loads of visits up to and including ``index``, as long as each finds a buffer if no lane runs ahead.
+
+        A load that would have to wait for a later visit to give one back would hold up what comes after it in its
+        lane, and with that the very visit that it waits for.
+        """
+        while self._next < len(self._order):
+            visit, g = self._order[self._next]
+            if visit > index or not self._has_room(visit, g):
+                return
+            self._load(visit, g)
+            self._next += 1
+
+    def _has_room(self, index: int, g: int) -> bool:
+        moves = g in self.b.moving(self.b.visits[index])
+        return not moves or self.b.free[self.b.provision.weights_pool[g]] > 0
+
+    def _load(self, index: int, g: int) -> None:
         b, visit = self.b, self.b.visits[index]
-        moving = b.moving(visit)
-        for g in b.reads(visit):
-            if b.stay.source[g, index] != index:  # still there
-                continue
-            late = b.provision.delayed.get(g, frozenset())
-            first = b.route.readers[g][0] == index
-            if g in moving:
-                b.ready[visit.name].append(self._group(g, index, late, first=first))
-            elif first and late:
-                for c in b.trained_chunks(g):
-                    if c.index in late:
-                        done, _ = self.updates.step_delayed(g, c)
-                        last = self.updates.home_delayed(g, c, [done])
-                b.ready[visit.name].append(last)
+        late = b.provision.delayed.get(g, frozenset())
+        first = b.route.readers[g][0] == index
+        if g in b.moving(visit):
+            b.ready[visit.name].append(self._group(g, index, late, first=first))
+        elif first and late:
+            for c in b.trained_chunks(g):
+                if c.index in late:
+                    done, _ = self.updates.step_delayed(g, c)
+                    last = self.updates.home_delayed(g, c, [done])
+            b.ready[visit.name].append(last)
 
     def _group(self, g: int, index: int, late: frozenset[int], *, first: bool) -> str:
         """Emit the loads of one group; what a visit that reads it waits for."""

@@ -37,6 +37,7 @@ class Route:
     | ``gradient_visits`` | trainable group -> indices of the visits that make gradients for it |
     | ``uses`` | trainable group -> stages that make gradients for it, in backward order |
     | ``whole`` | trainable groups whose gradient is complete on the device, after the one visit that makes it |
+    | ``last_made`` | (group, stage) that makes a gradient for it -> index of the last visit that does |
     | ``summed`` | (group, stage) whose gradient is made in more than one visit, so that parts are summed on the host |
     """
 
@@ -46,9 +47,12 @@ class Route:
         self.train = train
         self.at_once = len(self.visits[0].micro_batches)
         self.times = Counter((visit.kind, visit.stage) for visit in self.visits)
+        self._reads: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._stays: dict[int, Stay] = {}
         self.last_visit: dict[int, int] = {}
         self.readers: dict[int, list[int]] = defaultdict(list)
         self.gradient_visits: dict[int, list[int]] = defaultdict(list)
+        self.last_made: dict[tuple[int, int], int] = {}
         for i, visit in enumerate(self.visits):
             gradients = self.gradients(visit.kind, visit.stage)
             reads = self.reads(visit.kind, visit.stage)
@@ -58,12 +62,12 @@ class Route:
                 self.readers[g].append(i)
             for g in gradients:
                 self.gradient_visits[g].append(i)
+                self.last_made[g, visit.stage] = i
         makers = {g: [self.visits[i].stage for i in indices] for g, indices in self.gradient_visits.items()}
         self.uses = {g: tuple(dict.fromkeys(stages)) for g, stages in makers.items()}
         self.whole = frozenset(g for g, indices in self.gradient_visits.items() if len(indices) == 1)
         made = Counter((g, stage) for g, stages in makers.items() for stage in stages)
         self.summed = {key for key, visits in made.items() if visits > 1}
-        self._stays: dict[int, Stay] = {}
 
     def stay(self, depth: int) -> Stay:
         """What stays on the device between visits, with pools of weights ``depth`` buffers deep."""
@@ -78,13 +82,14 @@ class Route:
         return self._stays[depth]
 
     def reads(self, kind: str, stage: int) -> tuple[int, ...]:
-        """Groups whose weights a visit needs on the device."""
-        facts = self.program.stages[stage]
-        if kind == "F":
-            return facts.forward_reads
-        if kind == "B":
-            return facts.backward_reads
-        return tuple(sorted({*facts.forward_reads, *(facts.backward_reads if self.train else ())}))
+        """Groups whose weights a visit needs on the device: those of no elements have none."""
+        if (kind, stage) not in self._reads:
+            facts, groups = self.program.stages[stage], self.program.groups
+            found = facts.backward_reads if kind == "B" else facts.forward_reads
+            if kind == "E":
+                found = tuple(sorted({*found, *(facts.backward_reads if self.train else ())}))
+            self._reads[kind, stage] = tuple(g for g in found if groups[g].numel)
+        return self._reads[kind, stage]
 
     def gradients(self, kind: str, stage: int) -> tuple[int, ...]:
         """Groups that a visit makes gradients for."""

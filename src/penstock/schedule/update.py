@@ -69,7 +69,10 @@ class Updates:
                     self._step_on_device(g)
                 continue
             first = self._before_step(g)
+            later = self._complete_use(g, index)
             for c in self.b.trained_chunks(g):  # chunk by chunk: what waits on disk must not hold up what is stepped
+                if later:
+                    self._add_use(g, c, later)
                 if completed:
                     self._complete(g, c)
                 if stepped and c.index not in self._delayed(g):
@@ -111,13 +114,21 @@ class Updates:
             f"AG{tag}", after=after, reads=[into, what], writes=[into], gives=[what], nbytes=3 * numel * FP32
         )
 
+    def _complete_use(self, g: int, index: int) -> int:
+        """Which of a group's stages after the first, if any, has all of its gradient with visit ``index``; else 0."""
+        route, stage = self.b.route, self.b.visits[index].stage
+        return route.uses[g].index(stage) if route.last_made.get((g, stage)) == index else 0
+
+    def _add_use(self, g: int, c: Chunk, use: int) -> None:
+        """Add the gradient of one more stage to the total, as soon as it is whole: it holds its buffer no longer."""
+        total, part = f"H{g}.{c.index}u0", f"H{g}.{c.index}u{use}"
+        after = [self._down[total], self._down[part]]
+        self._down[total] = self._add(f"{g}.{c.index}@sum{use}", total, part, after=after, numel=c.numel)
+
     def _complete(self, g: int, c: Chunk) -> None:
-        """All gradients of a chunk exist: add up its stages; then its partial norm, and to disk if it waits there."""
+        """The gradient of a chunk is whole: its partial norm, and to disk if it waits there."""
         total = f"H{g}.{c.index}u0"
         op = self._down[total]
-        for use in range(1, len(self.b.route.uses[g])):
-            part = f"H{g}.{c.index}u{use}"
-            op = self._add(f"{g}.{c.index}@sum{use}", total, part, after=[op, self._down[part]], numel=c.numel)
         late, nbytes = c.index in self._delayed(g), c.numel * self.b.provision.gradient_bytes(g)
         if self._waited_for or late:  # else the step itself computes it in passing
             op = self.b.emit(f"NG{g}.{c.index}", after=[op], reads=[total], nbytes=nbytes)
@@ -190,7 +201,7 @@ class Updates:
             gradient = f"r{g}.{c.index}"
             after = [self._back(g, c, gradient, [])]
         else:
-            self.b.carried.append((gradient, f"H{g}.{c.index}u0", self.b.provision.held_pool))
+            self.b.carry(gradient, f"H{g}.{c.index}u0", self.b.provision.held_pool)
         done, new = self._arithmetic(g, c, gradient, after)
         return done, new if self.s.place.weights[g] == "disk" else []
 

@@ -47,7 +47,7 @@ def vertical(
         waits = {}
         if following is not None and following.kind == "B":
             waits = activations.up(following.stage - 1, everyone)
-        loads.until(i + settings.depths.weights)
+        loads.ahead(i + settings.depths.weights)
         updates.gradients_down(i)
     if settings.train:
         updates.steps_after_norm()
