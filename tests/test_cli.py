@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.run_settings import settings_for
 from tests.test_engine_prediction import machine
 
-from penstock.cli import main, settings
+from penstock.cli import main
 from penstock.cli.arguments import parse_train
-from penstock.cli.run_folder import MetricsFile, claim, write_settings
+from penstock.cli.run_folder import MetricsFile
 from penstock.cli.showing.display import PlainDisplay, choose_display, clock
 from penstock.cli.showing.meter import Meter, Outline
 from penstock.cli.showing.metrics import metrics_of, with_figures
@@ -26,21 +27,12 @@ from penstock.cli.showing.summary import closing
 from penstock.cli.showing.terminal import TerminalDisplay
 from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.config import (
-    BatchConfig,
-    Budget,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
     Tier,
-    TokenizerConfig,
-    TokenizerTrainingConfig,
     TrainConfig,
 )
 from penstock.errors import ConfigError
 from penstock.plan.machine import Machine
 from penstock.run.stats import StepStats
-from penstock.store.layout import Layout
-from penstock.store.store import Store
 
 MIB = 1024**2
 
@@ -122,86 +114,6 @@ def test_a_mistake_in_the_settings_is_one_line_and_exit_code_2(
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "missing.yaml" in err
-
-
-def _config(run: Path, **changes: Any) -> TrainConfig:
-    config = TrainConfig(
-        run=str(run),
-        model=ModelConfig(init=True, config={"model_type": "llama"}),
-        data=DataConfig(
-            sources="stdlib",
-            tokenizer=TokenizerConfig(train=TokenizerTrainingConfig(vocabulary=512)),
-            sequence_length=64,
-        ),
-        optimizer=OptimizerConfig(lr=1e-3),
-        batch=BatchConfig(sequences=4),
-        micro_batch_size=2,
-        budget=Budget(device="1MiB", host="1MiB", disk=str(run / "store")),
-        steps=5,
-    )
-    return replace(config, **changes)
-
-
-def _earlier_run(run: Path) -> TrainConfig:
-    config = _config(run)
-    claim(config, "new")
-    layout = Layout.build([("weights.0", 4096, 1)])
-    Store.create(config.budget.disk_paths, layout, model={}).close()
-    (run / "metrics.jsonl").write_text("precious")
-    (run / "notes.txt").write_text("mine")
-    return config
-
-
-@pytest.mark.parametrize("moved", [False, True])
-def test_an_earlier_run_or_its_state_is_refused_and_left_alone(tmp_path: Path, moved: bool) -> None:
-    config = _earlier_run(tmp_path / "a" / "run")
-    other = replace(config, run=str(tmp_path / "b")) if moved else config
-    with pytest.raises(ConfigError, match="--resume to go on with that run, or --overwrite"):
-        claim(other, "new")
-    assert (Path(config.run) / "metrics.jsonl").read_text() == "precious"
-    assert Store.exists(config.budget.disk_paths)
-
-
-def test_overwrite_removes_a_runs_files_and_store_and_nothing_else(tmp_path: Path) -> None:
-    config = _earlier_run(tmp_path)
-    claim(config, "overwrite")
-    assert not Store.exists(config.budget.disk_paths)
-    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"config.yaml", "notes.txt"}
-
-
-def test_resume_keeps_everything(tmp_path: Path) -> None:
-    config = _earlier_run(tmp_path)
-    claim(replace(config, steps=9), "resume")
-    assert settings.load(tmp_path / "config.yaml").steps == 5, "written before the store is known to be free"
-    write_settings(tmp_path, replace(config, steps=9))
-    assert (tmp_path / "metrics.jsonl").read_text() == "precious"
-    assert Store.exists(config.budget.disk_paths)
-    assert settings.load(tmp_path / "config.yaml").steps == 9
-
-
-def test_resume_on_other_data_is_refused(tmp_path: Path) -> None:
-    config = _earlier_run(tmp_path)
-    with pytest.raises(ConfigError, match="micro_batch_size=2, not 4"):
-        claim(replace(config, micro_batch_size=4), "resume")
-    with pytest.raises(ConfigError, match=r"batch\.sequences=4, not 6"):
-        claim(replace(config, batch=BatchConfig(sequences=6)), "resume")
-    with pytest.raises(ConfigError, match=r"data=DataConfig.*sequence_length=64.*, not "):
-        claim(replace(config, data=replace(config.data, sequence_length=32)), "resume")
-    assert settings.load(tmp_path / "config.yaml") == config
-
-
-def test_resume_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run in this folder"):
-        claim(_config(tmp_path), "resume")
-    claim(_config(tmp_path), "new")
-    with pytest.raises(ConfigError, match="no state on disk"):
-        claim(_config(tmp_path), "resume")
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot use this folder"):
-        claim(_config(tmp_path / "file"), "overwrite")
 
 
 def test_metrics_are_a_line_a_step_at_once_and_always_json(tmp_path: Path) -> None:
@@ -327,7 +239,7 @@ def test_the_live_view_keeps_its_lines_and_its_width(width: int) -> None:
 
 
 def test_the_drives_life_is_as_told_as_profiled_or_assumed(tmp_path: Path) -> None:
-    config = _config(tmp_path)
+    config = settings_for(tmp_path)
     two = replace(config, budget=replace(config.budget, disk=(tmp_path / "a", tmp_path / "b")))
     profile = machine(tmp_path)
     rated = replace(profile, drives=tuple(replace(drive, tbw=600.0, kind="ssd") for drive in profile.drives))

@@ -37,6 +37,7 @@ from penstock.run.trial import Outcome, take_step
 from penstock.run.values import Values
 from penstock.schedule.op import Schedule
 from penstock.sim.result import Simulation
+from penstock.store.owner import Owner
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import group_parameters
 from penstock.tape.passage import LossFn
@@ -72,6 +73,7 @@ class Engine:
         grad_dtype: GradDtype,
         compile: str | None,  # noqa: A002  as in wrap
         weights: WeightSource | None,
+        owner: Owner | None,
     ) -> None:
         self.model = model
         self.budget = budget
@@ -113,6 +115,7 @@ class Engine:
             self._buffers,
             model=self._description,
             io_threads=io_threads,
+            owner=owner,
         )
         self._residence = self._home.residence
         self._standing = Standing(

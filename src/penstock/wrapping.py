@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,6 +22,7 @@ from penstock.run.precision import DTYPES
 from penstock.run.start import WeightSource
 from penstock.schedule.check import check
 from penstock.schedule.op import Schedule
+from penstock.store.owner import RUN_FILE, Owner, owner_in
 from penstock.tape.passage import LossFn
 
 
@@ -44,6 +46,7 @@ def wrap(
     grad_dtype: GradDtype | None = None,
     compile: bool | str = False,  # noqa: A002  torch's word
     weights: WeightSource | None = None,
+    run: str | Path | None = None,
 ) -> Engine:
     """Put a model's state where the budget says and return the engine that trains it.
 
@@ -86,6 +89,8 @@ def wrap(
         weights: where the values of a model on the meta device come from, such as ``penstock.hf.load(folder).weights``,
             which streams the shards of a folder. Not read where a store is continued. None: the model's own values, or
             on the meta device its own initialisation.
+        run: the folder of a run of ``penstock train`` whose state is in the budget's directories, to go on with it. A
+            store belongs to its run: nobody else may open it. None: the store belongs to no run.
 
     Raises:
         ConfigError, BudgetError, ModelError, StoreError: see their messages.
@@ -135,7 +140,17 @@ def wrap(
         grad_dtype=grad_dtype or "fp32",
         compile=("inductor" if compile is True else compile) or None,
         weights=weights,
+        owner=None if run is None else _owner(Path(run)),
     )
+
+
+def _owner(run: Path) -> Owner:
+    owner = owner_in(run)
+    if owner is None:
+        raise ConfigError(
+            f"run={str(run)!r} is not the folder of a run: it has no {RUN_FILE}, which penstock train writes"
+        )
+    return owner
 
 
 def _machine(plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget) -> Machine | None:

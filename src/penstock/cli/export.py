@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from penstock.cli.own_store import require_own_store
 from penstock.cli.run_folder import model_folder, settings_of
 from penstock.cli.showing.progress import progress
 from penstock.config import Precision, TrainConfig, format_size, parse_size
 from penstock.errors import ConfigError, StoreError
-from penstock.store.store import Store
 
 if TYPE_CHECKING:
     from penstock.hf.models.exporting import Written
@@ -179,6 +179,5 @@ def _store(config: TrainConfig, run: Path) -> tuple[Path, ...]:
     paths = config.budget.disk_paths
     if not paths:
         raise ConfigError(f"{run} keeps no state on disk (budget.disk), so there is nothing to export")
-    if not Store.exists(paths):
-        raise ConfigError(f"{paths[0]} holds no store: the run has not begun, or it was removed")
+    require_own_store(run, paths)
     return paths

@@ -70,10 +70,7 @@ class _InStore:
         return True
 
     def fill(self, name: str, out: torch.Tensor) -> None:
-        raise StoreError(
-            f"{self._folder.parent}: the run was stopped before all of the model was in its store: start it again, "
-            "with --overwrite"
-        )
+        raise StoreError(f"{self._folder.parent}: the store went away while the run was started: start it again")
 
 
 def run_model(config: ModelConfig, data: DataConfig) -> RunModel:

@@ -1,26 +1,25 @@
-"""The folder of one run: who may write into it, and what is written there."""
+"""The folder of one run, and what is written there. Who may write into it: ``claim``."""
 
 import json
 import logging
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from penstock import files
-from penstock.cli.settings import dump, load
+from penstock.cli.run_record import RunRecord
+from penstock.cli.settings import dump, load, load_text
 from penstock.cli.trackers.tracking import FOLDERS, IDS
 from penstock.config import TrainConfig
-from penstock.errors import ConfigError, StoreError
-from penstock.report.metrics_file import lines_until
+from penstock.errors import ConfigError
+from penstock.report.metrics_file import lines_until, read_metrics
 from penstock.report.prediction import Prediction
 from penstock.store.journal import Journal
-from penstock.store.store import Store
+from penstock.store.owner import RUN_FILE
 
 log = logging.getLogger("penstock")
 
@@ -36,6 +35,11 @@ _PREPARED = re.compile(r"(tokenizer-)?[0-9a-f]{16}(\.[0-9a-f]+)?(\.partial)?")
 """What ``data.prepare`` makes in ``data``."""
 
 _TRACES = "trace*.json"
+
+
+def settings_path(folder: Path) -> Path:
+    """Where the resolved settings of a run are."""
+    return folder / _SETTINGS
 
 
 def settings_file(folder: Path) -> Path:
@@ -63,7 +67,11 @@ def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainCon
     Raises:
         ConfigError: there is no run there, or its settings or the flags cannot be read.
     """
-    config = load(settings_file(folder), flags)
+    record = RunRecord.read(folder)
+    if record is not None and record.pending is not None:  # killed while it began: these are to be its settings
+        config = load_text(record.pending.settings, str(folder / RUN_FILE), flags)
+    else:
+        config = load(settings_file(folder), flags)
     before = Path(config.run)
     if before.resolve() == folder.resolve():
         return config
@@ -78,12 +86,10 @@ def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainCon
 def as_cut_before(config: TrainConfig) -> TrainConfig:
     """The settings of a run that is to go on, with the size of micro-batch that it has had so far if none is asked for.
 
-    Where there is no run to go on with, ``claim`` says so.
-
     Raises:
         ConfigError: the settings of the run in its folder cannot be read.
     """
-    path = Path(config.run) / _SETTINGS
+    path = settings_path(Path(config.run))
     if config.micro_batch_size is not None or not path.is_file():
         return config
     before = load(path)
@@ -92,87 +98,19 @@ def as_cut_before(config: TrainConfig) -> TrainConfig:
     return replace(config, micro_batch_size=before.micro_batch_size)
 
 
-def claim(config: TrainConfig, start: Start) -> Path:
-    """Make the run's folder ready and, but for ``resume``, write the resolved settings into it.
-
-    ``new`` wants a folder with nothing in it and no state on disk. ``overwrite`` removes an earlier run's own files
-    and its store, and nothing else. ``resume`` wants an earlier run on the same data; it changes nothing, as that run
-    may still be under way: who resumes it calls ``write_settings`` once its store is theirs.
-
-    Raises:
-        ConfigError: what is there is not what ``start`` wants, or the folder cannot be made.
-        StoreError: the store of the earlier run is in use or cannot be removed.
-    """
-    folder = Path(config.run)
-    stores = [path for path in config.budget.disk_paths if Store.exists([path])]
-    if start == "resume":
-        _check_same_data(config, folder)
-        if not stores:
-            raise ConfigError(
-                f"run={config.run!r} left no state on disk (budget.disk) to resume from: start another run"
-            )
-    try:
-        files.make_folder(folder)
-        present = sorted(item.name for item in folder.iterdir())
-        if start == "new" and present:
-            raise ConfigError(f"run={config.run!r}: the folder already holds {_some(present)}. {_REMEDY}")
-        if start == "new" and stores:
-            raise ConfigError(f"budget.disk={str(stores[0])!r} already holds the state of a run. {_REMEDY}")
-        if start == "overwrite":
-            discard(config)
-            files.make_folder(folder)
-        if start != "resume":
-            write_settings(folder, config)
-    except StoreError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"run={config.run!r}: cannot use this folder: {error.strerror}") from error
-    return folder
+def own_files(folder: Path) -> list[Path]:
+    """The files that a run writes into its folder, but for ``run.json`` and its lock; they need not be there."""
+    names = [f"{name}{ending}" for name in (*_FILES, RUN_FILE) for ending in ("", files.PARTIAL)]
+    return [*(folder / name for name in names if name != RUN_FILE), *folder.glob(_TRACES)]
 
 
-def discard(config: TrainConfig) -> None:
-    """Remove a run's own files and its store, and nothing else.
-
-    Raises:
-        StoreError: the store is in use or cannot be removed.
-    """
-    folder = Path(config.run)
-    stores = [path for path in config.budget.disk_paths if Store.exists([path])]
-    if stores:
-        Store.delete(stores)  # first: it is refused where the run is still under way
-    own = [folder / f"{name}{ending}" for name in _FILES for ending in ("", files.PARTIAL)]
-    for path in [*own, *folder.glob(_TRACES)]:
-        path.unlink(missing_ok=True)
+def own_folders(folder: Path) -> list[Path]:
+    """The folders that a run writes into its own, and that are there."""
+    found = [folder / name for name in (f"{_MODEL}{files.PARTIAL}", *FOLDERS)]
     if any((model_folder(folder) / name).is_file() for name in ("config.json", "penstock.json")):
-        shutil.rmtree(model_folder(folder), ignore_errors=True)
-    for name in (f"{_MODEL}{files.PARTIAL}", *FOLDERS):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for path in (folder / _DATA).glob("*"):
-        if _PREPARED.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-    for path in [*config.budget.disk_paths, folder / _DATA, folder]:
-        with suppress(OSError):  # not there, or something else is in it: not ours to remove
-            path.rmdir()
-
-
-_REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or --overwrite to replace it"
-
-
-def _check_same_data(config: TrainConfig, folder: Path) -> None:
-    """A resumed run goes on where it was in its text, so all that decides what a step sees must be as it was."""
-    if not (folder / _SETTINGS).exists():
-        raise ConfigError(
-            f"run={config.run!r}: there is no run in this folder to resume. Start one: penstock train CONFIG.yaml"
-        )
-    before = load(folder / _SETTINGS)
-    for key in ("model", "data", "sequences_per_step", "micro_batch_size", "seed"):
-        if getattr(before, key) != getattr(config, key):
-            name = "batch.sequences" if key == "sequences_per_step" else key
-            raise ConfigError(
-                f"run={config.run!r} was started with {name}={getattr(before, key)!r}, not {getattr(config, key)!r}: "
-                "a resumed run must be the same model and see the same text, cut in the same way. Put it back, or "
-                "start another run"
-            )
+        found.append(model_folder(folder))
+    found += [path for path in (folder / _DATA).glob("*") if _PREPARED.fullmatch(path.name)]
+    return [path for path in found if path.is_dir()]
 
 
 def model_folder(folder: Path) -> Path:
@@ -181,9 +119,25 @@ def model_folder(folder: Path) -> Path:
 
 
 def has_steps(folder: Path) -> bool:
-    """Whether a step has been done in this folder."""
-    metrics = folder / _METRICS
-    return metrics.exists() and metrics.stat().st_size > 0
+    """Whether a step has left its numbers in this folder. Without them there may be steps all the same: they may have
+    been moved away.
+
+    Raises:
+        OSError: that cannot be looked at.
+    """
+    try:
+        return (folder / _METRICS).stat().st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def steps_written(folder: Path) -> int:
+    """The last step that has left its numbers in this folder; 0: none.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    return max((metrics.step for metrics in read_metrics(folder / _METRICS)), default=0)
 
 
 def trace_path(folder: Path, first: int) -> Path:
@@ -191,14 +145,14 @@ def trace_path(folder: Path, first: int) -> Path:
     return folder / (f"trace-from-{first + 1}.json" if first else "trace.json")
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
 def write_settings(folder: Path, config: TrainConfig) -> None:
     """Write the resolved settings, whole or not at all: without them a run cannot be resumed."""
-    files.replace(folder / _SETTINGS, dump(config))
+    write_settings_text(folder, dump(config))
+
+
+def write_settings_text(folder: Path, text: str) -> None:
+    """The same, of settings that have been written down before."""
+    files.replace(folder / _SETTINGS, text)
 
 
 def write_prediction(folder: Path, prediction: Prediction) -> None:

@@ -6,6 +6,7 @@ hints. So there is one definition of every setting, and one place that refuses w
 
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -35,16 +36,31 @@ def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
     Raises:
         ConfigError: unknown or missing settings, wrong types, impossible values, with the file's line or the flag.
     """
-    tree = read_yaml(path)
+    return _load(read_yaml(path), str(path), flags)
+
+
+def load_text(text: str, name: str, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
+    """The same of settings that are a text. ``name``: where they are from, for messages."""
+    return _load(parse_yaml(text, name), name, flags)
+
+
+def _load(tree: Located, name: str, flags: Sequence[tuple[str, str]]) -> TrainConfig:
     if tree.value is None:
-        raise ConfigError(f"{path} is empty: it must hold the settings of a run")
+        raise ConfigError(f"{name} is empty: it must hold the settings of a run")
     tree = _spelled_out(tree)
     for key, text in flags:
         tree = _overlay(tree, key.replace("-", "_").split("."), parse_yaml(text, f"--{key}", flag=True))
     config = read(TrainConfig, tree, section="")
-    paths = [str(p).replace("{run}", config.run) for p in config.budget.disk_paths]
+    paths = [_filled_in(str(p), config.run) for p in config.budget.disk_paths]
     disk = None if not paths else paths[0] if len(paths) == 1 else tuple(paths)
     return replace(config, budget=replace(config.budget, disk=disk))
+
+
+def _filled_in(path: str, run: str) -> str:
+    """``{run}`` is the run's folder where a path begins with it, and further on the folder's name: each run has its
+    own directory on a drive, wherever its folder is."""
+    first = path.replace("{run}", run, 1) if path.startswith("{run}") else path
+    return first.replace("{run}", Path(os.path.abspath(run)).name)
 
 
 def dump(config: TrainConfig) -> str:

@@ -1,6 +1,5 @@
 """``penstock train``: from a settings file to a trained model, step by step, with everything it did written down."""
 
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,20 +10,13 @@ from typing import Any, Literal
 
 from torch import nn
 
+from penstock.cli.claim import Claim, claimed, is_complete
 from penstock.cli.keeping import cost_of_a_kill, space
 from penstock.cli.loop import Stretch, report_last, run_steps
 from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
 from penstock.cli.out_of_memory import explain, is_out_of_memory
 from penstock.cli.recipe import optimizer_spec
-from penstock.cli.run_folder import (
-    Start,
-    as_cut_before,
-    claim,
-    discard,
-    has_steps,
-    model_folder,
-    write_settings,
-)
+from penstock.cli.run_folder import Start, as_cut_before, model_folder, steps_written, write_settings
 from penstock.cli.schedule_file import read_world
 from penstock.cli.showing.display import Display, choose_display
 from penstock.cli.showing.meter import Meter, Outline
@@ -58,6 +50,8 @@ from penstock.wrapping import wrap
 def train(config: TrainConfig, start: Start) -> int:
     """Carry out a run and return the exit code: 0, or 128 plus the signal that ended it early.
 
+    0 also where there is nothing to carry out, as the run to go on with is complete.
+
     Raises:
         ConfigError, BudgetError, ModelError, StoreError, NonFiniteError: as they come.
         MemoryError: no memory was left, of the device's or the process's memory.
@@ -66,39 +60,61 @@ def train(config: TrainConfig, start: Start) -> int:
     schedule = _schedule(config.schedule)
     optimizer = optimizer_spec(config.optimizer)
     check_installed(config.trackers)
-    new = None if start == "resume" else run_model(config.model, config.data)
-    if start == "resume":
+    with claimed(config, start) as claim:
+        if _all_done(config, claim):
+            display.say(is_complete(config, claim.step or 0))
+            return 0
+        try:
+            return _start(config, display, claim, optimizer, schedule)
+        except BaseException as error:
+            if is_out_of_memory(error):
+                raise MemoryError(explain(error, config, begun=claim.has_steps)) from error
+            raise
+
+
+def _all_done(config: TrainConfig, claim: Claim) -> bool:
+    """Whether a run has done its steps and written down what they did, so that nothing of it is needed any more."""
+    if claim.step is None or config.steps is None or claim.step < config.steps:
+        return False
+    return steps_written(claim.folder) >= claim.step
+
+
+def _start(
+    config: TrainConfig,
+    display: Display,
+    claim: Claim,
+    optimizer: OptimizerSpec,
+    schedule: Literal["vertical", "horizontal"] | Schedule,
+) -> int:
+    """The run from its model to its end. The folder changes as late as possible: what is wrong with the settings
+    comes out before."""
+    new = claim.step is None
+    if new:
+        model = run_model(config.model, config.data)
+    else:
         config = as_cut_before(config)
-    folder = claim(config, start)
-    try:
-        model = new or resumed_model(model_folder(folder), config.model, config.data)
-        if config.data.packing is True:
-            check_keeps_apart(model.model)
-        trained = _adapted(model, config.lora)
-        if config.loss_tile is not None:
-            plain_head(trained[0], config.loss_tile)  # now, and not when all weights are in the store
-        machine = _machine(config, display)
-        cut = cut_batch(config, schedule, machine, device_kind(config.device))
-        if start == "resume":
-            cut = replace(cut, reason="as the run began")
-        make_engine = partial(_engine, *trained, optimizer, config, schedule, machine)
-        measure = yardstick(config, machine, kind=device_kind(config.device))
-        data = _open_data(config, display, folder, model, new=new is not None)
-        return _train(config, display, folder, make_engine, parameter_count(model.model), data, cut, measure)
-    except BaseException as error:
-        begun = start == "resume" or has_steps(folder)
-        memory = explain(error, config, begun=begun) if is_out_of_memory(error) else None
-        if not begun:  # so that the next try does not need --overwrite
-            discard(config)
-        if memory is not None:
-            raise MemoryError(memory) from error
-        raise
+        model = resumed_model(model_folder(claim.folder), config.model, config.data)
+    if config.data.packing is True:
+        check_keeps_apart(model.model)
+    trained = _adapted(model, config.lora)
+    if config.loss_tile is not None:
+        plain_head(trained[0], config.loss_tile)  # now, and not when all weights are in the store
+    machine = _machine(config, display)
+    cut = cut_batch(config, schedule, machine, device_kind(config.device))
+    if new:
+        claim.begin(config)
+    else:
+        cut = replace(cut, reason="as the run began")
+    make_engine = partial(_engine, *trained, optimizer, config, schedule, machine, claim.run)
+    measure = yardstick(config, machine, kind=device_kind(config.device))
+    data = _open_data(config, display, claim.folder, model, new=new)
+    return _train(config, display, claim, make_engine, parameter_count(model.model), data, cut, measure)
 
 
 def _train(
     config: TrainConfig,
     display: Display,
-    folder: Path,
+    claim: Claim,
     make_engine: Callable[[], Engine],
     parameters: int,
     data: Data,
@@ -106,12 +122,13 @@ def _train(
     measure: Yardstick,
 ) -> int:
     """The run in a folder that is its own."""
-    config = _in_steps(config, data)
+    config, folder = _in_steps(config, data), claim.folder
     display.say(opening(config, told(data, config.data.sequence_length), parameters))
     own = resident_bytes()
     with ExitStack() as stack:
         with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):
             engine = stack.enter_context(make_engine())
+        claim.state_made()
         cost = cost_of_a_kill(config.budget, None)
         display.say(space(config.budget) + ("" if cost is None else f"; {cost}"))
         config, batches, validation = _settle(config, display, engine, data, cut)
@@ -141,7 +158,9 @@ def _train(
             pace=Pace(),
         )
         missed = report_last(stretch)
-        _check_unfinished(config, engine.step_count)
+        if engine.step_count >= config.step_count:
+            display.say(is_complete(config, engine.step_count))
+            return 0
         write_settings(folder, config)
         code = run_steps(stretch, missed)
     display.say(closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0))
@@ -201,17 +220,6 @@ def _open_data(config: TrainConfig, display: Display, folder: Path, model: RunMo
     return data
 
 
-def _check_unfinished(config: TrainConfig, done: int) -> None:
-    """Raises:
-    ConfigError: there is no step left to do.
-    """
-    if done >= config.step_count:
-        raise ConfigError(
-            f"run={config.run!r} is complete: {done} steps are done and steps is {config.step_count}. To go on, raise "
-            f"it: penstock resume {shlex.quote(config.run)} --steps {2 * done}"
-        )
-
-
 def _schedule(asked: Literal["vertical", "horizontal"] | Path) -> Literal["vertical", "horizontal"] | Schedule:
     """A family by its name, or the schedule that a file holds, checked.
 
@@ -266,6 +274,7 @@ def _engine(
     config: TrainConfig,
     schedule: Literal["vertical", "horizontal"] | Schedule,
     profile: Machine | None,
+    run: Path | None,
 ) -> Engine:
     return wrap(
         model,
@@ -283,6 +292,7 @@ def _engine(
         speculate=config.speculate,
         grad_dtype=config.grad_dtype,
         delay=config.delay,
+        run=run,
     )
 
 

@@ -5,12 +5,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.cli.own_store import require_own_store
 from penstock.cli.run_folder import settings_of
 from penstock.cli.showing.display import fail
 from penstock.cli.showing.progress import progress
 from penstock.config import format_size
 from penstock.errors import ConfigError
 from penstock.run.slots import Slots, whole_commit
+from penstock.store.directory import is_there
 from penstock.store.manifest import DATA, MANIFEST
 from penstock.store.store import Store
 
@@ -36,15 +38,14 @@ def parse_verify(words: Sequence[str]) -> tuple[Path, ...]:
     folders = tuple(Path(word) for word in words)
     if not folders:
         raise ConfigError(f"penstock verify takes a run's folder or the directories of a store. {_HINT}")
-    if all((folder / DATA).exists() or (folder / MANIFEST).exists() for folder in folders):
+    if all(is_there(folder / DATA) or is_there(folder / MANIFEST) for folder in folders):
         return folders
     if len(folders) > 1:
         raise ConfigError(f"penstock verify takes one run's folder, and was given {' and '.join(words)}. {_HINT}")
     config = settings_of(folders[0])
     if not config.budget.disk_paths:
         raise ConfigError(f"{folders[0]} keeps no state on disk (budget.disk): there is nothing to verify")
-    if not Store.exists(config.budget.disk_paths):
-        raise ConfigError(f"{config.budget.disk_paths[0]} holds no store: the run has not begun, or it was removed")
+    require_own_store(folders[0], config.budget.disk_paths)
     return config.budget.disk_paths
 
 

@@ -63,7 +63,8 @@ class TrainConfig:
     | ``report_to`` | where else the metrics go: ``tensorboard``, ``wandb``, ``mlflow``, or a list of them |
     | ``trace_steps`` | steps that the trace keeps, the first ones; 0: no trace; null: all of them |
 
-    ``{run}`` in ``budget.disk`` stands for the run's folder.
+    ``{run}`` at the beginning of ``budget.disk`` stands for the run's folder, further on for its name: with
+    ``/nvme/{run}`` each run has a directory of its own on the drive.
     """
 
     run: str

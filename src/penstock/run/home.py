@@ -15,6 +15,7 @@ from penstock.run.slots import Slots
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
 from penstock.store.layout import Layout
+from penstock.store.owner import Owner
 from penstock.store.store import Store
 
 Progress = Mapping[str, Any]
@@ -46,13 +47,18 @@ class Home:
         *,
         model: dict[str, Any],
         io_threads: int,
+        owner: Owner | None = None,
     ) -> None:
-        """Raises:
-        BudgetError: there is no disk, and memory cannot hold the state.
-        StoreError: the disk cannot be used, or holds a store of another model or of a run stopped within a step.
+        """``owner``: the run that the store is to belong to; None: to none.
+
+        Raises:
+            BudgetError: there is no disk, and memory cannot hold the state.
+            StoreError: the disk cannot be used, or holds a store of another run or model, or of a run that was
+                stopped within a step.
         """
         self._budget = budget
         self._buffers = buffers
+        self._owner = owner
         store, resumed = None, None
         parts = [part for group in groups for part in parts_of(group, form, dtype)]
         if budget.disk_paths:
@@ -77,9 +83,10 @@ class Home:
     def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
         paths = self._budget.disk_paths
         if not Store.exists(paths):
-            return Store.create(paths, layout, model=model, io_threads=io_threads), None
+            return Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner), None
         store = Store.open(paths, io_threads=io_threads)
         try:
+            store.require_owner(self._owner)
             store.require_model(model)
             record = store.last_commit()
             if record is not None and not record["whole"]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.errors import StoreError
 from penstock.optim.facade import StreamedOptimizer
 from penstock.plan.fit import Plan
 from penstock.plan.machine import Machine
@@ -258,8 +259,10 @@ def _scratch(plan: Plan, shared: Machinery) -> Store | None:
     wanted = _scratch_entries(plan.schedule, plan)
     if not wanted:
         return None
-    if Store.exists(shared.scratch_paths):  # left behind by a run that was killed; a live one holds its lock
-        Store.delete(shared.scratch_paths)
+    paths = shared.scratch_paths
+    if Store.exists(paths) and not Store.delete(paths, only=lambda facts: facts.passing):
+        # What is passing was left behind by a run that was killed; a live one holds its lock.
+        raise StoreError(f"{paths[0]} is needed for what lives no longer than a step, and holds a run's state: move it")
     grids = {
         f"gradient.{g.index}": (Region(nbytes=g.trainable * width, block=grain(g.trainable) * width),)
         for g in plan.program.groups
@@ -267,7 +270,7 @@ def _scratch(plan: Plan, shared: Machinery) -> Store | None:
     }
     layout = Layout.build(((name, nbytes, 1) for name, nbytes in wanted), grids)
     model = {"scratch": True}
-    return Store.create(shared.scratch_paths, layout, model=model, io_threads=shared.io_threads, passing=True)
+    return Store.create(paths, layout, model=model, io_threads=shared.io_threads, passing=True)
 
 
 def _gradient_bytes(plan: Plan, g: int) -> int:

@@ -1,7 +1,9 @@
 """The directories that a user gives to a store: whether they can be used, and the lock that keeps a second run out."""
 
+import errno
 import fcntl
 import os
+import pwd
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,45 @@ from penstock.store.packed import ADVICE, FULL, store_error
 
 LOCK = "lock"
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is something at ``path``.
+
+    Raises:
+        StoreError: that cannot be found out; names the directory that stands in the way, and whose it is.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as e:
+        raise store_error(f"{path} cannot be looked at: {in_the_way(path, e)}", e) from e
+    return True
+
+
+def in_the_way(path: Path, error: OSError) -> str:
+    """Why the system refuses to touch ``path``, in words, with its word for the error."""
+    said = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'no number')})"
+    if error.errno not in (errno.EACCES, errno.EPERM):
+        return f"{said}: check the drive"
+    for place in (path, *path.parents):
+        try:
+            status = place.stat()
+        except OSError:
+            continue
+        return (
+            f"{said}: {place} belongs to {_user(status.st_uid)} with mode {status.st_mode & 0o7777:o}, and this is "
+            f"{_user(os.geteuid())}: change its owner or mode, or run this as another user"
+        )
+    return said
+
+
+def _user(number: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"
 
 
 def check_distinct(paths: Sequence[Path]) -> None:
@@ -37,7 +78,7 @@ def make_directory(path: Path) -> bool:
     Raises:
         StoreError: the parent is missing, or the directory cannot be made or used.
     """
-    if path.exists():
+    if is_there(path):
         check_directory(path)
         if path.stat().st_uid == os.geteuid() and not any(path.iterdir()):
             path.chmod(0o700)
@@ -59,7 +100,7 @@ def check_directory(path: Path) -> None:
     """Raises:
     StoreError: missing, not a directory, or not writable.
     """
-    if not path.exists():
+    if not is_there(path):
         raise StoreError(f"{path} does not exist: is the drive mounted?")
     if not path.is_dir():
         raise StoreError(f"{path} is not a directory: give one")
@@ -97,13 +138,13 @@ def sync_directory(path: Path) -> None:
 class DirectoryLock:
     """An advisory lock (flock) on a directory. The kernel drops it when the process ends, however it ends."""
 
-    def __init__(self, directory: Path) -> None:
-        """Take the lock.
+    def __init__(self, directory: Path, *, name: str = LOCK) -> None:
+        """Take the lock. ``name``: of its file.
 
         Raises:
             StoreError: another process (or another store in this one) holds it; says which.
         """
-        self._path = directory / LOCK
+        self._path = directory / name
         try:
             self._fd: int | None = self._take(directory)
         except StoreError:
@@ -139,6 +180,11 @@ class DirectoryLock:
         except OSError:
             self._path.unlink(missing_ok=True)
             raise
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the file that is locked is the one that has its name: the directory is where it was."""
+        return self._fd is not None and self._still_there(self._fd)
 
     def _still_there(self, fd: int) -> bool:
         try:

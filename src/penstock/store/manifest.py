@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import StoreError
+from penstock.store.directory import is_there
 from penstock.store.layout import Layout
+from penstock.store.owner import Owner
 from penstock.store.records import read_document
 
 DATA = "penstock.store"
@@ -16,7 +18,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What is in the file ``manifest.json`` of the directory number ``index``."""
+    """What is in the file ``manifest.json`` of the directory number ``index``. ``owner``: None: of no run."""
 
     store: str
     index: int
@@ -25,16 +27,19 @@ class Manifest:
     layout: Layout
     model: dict[str, Any]
     passing: bool
+    owner: Owner | None = None
 
     def to_json(self) -> dict[str, object]:
-        return vars(self) | {"directories": list(self.directories), "layout": self.layout.to_json()}
+        owner = None if self.owner is None else self.owner.to_json()
+        return vars(self) | {"directories": list(self.directories), "layout": self.layout.to_json(), "owner": owner}
 
     @staticmethod
     def read(path: Path) -> "Manifest":
         body = read_document(path / MANIFEST, "store")
         try:
             layout = Layout.from_json(body["layout"])
-            return Manifest(**body | {"layout": layout, "directories": tuple(body["directories"])})
+            owner = Owner.from_json(body.get("owner"))
+            return Manifest(**body | {"layout": layout, "directories": tuple(body["directories"]), "owner": owner})
         except StoreError as e:
             raise StoreError(f"{path / MANIFEST}: {e}") from e
         except (KeyError, TypeError) as e:
@@ -44,7 +49,7 @@ class Manifest:
 def read_manifests(paths: Sequence[Path]) -> Manifest:
     """The manifest of the first directory, when all of them agree and are given in their order."""
     for path in paths:
-        if not (path / DATA).exists() and not (path / MANIFEST).exists():
+        if not is_there(path / DATA) and not is_there(path / MANIFEST):
             raise StoreError(f"{path} holds no store: create one, or give the directory of one")
     found = [Manifest.read(path) for path in paths]
     first = found[0]
@@ -63,7 +68,7 @@ def read_manifests(paths: Sequence[Path]) -> Manifest:
         right = ", ".join(str(paths[i]) for i in order)
         raise StoreError(f"the store's directories are given in another order than they were made in: give {right}")
     for path in paths:
-        if not (path / DATA).exists():
+        if not is_there(path / DATA):
             raise StoreError(f"{path / DATA} is missing: if the store's creation was interrupted, delete the store")
     return first
 

@@ -98,8 +98,9 @@ class CommitLog:
     They are overwritten in place, within space that they have from the start: a commit cannot fail for lack of it.
     """
 
-    def __init__(self, directory: Path, store: str) -> None:
-        """``store`` is the id of the store: a record of another store is not taken for ours.
+    def __init__(self, directory: Path, store: str, *, writable: bool = True) -> None:
+        """``store`` is the id of the store: a record of another store is not taken for ours. ``writable``: False: to
+        look at alone.
 
         Raises:
             StoreError: neither file holds a readable record.
@@ -108,7 +109,8 @@ class CommitLog:
         self._store = store
         self._newest = self._find()
         self._doubtful: Path | None = None  # of a record that may be there or not
-        _write_again(self.path)
+        if writable:
+            _write_again(self.path)
 
     @staticmethod
     def create(directory: Path, store: str) -> None:

@@ -1,10 +1,8 @@
 """`Store`: the disk tier during training. One packed file per directory, a manifest in each, commits in the first."""
 
-import os
-import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -12,24 +10,24 @@ from typing import Any
 
 import xxhash
 
-from penstock.config import format_size
 from penstock.errors import StoreError
-from penstock.store import digests, directory, packed
+from penstock.store import digests, directory
 from penstock.store.digests import Digests, Numbers
 from penstock.store.directory import DirectoryLock
+from penstock.store.facts import StoreFacts, facts_of
 from penstock.store.layout import Extent, Grid, Layout
+from penstock.store.making import check_room, claim, file_sizes, fill, remove_files
 from penstock.store.manifest import DATA as DATA
-from penstock.store.manifest import MANIFEST, PARTIAL, Manifest, difference, read_manifests
+from penstock.store.manifest import Manifest, difference, read_manifests
+from penstock.store.owner import Owner, check_owner
 from penstock.store.packed import PackedFile, store_error
-from penstock.store.records import RESERVE, CommitLog, Table, write_document
-from penstock.store.striping import Striping
+from penstock.store.records import CommitLog, Table
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
 
 STRIPE = 2 << 20  # bytes; a chunk of 8 MiB then keeps four drives busy
 
 _VERIFIED = 8 << 20
 _CHECK = "check the drive and the kernel's log (dmesg)"
-_OWN_FILES = (MANIFEST, f"{MANIFEST}.partial", "commit.0", "commit.1", PARTIAL, DATA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +85,8 @@ class Store:
         self.paths = tuple(paths)
         self.layout = manifest.layout
         self.model = manifest.model
+        self.owner = manifest.owner
+        """The run that the store belongs to; None: to none."""
         self._advice = f"{_CHECK}, and " + (
             "repeat the step" if manifest.passing else "go on from a snapshot in another directory"
         )
@@ -113,6 +113,7 @@ class Store:
         stripe: int = STRIPE,
         direct: bool | None = None,
         passing: bool = False,
+        owner: Owner | None = None,
     ) -> "Store":
         """Reserve the space for ``layout`` in ``paths`` and open it; every byte reads as zero.
 
@@ -123,6 +124,7 @@ class Store:
             stripe: bytes that lie together in one directory, if there are several.
             direct: True insists on O_DIRECT, False does without, None prefers it and warns.
             passing: what is stored is needed for one step only; says what to do where it is damaged.
+            owner: the run that the store is to belong to.
 
         Raises:
             StoreError: a directory is missing, not writable, full, in use, or has a store already; nothing is left.
@@ -130,9 +132,9 @@ class Store:
         paths = [Path(path) for path in paths]
         directory.check_distinct(paths)
         with _reported("creating a store"), ExitStack() as undo:
-            locks = [_claim(path, undo) for path in paths]
-            _check_room(paths, layout, stripe)
-            _fill(paths, layout, stripe, model, passing=passing)
+            locks = [claim(path, undo) for path in paths]
+            check_room(paths, layout, stripe)
+            fill(paths, layout, stripe, model, passing=passing, owner=owner)
             store = _attach(paths, locks, io_threads=io_threads, direct=direct)
             undo.pop_all()
         return store
@@ -161,25 +163,37 @@ class Store:
 
     @staticmethod
     def exists(paths: Sequence[Path]) -> bool:
-        """Whether any of the directories has a store, be it a whole one or not."""
-        return any(os.path.exists(Path(path) / DATA) for path in paths)  # False where we may not even look
-
-    @staticmethod
-    def delete(paths: Sequence[Path]) -> None:
-        """Remove a store's own files, and nothing else, from the directories.
+        """Whether any of the directories has a store, be it a whole one or not.
 
         Raises:
-            StoreError: a directory is missing, not writable, or in use.
+            StoreError: a directory may not be looked at.
+        """
+        return any(directory.is_there(Path(path) / DATA) for path in paths)
+
+    @staticmethod
+    def delete(paths: Sequence[Path], *, only: Callable[[StoreFacts], bool] | None = None) -> bool:
+        """Remove a store's own files, and nothing else, from the directories. Returns whether they were removed.
+
+        ``only``: asked of the store once nobody else can change it; where it says no, the store stays.
+
+        Raises:
+            StoreError: a directory is missing, not writable, or in use; or what ``only`` is to be asked of cannot be
+                read.
         """
         paths = [Path(path) for path in paths]
         with _reported("deleting a store"), ExitStack() as undo:
             for path in paths:
                 directory.check_directory(path)
+            locks = []
             for path in paths:
-                lock = DirectoryLock(path)
-                undo.callback(lock.release, remove=True)
-            for path in paths:
-                _remove_files(path)
+                locks.append(DirectoryLock(path))
+                undo.callback(locks[-1].release)
+            if only is not None and (facts := facts_of(paths)) is not None and not only(facts):
+                return False
+            remove_files(paths)
+            for lock in locks:
+                lock.release(remove=True)
+        return True
 
     @property
     def stats(self) -> StoreStats:
@@ -339,6 +353,12 @@ class Store:
         """The newest commit record, or None if there was none."""
         return self._commits.last
 
+    def require_owner(self, owner: Owner | None) -> None:
+        """Raises:
+        StoreError: the store belongs to another run than ``owner``, or to one where that is None.
+        """
+        check_owner(self.owner, owner, ", ".join(map(str, self.paths)))
+
     def require_model(self, model: dict[str, Any]) -> None:
         """Raises:
         StoreError: the store was made for another model; names the first thing that differs.
@@ -376,72 +396,10 @@ def _reported(doing: str) -> Iterator[None]:
         raise store_error(f"{doing} failed: {e}: check the directory's disk and permissions", e) from e
 
 
-def _claim(path: Path, undo: ExitStack) -> DirectoryLock:
-    """Make and lock a directory that has no store, and clear what an interrupted creation left in it."""
-    if directory.make_directory(path):
-        undo.callback(_remove_if_empty, path)
-    lock = DirectoryLock(path)
-    try:
-        if (path / DATA).exists():
-            raise StoreError(f"{path} holds a store already: open it, delete it, or give another directory")
-        if (path / MANIFEST).exists() and not (path / PARTIAL).exists():
-            raise StoreError(
-                f"{path} holds the manifest of a store whose data is gone: delete it, or give another directory"
-            )
-    except BaseException:
-        lock.release()
-        raise
-    _remove_files(path)
-    undo.callback(lock.release, remove=True)
-    undo.callback(_remove_files, path)
-    return lock
-
-
-def _check_room(paths: Sequence[Path], layout: Layout, stripe: int) -> None:
-    """Refuse before anything is written; directories on one file system share its room."""
-    needed: dict[int, int] = {}
-    sizes = _file_sizes(layout, len(paths), stripe)
-    small = 2 * RESERVE  # room for the commits and manifests
-    for path, size in zip(paths, sizes, strict=True):
-        device = path.stat().st_dev
-        needed[device] = needed.get(device, small) + size
-    for path in paths:
-        size, free = needed[path.stat().st_dev], packed.free_bytes(path)
-        if size > free:
-            raise StoreError(
-                f"{path}: the store needs {format_size(size)} on this file system, {format_size(free)} are free: "
-                "free some space, give another directory, or give several on different drives"
-            )
-
-
-def _fill(paths: Sequence[Path], layout: Layout, stripe: int, model: dict[str, Any], *, passing: bool) -> None:
-    """Reserve the data, describe it, and give the data its name last: a store that has data is complete."""
-    identity = uuid.uuid4().hex
-    names = tuple(str(path.resolve()) for path in paths)
-    sizes = _file_sizes(layout, len(paths), stripe)
-    for path, size in zip(paths, sizes, strict=True):
-        packed.allocate(path / PARTIAL, size)
-    CommitLog.create(paths[0], identity)
-    for index, path in enumerate(paths):
-        manifest = Manifest(
-            store=identity,
-            index=index,
-            directories=names,
-            stripe=stripe,
-            layout=layout,
-            model=model,
-            passing=passing,
-        )
-        write_document(path / MANIFEST, "store", manifest.to_json())
-    for path in paths:
-        os.rename(path / PARTIAL, path / DATA)
-        directory.sync_directory(path)
-
-
 def _attach(paths: Sequence[Path], locks: Sequence[DirectoryLock], *, io_threads: int, direct: bool | None) -> Store:
     """Open the files of a complete store whose directories are locked."""
     manifest = read_manifests(paths)
-    sizes = _file_sizes(manifest.layout, len(paths), manifest.stripe)
+    sizes = file_sizes(manifest.layout, len(paths), manifest.stripe)
     commits = CommitLog(paths[0], manifest.store)
     with ExitStack() as closing:
         files = []
@@ -460,18 +418,3 @@ def _attach(paths: Sequence[Path], locks: Sequence[DirectoryLock], *, io_threads
     except BaseException:
         striped.close()
         raise
-
-
-def _file_sizes(layout: Layout, files: int, stripe: int) -> tuple[int, ...]:
-    """Bytes of the file in each directory: the extents, and behind them the area of their checksums."""
-    return Striping(files=files, stripe=stripe).file_sizes(digests.area(layout, slots=2).end)
-
-
-def _remove_if_empty(path: Path) -> None:
-    with suppress(OSError):  # an error on the way out must not hide the one that led here
-        path.rmdir()
-
-
-def _remove_files(path: Path) -> None:
-    for name in _OWN_FILES:
-        (path / name).unlink(missing_ok=True)

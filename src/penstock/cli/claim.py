@@ -1,0 +1,366 @@
+"""Who may train in a run's folder, and what a start finds there.
+
+    start        finds                                       and
+    new          nothing                                     begins
+    overwrite    nothing, or a run and its own store         begins in its place
+    resume       nothing, or a run without a committed step  begins
+                 a run whose store has committed a step      goes on with it
+
+The folder is locked from the first moment of a start to its end. A store belongs to one run, by the id that both have
+(``store.owner``), and no other run opens, replaces or removes it.
+"""
+
+import logging
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from penstock import files
+from penstock.cli import removal
+from penstock.cli.run_folder import (
+    Start,
+    as_cut_before,
+    settings_of,
+    settings_path,
+    steps_written,
+    write_settings_text,
+)
+from penstock.cli.run_record import Pending, Replaced, RunRecord
+from penstock.cli.settings import dump
+from penstock.config import TrainConfig
+from penstock.errors import ConfigError, StoreError
+from penstock.store.directory import DirectoryLock, in_the_way
+from penstock.store.facts import StoreFacts, facts_of
+from penstock.store.owner import RUN_FILE, Owner, check_owner, owner_in
+
+log = logging.getLogger("penstock")
+
+RUN_LOCK = "run.lock"
+_TRIES = 20
+_REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or --overwrite to replace it"
+
+
+class Claim:
+    """A run's folder, for the time of one start. Made by ``claimed``.
+
+    ``step``: the step that the run goes on after; None: it begins. ``owner``: whose its store is to be.
+    """
+
+    def __init__(self, config: TrainConfig, start: Start) -> None:
+        """Look, and change nothing.
+
+        Raises:
+            ConfigError: what is there is not what ``start`` wants.
+            StoreError: the store is of another run, in use, or cannot be read.
+        """
+        self.folder = Path(config.run)
+        self._paths = config.budget.disk_paths
+        self._record = RunRecord.read(self.folder)
+        self._began: RunRecord | None = None
+        self._replaces: tuple[Replaced, ...] = ()
+        self.step: int | None = None
+        before = None if start == "new" else self._settings()
+        match start:
+            case "new":
+                self._require_nothing(_REMEDY)
+            case "overwrite":
+                self._replaces = self._to_replace(before)
+            case "resume":
+                self.step = self._to_go_on(config, before)
+
+    @property
+    def run(self) -> Path | None:
+        """The folder that says whose the store is; None: of a run from before runs had ids."""
+        return None if self._record is None else self.folder
+
+    def _settings(self) -> TrainConfig | None:
+        """Those of the run that is there."""
+        begun = self._record is None or self._record.pending is None
+        if begun and not settings_path(self.folder).exists():
+            return None
+        return settings_of(self.folder)
+
+    # ---- what is there
+
+    def _require_nothing(self, remedy: str) -> None:
+        present = sorted(item.name for item in self.folder.iterdir() if item.name not in _LEFT_BEHIND)
+        if present:
+            raise ConfigError(f"run={str(self.folder)!r}: the folder already holds {_some(present)}. {remedy}")
+        facts = facts_of(self._paths) if self._paths else None
+        if facts is not None:
+            whose = "a store of penstock.wrap" if facts.owner is None else f"a run, which began in {facts.owner.folder}"
+            raise ConfigError(f"budget.disk={str(self._paths[0])!r} already holds the state of {whose}. {remedy}")
+
+    def _to_replace(self, before: TrainConfig | None) -> tuple[Replaced, ...]:
+        """The state of the run that is there: where the new settings want theirs, and where it was kept so far."""
+        found = [*(self._record.pending.replaces if self._record and self._record.pending else ())]
+        places = dict.fromkeys((self._paths, () if before is None else before.budget.disk_paths))
+        for paths in filter(None, places):
+            facts = facts_of(paths)
+            if facts is None:
+                continue
+            if paths == self._paths or self._is_ours(facts, before, paths):
+                self._require_ours(facts, before, paths)
+                if not facts.untouched:
+                    _require_whole(facts, paths)
+                found.append(_replaced(facts, paths))
+        return tuple(found)
+
+    def _to_go_on(self, config: TrainConfig, before: TrainConfig | None) -> int | None:
+        """The step to go on after; None: the run begins, with what its earlier beginning left to be replaced."""
+        if before is None and self._record is None:
+            self._require_nothing("There is no run to go on with: give another folder (--run PATH)")
+            return None
+        before = before or config  # its settings are gone, and are written again
+        pending = self._record.pending if self._record else None
+        facts = facts_of(self._paths) if self._paths else None
+        if pending is not None:
+            if facts is not None:
+                self._require_ours(facts, before, self._paths)
+            self._replaces = pending.replaces
+            return None
+        if facts is None:
+            self._require_not_missing(before)
+            if not self._paths and (done := steps_written(self.folder)):
+                return self._without_disk(config, done)
+            return None
+        self._require_ours(facts, before, self._paths)
+        if facts.untouched or facts.step is None:
+            if not facts.untouched:
+                log.warning(
+                    "the state of this run was in memory when it was stopped after step %d, and is lost: it begins "
+                    "again (budget.durability says what a kill may cost)",
+                    facts.record["step"] if facts.record else 0,
+                )
+            self._replaces = (_replaced(facts, self._paths),)
+            return None
+        _require_whole(facts, self._paths)
+        check_same_data(as_cut_before(config), before)
+        return facts.step
+
+    def _without_disk(self, config: TrainConfig, done: int) -> int | None:
+        """A run that keeps no state: it is complete, or begins again."""
+        if config.steps is not None and done >= config.steps:
+            return done
+        log.warning("run=%r keeps no state on disk (budget.disk): what its %d steps did is lost", config.run, done)
+        return None
+
+    def _require_not_missing(self, before: TrainConfig) -> None:
+        """Raises:
+        StoreError: the run has a store, and it is not where the settings say.
+        """
+        there = before.budget.disk_paths
+        facts = facts_of(there) if there and there != self._paths else None
+        if facts is not None and self._is_ours(facts, before, there) and not facts.untouched:
+            raise StoreError(
+                f"run={str(self.folder)!r} has its state in {there[0]}, and budget.disk names "
+                f"{self._paths[0] if self._paths else 'nothing'}: put the setting back, or move the state there"
+            )
+        begun = self._record.has_state if self._record else bool(there) and steps_written(self.folder) > 0
+        if begun:
+            raise StoreError(
+                f"run={str(self.folder)!r}: its state is not in {(there or self._paths)[0]} any more: is the drive "
+                "mounted? If the state is gone for good, --overwrite begins again"
+            )
+
+    # ---- whose it is
+
+    def _record_ids(self) -> set[str | None]:
+        return {None} if self._record is None else self._record.ids
+
+    def _is_ours(self, facts: StoreFacts, before: TrainConfig | None, paths: tuple[Path, ...]) -> bool:
+        if facts.owner is None:  # from before runs had ids: the run's if its settings say so
+            return self._record is None and before is not None and _same(before.budget.disk_paths, paths)
+        return facts.owner.id in self._record_ids() and self._original(facts.owner, paths) is None
+
+    def _require_ours(self, facts: StoreFacts, before: TrainConfig | None, paths: tuple[Path, ...]) -> None:
+        """Raises:
+        StoreError: the store belongs to another run; names it.
+        """
+        if self._is_ours(facts, before, paths):
+            return
+        if facts.owner is not None and (original := self._original(facts.owner, paths)) is not None:
+            raise StoreError(
+                f"run={str(self.folder)!r} is a copy of the run in {original}, and {paths[0]} is the state of that "
+                f"one: copy the state as well and give its place (--budget.disk), or go on with {original}"
+            )
+        wanted = Owner(id="", folder=str(self.folder)) if self._record is None else self._record.owner
+        check_owner(facts.owner, wanted, str(paths[0]))
+        raise AssertionError("a store that is not ours is refused")
+
+    def _original(self, owner: Owner, paths: tuple[Path, ...]) -> Path | None:
+        """The folder that ours is a copy of, if it is there still and its settings name the same directories."""
+        places = {owner.folder, *([self._record.owner.folder] if self._record else [])}
+        for folder in map(Path, sorted(places)):
+            with suppress(OSError, ConfigError):
+                found = owner_in(folder)
+                if found is None or found.id != owner.id or folder.samefile(self.folder):
+                    continue
+                if _same(settings_of(folder).budget.disk_paths, paths):
+                    return folder
+        return None
+
+    # ---- what a start does
+
+    def begin(self, config: TrainConfig) -> None:
+        """Make the folder that of a new run; what it replaces goes.
+
+        Raises:
+            ConfigError, StoreError: that cannot be done. The rest is done by whoever starts the run next.
+        """
+        removal.check_free(self._replaces)
+        pending = Pending(replaces=self._replaces, settings=dump(config))
+        self._record = self._began = RunRecord(owner=Owner.new(self.folder), pending=pending)
+        try:
+            self._record.write(self.folder)
+            removal.replace(self.folder, pending.replaces)
+            write_settings_text(self.folder, pending.settings)
+            self._record = self._record.begun()
+            self._record.write(self.folder)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise ConfigError(f"run={config.run!r}: cannot use this folder: {error.strerror}") from error
+
+    def state_made(self) -> None:
+        """Note that the run has a store, and that this is its folder.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        if self._record is None:
+            return
+        there = owner_in(self.folder)
+        if there is None or there.id != self._record.owner.id:
+            raise StoreError(f"{self.folder} is another folder than it was a moment ago: leave it where it is")
+        here = Owner(id=self._record.owner.id, folder=str(self.folder.resolve()))
+        now = RunRecord(owner=here, has_state=bool(self._paths))
+        if now != self._record:
+            now.write(self.folder)
+            self._record = now
+
+    @property
+    def began(self) -> bool:
+        """Whether this start has begun the run."""
+        return self._began is not None
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there is a step to go on from, as far as the store says; also where it cannot say."""
+        if self.step is not None:
+            return True
+        try:
+            facts = facts_of(self._paths) if self._paths else None
+        except OSError:
+            return True
+        return facts is not None and not facts.untouched
+
+    def take_back(self) -> None:
+        """Remove what this start has made, if it has begun the run and no step of it is committed."""
+        if self._began is not None:
+            removal.take_back(self.folder, self._began, self._paths)
+
+
+@contextmanager
+def claimed(config: TrainConfig, start: Start) -> Iterator[Claim]:
+    """The folder of a run, locked. Who leaves with an error takes back what the start has made.
+
+    Raises:
+        ConfigError: the folder cannot be used, or what is there is not what ``start`` wants.
+        StoreError: the run is under way, or its store is of another run or cannot be read.
+    """
+    folder = Path(config.run)
+    lock, ours = _locked(folder)
+    try:
+        claim = Claim(config, start)
+        try:
+            yield claim
+        except BaseException:
+            if lock.in_place:  # else the folder has been renamed, and what is there now is not ours
+                claim.take_back()
+            ours = ours or claim.began
+            raise
+    finally:
+        _leave(folder, lock, ours=ours)
+
+
+def _locked(folder: Path) -> tuple[DirectoryLock, bool]:
+    """The lock of a folder, which is made where it is missing; and whether it was."""
+    for _ in range(_TRIES):
+        made = not folder.exists()
+        try:
+            files.make_folder(folder)
+            return DirectoryLock(folder, name=RUN_LOCK), made
+        except FileNotFoundError:
+            continue  # another start has taken its folder away again in this moment
+        except StoreError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+        except OSError as error:
+            said = in_the_way(folder, error)
+            raise ConfigError(f"run={str(folder)!r}: cannot use this folder: {said}") from error
+    raise StoreError(f"run={str(folder)!r}: other starts make and remove this folder all the time: stop them")
+
+
+def _leave(folder: Path, lock: DirectoryLock, *, ours: bool) -> None:
+    """Give the lock back. Its file stays in the folder of a run alone; an empty folder goes, if it is this start's
+    (``ours``)."""
+    with suppress(OSError):
+        there = {item.name for item in folder.iterdir()} if lock.in_place else {RUN_FILE}
+        lock.release(remove=RUN_FILE not in there)
+        if ours and there == {RUN_LOCK}:
+            folder.rmdir()
+    lock.release()
+
+
+def check_same_data(config: TrainConfig, before: TrainConfig) -> None:
+    """A resumed run goes on where it was in its text, so all that decides what a step sees must be as it was.
+
+    Raises:
+        ConfigError: something is not as it was ``before``.
+    """
+    for key in ("model", "data", "sequences_per_step", "micro_batch_size", "seed"):
+        if getattr(before, key) != getattr(config, key):
+            name = "batch.sequences" if key == "sequences_per_step" else key
+            raise ConfigError(
+                f"run={config.run!r} was started with {name}={getattr(before, key)!r}, not {getattr(config, key)!r}: "
+                "a resumed run must be the same model and see the same text, cut in the same way. Put it back, or "
+                "start another run"
+            )
+
+
+def is_complete(config: TrainConfig, done: int) -> str:
+    """What is said of a run that has no step left to do."""
+    said = f"run={config.run!r} is complete: {done} steps are done and steps is {config.step_count}."
+    again = f" To go on, raise it: penstock resume {shlex.quote(config.run)} --steps {2 * done}"
+    return said + (again if config.budget.disk_paths else "")
+
+
+_LEFT_BEHIND = {RUN_LOCK, f"{RUN_FILE}.partial"}
+"""What a start that was killed before its run began has left."""
+
+
+def _replaced(facts: StoreFacts, paths: tuple[Path, ...]) -> Replaced:
+    owner = None if facts.owner is None else facts.owner.id
+    return Replaced(id=owner, disk=tuple(str(path.absolute()) for path in paths))
+
+
+def _require_whole(facts: StoreFacts, paths: tuple[Path, ...]) -> None:
+    """Raises:
+    StoreError: a part of a store is missing.
+    """
+    if facts.missing:
+        raise StoreError(
+            f"{facts.missing[0]} lacks its part of the store in {paths[0]}: is the drive mounted? If it is gone for "
+            "good, remove what is left of the store to start over"
+        )
+
+
+def _same(paths: tuple[Path, ...], others: tuple[Path, ...]) -> bool:
+    return [path.resolve() for path in paths] == [path.resolve() for path in others]
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,22 @@
+"""The store of a run, for the commands that only read it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.store.facts import facts_of
+from penstock.store.owner import check_owner, owner_in
+
+
+def require_own_store(run: Path, paths: Sequence[Path]) -> None:
+    """``run``: the folder of a run. ``paths``: the directories that its settings name.
+
+    Raises:
+        ConfigError: there is no store.
+        StoreError: it is another run's, or may not be looked at.
+    """
+    facts = facts_of(paths)
+    if facts is None:
+        raise ConfigError(f"{paths[0]} holds no store: the run has not begun, or it was removed")
+    if (owner := owner_in(run)) is not None or facts.owner is not None:
+        check_owner(facts.owner, owner, str(paths[0]))

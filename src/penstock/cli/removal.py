@@ -1,0 +1,104 @@
+"""All that is ever removed of a run. Nothing else in ``penstock train`` removes anything that a run has left.
+
+Two occasions: a run begins in the place of another one, or of its own beginning that came to nothing (``replace``);
+and a start fails before its first step is committed (``take_back``), so that the next try finds the place free. The
+second is an error path: it removes what this start has made itself, and where a store has a step it removes nothing.
+"""
+
+import logging
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from penstock.cli.run_folder import has_steps, own_files, own_folders, settings_path
+from penstock.cli.run_record import Replaced, RunRecord
+from penstock.store.directory import LOCK, DirectoryLock, is_there, sync_directory
+from penstock.store.facts import facts_of
+from penstock.store.manifest import DATA, Manifest
+from penstock.store.owner import RUN_FILE
+from penstock.store.store import Store
+
+log = logging.getLogger("penstock")
+
+
+def check_free(replaced: Sequence[Replaced]) -> None:
+    """Raises:
+    StoreError: somebody is using the state that is to be removed.
+    """
+    for path in (Path(path) for one in replaced for path in one.disk):
+        if is_there(path / LOCK):
+            DirectoryLock(path).release()
+
+
+def replace(folder: Path, replaced: Sequence[Replaced]) -> None:
+    """Remove what is to be replaced: stores with their owners' ids, and the run's own files but for its settings.
+
+    Can be broken off anywhere and done again.
+
+    Raises:
+        StoreError: a store is in use, or cannot be read or removed.
+        OSError: a file cannot be removed.
+    """
+    for one in replaced:
+        for path in reversed([Path(path) for path in one.disk]):  # the first has the commits: it is there to the last
+            _remove_part(path, one.id)
+    keep = settings_path(folder)
+    _remove_files(folder, [path for path in own_files(folder) if path != keep])
+
+
+def take_back(folder: Path, record: RunRecord, paths: Sequence[Path]) -> None:
+    """Remove what the start that wrote ``record`` has made, if no step is committed or written down. Raises nothing.
+
+    ``paths``: the directories of its store.
+    """
+    try:
+        _take_back(folder, record, paths)
+    except OSError as error:
+        log.warning("what this start has made cannot all be removed (%s): penstock train --resume clears it", error)
+
+
+def _take_back(folder: Path, record: RunRecord, paths: Sequence[Path]) -> None:
+    now = RunRecord.read(folder)
+    if now is None or now.owner.id != record.owner.id or has_steps(folder):
+        return
+    if now.pending is not None and now.pending.replaces:
+        return  # it says what is still to be removed of the run before
+    facts = facts_of(paths) if paths else None
+    ours = facts is not None and facts.owner == record.owner
+    if ours and facts is not None and not facts.untouched:
+        return
+    if now.has_state:
+        RunRecord(owner=record.owner).write(folder)  # from here on a store that is not found is not missed
+    if ours and not Store.delete(paths, only=lambda facts: facts.untouched and facts.owner == record.owner):
+        return
+    for path in paths:
+        _remove_if_empty(path)
+    _remove_files(folder, own_files(folder))
+    (folder / RUN_FILE).unlink(missing_ok=True)
+    for path in (folder / "data", folder):
+        _remove_if_empty(path)
+
+
+def _remove_part(path: Path, owner: str | None) -> None:
+    """Remove a directory's part of a store, if it is that run's."""
+    if not is_there(path / DATA):
+        return
+    found = Manifest.read(path).owner
+    if (None if found is None else found.id) == owner:
+        Store.delete([path])
+        _remove_if_empty(path)
+
+
+def _remove_files(folder: Path, files: Sequence[Path]) -> None:
+    for path in files:
+        path.unlink(missing_ok=True)
+    for path in own_folders(folder):
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
+    sync_directory(folder)
+
+
+def _remove_if_empty(path: Path) -> None:
+    with suppress(OSError):  # something else is in it, or it is not there: not ours to remove
+        path.rmdir()

@@ -1,0 +1,83 @@
+"""``run.json`` in a run's folder: which run this is, and how far its beginning has got.
+
+A run begins in one go as far as anybody can see: what is to be done is written down first (``Pending``), and whoever
+starts the run after a kill does the rest before anything else.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import StoreError
+from penstock.store.owner import RUN_FILE, RUN_KIND, Owner
+from penstock.store.records import read_document, write_document
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replaced:
+    """The state of an earlier run, to be removed. ``id``: its owner's, None: it has none. ``disk``: directories."""
+
+    id: str | None
+    disk: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A beginning under way. ``replaces``: what goes first. ``settings``: the text of the new run's settings."""
+
+    replaces: tuple[Replaced, ...]
+    settings: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """``has_state``: a store was made for the run, so that it is missed where it is not found. ``pending``: None: the
+    run has begun.
+    """
+
+    owner: Owner
+    has_state: bool = False
+    pending: Pending | None = None
+
+    @property
+    def ids(self) -> set[str | None]:
+        """Of the stores that are this run's, or are to be removed for it."""
+        return {self.owner.id, *(one.id for one in (self.pending.replaces if self.pending else ()))}
+
+    def write(self, folder: Path) -> None:
+        """Raises:
+        StoreError: it cannot be written; what was there still is.
+        """
+        body = {**self.owner.to_json(), "has_state": self.has_state}
+        write_document(folder / RUN_FILE, RUN_KIND, body | {"pending": self.pending and asdict(self.pending)})
+
+    @staticmethod
+    def read(folder: Path) -> "RunRecord | None":
+        """None: the folder is of no run, or of one from before runs had ids.
+
+        Raises:
+            StoreError: it is there, and cannot be read.
+        """
+        try:
+            (folder / RUN_FILE).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError:
+            pass  # reading it says why
+        body = read_document(folder / RUN_FILE, RUN_KIND)
+        try:
+            return _parse(body)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise StoreError(f"{folder / RUN_FILE} is damaged: {error!r}") from error
+
+    def begun(self) -> "RunRecord":
+        return replace(self, pending=None)
+
+
+def _parse(body: Any) -> RunRecord:
+    owner, pending = Owner.from_json({"id": body["id"], "folder": body["folder"]}), body["pending"]
+    assert owner is not None, "made of a body that is there"
+    if pending is not None:
+        replaces = tuple(Replaced(id=one["id"], disk=tuple(one["disk"])) for one in pending["replaces"])
+        pending = Pending(replaces=replaces, settings=str(pending["settings"]))
+    return RunRecord(owner=owner, has_state=bool(body["has_state"]), pending=pending)

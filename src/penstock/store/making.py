@@ -1,0 +1,115 @@
+"""How a store comes to be in its directories, and how it goes: at each moment there is a whole one or none."""
+
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from penstock.config import format_size
+from penstock.errors import StoreError
+from penstock.store import digests, directory, packed
+from penstock.store.directory import DirectoryLock
+from penstock.store.layout import Layout
+from penstock.store.manifest import DATA, MANIFEST, PARTIAL, Manifest
+from penstock.store.owner import Owner
+from penstock.store.records import RESERVE, CommitLog, write_document
+from penstock.store.striping import Striping
+
+_BESIDE = ("commit.0", "commit.1", f"{MANIFEST}.partial", MANIFEST)
+
+
+def claim(path: Path, undo: ExitStack) -> DirectoryLock:
+    """Make and lock a directory that has no store, and clear what an interrupted creation left in it."""
+    if directory.make_directory(path):
+        undo.callback(_remove_if_empty, path)
+    lock = DirectoryLock(path)
+    try:
+        if directory.is_there(path / DATA):
+            raise StoreError(f"{path} holds a store already: open it, delete it, or give another directory")
+        if (path / MANIFEST).exists() and not (path / PARTIAL).exists():
+            raise StoreError(
+                f"{path} holds the manifest of a store whose data is gone: delete it, or give another directory"
+            )
+    except BaseException:
+        lock.release()
+        raise
+    remove_files([path])
+    undo.callback(lock.release, remove=True)
+    undo.callback(remove_files, [path])
+    return lock
+
+
+def check_room(paths: Sequence[Path], layout: Layout, stripe: int) -> None:
+    """Refuse before anything is written; directories on one file system share its room."""
+    needed: dict[int, int] = {}
+    sizes = file_sizes(layout, len(paths), stripe)
+    small = 2 * RESERVE  # room for the commits and manifests
+    for path, size in zip(paths, sizes, strict=True):
+        device = path.stat().st_dev
+        needed[device] = needed.get(device, small) + size
+    for path in paths:
+        size, free = needed[path.stat().st_dev], packed.free_bytes(path)
+        if size > free:
+            raise StoreError(
+                f"{path}: the store needs {format_size(size)} on this file system, {format_size(free)} are free: "
+                "free some space, give another directory, or give several on different drives"
+            )
+
+
+def fill(
+    paths: Sequence[Path],
+    layout: Layout,
+    stripe: int,
+    model: dict[str, Any],
+    *,
+    passing: bool,
+    owner: Owner | None,
+) -> None:
+    """Reserve the data, describe it, and give the data its name last: a store that has data is complete."""
+    identity = uuid.uuid4().hex
+    names = tuple(str(path.resolve()) for path in paths)
+    sizes = file_sizes(layout, len(paths), stripe)
+    for path, size in zip(paths, sizes, strict=True):
+        packed.allocate(path / PARTIAL, size)
+    CommitLog.create(paths[0], identity)
+    for index, path in enumerate(paths):
+        manifest = Manifest(
+            store=identity,
+            index=index,
+            directories=names,
+            stripe=stripe,
+            layout=layout,
+            model=model,
+            passing=passing,
+            owner=owner,
+        )
+        write_document(path / MANIFEST, "store", manifest.to_json())
+    for path in paths:
+        os.rename(path / PARTIAL, path / DATA)
+        directory.sync_directory(path)
+
+
+def file_sizes(layout: Layout, files: int, stripe: int) -> tuple[int, ...]:
+    """Bytes of the file in each directory: the extents, and behind them the area of their checksums."""
+    return Striping(files=files, stripe=stripe).file_sizes(digests.area(layout, slots=2).end)
+
+
+def remove_files(paths: Sequence[Path]) -> None:
+    """Remove a store's own files. Whoever is interrupted here leaves a store, or what ``claim`` clears away.
+
+    The data lose their name first, those beside the commits last: a part of a store has its manifest, and the commits
+    of a store that is there can be read. What the data are called then goes after everything else.
+    """
+    for path in reversed(paths):
+        with suppress(FileNotFoundError):
+            os.rename(path / DATA, path / PARTIAL)
+    for path in reversed(paths):
+        for name in (*_BESIDE, PARTIAL):
+            (path / name).unlink(missing_ok=True)
+
+
+def _remove_if_empty(path: Path) -> None:
+    with suppress(OSError):  # an error on the way out must not hide the one that led here
+        path.rmdir()
