@@ -38,6 +38,75 @@ def test_small_lists_and_lists_inside_blocks_are_no_blocks() -> None:
     assert [b.name for b in find_blocks(model)] == ["layers.0", "layers.2"]
 
 
+class Composite(nn.Module):
+    """With modules of its own, as layers of transformers have."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+
+class Other(Composite):
+    pass
+
+
+def holding(**modules: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for name, module in modules.items():
+        model.add_module(name, module)
+    return model
+
+
+def pairs() -> nn.ModuleList:
+    """As x-transformers and others have it: of each layer a list of norms, the layer itself, and what adds it."""
+    norms = [nn.ModuleList([nn.LayerNorm(16), None]) for _ in range(4)]
+    return nn.ModuleList(nn.ModuleList([norm, Composite(), nn.Identity()]) for norm in norms)
+
+
+Sequence, List, Dict = nn.Sequential, nn.ModuleList, nn.ModuleDict
+FOUND: dict[str, tuple[nn.Module, list[str]]] = {
+    "with None": (holding(layers=List([Composite(), None, Composite()])), ["layers.0", "layers.2"]),
+    "one layer, many times": (holding(layers=List([Composite()] * 3)), ["layers.0"]),
+    "sequential": (
+        holding(stem=nn.Linear(16, 16), blocks=Sequence(*(Composite() for _ in range(3)))),
+        ["blocks.0", "blocks.1", "blocks.2"],
+    ),
+    "a sequential with ends": (Sequence(nn.Linear(16, 16), Composite(), Composite(), Other()), ["1", "2"]),
+    "a sequential of kinds in turn": (Sequence(Composite(), Other(), Composite(), Other()), ["0", "1", "2", "3"]),
+    "sequentials in a sequential": (
+        holding(stages=Sequence(*(Sequence(Composite(), Composite()) for _ in range(2)))),
+        ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"],
+    ),
+    "sequentials in a list": (
+        holding(stages=List(Sequence(Composite(), Composite()) for _ in range(2))),
+        ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"],
+    ),
+    "lists in a list": (
+        holding(block=List(List([Composite()]) for _ in range(3))),
+        ["block.0.0", "block.1.0", "block.2.0"],
+    ),
+    "norms and layers in lists in a list": (holding(layers=pairs()), [f"layers.{i}.1" for i in range(4)]),
+    "a dict": (holding(layers=Dict({"a": Composite(), "b": Composite()})), ["layers.a", "layers.b"]),
+    "a dict of everything": (
+        holding(transformer=Dict({"wte": nn.Embedding(9, 16), "h": List([Composite(), Composite()])})),
+        ["transformer.h.0", "transformer.h.1"],
+    ),
+    "a head that is a sequential": (
+        holding(layers=List([Composite(), Composite()]), head=Sequence(nn.Linear(16, 16), nn.Linear(16, 16))),
+        ["layers.0", "layers.1"],
+    ),
+    "projections in a list": (holding(layers=List(nn.Linear(16, 16) for _ in range(2))), ["layers.0", "layers.1"]),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_lists_of_every_kind_are_found(name: str) -> None:
+    model, names = FOUND[name]
+    assert [b.name for b in find_blocks(model)] == names
+    for block in find_blocks(model):
+        assert model.get_submodule(block.name) is block.module
+
+
 def test_bad_blocks_are_refused() -> None:
     model = MODELS["llama"].model()
     layers = list(model.model.layers)

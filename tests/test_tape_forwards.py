@@ -6,12 +6,16 @@ orders. ``REFUSED``: a ModelError that says so.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.stacks import Layer, Run, Stack, assert_exact, refused, stack
+from tests.models import VOCABULARY
+from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, of, refused, stack
 from tests.tape_reference import Order, horizontal, vertical
+from tests.training import budget, run_steps, steps_of, wrap
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -339,3 +343,93 @@ IN_PLACE_REFUSED: dict[str, tuple[type[nn.Module], Run, str]] = {
 def test_what_autograd_could_not_follow_is_refused(name: str) -> None:
     layer, run, message = IN_PLACE_REFUSED[name]
     assert message in refused(stack(layer, run))
+
+
+# -- how blocks are held ------------------------------------------------------------------------------------------
+
+
+class Held(nn.Module):
+    """Layers that are held by something else than a list, and called as ``run`` does."""
+
+    def __init__(self, layers: nn.Module, run: Run) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = layers
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.run = run
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.run(self, self.embed(tokens))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def run_stages(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for stage in model.layers:
+        for layer in stage:
+            x = layer(x) if layer is not None else x
+    return x
+
+
+def run_dict(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers.values():
+        x = layer(x)
+    return x
+
+
+HELD: dict[str, Callable[[], nn.Module]] = {
+    "a sequential": lambda: Held(nn.Sequential(Layer(), Layer(), Layer()), lambda model, x: model.layers(x)),
+    "lists of lists": lambda: Held(
+        nn.ModuleList([nn.ModuleList([Layer(), None, Layer()]), nn.ModuleList([Layer()])]), run_stages
+    ),
+    "a dict": lambda: Held(nn.ModuleDict({"a": Layer(), "b": Layer(), "c": Layer()}), run_dict),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_blocks_may_be_held_by_any_list(name: str) -> None:
+    _, bench = assert_exact(of(HELD[name]))
+    assert len(bench.blocks) == 3
+    assert sum(s.kind == "call" for s in bench.stages) == 3
+
+
+# -- numbers without a dimension ----------------------------------------------------------------------------------
+
+
+class Scaled(Layer):
+    """Has a parameter without a dimension, and takes and returns a tensor without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> Any:
+        y = super().forward(x) * self.scale + total
+        return y, total + y.square().mean()
+
+
+def run_scaled(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    total = x.mean()
+    for layer in model.layers:
+        x, total = layer(x, total)
+    return x + total
+
+
+@pytest.mark.parametrize("order", [vertical, horizontal])
+def test_tensors_without_a_dimension(order: Order) -> None:
+    found, bench = assert_exact(stack(Scaled, run_scaled), order=order)
+    assert found["layers.1.scale"].shape == ()
+    assert all(s.checkpoint > 0 for s in bench.stages if s.kind == "call")
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_parameters_without_a_dimension_are_trained_and_read_back(meta: bool, tmp_path: Path) -> None:
+    case = stack(Scaled, run_scaled)
+    with torch.device("meta" if meta else "cpu"):
+        model = case.model()
+    for layer in model.layers:
+        layer.reset_parameters = partial(nn.init.constant_, layer.scale, 0.7)
+    with wrap(case, budget(tmp_path), model=model) as engine:
+        run_steps(engine, steps_of(case, 2))
+        scales = [value for name, value in engine.master_parameters() if name.endswith("scale")]
+    assert [scale.shape for scale in scales] == [torch.Size([])] * 3
+    assert all(0.69 < float(scale) < 0.71 and float(scale) != torch.tensor(0.7) for scale in scales)

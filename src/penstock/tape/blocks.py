@@ -1,6 +1,7 @@
 """Which submodules are run as the blocks of a schedule."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Block:
 
 
 def find_blocks(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> tuple[Block, ...]:
-    """The blocks of a model: the ones given, or the members of its large outermost ``ModuleList``s.
+    """The blocks of a model: the ones given, or the members of its large outermost lists, see ``_members``.
 
     Raises:
         ModelError: none is found; a given one is no submodule, is given twice, or is inside another; or the model
@@ -65,30 +66,72 @@ def _parameter_count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _outermost_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
+Members = list[tuple[str, nn.Module]]
+
+
+def _outermost_lists(module: nn.Module, prefix: str) -> Iterator[Members]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList) and sum(_parameter_count(m) > 0 for m in child) >= 2:
-            yield path, child
+        members = _members(path, child)
+        if len(members) >= 2:
+            yield members
         else:
             yield from _outermost_lists(child, f"{path}.")
 
 
+def _members(path: str, module: nn.Module) -> Members:
+    """The blocks that a module holds as a list does: (dotted name, block) in order; none if it is no list of blocks.
+
+    A ``ModuleList``: all members with parameters. It cannot be called, so where it holds other lists their members are
+    taken in its place; of those, norms and the like between them are none. A ``Sequential`` is many things, and so is a
+    ``ModuleDict``: only members of a class that is there more than once, and that has modules of its own, are blocks.
+    """
+    entries = _entries(path, module)
+    if isinstance(module, nn.ModuleList):
+        if not any(isinstance(m, nn.ModuleList | nn.ModuleDict) or _members("", m) for _, m in entries):
+            return entries
+        flat = [found for name, m in entries for found in _flat(name, m)]
+        return [(name, m) for name, m in flat if _is_composite(m)] or flat
+    if isinstance(module, nn.Sequential | nn.ModuleDict):
+        kinds = Counter(type(m) for _, m in entries if _is_composite(m))
+        repeated = [(name, m) for name, m in entries if kinds[type(m)] > 1]
+        return [found for name, m in repeated for found in (_members(name, m) or [(name, m)])]
+    return []
+
+
+def _entries(path: str, module: nn.Module) -> Members:
+    """The modules that a module holds, but for those without parameters (and for None, which lists may have)."""
+    named = [(f"{path}.{name}" if path else name, m) for name, m in module._modules.items() if m is not None]
+    return [(name, m) for name, m in named if _parameter_count(m) > 0]
+
+
+def _flat(path: str, module: nn.Module) -> Members:
+    """A member of a list, or what it holds in its place."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [found for name, m in _entries(path, module) for found in _flat(name, m)]
+    return _members(path, module) or [(path, module)]
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
 def _find(model: nn.Module) -> tuple[Block, ...]:
-    lists = list(_outermost_lists(model, ""))
-    if isinstance(model, nn.ModuleList) or not lists:
+    own = _members("", model)
+    lists = [own] if len(own) >= 2 else list(_outermost_lists(model, ""))
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) or not lists:
         raise ModelError(
             f"no repeated blocks were found in {type(model).__name__}: it has no ModuleList of two or more modules "
-            f"with parameters; {_HOW_TO_NAME}"
+            "with parameters, and no Sequential or ModuleDict with two or more of one class that have modules of their "
+            f"own; {_HOW_TO_NAME}"
         )
-    largest = max(_parameter_count(members) for _, members in lists)
+    counts = [sum(_parameter_count(m) for _, m in members) for members in lists]
     found: dict[int, Block] = {}
-    for path, members in lists:
-        if _parameter_count(members) < _SHARE_OF_LARGEST * largest:
+    for members, count in zip(lists, counts, strict=True):
+        if count < _SHARE_OF_LARGEST * max(counts):
             continue
-        for name, member in members.named_children():
-            if _parameter_count(member) > 0:
-                found.setdefault(id(member), Block(name=f"{path}.{name}", module=member))
+        for name, member in members:
+            found.setdefault(id(member), Block(name=name, module=member))
     return tuple(found.values())
 
 

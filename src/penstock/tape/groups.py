@@ -43,7 +43,7 @@ class ParamGroup:
 
     def detach(self, dtype: torch.dtype, device: torch.device) -> None:
         """Replace every parameter's data by a placeholder."""
-        hole = torch.full((1,), float("nan"), dtype=dtype, device=device)
+        hole = torch.full((), float("nan"), dtype=dtype, device=device)
         for s in self.slices:
             _set_data(s.parameter, hole.expand(s.shape))
 

@@ -264,7 +264,7 @@ class Tape:
         key = (tensor.dtype, tensor.device)
         if key not in self._holes:
             value = float("nan") if tensor.is_floating_point() else 0
-            self._holes[key] = torch.full((1,), value, dtype=tensor.dtype, device=tensor.device)
+            self._holes[key] = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
         return self._holes[key]
 
     def _drop_inputs(self, stage: int, mb: int) -> None:
