@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from penstock.arguments import check_arguments
 from penstock.config import Budget, GradDtype, Precision
 from penstock.engine import Engine
 from penstock.errors import ConfigError
@@ -18,7 +19,6 @@ from penstock.plan.meta import Kind
 from penstock.plan.profiles import check_device, find_profile, on_directories
 from penstock.run import start
 from penstock.run.device import resolve_device
-from penstock.run.precision import DTYPES
 from penstock.run.start import WeightSource
 from penstock.schedule.check import check
 from penstock.schedule.op import Schedule
@@ -95,6 +95,7 @@ def wrap(
     Raises:
         ConfigError, BudgetError, ModelError, StoreError: see their messages.
     """
+    check_arguments(locals())  # before anything else has a name here
     if clip_grad_norm is not None and not (clip_grad_norm > 0 and math.isfinite(clip_grad_norm)):
         raise ConfigError(f"clip_grad_norm={clip_grad_norm!r}: must be a positive number, or None for no clipping")
     if not isinstance(schedule, Schedule) and schedule not in ("vertical", "horizontal"):
@@ -108,10 +109,6 @@ def wrap(
     where = resolve_device(device)
     if precision is None:
         precision = "fp32" if where.type == "cpu" else "bf16"
-    if grad_dtype not in (None, *get_args(GradDtype)):
-        raise ConfigError(f"grad_dtype={grad_dtype!r}: must be {' or '.join(get_args(GradDtype))}")
-    if precision not in DTYPES:
-        raise ConfigError(f"precision={precision!r}: must be one of {', '.join(DTYPES)}")
     if budget.gradients is not None and clip_grad_norm is None and precision != "fp16" and not delay:
         raise ConfigError(
             f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a "

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from penstock.config.sizes import parse_size
+from penstock.config.checked import check_fields
+from penstock.config.sizes import check_size, parse_size
+from penstock.documents.typed import shown
 from penstock.errors import ConfigError
 
 Tier = Literal["device", "host", "disk"]
@@ -53,23 +55,17 @@ class Budget:
 
     @property
     def disk_paths(self) -> tuple[Path, ...]:
-        if self.disk is None:
-            return ()
-        paths = [self.disk] if isinstance(self.disk, str | Path) else self.disk
-        return tuple(Path(path) for path in paths)
+        return tuple(Path(path) for path in _each(self.disk))
 
     def __post_init__(self) -> None:
-        parse_size(self.device)
-        parse_size(self.host)
+        check_fields(self, "budget")
+        for key in ("device", "host"):
+            check_size(f"budget.{key}", getattr(self, key))
+        if any("\0" in str(path) or not str(path) for path in _each(self.disk)):
+            raise ConfigError(f"budget.disk={shown(self.disk)}: give directories, or None")
         for kind in ("weights", "state", "gradients", "checkpoints"):
-            tier = getattr(self, kind)
-            tiers = TIERS[1:] if kind == "gradients" else TIERS
-            if tier is not None and tier not in tiers:
-                raise ConfigError(f"budget.{kind}={tier!r}: must be one of {', '.join(tiers)} or None")
-            if tier == "disk" and not self.disk_paths:
+            if getattr(self, kind) == "disk" and not self.disk_paths:
                 raise ConfigError(f"budget.{kind}='disk' needs budget.disk, a directory")
-        if self.slots not in (1, 2):
-            raise ConfigError(f"budget.slots={self.slots!r}: must be 1 or 2")
         self._check_durability()
         if self.disk is not None and not self.disk_paths:
             raise ConfigError("budget.disk is an empty list: give a directory or None")
@@ -93,8 +89,6 @@ class Budget:
 
     def _check_durability(self) -> None:
         asked = f"budget.durability={self.durability!r}"
-        if self.durability not in (None, *get_args(Durability)):
-            raise ConfigError(f"{asked}: must be one of {', '.join(get_args(Durability))} or None")
         if (self.durability == "interval") != (self.interval is not None):
             raise ConfigError(
                 f"{asked} with budget.interval={self.interval!r}: give both, as durability='interval' and "
@@ -108,3 +102,9 @@ class Budget:
             raise ConfigError(f"{asked} needs budget.slots=2: a commit must not overwrite the one before")
         if self.durability == "step" and self.state not in (None, "disk"):
             raise ConfigError(f"{asked} needs the state on disk, not budget.state={self.state!r}: use 'interval'")
+
+
+def _each(disk: str | Path | Sequence[str | Path] | None) -> Sequence[str | Path]:
+    if disk is None:
+        return ()
+    return (disk,) if isinstance(disk, str | Path) else disk

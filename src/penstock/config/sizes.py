@@ -1,7 +1,9 @@
 """Bytes as people write them."""
 
+import math
 import re
 
+from penstock.documents.typed import LARGEST, shown
 from penstock.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1}
@@ -16,12 +18,23 @@ def parse_size(text: str | int) -> int:
     Raises:
         ConfigError: the text is not a size.
     """
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+    if isinstance(text, int) and not isinstance(text, bool) and 0 <= text <= LARGEST:
         return text
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"{text!r} is not a size: write a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS.get(match[2], math.inf) if match is not None else math.inf
+    if size > LARGEST:
+        raise ConfigError(f"{shown(text)} is not a size: write a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
+    return int(size)
+
+
+def check_size(name: str, text: str | int) -> None:
+    """Raises:
+    ConfigError: the text is not a size, with what it was given as.
+    """
+    try:
+        parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def format_size(size: float) -> str:

@@ -10,6 +10,7 @@ from lightning_fabric.plugins.precision import Precision as Plugin
 from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 from torch import nn
 
+from penstock.arguments import check_arguments
 from penstock.config import Budget, GradDtype, Precision
 from penstock.engine import Engine
 from penstock.errors import ConfigError, ModelError, NonFiniteError, StoreError
@@ -87,6 +88,7 @@ class PenstockStrategy(SingleDeviceStrategy):
             "compile": compile,
             "io_threads": io_threads,
         }
+        check_arguments(self._settings)
         self._compute: Precision | None = None
         self._devices: list[torch.device] = []
         self._engine: Engine | None = None

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from penstock.arguments import check_arguments
 from penstock.config import Budget, GradDtype
 from penstock.errors import ConfigError
 from penstock.plan.machine import Machine
@@ -46,5 +47,6 @@ class EngineArguments:
         return {key: value for key, value in vars(self).items() if key not in ("overwrite", "loss_tile")}
 
     def __post_init__(self) -> None:
+        check_arguments(vars(self))
         if self.loss_tile is not None and self.loss_tile < 1:
             raise ConfigError(f"loss_tile={self.loss_tile}: must be at least 1 token, or None for whole logits")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.config.checked import check_fields
 from penstock.errors import ConfigError
 
 
@@ -24,6 +25,7 @@ class Override:
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "override")
         try:
             re.compile(self.match)
         except re.error as error:
@@ -56,6 +58,7 @@ class OptimizerSpec:
     decay_norms_and_biases: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _at_least_zero("lr", self.lr)
         _at_least_zero("weight_decay", self.weight_decay)
 

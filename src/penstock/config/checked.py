@@ -1,0 +1,24 @@
+"""What is given from Python, checked against its type hints: what a file gives has been read by them."""
+
+from typing import Any
+
+from penstock.documents.typed import expected, fits, hints_of, shown
+from penstock.errors import ConfigError
+
+
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Raises:
+    ConfigError: the value is not of the type that the hint says.
+    """
+    if not fits(value, hint):
+        raise ConfigError(f"{name}={shown(value)}: must be {expected(hint, none='None')}")
+
+
+def check_fields(instance: Any, section: str = "") -> None:
+    """Check all fields of a dataclass. ``section``: what they are of, for messages.
+
+    Raises:
+        ConfigError: names the first that is of another type than its hint.
+    """
+    for key, hint in hints_of(type(instance)).items():
+        check_value(f"{section}.{key}" if section else key, getattr(instance, key), hint)

@@ -1,0 +1,116 @@
+"""Files of a bounded size, and JSON of a bounded depth: what a file holds costs at most some times its own bytes."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+SMALL = 16 << 20
+"""Bytes of a document that describes something: a configuration, a manifest, a profile."""
+
+DEEPEST = 64
+"""Brackets within brackets; what penstock writes has fewer than ten, and a chat's tools some more."""
+
+
+class MalformedError(ValueError):
+    """A document is not what it must be; says where and why, and not in which file."""
+
+
+def read_bounded(path: Path, most: int = SMALL) -> bytes:
+    """All bytes of a regular file.
+
+    Raises:
+        MalformedError: it is no regular file, or has more than ``most`` bytes.
+        OSError: it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer would wait for ever
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise MalformedError("it is no regular file")
+        if status.st_size > most:
+            raise MalformedError(f"it has {status.st_size:,} bytes, and such a file has at most {most:,}")
+        return file.read(most)
+
+
+def read_text(path: Path, most: int = SMALL) -> str:
+    """All of a UTF-8 text file.
+
+    Raises: as ``read_bounded``, and
+        MalformedError: it is not UTF-8.
+    """
+    try:
+        return read_bounded(path, most).decode()
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"it is not UTF-8 text (byte {error.start:,})") from None
+
+
+def parse_json(text: str | bytes, *, deepest: int = DEEPEST) -> Any:
+    """The value that a JSON text holds.
+
+    Raises:
+        MalformedError: it is not JSON; a key is there twice, a number is NaN, infinite or has thousands of digits,
+            brackets are deeper than ``deepest``, or a text has half of a character.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    except MalformedError:
+        raise
+    except RecursionError:
+        raise MalformedError(f"brackets are within brackets more than {deepest} deep") from None
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"it is not UTF-8 text (byte {error.start:,})") from None
+    except json.JSONDecodeError as error:
+        raise MalformedError(f"it is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from None
+    except ValueError as error:
+        raise MalformedError(f"it cannot be read: {error}") from None
+    check_depth(value, text, deepest=deepest)
+    _check_characters(text, value)
+    return value
+
+
+def check_depth(value: Any, text: str | bytes, *, deepest: int = DEEPEST) -> None:
+    """``text``: that the value was read from; one with few brackets need not be looked through.
+
+    Raises:
+        MalformedError: lists and objects are within each other more than ``deepest`` deep.
+    """
+    if isinstance(text, str):
+        brackets = text.count("[") + text.count("{")
+    else:
+        brackets = text.count(b"[") + text.count(b"{")
+    level, depth = [value], 0
+    while brackets > deepest and level:
+        depth += 1
+        if depth > deepest + 1:
+            raise MalformedError(f"brackets are within brackets more than {deepest} deep")
+        inside: list[Any] = []
+        for item in level:
+            inside.extend(item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
+        level = [item for item in inside if isinstance(item, dict | list)]
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise MalformedError(f"the key {twice!r} is there twice")
+    return found
+
+
+def _no_number(word: str) -> Any:
+    raise MalformedError(f"{word} is not a number that JSON has")
+
+
+def _check_characters(text: str | bytes, value: Any) -> None:
+    """JSON may hold halves of characters, which no file name and no tokenizer takes; only as escapes."""
+    marks = ("\\ud", "\\uD") if isinstance(text, str) else (b"\\ud", b"\\uD")
+    if not any(mark in text for mark in marks):  # type: ignore[operator]  # of the same kind as the text
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise MalformedError(f"a text has {half}, half of a character (an unpaired surrogate)") from None
