@@ -126,15 +126,6 @@ def test_gradient_checkpointing_of_the_models_own(tmp_path: Path) -> None:
         wrap(CASE, budget(tmp_path / "store"), model=model)
 
 
-def test_a_key_value_cache(tmp_path: Path) -> None:
-    model = llama(use_cache=True)
-    with wrap(CASE, budget(tmp_path / "store"), model=model) as engine:
-        with pytest.raises(ModelError, match=r"key-value cache.*use_cache = False"):
-            engine.step(STEPS[0])
-        model.config.use_cache = False  # type: ignore[union-attr]
-        assert engine.step(STEPS[0]).step == 1
-
-
 def test_a_model_that_returns_no_loss(tmp_path: Path) -> None:
     with wrap(CASE, budget(tmp_path / "store"), loss_fn=None) as engine:
         with pytest.raises(ConfigError, match="no loss: give micro-batches with 'labels', or pass loss_fn"):

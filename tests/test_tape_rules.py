@@ -321,16 +321,6 @@ def test_an_error_closes_the_siblings_and_leaves_the_tape_usable() -> None:
     assert all(torch.equal(found[name], g) for name, g in wanted.items())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_a_cache_is_refused(name: str) -> None:
-    def switch_on(model: nn.Module) -> None:
-        model.config.use_cache = True
-        if hasattr(model, "decoder"):
-            model.decoder.config.use_cache = True
-
-    assert "use_cache = False" in refused(MODELS[name], switch_on)
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # the library is renaming the method
 def test_gradient_checkpointing_is_refused() -> None:
     message = refused(MODELS["llama"], lambda model: model.gradient_checkpointing_enable())

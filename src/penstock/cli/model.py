@@ -76,8 +76,7 @@ class _InStore:
 def run_model(config: ModelConfig, data: DataConfig) -> RunModel:
     """The causal language model that is asked for; no parameter has memory yet.
 
-    One from scratch has the vocabulary of its tokenizer, unless a larger one is asked for. The KV cache is off, as
-    nothing is generated.
+    One from scratch has the vocabulary of its tokenizer, unless a larger one is asked for.
 
     Raises:
         ConfigError: a folder or a configuration that cannot be used, contradicts the data, or what the model's own

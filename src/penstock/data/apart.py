@@ -16,6 +16,7 @@ from torch import nn
 from transformers import masking_utils
 
 from penstock.errors import ConfigError
+from penstock.tape.kv_cache import CachesOff
 
 _REMEDY = "Set data.packing to false (one document in a sequence), or to continuous (documents attend to those before)"
 
@@ -59,7 +60,7 @@ def _asks(model: nn.Module) -> tuple[bool, str]:
     device = next(model.parameters()).device
     ids = torch.zeros((1, 4), dtype=torch.int64, device=device)
     positions = torch.tensor([[0, 1, 0, 1]], device=device)
-    training = model.training
+    training, caches = model.training, CachesOff(model)  # beside a cache, models take all for one document
     try:
         with _noticed(), torch.no_grad():
             model.eval()(input_ids=ids, position_ids=positions)
@@ -69,6 +70,7 @@ def _asks(model: nn.Module) -> tuple[bool, str]:
         return False, f", as far as can be seen ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     finally:
         model.train(training)
+        caches.restore()
     return False, ""
 
 

@@ -1,6 +1,5 @@
 """Which submodules are run as the blocks of a schedule."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.tape import trees
 from penstock.tape.refusals import refuse
 
 _SHARE_OF_LARGEST = 0.1
@@ -34,32 +32,6 @@ def find_blocks(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> 
     """
     refuse(model)
     return _check_given(model, blocks) if blocks is not None else _find(model)
-
-
-def refuse_cache(name: str, inputs: object) -> None:
-    """Raise ModelError when a block is handed a key-value cache.
-
-    A cache would be written in the forward and again in the recomputation, and it outlives both.
-    """
-    library = sys.modules.get("transformers.cache_utils")
-    if library is None:
-        return
-    if any(isinstance(leaf, library.Cache) for leaf in _leaves(inputs)):
-        raise ModelError(
-            f"block {name!r} was handed a key-value cache, which training has no use for: "
-            "set model.config.use_cache = False, or pass use_cache=False with every micro-batch"
-        )
-
-
-def _leaves(value: object) -> Iterator[object]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    elif not trees.is_record(value):
-        yield value
 
 
 def _parameter_count(module: nn.Module) -> int:

@@ -21,8 +21,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ModelError
 from penstock.tape import graph, trees
-from penstock.tape.blocks import refuse_cache
 from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
+from penstock.tape.kv_cache import without_caches
 from penstock.tape.likeness import alike, sample
 from penstock.tape.modes import Modes, Stacks, refuse_stacked
 
@@ -174,7 +174,7 @@ class Passage:
     def arrive(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block call inside the greenlet: suspended, then run and cut, then suspended again."""
         refuse_stacked(site.name, self._stacks)
-        refuse_cache(site.name, (args, kwargs))
+        args, kwargs = without_caches(site.name, site.forward, args, kwargs)
         self.arrival = Arrival(site=site, tensors=trees.places((args, kwargs)))
         self._suspend("call")
         self.arrival = None

@@ -27,6 +27,7 @@ from penstock.tape import graph, rng, trees
 from penstock.tape.blocks import Block
 from penstock.tape.compiled import compiled_forwards
 from penstock.tape.groups import ParamGroup
+from penstock.tape.kv_cache import CachesOff
 from penstock.tape.passage import Event, Facts, LossFn, Passage, Site, StageFacts, current_passage, memory_order
 from penstock.tape.probe import Probe
 
@@ -91,6 +92,7 @@ class Tape:
         self._loss_fn = loss_fn
         self._seed = seed
         forwards = [b.module.forward for b in blocks] if compile is None else compiled_forwards(blocks, compile)
+        self.caches = CachesOff(model)
         self.sites = tuple(_site(i, b, f) for i, (b, f) in enumerate(zip(blocks, forwards, strict=True)))
         self._replaced = [_install(site) for site in self.sites]
         self._hooks: list[Any] = []
@@ -116,11 +118,12 @@ class Tape:
         ]
 
     def close(self) -> None:
-        """Give the model back as it was: the blocks' own forwards, and no hooks."""
+        """Give the model back as it was: the blocks' own forwards, its caches, and no hooks."""
         self.abort()
         for site, replaced in zip(self.sites, self._replaced, strict=True):
             site.module.__dict__.pop("forward", None)
             site.module.__dict__.update(replaced)
+        self.caches.restore()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -7,6 +7,8 @@ same code meet the same tensors in the same order.
 
 import copy
 import dataclasses
+import inspect
+import types
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from typing import Any
 
@@ -126,7 +128,21 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
         return iter(enumerate(value))
     if isinstance(value, MutableMapping):
         return iter([(key, value[key]) for key in value])
-    return iter([(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)])
+    return iter([(f.name, item) for f in dataclasses.fields(value) if (item := _field(value, f.name)) is not _MISSING])
+
+
+def _field(record: Any, name: str) -> Any:
+    """What a record holds under a field's name. Its class's own ``__getattr__`` is not asked: it may do anything."""
+    attributes = getattr(record, "__dict__", {})
+    if name in attributes:
+        return attributes[name]
+    slot = inspect.getattr_static(type(record), name, None)
+    if not isinstance(slot, types.MemberDescriptorType):
+        return _MISSING
+    try:
+        return slot.__get__(record)
+    except AttributeError:  # not set
+        return _MISSING
 
 
 def _store(value: Any, key: Any, item: Any) -> None:

@@ -31,6 +31,7 @@ from penstock.hf.models.shard_files import ShardFiles, lay_out
 from penstock.run.values import Values
 from penstock.store.packed import FULL, store_error
 from penstock.store.whole import WholeFolder
+from penstock.tape.kv_cache import as_given
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Progress = Callable[[int, int], None]
@@ -110,10 +111,7 @@ def export(
         return
     if merge:
         values, model = Merged(values, model), model.get_base_model()
-    config = deepcopy(model.config)
-    if getattr(model, "_use_cache_as_loaded", False):  # training has no use for it, whoever loads the folder has
-        for part in shell.parts(config):
-            part.use_cache = True
+    config = as_given(model.config)
 
     def companions(folder: Path) -> None:
         if model.can_generate():

@@ -25,8 +25,8 @@ class Loaded:
     """A model whose parameters have no memory, and what came with it.
 
     ``weights``: for ``penstock.wrap(model, weights=...)``. ``folder``: where its files are, those of its tokenizer too.
-    ``dtype``: the one that its weights are in. ``config``: as the folder has it; the model's own differs in
-    ``use_cache``. ``rules``: of transformers, by which names and layouts of the files became those of the model.
+    ``dtype``: the one that its weights are in. ``config``: as the folder has it. ``rules``: of transformers, by which
+    names and layouts of the files became those of the model.
     """
 
     model: nn.Module

@@ -74,7 +74,7 @@ def class_of(config: Any, folder: Path | None, *, trust_remote_code: bool) -> An
 
 
 def build(config: Any, cls: Any = AutoModelForCausalLM, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A model without memory. The KV cache is off, as nothing is generated; the configuration given is left as it is.
+    """A model without memory, with a configuration of its own.
 
     Raises:
         ConfigError: transformers cannot build it.
@@ -86,10 +86,6 @@ def build(config: Any, cls: Any = AutoModelForCausalLM, *, dtype: torch.dtype = 
             model = cast(Any, make)(own, dtype=dtype)
     except REFUSED as error:
         raise ConfigError(f"Hugging Face cannot build this {config.model_type} model: {short(error)}") from error
-    for part in parts(model.config):
-        if getattr(part, "use_cache", None):
-            part.use_cache = False
-            model._use_cache_as_loaded = True
     return model
 
 

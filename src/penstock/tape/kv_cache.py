@@ -1,0 +1,167 @@
+"""Key-value caches of transformers: kept out of a model's blocks while it is trained.
+
+A cache is written in the forward and would be written again in the recomputation, and it outlives both. So the setting
+that makes one is switched off for as long as a tape runs the model, wherever the model has it. Some models make one in
+any case (XLM): an empty one is left out of the calls of blocks that can do without, by their own signature.
+"""
+
+import copy
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.tape import trees
+
+log = logging.getLogger("penstock")
+
+_SETTING = "use_cache"
+
+
+_OFF: dict[int, Any] = {}
+"""Configurations that are switched off now, by their identity: transformers' own have no hash."""
+
+
+class CachesOff:
+    """A model's caches, switched off until ``restore``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._configs = [config for config in _configs(model) if _switch(config, False)]
+        _OFF.update({id(config): config for config in self._configs})
+        if self._configs:
+            log.info("%s: config.use_cache is off while it is trained, as nothing is generated", type(model).__name__)
+
+    def restore(self) -> None:
+        for config in self._configs:
+            _switch(config, True)
+            _OFF.pop(id(config), None)
+        self._configs = []
+
+
+def as_given(config: Any) -> Any:
+    """A copy of a model's configuration as it was before its caches were switched off."""
+    copies: dict[int, Any] = {}
+    copied = copy.deepcopy(config, copies)
+    for identity in _OFF:
+        if identity in copies:
+            _switch(copies[identity], True)
+    return copied
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """The configurations that a model's modules go by, and those within. Nothing else of them is looked at."""
+    seen: set[int] = set()
+    waiting = [vars(module).get("config") for module in model.modules()]
+    while waiting:
+        config = waiting.pop(0)
+        if config is None or id(config) in seen:
+            continue
+        seen.add(id(config))
+        yield config
+        names = getattr(type(config), "sub_configs", None)
+        if isinstance(names, Mapping):
+            waiting.extend(value for name in names if (value := _attribute(config, name)) is not None)
+
+
+def _attribute(config: Any, name: str) -> Any:
+    """An attribute of a configuration, None where it has none: reading one may run code of its own that refuses."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def _switch(config: Any, on: bool) -> bool:
+    """Set ``use_cache`` to ``on`` where it is the opposite. Whether that was done."""
+    if _attribute(config, _SETTING) is not (not on):
+        return False
+    try:
+        setattr(config, _SETTING, on)
+    except Exception:  # noqa: BLE001  it is frozen: then an empty cache is left out of calls, and others are refused
+        return False
+    return True
+
+
+def without_caches(
+    name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block's call, with None for empty caches where the block's signature has that for a default.
+
+    Raises:
+        ModelError: it was handed a cache that holds something, or that it cannot do without.
+    """
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None or not any(_has_cache(value, library.Cache) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    optional = _optional(forward)
+    positional = list(optional)
+
+    def left_out(value: Any, parameter: str | None) -> Any:
+        if not _has_cache(value, library.Cache):
+            return value
+        if not isinstance(value, library.Cache) or not _is_empty(value):
+            raise ModelError(
+                f"block {name!r} was handed a key-value cache that holds values (as peft's prefix tuning makes for "
+                "its prompts): the block would write to it, and again when it is recomputed. Pass no cache with "
+                "micro-batches; of peft's methods use another one, such as LoRA"
+            )
+        if parameter is None or not optional.get(parameter, False):
+            raise ModelError(
+                f"block {name!r} was handed a key-value cache, and by its signature it cannot do without: set "
+                "model.config.use_cache = False, or pass use_cache=False with every micro-batch, or name other blocks "
+                "(blocks=[...]) that take no cache"
+            )
+        return None
+
+    named = [positional[i] if i < len(positional) else None for i in range(len(args))]
+    return (
+        tuple(left_out(value, parameter) for value, parameter in zip(args, named, strict=True)),
+        {key: left_out(value, key) for key, value in kwargs.items()},
+    )
+
+
+def _optional(forward: Callable[..., Any]) -> dict[str, bool]:
+    """Whether None is the default of each parameter of a forward, in their order. A decorated one is looked into."""
+    parameters = inspect.signature(forward).parameters.values()
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    found = {p.name: p.default is None for p in parameters if p.kind is not p.VAR_KEYWORD}
+    return _Open(found) if open_ended else found
+
+
+class _Open(dict[str, bool]):
+    """Of a forward that hands on what it does not name: transformers' layers hand the cache to their attention so."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().get(key, True)
+
+
+def _has_cache(value: Any, kind: type) -> bool:
+    return any(isinstance(leaf, kind) for leaf in _leaves(value))
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether a cache holds nothing yet."""
+    try:
+        parts = [
+            getattr(cache, key) for key in ("self_attention_cache", "cross_attention_cache") if hasattr(cache, key)
+        ]
+        if parts:
+            return all(_is_empty(part) for part in parts)
+        return not any(trees.tensors(vars(layer)) for layer in cache.layers)
+    except Exception:  # noqa: BLE001  a cache of another making
+        return False
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    elif not trees.is_record(value):
+        yield value

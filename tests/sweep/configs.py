@@ -1,0 +1,196 @@
+"""Configurations of transformers, made tiny by rules over the names of their settings.
+
+``tiny(cls)`` is an instance of a configuration class with every width, depth, vocabulary and window small, and those of
+the models within it, too. What the rules do not know stays as the class has it. ``EXCEPTIONS`` has what they get wrong.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+VOCABULARY = 128
+FIRST_WORD = 8
+"""Ids below this are special (``SPECIAL``); words go up to ``LAST_WORD``; above are those of images and sound."""
+LAST_WORD = 90
+
+SPECIAL = {
+    "pad": 0,
+    "bos": 1,
+    "eos": 2,
+    "sep": 3,
+    "mask": 4,
+    "cls": 5,
+    "unk": 6,
+    "decoder_start": 1,
+    "forced_bos": 1,
+    "forced_eos": 2,
+}
+
+LENGTH = 128
+
+Settings = Mapping[str, Any]
+
+RULES: tuple[tuple[str, Any], ...] = (
+    # ---- vocabulary
+    (r"type_vocab_size|task_type_vocab_size", None),
+    (r"(.*_)?vocab_size(_per_layer_input)?", VOCABULARY),
+    # ---- depth
+    (r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|layers|num_(encoder|decoder)_layers", 3),
+    (r"(encoder|decoder|speech_encoder|t2u_encoder|t2u_decoder)_(num_hidden_)?layers|conf_num_hidden_layers", 2),
+    (r"depth|num_blocks|num_self_attends_per_block|resampler_depth", 2),
+    (r"num_kv_shared_layers|num_nextn_predict_layers|num_mtp_layers", 0),
+    (r"first_k_dense_replace|num_dense_layers", 1),
+    # ---- heads
+    (r"(.*_)?num_key_value_heads|num_kv_heads|kv_n_heads|linear_num_key_heads", 2),
+    (r"(.*_)?(num_)?attention_heads|n_heads?|num_heads|(.*_)?num_(attention_)?heads|linear_num_value_heads", 4),
+    (r"index_n_heads", 2),
+    (r"index_head_dim", 16),
+    (r"(.*_)?head_dim|d_kv|d_head|dim_head|kv_channels|qk_(nope|rope)_head_dim", 8),
+    (r"(q|kv|o)_lora_rank|laurel_rank|gated_norm_rank|embedding_rank", 8),
+    # ---- width
+    (r"moe_intermediate_size|shared_expert_intermediate_size|expert_ffn_hidden_size|moe_hidden_size", 16),
+    (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|mlp_dim)(_mlp)?|d_ff|dff|dim_ff|d_inner|n_inner|ffn_dim", 64),
+    (r"(.*_)?(hidden_size|embedding_size|embed_dim|emb_dim|hidden_dim|projection_dim|projection_size)", 32),
+    (r"d_model|n_embd|dim|embedding_dim|output_dim|output_hidden_size|pooler_output_size|image_token_embed_dim", 32),
+    (r"mm_embed_dim|classifier_proj_size|hidden_size_(global|per_layer_input)|dim_model_base|vision_output_dim", 32),
+    (r"projector_(in|out)put_dim|alignment_intermediate_size|output_proj_dims|word_embed_proj_dim", 32),
+    # ---- experts
+    (r"n_routed_experts|num_(local_)?experts|moe_num_experts|zero_expert_num", 4),
+    (r"num_experts_per_tok|moe_topk|top_k_experts|moe_k|moe_top_k", 2),
+    (r"n_shared_experts|num_shared_experts|moe_num_shared_experts|n_group|topk_group", 1),
+    (r"expert_capacity", 64),
+    # ---- lengths
+    (r"(.*_)?max_(.*_)?position(_embedding)?s(_.*)?|n_positions|n_ctx|max_seq_len|seq_len|max_length", LENGTH),
+    (r"max_(source|target)_positions", LENGTH),
+    (r"sliding_window(_size)?|attention_window|local_attention|attention_chunk_size|sliding_windows?", 4),
+    (r"(mamba_)?chunk_size|index_topk|num_buckets", 8),
+    # ---- images and sound
+    (r"image_size|img_size|crop_size|force_image_size|resolution", 32),
+    (r"num_mel_bins|n_mel_bins|input_feat_size", 16),
+    (r"num_query_tokens|num_latents|latent_query_num|resampler_n(um)?_latents|num_register_tokens", 4),
+    # ---- state spaces
+    (r"mamba_n_heads|mamba_num_heads", 8),
+    (r"mamba_d_head|mamba_head_dim", 8),
+    (r"mamba_d_state|ssm_state_size|state_size", 8),
+    (r"mamba_d_ssm", 64),
+    # ---- nothing at random
+    (r".*(dropout|drop|pdrop|drop_rate|layerdrop|dropout_p)(_prob|_rate)?", 0.0),
+    (r"apply_spec_augment", False),
+    (r"mask_(time|feature)_prob|router_jitter_noise|moe_token_dropout|drop_path_rate|input_jitter_noise", 0.0),
+)
+"""(what a setting's whole name matches, its value; None leaves it). The first that matches counts."""
+
+EXCEPTIONS: dict[str, Settings] = {
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "chameleon": {"vocabulary_map": {"<image>": 120, **{f"IMGIMG{chr(65 + i)}Z": 91 + i for i in range(16)}}},
+    "emu3": {"vocabulary_map": {"<image>": 120, **{f"<|visual token {i:06d}|>": 91 + i for i in range(16)}}},
+    "ernie4_5_vl_moe_text": {"moe_num_shared_experts": 1},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 4},
+    "esmc": {"num_key_value_heads": 4},
+    "fun_asr_nano_adaptor": {"intermediate_size": 8},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 4},
+    "gpt_neox_japanese": {"intermediate_multiple_size": 2},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "glm5_next_text": {"num_key_value_heads": 4},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "hunyuan_vl_text": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"head_dim": 8},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [8, 16],
+        "attn_layers": ["local", "lsh", "local"],
+    },
+    "zamba": {"num_hidden_layers": 4},
+    "zamba2": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "wav2vec2-bert": {"vocab_size": VOCABULARY},
+    "wav2vec2-conformer": {"vocab_size": VOCABULARY},
+    "kyutai_speech_to_text": {"num_codebooks": 4},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
+    "dbrx": {},
+}
+"""By type: settings that go before the rules; a mapping is for the model within of that name."""
+
+_RULES = [(re.compile(pattern), value) for pattern, value in RULES]
+_TOKEN = re.compile(r"(.*?)_?(token)?_?(id|index|idx)")
+_WIDTHS = re.compile(r"hidden_sizes|(.*_)?dims?|(.*_)?channels|widths|stage_\w+_channels|.*_sizes_hidden")
+
+
+def tiny(cls: Any, given: Settings | None = None) -> Any:
+    """A tiny configuration. ``given``: settings that go before everything; a mapping is for the model within.
+
+    Raises: what the configuration's class does.
+    """
+    settings: dict[str, Any] = {}
+    exceptions = {**EXCEPTIONS.get(cls.model_type, {}), **(given or {})}
+    default = cls()
+    ids = iter(range(LAST_WORD + 1, VOCABULARY))
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        value = _value(default, name, parameter)
+        if hasattr(value, "sub_configs") and hasattr(type(value), "model_type"):
+            inner = exceptions.get(name, {})
+            settings[name] = tiny(type(value), inner) if isinstance(inner, Mapping) else inner
+        elif name in exceptions:
+            settings[name] = exceptions[name]
+        elif parameter.default is None and value is not None and not isinstance(value, int | float):
+            if name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
+                settings[name] = {**value, "mrope_section": [2, 1, 1]}
+            continue  # the class makes it of others
+        else:
+            small = _small(name, value, ids)
+            if small is not None:
+                settings[name] = small
+    settings |= {name: value for name, value in exceptions.items() if name not in settings}
+    return cls(**settings)
+
+
+def _value(config: Any, name: str, parameter: inspect.Parameter) -> Any:
+    try:
+        return getattr(config, name)
+    except Exception:  # noqa: BLE001  a configuration's attribute may be code that refuses
+        return None if parameter.default is inspect.Parameter.empty else parameter.default
+
+
+def _small(name: str, value: Any, ids: Any) -> Any:
+    """The value of a setting that is ``value`` by default; None: as it is."""
+    if isinstance(value, list | tuple) and value and all(isinstance(v, int) for v in value):
+        if _WIDTHS.fullmatch(name) and max(value) > 16:
+            return type(value)(max(8, v // 8 // 4 * 4) for v in value)
+        return None
+    for pattern, small in _RULES:
+        if pattern.fullmatch(name):
+            return _like(value, small)
+    token = _TOKEN.fullmatch(name)
+    if token and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if token[1] in SPECIAL:
+            return SPECIAL[token[1]]
+        return next(ids) if value >= FIRST_WORD else None
+    return None
+
+
+def _like(value: Any, small: Any) -> Any:
+    """``small``, where the default is of its kind and not less."""
+    if small is None or value is None or isinstance(value, str):
+        return None
+    if isinstance(small, bool):
+        return small if isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return type(value)(small) if small == 0 or value > small or value == 0 else None
+
+
+def tiny_of(model_class: Any, config_class: Any) -> Any:
+    """A tiny configuration for a model's class: that of the language model within, where the class is of that."""
+    config = tiny(config_class)
+    wanted = model_class.config_class
+    if wanted is not None and not isinstance(config, wanted):
+        inner = [getattr(config, key, None) for key in config.sub_configs]
+        config = next((part for part in inner if isinstance(part, wanted)), config)
+    return config

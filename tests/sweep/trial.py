@@ -1,0 +1,222 @@
+"""One type of model: three steps by the engine, state on disk, against the same steps by a plain loop of torch.
+
+The plain loop knows nothing of the engine: ``torch.optim.AdamW`` and gradient accumulation, each micro-batch's mean
+loss counted by its share of the step's labels. Which labels a model's loss counts is found out by changing them, one at
+a time, and looking at the loss.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from tests.sweep.configs import tiny_of
+from tests.sweep.inputs import KINDS, Form, Forms, MicroBatch, NoFormError, forms_of
+from torch import nn
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import penstock
+
+Verdict = Literal["equal", "refused", "differs", "crashed", "skipped"]
+
+LARGEST = 8_000_000
+"""parameters; a type whose tiny configuration has more is not small"""
+CLIP = 1.0
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-4}
+"""``eps`` is far above the rounding error of a gradient, of which AdamW would make a full step otherwise."""
+STEPS: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
+    ("main", ((2, 12), (3, 8), (1, 10))),
+    ("other", ((2, 9), (1, 12))),
+    ("main", ((1, 8), (2, 12), (2, 6))),
+)
+"""(form, rows and tokens of micro-batches) of each step: odd and even counts, the second of text alone if it can be"""
+ROUNDING = 2.0**-24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A class of transformers, with the configuration of a type."""
+
+    kind: str
+    type: str
+    model: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.type} {self.model}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of a job. ``reason``: of what is not equal. ``inputs``: what it was trained with. ``labels``: which of
+    its labels count: all, or all but the first. ``error``: the largest relative to what is allowed. ``seconds``: of a
+    processor.
+    """
+
+    kind: str
+    type: str
+    model: str
+    verdict: Verdict
+    reason: str = ""
+    inputs: str = ""
+    labels: str = ""
+    error: float = 0.0
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value not in ("", 0.0)}
+
+
+def jobs() -> list[Job]:
+    """Every type of the installed transformers, each class and configuration once."""
+    found: dict[tuple[str, type], Job] = {}
+    for kind, of in KINDS.items():
+        for model_type, classes in getattr(modeling_auto, of.mapping).items():
+            for name in (classes,) if isinstance(classes, str) else classes:
+                found.setdefault((name, CONFIG_MAPPING[model_type]), Job(kind=kind, type=model_type, model=name))
+    return sorted(found.values(), key=lambda job: job.name)
+
+
+def run(job: Job, disk: Path) -> Result:
+    """Train a type of model by the engine and by the plain loop. ``disk``: an empty folder for the engine's store."""
+    about: dict[str, Any] = asdict(job)
+    try:
+        model = build(job)
+        count = sum(p.numel() for p in model.parameters())
+        if count > LARGEST:
+            return Result(**about, verdict="skipped", reason=f"does not get small: {count:,} parameters")
+        forms = forms_of(model, job.kind)
+        steps = list(_steps(forms))
+        first = _counts_first(model, steps[0][0])
+    except NoFormError as error:
+        return Result(**about, verdict="skipped", reason=f"no inputs: {error}")
+    except Exception as error:  # noqa: BLE001  transformers raises everything for a configuration it cannot build
+        return Result(**about, verdict="skipped", reason=f"does not build: {_line(error)}")
+    about |= {"inputs": forms.name, "labels": {True: "all", False: "but the first", None: ""}[first]}
+    plain = copy.deepcopy(model)
+    try:
+        wanted = plain_loop(plain, steps, first=first is not False)
+    except Exception as error:  # noqa: BLE001  as above
+        return Result(**about, verdict="skipped", reason=f"plain training fails: {_line(error)}")
+    if not all(math.isfinite(n) for n in wanted):
+        return Result(**about, verdict="skipped", reason="plain training is not finite")
+    return _by_engine(model, plain, steps, wanted, disk, about)
+
+
+def _by_engine(
+    model: nn.Module,
+    plain: nn.Module,
+    steps: Sequence[Sequence[MicroBatch]],
+    wanted: Sequence[float],
+    disk: Path,
+    about: dict[str, Any],
+) -> Result:
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    budget = penstock.Budget(device="1GiB", host="1GiB", disk=disk, weights="disk", state="disk")
+    optimizer = penstock.AdamW(**ADAMW)  # type: ignore[arg-type]
+    try:
+        with penstock.wrap(
+            model, optimizer=optimizer, budget=budget, precision="fp32", device="cpu", clip_grad_norm=CLIP, plan=None
+        ) as engine:
+            losses = [engine.step(micro_batches).loss for micro_batches in steps]
+            after = dict(engine.master_parameters())
+    except (penstock.ModelError, penstock.ConfigError, penstock.BudgetError) as error:
+        return Result(**about, verdict="refused", reason=_line(error))
+    except Exception as error:  # noqa: BLE001  that is what is looked for
+        return Result(**about, verdict="crashed", reason=_line(error))
+    error, where = _compare(before, after, dict(plain.named_parameters()))
+    of_losses = max(abs(a - b) / max(abs(b), 1e-3) / (64 * ROUNDING) for a, b in zip(losses, wanted, strict=True))
+    if of_losses > error:
+        error, where = of_losses, f"losses {losses} for {list(wanted)}"
+    return Result(
+        **about,
+        verdict="equal" if error <= 1.0 else "differs",
+        error=round(error, 3),
+        reason="" if error <= 1.0 else where,
+    )
+
+
+def build(job: Job) -> nn.Module:
+    """The model of a job, in training mode, with nothing at random."""
+    cls = getattr(transformers, job.model)
+    torch.manual_seed(0)
+    model = cls._from_config(tiny_of(cls, CONFIG_MAPPING[job.type]), dtype=torch.float32).train()
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if isinstance(value, float) and (
+                "drop" in key or (key == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
+            ):
+                setattr(module, key, 0.0)
+    return model
+
+
+def _steps(forms: Forms) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    for which, shapes in STEPS:
+        form: Form = forms.other if which == "other" and forms.other is not None else forms.main
+        yield [form(generator, *shape) for shape in shapes]
+
+
+def _counts_first(model: nn.Module, micro_batch: MicroBatch) -> bool | None:
+    """Whether a model's loss depends on the first label of a row; None: labels are not a row of tokens."""
+    labels = micro_batch["labels"]
+    if labels.dim() < 2:
+        return None
+    state = copy.deepcopy(model.state_dict())
+    found = []
+    for change in (0, 1):
+        torch.manual_seed(1)
+        changed = labels.clone()
+        changed[:, 0] = changed[:, 0] + change
+        with torch.no_grad():
+            found.append(float(model(**micro_batch | {"labels": changed}).loss))
+        model.load_state_dict(state)
+    return found[0] != found[1]
+
+
+def plain_loop(model: nn.Module, steps: Sequence[Sequence[MicroBatch]], *, first: bool) -> list[float]:
+    """Train a model by torch alone. The loss of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)  # type: ignore[arg-type]
+    losses = []
+    for micro_batches in steps:
+        counts = [_items(mb["labels"], first=first) for mb in micro_batches]
+        total = 0.0
+        for count, micro_batch in zip(counts, micro_batches, strict=True):
+            loss = model(**micro_batch).loss
+            (loss * (count / sum(counts))).backward()
+            total += float(loss.detach()) * count / sum(counts)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def _items(labels: torch.Tensor, *, first: bool) -> int:
+    return int((labels if first else labels[:, 1:]).ne(-100).sum())
+
+
+def _compare(
+    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], wanted: dict[str, nn.Parameter]
+) -> tuple[float, str]:
+    """How far parameters are from those of the plain loop, as a multiple of what is allowed: a thousandth of what
+    training has changed in each and of what one step can, and its rounding. The worst, and its name.
+    """
+    worst, where = 0.0, ""
+    for name, target in wanted.items():
+        value = target.detach().double()
+        step = ADAMW["lr"] * math.sqrt(value.numel())
+        allowed = 1e-3 * ((value - before[name].double()).norm() + step) + 8 * ROUNDING * value.norm()
+        off = float((after[name].double() - value).norm() / allowed)
+        if not off <= worst:
+            worst, where = off, name
+    return worst, f"{where} is {worst:.3g} times further away than rounding"
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
