@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ _PLAIN: Mapping[str, Any] = {
     "delay": float | None,
     "grad_dtype": GradDtype | None,
     "compile": bool | str,
+    "run": str | Path | None,
 }
 _SPECS = (AdamW, Adam, SGD, Lion)
 

@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from penstock.documents.text import MalformedError
@@ -25,6 +26,7 @@ _NAMES: dict[Any, str] = {
     float: "a number",
     str: "text",
     bool: "true or false",
+    Path: "a path",
 }
 
 
