@@ -3,16 +3,24 @@
 ``make proofs`` tries many more programs than ``make test``.
 """
 
+import re
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.any_program import AnyCase, cases
+from tests.any_program import FORMATS, AnyCase, cases, programs
 from tests.conftest import Campaign
+from tests.questions import question
 
-from penstock.schedule.check import check
+from penstock.config import Budget
+from penstock.errors import BudgetError
+from penstock.plan.fit import Family, Plan, Request, fit
+from penstock.plan.question import Question
+from penstock.plan.search import search
+from penstock.schedule.check import check, check_readers
 from penstock.schedule.horizontal import horizontal
 from penstock.schedule.op import Op, Schedule
 from penstock.schedule.order import run_order
@@ -165,3 +173,77 @@ def test_gradients_are_added_up_in_one_order(campaign: Campaign) -> None:
             assert total == expected
 
     proved(campaign, cases(), holds, few=50)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A question to the planner, and whether it has a machine to search with."""
+
+    question: Question
+    searched: bool
+
+    def plan(self) -> Plan:
+        return search(self.question).plan if self.searched else fit(self.question.request)
+
+    def with_budget(self, **sizes: int) -> "Asked":
+        request = self.question.request
+        return replace(self, question=replace(self.question, request=with_budget(request, **sizes)))
+
+
+def with_budget(request: Request, **sizes: int) -> Request:
+    return replace(request, budget=replace(request.budget, **sizes))
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> Asked:
+    """Any program with any budget, from far too little to more than it can use."""
+    program, form = draw(programs(stages=6, groups=6)), draw(FORMATS.filter(lambda f: f.moments == 2))
+    family: Family = draw(st.sampled_from(("vertical", "horizontal")))
+    wait, disk = draw(st.booleans()), draw(st.booleans())
+    sizes = st.sampled_from((1, 100_000, 500_000, 1_000_000, 2_000_000, 5_000_000, 1 << 40))
+    asked = question(program, form=form, wait=wait, family=family, micro_batches=draw(st.integers(1, 3)))
+    tiers: st.SearchStrategy[Any] = st.sampled_from((None, None, None, "host", "disk" if disk else "host"))
+    budget = Budget(
+        device=draw(sizes),
+        host=draw(sizes),
+        disk="store" if disk else None,
+        weights=draw(tiers),
+        state=draw(tiers),
+        checkpoints=draw(tiers),
+        gradients=draw(tiers) if wait else None,
+    )
+    early: Any = draw(st.sampled_from((False, None)))
+    delay: Any = draw(st.sampled_from((0.0, None, 0.5))) if family == "vertical" else 0.0
+    request = replace(asked.request, budget=budget, speculate=early, delay=delay)
+    return Asked(question=replace(asked, request=request, simulated_ops=4000), searched=draw(st.booleans()))
+
+
+def planned(asked: Asked) -> tuple[Plan | None, list[tuple[str, int]]]:
+    """A plan, or the tier that is too small and what it takes, as the refusal says."""
+    try:
+        return asked.plan(), []
+    except BudgetError as error:
+        found = re.search(r"budget\.(device|host)=.* the smallest that works is .* \((\d+) bytes\)", str(error))
+        if found is None:
+            raise
+        return None, [(found[1], int(found[2]))]
+
+
+def test_every_plan_is_safe_and_within_its_budget_or_refused_with_what_would_do(campaign: Campaign) -> None:
+    """Whoever follows the refusals comes to a plan."""
+
+    def holds(asked: Asked) -> None:
+        for _ in range(4):
+            plan, wanted = planned(asked)
+            if plan is not None:
+                break
+            assert all(nbytes > getattr(asked.question.request.budget, f"{tier}_bytes") for tier, nbytes in wanted)
+            asked = asked.with_budget(**dict(wanted))
+        assert plan is not None
+        check(plan.schedule)
+        check_readers(plan.schedule, plan.program, plan.settings.place.weights)
+        budget = asked.question.request.budget
+        assert plan.device_bytes <= budget.device_bytes
+        assert plan.host_bytes <= budget.host_bytes
+
+    proved(campaign, questions(), holds, few=40)

@@ -30,6 +30,7 @@ from penstock.schedule.clocks import Clocks
 from penstock.schedule.op import Op, Schedule
 from penstock.schedule.order import run_order
 from penstock.schedule.program import Program
+from penstock.schedule.words import left_over
 from penstock.schedule.world import World
 
 
@@ -62,7 +63,8 @@ def check_waits(schedule: Schedule, waits: Callable[[int], bool]) -> None:
 
 def check_readers(schedule: Schedule, program: Program, weights: Sequence[Tier]) -> None:
     """Check what a schedule does not say of itself: weights that live on the device (by ``weights``, a tier for each
-    group) are read by every stage that uses them, and no step may change them before the last of those.
+    group) are read by every stage that uses them, and no step may change them before the last of those. The step before
+    may have left some to do: these come before the first.
 
     Raises:
         ScheduleError: names the op that may come too early.
@@ -76,9 +78,14 @@ def check_readers(schedule: Schedule, program: Program, weights: Sequence[Tier])
             backward = () if op.word.kind == "F" else stage.backward_reads
             for group in {g for g in (*forward, *backward) if weights[g] == "device"}:
                 readers[group].append(op)
+    late = left_over(schedule, clocks)
     for op in schedule.ops:
-        if op.word.kind in ("OP", "OD", "UN"):
-            for reader in readers[op.word.group]:
-                if not clocks.before(reader, op):
-                    message = f"op {op.id} may run before {reader.id}, which reads the weights it changes"
-                    raise ScheduleError(message, op=op.id)
+        if op.word.kind not in ("OP", "OD", "UN"):
+            continue
+        for reader in readers[op.word.group]:
+            if op.id[2:] in late and not clocks.before(op, reader):
+                message = f"op {reader.id} may run before {op.id}, which ends the step before on the weights it reads"
+                raise ScheduleError(message, op=reader.id)
+            if op.id[2:] not in late and not clocks.before(reader, op):
+                message = f"op {op.id} may run before {reader.id}, which reads the weights it changes"
+                raise ScheduleError(message, op=op.id)

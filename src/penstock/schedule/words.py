@@ -8,9 +8,20 @@ from penstock.schedule.clocks import Clocks
 from penstock.schedule.op import Op, Schedule, Word
 
 
+def left_over(schedule: Schedule, clocks: Clocks) -> frozenset[str]:
+    """The chunks ("5.1") that the step before has left to be stepped."""
+    left = _left(schedule, clocks)
+    return frozenset(op.id[2:] for op in schedule.ops if op.word.kind == "OP" and not left.isdisjoint(op.reads))
+
+
+def _left(schedule: Schedule, clocks: Clocks) -> set[str]:
+    """Buffers with gradients that the step before has left, in memory or on disk."""
+    return {name for name, _, _ in schedule.carried} | set(_left_on_disk(schedule, clocks))
+
+
 def check_words(schedule: Schedule, clocks: Clocks) -> None:
     """Rules 6 and 7; raises ScheduleError."""
-    left = {name for name, _, _ in schedule.carried} | set(_left_on_disk(schedule, clocks))
+    left = _left(schedule, clocks)
     _check_homes(schedule, clocks, left)
     order = _Order(schedule, left)
     for op in schedule.ops:
