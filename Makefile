@@ -16,8 +16,10 @@ demo: $(READY)
 	@echo 'To go on:  . $(BIN)/activate                    (puts penstock on the PATH of this shell)'
 	@echo '           penstock report runs/demo --svg      (one HTML page of the run, and a picture of a step)'
 
+# One process a core of the two that it is meant for. Each takes tests from the other's list when its own is done.
+WORKERS ?= 2
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 20
 
 # Every fault of docs/reliability.md, as often as it says there; as root, also on a small file system of its own.
 faults: $(READY)
@@ -46,9 +48,10 @@ bench: $(READY)
 	$(BIN)/python -m bench.roofline
 
 # torch goes first and pinned, so that nothing else picks another build of it. The native library is built here, too.
+# Python compiles a module when it is first imported; pip would spend a minute on all that nobody imports.
 $(READY): $(BUILT_FROM)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Penstock needs Python 3.11 or newer, this is " + sys.version'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,report,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[hf,report,dev]'
 	touch $(READY)

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ import torch
 from tests import small_examples
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when it is first imported: nothing is looked up, or reported
+# Two tests run at a time, on two cores; models are small, and threads that wait for each other only take time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 FINDINGS = pytest.StashKey[list[str]]()
 
@@ -64,6 +68,31 @@ def no_stored_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What tests, and the processes that they start, put into the system's temporary folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("system")
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)  # it is looked up once
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(own_temporary_folder: Path) -> Iterator[None]:
+    """A run that leaves files in the system's temporary folder fills it in the end."""
+    yield
+    left = [path.name for path in own_temporary_folder.iterdir() if not path.name.startswith(_STAYS)]
+    for name in left:  # for the next test's sake
+        shutil.rmtree(own_temporary_folder / name, ignore_errors=True)
+    assert not left, "in the system's temporary folder"
+
+
+_STAYS = ("pymp-", "wandb-", "torchinductor_")
+"""The sockets of Python's server for forks and of wandb's service, both gone when the process ends; what torch has
+compiled, for the next who asks for it."""
 
 
 @pytest.fixture

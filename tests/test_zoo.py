@@ -178,7 +178,10 @@ class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inside = nn.Linear(6, 16)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU()) for _ in range(3))
+        # No bias in front of batch norm, which takes it out again: its gradient would be what rounding leaves.
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16), nn.GELU()) for _ in range(3)
+        )
         self.outside = nn.Linear(16, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
