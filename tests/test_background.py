@@ -52,6 +52,10 @@ class Run:
         self.store = Store.create([path], layout, model={})
         self.slots = Slots.of(self.store)
         self.residence = Residence(GROUPS, FORM, DTYPE, torch.device(device), self.store, self.slots, host_bytes=0)
+        self.commits = -1  # the first is of what the run begins with
+        for name in self.residence.parts:
+            self.residence.zero(name)
+        self.commit()
         weights, state = zip(*PLACES[place], strict=True)
         self.residence.settle(Placement(weights=weights, state=state, gradients="host", checkpoints="device"))
         generator = torch.Generator().manual_seed(0)
@@ -59,7 +63,6 @@ class Run:
             part = self.residence.parts[name]
             self.residence.write(name, 0, torch.randn(part.numel, generator=generator).to(part.dtype))
         self.background = Background(self.residence)
-        self.commits = 0
 
     @property
     def names(self) -> list[str]:
@@ -281,7 +284,7 @@ def test_slots_turn_when_all_is_written_and_not_before(
         assert run.slots.record() == before
         gate.open()
         run.background.wait()
-    assert turned == ["1" * len(before)]
+    assert turned == ["".join("10"[int(slot)] for slot in before)]
 
 
 # ---- who waits for what

@@ -15,8 +15,8 @@ from tests.training import assert_same_state, budget, run_steps, steps_of, train
 from torch import nn
 
 from penstock.errors import ScheduleError, StoreError
-from penstock.run.residence import Residence
 from penstock.run.runner import Runner
+from penstock.run.slots import Slots
 from penstock.schedule.check import check_waits
 from penstock.schedule.op import Op
 from penstock.schedule.place import Depths, Format, Placement, Settings
@@ -49,7 +49,7 @@ def test_a_step_that_ends_after_its_last_op_never_was(
     settings = COMMON | {"delay": 0.0}
     with wrap(CASE, budget(tmp_path / "wanted"), model=frozen_biases(), **settings) as engine:
         wanted = run_steps(engine, STEPS[:2])
-    owner, name = (Residence, "_copy_frozen") if where == "frozen" else (Runner, "trace")
+    owner, name = (Slots, "complete") if where == "frozen" else (Runner, "trace")
     with wrap(CASE, budget(tmp_path / "run"), model=frozen_biases(), **settings) as engine:
         calls = [0]
         real = getattr(owner, name)

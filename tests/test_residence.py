@@ -140,6 +140,7 @@ def test_without_a_store_everything_starts_as_zeros_in_host_memory() -> None:
 def test_a_move_that_is_interrupted_keeps_the_state(step: int, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the interrupt comes while the old place is given back."""
     residence = Residence(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
+    fill(residence)
     residence.settle(ROUTE[step - 1])
     written = fill(residence)
     homes = [slab for slab in residence._slabs.values() if isinstance(slab, HostSlab)]

@@ -54,9 +54,13 @@ def store(paths: list[Path]) -> Iterator[Store]:
         yield store
 
 
-def test_a_new_store_reads_as_zeros(store: Store) -> None:
-    for name in ("weights", "state"):
-        assert not read(store, name).any()
+def test_a_new_store_has_nothing_to_read_but_what_was_made_zeros(store: Store) -> None:
+    with pytest.raises(StoreError, match="weights was never written"):
+        read(store, "weights")
+    before = store.stats.bytes_written
+    store.zero("weights")
+    assert store.stats.bytes_written == before
+    assert not read(store, "weights").any()
     assert store.last_commit() is None
 
 

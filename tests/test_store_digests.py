@@ -127,11 +127,56 @@ def test_one_flipped_bit_is_found_and_named(store: Store, name: str, slot: int, 
         assert np.array_equal(read(store, name, slot), written[name, slot])
 
 
-def test_what_was_never_written_is_zeros_and_nothing_else(store: Store) -> None:
-    assert not read(store, "weights", 1).any()
-    flip_extent(store, "weights", 1, 60 * ALIGN)
-    with pytest.raises(StoreError, match=f"weights is damaged in bytes {59 * ALIGN} to {61 * ALIGN} of slot 1"):
+@pytest.mark.parametrize("reopened", [False, True])
+def test_what_was_never_written_cannot_be_read_and_is_no_whole_store(store: Store, reopened: bool) -> None:
+    """Block by block, before and after a commit; a slot that was made zeros is zeros and nothing else."""
+    store.write("weights", 4 * ALIGN, noise(4 * ALIGN), 1)
+    store.zero("weights", 0)
+    store.commit({})
+    if reopened:
+        store.close()
+        store = Store.open(store.paths)
+    with store:
+        assert len(read(store, "weights", 1, start=4 * ALIGN, stop=8 * ALIGN)) == 4 * ALIGN
+        for start, stop in ((0, 4 * ALIGN), (8 * ALIGN, 61 * ALIGN)):
+            with pytest.raises(StoreError, match=f"weights was never written in bytes {start} to {stop} of slot 1"):
+                read(store, "weights", 1, start=start, stop=stop)
+        damage = [text for part in store.verify({"weights": 1, "moment": 0}) for text in part.damage]
+        assert [("never written" in text, text.split(": ")[1].split()[0]) for text in damage] == [
+            (True, "weights"),
+            (True, "weights"),
+            (True, "weights"),
+            (True, "moment"),
+        ]
+        assert [store.is_written(name, slot) for name, slot in (("weights", 0), ("weights", 1))] == [True, False]
+        assert not read(store, "weights", 0).any()
+        flip_extent(store, "weights", 0, 60 * ALIGN)
+        with pytest.raises(StoreError, match=f"weights is damaged in bytes {59 * ALIGN} to {61 * ALIGN} of slot 0"):
+            read(store, "weights", 0)
+
+
+def test_a_write_that_fails_leaves_nothing_to_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the drive has made of it; blocks beside it, and what is written there again, can be read."""
+    written = fill(store)
+    with failing("pwritev", errno.EIO, monkeypatch), pytest.raises(StoreError):
+        store.write("weights", 4 * ALIGN, noise(4 * ALIGN, 9), 1)
+    with pytest.raises(StoreError, match=f"never written in bytes {4 * ALIGN} to {8 * ALIGN} of slot 1, or not to its"):
         read(store, "weights", 1)
+    assert np.array_equal(read(store, "weights", 1, stop=4 * ALIGN), written["weights", 1][: 4 * ALIGN])
+    store.write("weights", 4 * ALIGN, noise(4 * ALIGN, 9), 1)
+    assert np.array_equal(read(store, "weights", 1, start=4 * ALIGN, stop=8 * ALIGN), noise(4 * ALIGN, 9))
+
+
+def test_zeros_are_written_where_a_file_may_have_something_else(store: Store) -> None:
+    """Over what was written before, and in a store that another process may have written to before its first commit."""
+    fill(store)
+    store.zero("moment", 1)
+    assert not read(store, "moment", 1).any()
+    store.close()
+    with Store.open(store.paths) as again:
+        again.zero("weights", 0)
+        assert again.stats.bytes_written == again.layout["weights"].stride
+        assert not read(again, "weights", 0).any()
 
 
 def test_what_is_there_but_belongs_elsewhere_is_damage(store: Store) -> None:

@@ -39,7 +39,7 @@ from penstock.schedule.op import Schedule
 from penstock.sim.result import Simulation
 from penstock.store.owner import Owner
 from penstock.tape.blocks import find_blocks
-from penstock.tape.groups import group_parameters
+from penstock.tape.groups import group_parameters, groups_of
 from penstock.tape.passage import LossFn
 from penstock.tape.tape import Tape
 
@@ -257,11 +257,11 @@ class Engine:
             numbers = outcome.numbers(micro_batches, weights, clip=self._clip, seconds=time.perf_counter() - began)
             stats = self._stats(runner, outcome, numbers)
             if not numbers.skipped:
-                self._residence.complete_step()
+                self._residence.complete_step(runner.late)
         except BaseException as error:
             standing.broken_off(context, buffers, error)
             raise
-        self._end_step(outcome, buffers, numbers, position)
+        self._end_step(outcome, runner, buffers, numbers, position)
         standing.after_step(outcome.context, runner)
         written = self._home.written + runner.scratch_written - scratch
         self.last_step = replace(
@@ -276,6 +276,7 @@ class Engine:
     def _end_step(
         self,
         outcome: Outcome,
+        runner: Runner,
         buffers: Mapping[str, torch.Tensor],
         numbers: StepStats,
         position: Mapping[str, Any] | None,
@@ -291,7 +292,7 @@ class Engine:
             log.warning("%s; nothing was updated", where)
         try:
             if not context.skip:
-                self._residence.turn_step()
+                self._residence.turn_step(runner.late, groups_of(context.touched, self._groups))
             self.step_count, self.last_step, self.position = self.step_count + 1, numbers, position
             self._planning.observe(over=not context.skip and context.clip_factor() < 1.0)
             self._count_update(context)

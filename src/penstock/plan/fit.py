@@ -267,6 +267,15 @@ def tied_groups(program: Program) -> set[int]:
     return {g for g, count in counts.items() if count > 1}
 
 
+def off_device(place: Placement, program: Program, form: Format) -> Placement:
+    """A placement, with the state of tied groups in host memory instead of on the device: a step of another program may
+    have put it there, in which they were not tied."""
+    moved = {g for g in tied_groups(program) if place.state[g] == "device"}
+    weights = tuple("host" if g in moved and not form.split else tier for g, tier in enumerate(place.weights))
+    state = tuple("host" if g in moved else tier for g, tier in enumerate(place.state))
+    return replace(place, weights=weights, state=state)
+
+
 def base_placement(request: Request) -> Placement:
     """Everything as low as it may go; pins of the budget are kept.
 

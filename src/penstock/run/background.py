@@ -45,7 +45,6 @@ class Background:
         assert residence.store is not None
         assert residence.slots.two
         self._residence = residence
-        self._store = residence.store
         cuda = residence.device.type == "cuda"
         with near(residence.device):
             self._bounce = HostSlab(BOUNCE, pin=cuda)
@@ -74,6 +73,8 @@ class Background:
         if self._device is not None:
             self._device.mark()
         pieces = _Pieces(self._cut(order))
+        for name in pieces.names:
+            self._residence.begin(name)
         thread = threading.Thread(target=self._run, args=(pieces, done), name="penstock-background", daemon=True)
         self._guarded = self._last = pieces
         try:
@@ -197,8 +198,7 @@ class Background:
                 raise  # an interrupt is the step's business as well
 
     def _write(self, piece: "_Piece", data: torch.Tensor) -> None:
-        slot = self._residence.slots.target(piece.name)
-        self._store.write(piece.name, piece.start * data.itemsize, numpy_bytes(data), slot)
+        self._residence.slots.write(piece.name, piece.start * data.itemsize, numpy_bytes(data))
 
 
 @dataclass(kw_only=True, slots=True)

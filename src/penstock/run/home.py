@@ -147,6 +147,7 @@ class Home:
 
         ``progress``, ``buffers``: as they were at its end. Nothing of the step under way may have been written yet.
         """
+        self.slots.complete_owed()
         if self.always_whole:
             self.note(progress, between_steps=True, buffers=buffers)
         elif self.store is not None and self._budget.durability != "interval":
@@ -183,14 +184,13 @@ class Home:
 
     def read_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
         """Fill ``pages`` with those of a model's buffer."""
-        assert self.store is not None
-        self.store.read(name, offset, pages, self.slots.current(name))
+        self.slots.read(name, offset, pages)
 
     def _write_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
         """Write a model's buffer: all of it at once."""
-        assert self.store is not None
         assert offset == 0
-        self.store.write(name, 0, pages, self.slots.target(name))
+        self.slots.drop((name,))
+        self.slots.write(name, 0, pages)
         self.slots.turn((name,))
 
     def close(self, progress: Callable[[], Progress] | None) -> None:

@@ -13,7 +13,7 @@ from penstock.errors import BudgetError, ModelError
 from penstock.optim.agreement import KINDS, other_bits
 from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.plan.costs import machine_costs
-from penstock.plan.fit import Family, Plan, Request, fit
+from penstock.plan.fit import Family, Plan, Request, fit, off_device
 from penstock.plan.means import REPEATS
 from penstock.plan.model import StageTimes
 from penstock.plan.own_schedule import cast_of, means_of, with_schedule
@@ -327,6 +327,8 @@ class Planning:
             disk: Tier = "disk"
             home = (disk,) * len(request.program.groups)
             keep = Placement(weights=home, state=home, gradients="host", checkpoints="device")
+        if keep is not None:
+            keep = off_device(keep, request.program, request.form)
         try:
             return self._plan(request, times, keep)
         except BudgetError:

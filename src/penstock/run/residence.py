@@ -7,11 +7,11 @@
 In fp32 the trainable part of the weights *is* the master copy. A group's arrays move between tiers only here, between
 steps, chunk by chunk, so that no tier ever holds more than it has to.
 
-On disk an array has one slot or two (``run.slots``). Whoever has written all of an array there says so with ``turn``;
-a step that has been taken says so with ``turn_step``.
+On disk an array has one slot or two (``run.slots``), and what is written of it is noted there. Whoever writes all of an
+array does so between ``begin`` and ``turn``; a step that has been taken says so with ``turn_step``.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.config import Tier
+from penstock.errors import StoreError
 from penstock.optim import kernels
 from penstock.plan.outside import move_order
 from penstock.run.memory import BOUNCE, DeviceSlab, HostSlab
@@ -74,6 +75,10 @@ def numpy_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return tensor.view(torch.uint8).numpy()
 
 
+Late = Mapping[int, Sequence[range]]
+"""Elements of groups that a step leaves to the next one: delayed chunks."""
+
+
 class Changes(Protocol):
     """Somebody who is still reading arrays in memory."""
 
@@ -111,8 +116,6 @@ class Residence:
         self.parts = {part.name: part for group in groups for part in parts_of(group, form, dtype)}
         self.background: Changes | None = None
         """who has to know before an array in memory is changed"""
-        self._same: set[str] = set()
-        """arrays whose frozen part is the same in both slots"""
         self._kept: set[str] = set()
         """arrays in memory whose frozen part is in their extent's current slot as well"""
         self._arrays: dict[str, torch.Tensor] = {}
@@ -136,14 +139,12 @@ class Residence:
     def read(self, name: str, start: int, out: torch.Tensor, *, before: bool = False) -> None:
         """Copy elements from ``start`` on into ``out``, a page-aligned host tensor of the array's dtype.
 
-        ``before``: on disk, from where they were before the last ``turn``.
+        ``before``: on disk, of what a step has left to the next one: as it was before that step.
         """
         if name in self._arrays:
             out.copy_(self._arrays[name][start : start + out.numel()])
         else:
-            assert self.store is not None
-            slot = self.slots.before(name) if before else self.slots.current(name)
-            self.store.read(name, start * out.itemsize, numpy_bytes(out), slot)
+            self.slots.read(name, start * out.itemsize, numpy_bytes(out), before=before)
 
     def write(self, name: str, start: int, data: torch.Tensor) -> None:
         """The opposite of ``read``. On disk with two slots it goes beside what ``read`` gives, until ``turn``."""
@@ -152,46 +153,83 @@ class Residence:
             if start + data.numel() > self.parts[name].trainable:
                 self._kept.discard(name)
         else:
-            assert self.store is not None
-            self.store.write(name, start * data.itemsize, numpy_bytes(data), self.slots.target(name))
+            self.slots.write(name, start * data.itemsize, numpy_bytes(data))
+
+    def begin(self, name: str) -> None:
+        """All of an array is about to be written, whatever was written of it before."""
+        if name in self.slots:
+            self.slots.drop((name,))
 
     def turn(self, name: str) -> None:
-        """All of an array has been written: on disk, it is read from there now."""
-        self._same.discard(name)
+        """All of an array has been written: on disk, it is read from there now.
+
+        Raises:
+            StoreError: not all of it was.
+        """
         if name in self.slots:
             self.slots.turn((name,))
 
-    def complete_step(self) -> None:
-        """Bring what a step does not write, where it has written, so that ``turn_step`` may follow.
+    def zero(self, name: str) -> None:
+        """Make an array zeros."""
+        if name in self._arrays:
+            self._arrays[name].zero_()
+        else:
+            self.begin(name)
+            self.slots.zero(name)
+            self.turn(name)
+
+    def drop_step(self) -> None:
+        """What a step has written beside what counts is for nothing."""
+        self.slots.drop(self._trained_on_disk())
+
+    def complete_step(self, late: Late) -> None:
+        """Bring what a step has not written of the arrays that it has written, such as their frozen parts, so that
+        ``turn_step`` may follow. ``late``: what it leaves to the next one.
 
         Raises:
             StoreError: the drive failed. What is read is what was read before.
         """
-        for name in self._stepped():
-            self._copy_frozen(self.parts[name])
+        self._complete(self._written(late), late)
 
-    def turn_step(self) -> None:
-        """A step has written all that is trained: what is on disk is read from where it was written."""
-        self.slots.turn(self._stepped())
+    def turn_step(self, late: Late, reached: Collection[int]) -> None:
+        """A step counts: arrays on disk that it has written, or leaves to the next one, are read from there, and the
+        others from where they were. ``reached``: groups with a gradient in this step.
 
-    def _stepped(self) -> list[str]:
-        """Arrays on disk that a step writes."""
+        Raises:
+            StoreError: a group was reached, and nothing of it was written; or not all of an array was. Nothing counts.
+        """
+        written = self._written(late)
+        for name in self._trained_on_disk():
+            if self.parts[name].group in reached and name not in written:
+                raise StoreError(f"{name}: the step has a gradient for it, and has not written it")
+        self.slots.turn(written, {name: self._late_bytes(name, late) for name in written})
+
+    def _trained_on_disk(self) -> list[str]:
+        """Arrays on disk that a step may write."""
         trained = {g.index for g in self.groups if g.trainable}
         return [name for name, part in self.parts.items() if part.group in trained and self.tier_of(name) == "disk"]
 
-    def _copy_frozen(self, part: Part) -> None:
-        """Bring what a step does not write to the slot that it wrote, once: from then on it is in both."""
-        first, name = self.groups[part.group].trainable, part.name
-        if part.numel == first or name in self._same or self.slots.current(name) == self.slots.target(name):
+    def _written(self, late: Late) -> list[str]:
+        """Arrays on disk that a step has written some of, or leaves to the next one."""
+        return [
+            name for name in self._trained_on_disk() if self.parts[name].group in late or self.slots.is_touched(name)
+        ]
+
+    def _late_bytes(self, name: str, late: Late) -> list[range]:
+        part = self.parts[name]
+        size = part.dtype.itemsize
+        return [range(r.start * size, r.stop * size) for r in late.get(part.group, ())]
+
+    def _complete(self, names: Sequence[str], late: Late) -> None:
+        lacking = {name: later for name in names if self.slots.lacks(name, later := self._late_bytes(name, late))}
+        if not lacking:
             return
         bounce = HostSlab(BOUNCE)
         try:
-            for start, piece in self.pieces(name, bounce, first):
-                self.read(name, start, piece)
-                self.write(name, start, piece)
+            for name, later in lacking.items():
+                self.slots.complete(name, numpy_bytes(bounce.bytes), later)
         finally:
             bounce.close()
-        self._same.add(name)
 
     def is_kept(self, part: Part) -> bool:
         """Whether a commit of what is in memory finds all of an array on disk already: no step changes any of it."""
@@ -209,7 +247,7 @@ class Residence:
         """
         changed = [n for n in self._arrays if self.parts[n].trainable < self.parts[n].numel and n not in self._kept]
         if changed:
-            self._write_extents(changed, frozen_only=True)
+            self._write_extents(changed)
 
     def about_to_change(self, g: int, start: int, numel: int) -> None:
         """Elements of a group's arrays are about to be changed: what is written in the background comes first."""
@@ -235,7 +273,7 @@ class Residence:
 
     def any_state_on_disk(self) -> bool:
         """Whether any array that a step changes lives on disk."""
-        return bool(self._stepped())
+        return bool(self._trained_on_disk())
 
     def recast(self, names: Sequence[str]) -> None:
         """Make trained 16-bit weights, wherever they are, what their master copies on disk say."""
@@ -244,6 +282,7 @@ class Residence:
         bounce, cast = HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 4)
         try:
             for name in names:
+                self.begin(name)
                 master = f"master.{self.parts[name].group}"
                 for start, piece in self.pieces(master, bounce):
                     self.read(master, start, piece)
@@ -254,8 +293,7 @@ class Residence:
             bounce.close()
             cast.close()
         on_disk = [name for name in names if self.tier_of(name) == "disk"]
-        for name in on_disk:
-            self._copy_frozen(self.parts[name])
+        self._complete(on_disk, {})
         for name in on_disk:
             self.turn(name)
 
@@ -294,29 +332,28 @@ class Residence:
 
     def to_disk(self) -> None:
         """Write what is in memory to its extents, and keep it in memory. Needs a store."""
-        self._write_extents([name for name in self._arrays if not self.is_kept(self.parts[name])], frozen_only=False)
+        self._write_extents([name for name in self._arrays if not self.is_kept(self.parts[name])])
 
-    def _write_extents(self, names: Sequence[str], *, frozen_only: bool) -> None:
-        assert self.store is not None
+    def _write_extents(self, names: Sequence[str]) -> None:
         bounce = HostSlab(BOUNCE)
         try:
             for name in names:
                 array = self._arrays[name]
-                for start, piece in self.pieces(name, bounce, self.parts[name].trainable if frozen_only else 0):
+                self.begin(name)
+                for start, piece in self.pieces(name, bounce):
                     piece.copy_(array[start : start + piece.numel()])
-                    self.store.write(name, start * piece.itemsize, numpy_bytes(piece), self.slots.target(name))
+                    self.slots.write(name, start * piece.itemsize, numpy_bytes(piece))
                 self.turn(name)
         finally:
             bounce.close()
         self.keep(names)
 
-    def pieces(self, name: str, bounce: HostSlab, first: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        """Cut an array, from element ``first`` (where the trainable or the frozen part begins) on, into ranges that fit
-        the bounce buffer: (first element, a view to fill or to read)."""
+    def pieces(self, name: str, bounce: HostSlab) -> Iterator[tuple[int, torch.Tensor]]:
+        """Cut an array into ranges that fit the bounce buffer: (first element, a view to fill or to read)."""
         part, step = self.parts[name], bounce.nbytes // FP32
         for span in part.spans:
             assert step % span.step == 0, f"{bounce.nbytes} bytes are less than what has one checksum"
-            for start in range(max(span.start, first), span.stop, step):
+            for start in range(span.start, span.stop, step):
                 numel = min(step, span.stop - start)
                 yield start, bounce.bytes[: numel * part.dtype.itemsize].view(part.dtype)
 
@@ -325,6 +362,7 @@ class Residence:
         if self.tier_of(name) == tier:
             return
         new = None if tier == "disk" else self._allocate(name, tier)
+        self.begin(name)
         bounce = HostSlab(BOUNCE)
         try:
             for start, piece in self.pieces(name, bounce):
@@ -332,8 +370,7 @@ class Residence:
                 if new is not None:
                     new[1][start : start + piece.numel()].copy_(piece)
                 else:
-                    assert self.store is not None
-                    self.store.write(name, start * piece.itemsize, numpy_bytes(piece), self.slots.target(name))
+                    self.slots.write(name, start * piece.itemsize, numpy_bytes(piece))
         except BaseException:
             if new is not None:
                 new[0].close()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from penstock.run.executor import Executor
 from penstock.run.moves import Moves
 from penstock.run.numa import binding_for
 from penstock.run.pools import Pools
-from penstock.run.residence import Residence
+from penstock.run.residence import Late, Residence
 from penstock.run.serial import SerialExecutor
 from penstock.run.streams import CudaStreams, HostStreams
 from penstock.run.trace import MemorySample, TraceEvent
 from penstock.schedule.op import LOCAL_LANES, Lane, Op, Schedule
-from penstock.schedule.place import BF16, FP32, grain
+from penstock.schedule.place import BF16, FP32, chunks, grain
 from penstock.schedule.program import ALIGN
 from penstock.store.layout import Layout, Region
 from penstock.store.store import Store
@@ -134,6 +135,16 @@ class Runner:
     def delays(self) -> bool:
         """Whether a step leaves chunks to the next one."""
         return bool(self.moves.late)
+
+    @cached_property
+    def late(self) -> Late:
+        """The elements that a step leaves to the next one, by group."""
+        late: dict[int, list[range]] = {}
+        for name in sorted(self.moves.late):
+            group, chunk = map(int, name.split("."))
+            c = chunks(self.plan.program.groups[group], self.plan.settings.chunk)[chunk]
+            late.setdefault(group, []).append(range(c.start, c.start + c.numel))
+        return late
 
     def flush(self, context: StepContext) -> None:
         """Step the chunks that ``context.previous`` has left to the next step, and commit it.

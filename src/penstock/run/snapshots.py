@@ -83,6 +83,7 @@ def restore(snapshot: SnapshotReader, residence: Residence, buffers: Buffers) ->
     bounce = HostSlab(BOUNCE)
     try:
         for name in residence.parts:
+            residence.begin(name)
             for start, piece in residence.pieces(name, bounce):
                 snapshot.read(name, start * piece.itemsize, numpy_bytes(piece))
                 residence.write(name, start, piece)

@@ -95,6 +95,7 @@ class Standing:
             self.note(between_steps=False)
         else:  # on the host: its commit comes in the middle of the step, and should not wait for the device
             self.pending.buffers = {name: tensor.to("cpu") for name, tensor in buffers.items()}
+        self._home.residence.drop_step()
         return buffers
 
     def undo(
@@ -107,6 +108,7 @@ class Standing:
             return None
 
         def undo() -> None:
+            self._home.residence.drop_step()
             self._buffers.put_back(buffers)
             if early and context.updating:
                 self._home.residence.recast(self._home.residence.stale())
@@ -122,6 +124,7 @@ class Standing:
         if context.in_memory or (context.updating and not self._home.writes_beside):
             self.give_up(said)
             return
+        self._home.residence.drop_step()
         try:
             self._buffers.put_back(buffers)
             if context.updating:

@@ -57,7 +57,7 @@ def fill(
 ) -> None:
     """Write every group's weights (and master copy) to its home. At most one group is in memory besides the model.
 
-    Afterwards no parameter owns memory. Moments are zero: a fresh store (in any slot) and fresh memory read as zero.
+    Afterwards no parameter owns memory. Moments are zero.
     """
     for group in groups:
         slab = HostSlab(group.spec.numel * FP32)
@@ -83,7 +83,9 @@ def _write_group(group: ParamGroup, flat: torch.Tensor, residence: Residence) ->
     bounce = HostSlab(BOUNCE)
     for part in parts_of(group.spec, residence.form, residence.dtype):
         if part.name.startswith("moment"):
+            residence.zero(part.name)
             continue
+        residence.begin(part.name)
         for start, piece in residence.pieces(part.name, bounce):
             piece.copy_(flat[start : start + piece.numel()])
             residence.write(part.name, start, piece)

@@ -98,7 +98,7 @@ def committed(paths: Sequence[Path]) -> Iterator[Committed]:
         form, dtype = format_of(model["precision"], len(model["optimizer"]) - 1), DTYPES[model["precision"]]
         residence = Residence(groups, form, dtype, torch.device("cpu"), store, slots, host_bytes=0)
         try:
-            buffers = {name: _buffer(store, slots, name, shape, dtype) for name, shape, dtype in model["buffers"]}
+            buffers = {name: _buffer(slots, name, shape, dtype) for name, shape, dtype in model["buffers"]}
             yield Committed(
                 step=int(last["step"]), precision=model["precision"], values=Values(residence, model, buffers)
             )
@@ -106,13 +106,13 @@ def committed(paths: Sequence[Path]) -> Iterator[Committed]:
             residence.close()
 
 
-def _buffer(store: Store, slots: Slots, name: str, shape: Sequence[int], kind: str) -> torch.Tensor:
+def _buffer(slots: Slots, name: str, shape: Sequence[int], kind: str) -> torch.Tensor:
     dtype = getattr(torch, kind.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype)
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     slab = HostSlab(page_up(nbytes))
     try:
-        store.read(name, 0, slab.bytes.numpy(), slots.current(name))
+        slots.read(name, 0, slab.bytes.numpy())
         return slab.bytes[:nbytes].clone().view(dtype).view(*shape)
     finally:
         slab.close()

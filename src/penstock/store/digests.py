@@ -1,6 +1,7 @@
 """The checksums of all blocks of all slots: xxh3 (64 bits), one number each, in memory and in an area of their own.
 
-A block that was never written has the checksum of zeros, which is what new files read as.
+A block that was never written, or whose writing has failed, has none: its number is ``UNWRITTEN``, and it cannot be
+read. What is to be read as zeros without being written is declared so (``Digests.zero``).
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,18 @@ from penstock.store.transfer import aligned_bytes
 NAME = "digests"
 
 Numbers = npt.NDArray[np.uint64]
+
+UNWRITTEN = 0
+
+
+def checksum(view: memoryview) -> int:
+    """The checksum of a block; never ``UNWRITTEN``."""
+    return settled(xxhash.xxh3_64_intdigest(view))
+
+
+def settled(digest: int) -> int:
+    """A digest as the table has it: one block in 2**64 has the digest that stands for no block."""
+    return 1 if digest == UNWRITTEN else digest
 
 
 def area(layout: Layout, slots: int) -> Extent:
@@ -35,7 +48,7 @@ def blocks_of(extent: Extent, offset: int, view: memoryview) -> Iterator[tuple[i
         assert offset <= span.start < span.stop <= stop, (
             f"{extent.name}: [{offset}, {stop}) cuts the block [{span.start}, {span.stop}), which has one checksum"
         )
-        yield number, span, xxhash.xxh3_64_intdigest(view[span.start - offset : span.stop - offset])
+        yield number, span, checksum(view[span.start - offset : span.stop - offset])
 
 
 class Digests:
@@ -49,15 +62,17 @@ class Digests:
             total += extent.slots * extent.blocks
         self._pages = aligned_bytes(round_up(max(8 * total, 1)))
         self._numbers: Numbers = self._pages[: 8 * total].view(np.uint64)
-        for extent in layout.extents:
-            blank = _of_zeros(extent)
-            for slot in range(extent.slots):
-                self.of(extent, slot)[:] = blank
 
     def of(self, extent: Extent, slot: int) -> Numbers:
         """The checksums of one slot, block by block: a view."""
         first = self._first[extent.name] + slot * extent.blocks
         return self._numbers[first : first + extent.blocks]
+
+    def zero(self, extent: Extent, slot: int) -> None:
+        """A slot that was never written is to be read as zeros, which is what a new file reads as."""
+        numbers = self.of(extent, slot)
+        assert not numbers.any(), f"{extent.name}: slot {slot} was written before"
+        numbers[:] = _of_zeros(extent)
 
     def copy(self) -> npt.NDArray[np.uint8]:
         """The table as it is now, in whole pages."""
@@ -81,4 +96,4 @@ def _of_zeros(extent: Extent) -> Numbers:
 
 @cache
 def _digest_of_zeros(nbytes: int) -> int:
-    return xxhash.xxh3_64_intdigest(bytes(nbytes))
+    return checksum(memoryview(bytes(nbytes)))

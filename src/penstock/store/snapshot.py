@@ -45,7 +45,7 @@ class _Progress:
         for number, span in extent.spans(first, len(view)):
             self.block.update(view[max(span.start - first, 0) : span.stop - first])
             if span.stop <= self.done:
-                numbers[number] = self.block.intdigest()
+                numbers[number] = digests.settled(self.block.intdigest())
                 self.block.reset()
 
 
@@ -263,7 +263,7 @@ class SnapshotReader:
                 self._files.read(extent.address(span.start, len(span), 0), rest)
                 block[:] = rest[part.start - span.start : part.stop - span.start]
                 block = rest
-            if xxhash.xxh3_64_intdigest(block) != numbers[number]:
+            if digests.checksum(block) != numbers[number]:
                 raise StoreError(
                     f"{self._path}: {name} is damaged in bytes {span.start} to {span.stop}: its checksum "
                     "does not match: check the drive, and use another snapshot"

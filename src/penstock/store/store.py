@@ -68,7 +68,7 @@ class Store:
 
     Each block of the layout's grid has a checksum, in memory; ``read`` checks every block that it returns, so reads and
     writes begin and end at blocks' borders. A commit writes all checksums with it. So after a reopening what was
-    written since the last commit counts as damaged.
+    written since the last commit counts as damaged. What was never written, or not to its end, cannot be read.
     """
 
     def __init__(
@@ -78,8 +78,12 @@ class Store:
         files: StripedFiles,
         commits: CommitLog,
         locks: Sequence[DirectoryLock],
+        *,
+        made: bool,
     ) -> None:
-        """Raises:
+        """``made``: whether its files are new, and all zeros.
+
+        Raises:
         StoreError: the checksums of the last commit cannot be read, or are damaged.
         """
         self.paths = tuple(paths)
@@ -93,6 +97,7 @@ class Store:
         self._files = files
         self._commits = commits
         self._locks = tuple(locks)
+        self._made = made
         self._area = digests.area(self.layout, slots=2)
         self._digests = Digests(self.layout)
         self._beside = StoreStats(bytes_read=0, bytes_written=0)  # what the checksums themselves have moved
@@ -115,7 +120,7 @@ class Store:
         passing: bool = False,
         owner: Owner | None = None,
     ) -> "Store":
-        """Reserve the space for ``layout`` in ``paths`` and open it; every byte reads as zero.
+        """Reserve the space for ``layout`` in ``paths`` and open it; nothing of it can be read before it is written.
 
         Args:
             paths: one directory per drive. The last component of a path is created if it is missing.
@@ -135,7 +140,7 @@ class Store:
             locks = [claim(path, undo) for path in paths]
             check_room(paths, layout, stripe)
             fill(paths, layout, stripe, model, passing=passing, owner=owner)
-            store = _attach(paths, locks, io_threads=io_threads, direct=direct)
+            store = _attach(paths, locks, io_threads=io_threads, direct=direct, made=True)
             undo.pop_all()
         return store
 
@@ -157,7 +162,7 @@ class Store:
             for path in paths:
                 locks.append(DirectoryLock(path))
                 undo.callback(locks[-1].release)
-            store = _attach(paths, locks, io_threads=io_threads, direct=direct)
+            store = _attach(paths, locks, io_threads=io_threads, direct=direct, made=False)
             undo.pop_all()
         return store
 
@@ -218,47 +223,72 @@ class Store:
         The buffer's address, its length and ``offset`` are multiples of 4096; an extent is readable to its ``stride``.
 
         Raises:
-            StoreError: the drive failed, or what it gave is not what was written; names file and offset. The buffer is
-                then undefined.
+            StoreError: the drive failed, what it gave is not what was written, or nothing was written there; names file
+                and offset. The buffer is then undefined.
         """
         damage = self._read_damage(self.layout[name], offset, byte_view(buffer), slot)
         if damage:
             raise StoreError(f"{damage[0]}: {self._advice}")
 
     def _read_damage(self, extent: Extent, offset: int, view: memoryview, slot: int) -> list[str]:
-        """Read, and name each run of blocks that is not what was written."""
+        """Read, and name each run of blocks that was not written, or is not what was."""
         self._files.read(extent.address(offset, len(view), slot), view)
-        wanted, runs = self._digests.of(extent, slot), list[range]()
+        wanted, runs = self._digests.of(extent, slot), list[tuple[range, bool]]()
         for number, span, digest in digests.blocks_of(extent, offset, view):
             if digest != wanted[number]:
-                start = runs.pop().start if runs and runs[-1].stop == span.start else span.start
-                runs.append(range(start, span.stop))
-        return [self._damaged(extent, run, slot) for run in runs]
+                start, written = span.start, wanted[number] != digests.UNWRITTEN
+                if runs and runs[-1] == (range(runs[-1][0].start, start), written):
+                    start = runs.pop()[0].start
+                runs.append((range(start, span.stop), written))
+        return [self._damaged(extent, run, slot, written=written) for run, written in runs]
 
-    def _damaged(self, extent: Extent, run: range, slot: int) -> str:
+    def _damaged(self, extent: Extent, run: range, slot: int, *, written: bool) -> str:
         where = "; ".join(self._files.places(extent.address(run.start, len(run), slot), len(run)))
-        return (
-            f"{where}: {extent.name} is damaged in bytes {run.start} to {run.stop} of slot {slot}: their checksum is "
-            "not that of what was written there"
-        )
+        place = f"in bytes {run.start} to {run.stop} of slot {slot}"
+        if not written:
+            return f"{where}: {extent.name} was never written {place}, or not to its end: there is nothing to read"
+        return f"{where}: {extent.name} is damaged {place}: their checksum is not that of what was written there"
 
     def write(self, name: str, offset: int, buffer: Buffer, slot: int = 0) -> None:
         """Write ``buffer`` to extent ``name`` at byte ``offset`` of ``slot``; blocks until the drive has taken it.
 
         Raises:
-            StoreError: the drive failed; names file, offset, bytes asked for and done. The range is then undefined.
+            StoreError: the drive failed; names file, offset, bytes asked for and done. The range cannot be read then.
         """
         view, extent = byte_view(buffer), self.layout[name]
         address = extent.address(offset, len(view), slot)
         if self._commits.doubtful:
             self._commits.settle()
         found = [(number, digest) for number, _, digest in digests.blocks_of(extent, offset, view)]
+        if not found:
+            return
+        first = found[0][0]
+        numbers = self._digests.of(extent, slot)[first : first + len(found)]
+        numbers[:] = digests.UNWRITTEN  # until all of it is there
         self._written = True
-        self._files.write(address, view)
-        if found:
-            first = found[0][0]
-            self._digests.of(extent, slot)[first : first + len(found)] = [digest for _, digest in found]
-        self._changed = True
+        try:
+            self._files.write(address, view)
+            numbers[:] = [digest for _, digest in found]
+        finally:
+            self._changed = True
+
+    def zero(self, name: str, slot: int = 0) -> None:
+        """Make all of a slot zeros. Nothing is written where a new file has them already.
+
+        Raises:
+            StoreError: the drive failed.
+        """
+        extent = self.layout[name]
+        if self._made and not self._digests.of(extent, slot).any():
+            self._digests.zero(extent, slot)
+            self._changed = True
+            return
+        for part in extent.ranges(_VERIFIED):
+            self.write(name, part.start, aligned_bytes(len(part)), slot)
+
+    def is_written(self, name: str, slot: int) -> bool:
+        """Whether all of a slot can be read: it was written, or made zeros."""
+        return bool((self._digests.of(self.layout[name], slot) != digests.UNWRITTEN).all())
 
     def verify(self, slots: Mapping[str, int]) -> Iterator["Verified"]:
         """Read all of the given slot of each extent, 8 MiB at a time, and check it against its checksums.
@@ -396,7 +426,9 @@ def _reported(doing: str) -> Iterator[None]:
         raise store_error(f"{doing} failed: {e}: check the directory's disk and permissions", e) from e
 
 
-def _attach(paths: Sequence[Path], locks: Sequence[DirectoryLock], *, io_threads: int, direct: bool | None) -> Store:
+def _attach(
+    paths: Sequence[Path], locks: Sequence[DirectoryLock], *, io_threads: int, direct: bool | None, made: bool
+) -> Store:
     """Open the files of a complete store whose directories are locked."""
     manifest = read_manifests(paths)
     sizes = file_sizes(manifest.layout, len(paths), manifest.stripe)
@@ -414,7 +446,7 @@ def _attach(paths: Sequence[Path], locks: Sequence[DirectoryLock], *, io_threads
         closing.pop_all()
     striped = StripedFiles(files, stripe=manifest.stripe, io_threads=io_threads)
     try:
-        return Store(paths, manifest, striped, commits, locks)
+        return Store(paths, manifest, striped, commits, locks, made=made)
     except BaseException:
         striped.close()
         raise

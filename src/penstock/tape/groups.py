@@ -5,7 +5,7 @@ A parameter of an unmodified model never owns memory here. While its group is on
 device that costs one element and reads as NaN, so that a use without a load shows as a NaN loss.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,11 @@ class ParamGroup:
         for s in self.slices:
             if s.trainable:
                 yield s, flat[s.offset : s.offset + s.numel].view(s.shape)
+
+
+def groups_of(parameters: Collection[int], groups: Sequence[ParamGroup]) -> frozenset[int]:
+    """The groups that have any of the given parameters (by ``id``)."""
+    return frozenset(g.spec.index for g in groups if any(id(s.parameter) in parameters for s in g.slices))
 
 
 def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
