@@ -163,13 +163,14 @@ class Slots:
         """
         names = tuple(names)
         lacking = {name: self._lacking(name) for name in names if self._current[name] != self.target(name)}
+        late = {name: self._flags(name, (later or {}).get(name, ())) & ~self._written[name] for name in lacking}
         for name, blocks in lacking.items():
-            missing = blocks & ~self._flags(name, (later or {}).get(name, ()))
+            missing = blocks & ~late[name]
             for span in self._spans(name, missing, self._extents[name].stride):
                 raise StoreError(f"{name}: bytes {span.start} to {span.stop} were to count, and have not been written")
         for name in names:
             self._written[name][:] = False
-        for name, blocks in lacking.items():
+        for name, blocks in late.items():
             self._owed.pop(name, None)
             if blocks.any():
                 self._owed[name] = _Owed(before=self._current[name], blocks=blocks)
@@ -207,6 +208,9 @@ class Slots:
     def committed(self) -> None:
         """The commit record with ``record()`` is durable, or nothing is: what is current is what counts now."""
         self.complete_owed()
+        for name, slot in self._current.items():
+            if slot != self._durable[name]:  # what has been written in place is there: the target is the other slot now
+                self._written[name][:] = False
         self._durable = dict(self._current)
 
     # ---- blocks
