@@ -103,7 +103,7 @@ def remove_files(paths: Sequence[Path]) -> None:
     of a store that is there can be read. What the data are called then goes after everything else.
     """
     for path in reversed(paths):
-        with suppress(FileNotFoundError):
+        if directory.is_there(path / DATA):
             os.rename(path / DATA, path / PARTIAL)
     for path in reversed(paths):
         for name in (*_BESIDE, PARTIAL):
