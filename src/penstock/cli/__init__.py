@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import TextIO
 
 from penstock.cli.arguments import RESUME_HELP, USAGE, parse_resume, parse_train
@@ -19,6 +20,7 @@ from penstock.cli.settings import dump, load
 from penstock.cli.showing.display import fail
 from penstock.config import TrainConfig
 from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, StoreError
+from penstock.store.directory import in_the_way
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -34,9 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
         code = _outcome(words)
         sys.stdout.flush()
         return code
-    except OSError as error:
-        if error.filename is not None or error.errno not in _LOST:
-            raise
+    except OSError as error:  # of the output, which nobody gets any more
         # What is left goes nowhere, without a word when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
@@ -57,6 +57,12 @@ def _outcome(words: Sequence[str]) -> int:
         return 2
     except (StoreError, NonFiniteError) as error:
         fail(str(error))
+        return 1
+    except OSError as error:
+        if error.filename is None and error.errno in _LOST:
+            raise
+        where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
+        fail(str(error) if where is None else f"{where}: {in_the_way(Path(where), error)}")
         return 1
     except MemoryError as error:
         fail(str(error) or "out of memory")

@@ -13,6 +13,13 @@ from penstock.errors import StoreError
 from penstock.store.packed import ADVICE, FULL, store_error
 
 LOCK = "lock"
+_ADVICE = {
+    **dict.fromkeys(FULL, "free some space"),
+    errno.EIO: "check the drive and the kernel's log (dmesg)",
+    errno.EROFS: "the file system has become read-only: see the kernel's log (dmesg)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files (sysctl fs.file-max)",
+}
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
@@ -32,10 +39,10 @@ def is_there(path: Path) -> bool:
 
 
 def in_the_way(path: Path, error: OSError) -> str:
-    """Why the system refuses to touch ``path``, in words, with its word for the error."""
+    """Why the system refuses to touch ``path``, in words, with its word for the error and what to do."""
     said = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'no number')})"
     if error.errno not in (errno.EACCES, errno.EPERM):
-        return f"{said}: check the drive"
+        return f"{said}: {_ADVICE.get(error.errno or 0, 'is this the right place?')}"
     for place in (path, *path.parents):
         try:
             status = place.stat()
