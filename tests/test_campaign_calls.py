@@ -1,5 +1,6 @@
 """Every system call of every command on a run's files fails in turn, or is the command's last: one command goes on."""
 
+import json
 import random
 import re
 import shutil
@@ -91,9 +92,8 @@ class Place:
     def outcome(self) -> dict[str, str]:
         """All that a run comes to: the numbers of its steps, and the bits of its state."""
         lines = (self.run / "metrics.jsonl").read_text().splitlines()
-        found = {
-            f"line {n}": re.sub(r'.*"step": (\d+), "loss": ([^,]+),.*', r"\1 \2", line) for n, line in enumerate(lines)
-        }
+        numbers = [json.loads(line) for line in lines]
+        found = {f"line {n}": f"{of['step']} {of['loss']!r} {of['grad_norm']!r}" for n, of in enumerate(numbers)}
         with Store.open([self.drive / "run"]) as store:
             slots = Slots.of(store)
             for extent in store.layout.extents:

@@ -74,7 +74,8 @@ def test_an_earlier_run_or_its_state_is_refused_and_left_alone(tmp_path: Path, m
     config = run_of(settings_for(tmp_path / "a"), step=3)
     other = replace(config, run=str(tmp_path / "b")) if moved else config
     before = content(tmp_path)
-    with pytest.raises(ConfigError, match="--resume to go on with that run, or --overwrite"):
+    says = f"a run, which began in {tmp_path}/a: give each" if moved else "--resume to go on with that run, or --overwr"
+    with pytest.raises(ConfigError, match=says):
         step_found(other, "new")
     assert content(tmp_path) == before
     assert not (tmp_path / "b").exists()
@@ -121,7 +122,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         step_found(settings_for(tmp_path / "file"), "overwrite")
 
 
-@pytest.mark.parametrize("start", ["new", "resume"])
+@pytest.mark.parametrize("start", ["new", "overwrite", "resume"])
 def test_a_folder_of_something_else_is_no_place_for_a_run(start: Start, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ConfigError, match=r"already holds thesis\.tex"):
@@ -215,7 +216,7 @@ def test_a_store_of_no_run_is_not_a_runs(tmp_path: Path) -> None:
     for start in ("overwrite", "resume"):
         with pytest.raises(StoreError, match="belongs to no run, such as"):
             step_found(config, start)
-    with pytest.raises(StoreError, match="belongs to no run"):
+    with pytest.raises(ConfigError, match=r"already holds the state of a store of penstock\.wrap"):
         step_found(replace(config, run=str(tmp_path / "fresh")), "overwrite")
 
 
@@ -248,22 +249,6 @@ def test_a_copy_of_a_run_goes_on_with_a_copy_of_its_state_alone(tmp_path: Path, 
     with claimed(copied, "overwrite") as claim:
         claim.begin(copied)
     assert step_found(config) == 3, "of the one that was copied"
-
-
-def test_a_run_from_before_runs_had_ids_goes_on_and_can_be_replaced(tmp_path: Path) -> None:
-    config = run_of(settings_for(tmp_path), step=3)
-    (tmp_path / RUN_FILE).unlink()
-    with pytest.raises(StoreError, match="holds the state of another run"):
-        step_found(config)
-    shutil.rmtree(tmp_path / "store")
-    make_store(config, step=3)
-    with claimed(config, "resume") as claim:
-        assert (claim.step, claim.run) == (3, None)
-        claim.state_made()
-    with claimed(config, "overwrite") as claim:
-        claim.begin(config)
-        assert not Store.exists(config.budget.disk_paths)
-        assert claim.run == tmp_path
 
 
 # ---- one start at a time

@@ -2,7 +2,7 @@
 
     start        finds                                       and
     new          nothing                                     begins
-    overwrite    nothing, or a run and its own store         begins in its place
+    overwrite    nothing, or a run and its own store         begins, in its place
     resume       nothing, or a run without a committed step  begins
                  a run whose store has committed a step      goes on with it
 
@@ -60,25 +60,20 @@ class Claim:
         self._began: RunRecord | None = None
         self._replaces: tuple[Replaced, ...] = ()
         self.step: int | None = None
-        before = None if start == "new" else self._settings()
-        match start:
-            case "new":
-                self._require_nothing(_REMEDY)
-            case "overwrite":
-                self._replaces = self._to_replace(before)
-            case "resume":
-                self.step = self._to_go_on(config, before)
+        if self._record is None:
+            self._require_nothing("There is no run in it: give another folder (--run PATH)")
+        elif start == "new":
+            self._require_nothing(_REMEDY)
+        elif start == "overwrite":
+            self._replaces = self._to_replace(self._record, self._settings(config))
+        else:
+            self.step = self._to_go_on(config, self._record, self._settings(config))
 
-    @property
-    def run(self) -> Path | None:
-        """The folder that says whose the store is; None: of a run from before runs had ids."""
-        return None if self._record is None else self.folder
-
-    def _settings(self) -> TrainConfig | None:
-        """Those of the run that is there."""
-        begun = self._record is None or self._record.pending is None
-        if begun and not settings_path(self.folder).exists():
-            return None
+    def _settings(self, config: TrainConfig) -> TrainConfig:
+        """Those of the run that is there; where they are gone, the ones that are given and will be written."""
+        assert self._record is not None, "there is a run"
+        if self._record.pending is None and not settings_path(self.folder).exists():
+            return config
         return settings_of(self.folder)
 
     # ---- what is there
@@ -90,42 +85,38 @@ class Claim:
         facts = facts_of(self._paths) if self._paths else None
         if facts is not None:
             whose = "a store of penstock.wrap" if facts.owner is None else f"a run, which began in {facts.owner.folder}"
-            raise ConfigError(f"budget.disk={str(self._paths[0])!r} already holds the state of {whose}. {remedy}")
+            raise ConfigError(
+                f"budget.disk={str(self._paths[0])!r} already holds the state of {whose}: give each run a directory of "
+                "its own"
+            )
 
-    def _to_replace(self, before: TrainConfig | None) -> tuple[Replaced, ...]:
+    def _to_replace(self, record: RunRecord, before: TrainConfig) -> tuple[Replaced, ...]:
         """The state of the run that is there: where the new settings want theirs, and where it was kept so far."""
-        found = [*(self._record.pending.replaces if self._record and self._record.pending else ())]
-        places = dict.fromkeys((self._paths, () if before is None else before.budget.disk_paths))
-        for paths in filter(None, places):
+        found = list(record.pending.replaces if record.pending else ())
+        for paths in filter(None, dict.fromkeys((self._paths, before.budget.disk_paths))):
             facts = facts_of(paths)
             if facts is None:
                 continue
-            if paths == self._paths or self._is_ours(facts, before, paths):
-                self._require_ours(facts, before, paths)
+            if paths == self._paths or self._is_ours(facts, paths):
+                self._require_ours(facts, paths)
                 if not facts.untouched:
                     _require_whole(facts, paths)
                 found.append(_replaced(facts, paths))
         return tuple(found)
 
-    def _to_go_on(self, config: TrainConfig, before: TrainConfig | None) -> int | None:
+    def _to_go_on(self, config: TrainConfig, record: RunRecord, before: TrainConfig) -> int | None:
         """The step to go on after; None: the run begins, with what its earlier beginning left to be replaced."""
-        if before is None and self._record is None:
-            self._require_nothing("There is no run to go on with: give another folder (--run PATH)")
-            return None
-        before = before or config  # its settings are gone, and are written again
-        pending = self._record.pending if self._record else None
         facts = facts_of(self._paths) if self._paths else None
-        if pending is not None:
-            if facts is not None:
-                self._require_ours(facts, before, self._paths)
-            self._replaces = pending.replaces
+        if facts is not None:
+            self._require_ours(facts, self._paths)
+        if record.pending is not None:
+            self._replaces = record.pending.replaces
             return None
         if facts is None:
-            self._require_not_missing(before)
+            self._require_not_missing(record, before)
             if not self._paths and (done := steps_written(self.folder)):
                 return self._without_disk(config, done)
             return None
-        self._require_ours(facts, before, self._paths)
         if facts.untouched or facts.step is None:
             if not facts.untouched:
                 log.warning(
@@ -146,19 +137,18 @@ class Claim:
         log.warning("run=%r keeps no state on disk (budget.disk): what its %d steps did is lost", config.run, done)
         return None
 
-    def _require_not_missing(self, before: TrainConfig) -> None:
+    def _require_not_missing(self, record: RunRecord, before: TrainConfig) -> None:
         """Raises:
         StoreError: the run has a store, and it is not where the settings say.
         """
         there = before.budget.disk_paths
         facts = facts_of(there) if there and there != self._paths else None
-        if facts is not None and self._is_ours(facts, before, there) and not facts.untouched:
+        if facts is not None and self._is_ours(facts, there) and not facts.untouched:
             raise StoreError(
                 f"run={str(self.folder)!r} has its state in {there[0]}, and budget.disk names "
                 f"{self._paths[0] if self._paths else 'nothing'}: put the setting back, or move the state there"
             )
-        begun = self._record.has_state if self._record else bool(there) and steps_written(self.folder) > 0
-        if begun:
+        if record.has_state:
             raise StoreError(
                 f"run={str(self.folder)!r}: its state is not in {(there or self._paths)[0]} any more: is the drive "
                 "mounted? If the state is gone for good, --overwrite begins again"
@@ -166,27 +156,24 @@ class Claim:
 
     # ---- whose it is
 
-    def _record_ids(self) -> set[str | None]:
-        return {None} if self._record is None else self._record.ids
+    def _is_ours(self, facts: StoreFacts, paths: tuple[Path, ...]) -> bool:
+        if facts.owner is None or self._record is None or facts.owner.id not in self._record.ids:
+            return False
+        return self._original(facts.owner, paths) is None
 
-    def _is_ours(self, facts: StoreFacts, before: TrainConfig | None, paths: tuple[Path, ...]) -> bool:
-        if facts.owner is None:  # from before runs had ids: the run's if its settings say so
-            return self._record is None and before is not None and _same(before.budget.disk_paths, paths)
-        return facts.owner.id in self._record_ids() and self._original(facts.owner, paths) is None
-
-    def _require_ours(self, facts: StoreFacts, before: TrainConfig | None, paths: tuple[Path, ...]) -> None:
+    def _require_ours(self, facts: StoreFacts, paths: tuple[Path, ...]) -> None:
         """Raises:
         StoreError: the store belongs to another run; names it.
         """
-        if self._is_ours(facts, before, paths):
+        if self._is_ours(facts, paths):
             return
         if facts.owner is not None and (original := self._original(facts.owner, paths)) is not None:
             raise StoreError(
                 f"run={str(self.folder)!r} is a copy of the run in {original}, and {paths[0]} is the state of that "
                 f"one: copy the state as well and give its place (--budget.disk), or go on with {original}"
             )
-        wanted = Owner(id="", folder=str(self.folder)) if self._record is None else self._record.owner
-        check_owner(facts.owner, wanted, str(paths[0]))
+        assert self._record is not None, "where there is no run there is to be no store either"
+        check_owner(facts.owner, self._record.owner, str(paths[0]))
         raise AssertionError("a store that is not ours is refused")
 
     def _original(self, owner: Owner, paths: tuple[Path, ...]) -> Path | None:
@@ -229,8 +216,7 @@ class Claim:
         Raises:
             StoreError: it cannot be written.
         """
-        if self._record is None:
-            return
+        assert self._record is not None, "the run has begun"
         there = owner_in(self.folder)
         if there is None or there.id != self._record.owner.id:
             raise StoreError(f"{self.folder} is another folder than it was a moment ago: leave it where it is")
@@ -342,8 +328,8 @@ _LEFT_BEHIND = {RUN_LOCK, f"{RUN_FILE}.partial"}
 
 
 def _replaced(facts: StoreFacts, paths: tuple[Path, ...]) -> Replaced:
-    owner = None if facts.owner is None else facts.owner.id
-    return Replaced(id=owner, disk=tuple(str(path.absolute()) for path in paths))
+    assert facts.owner is not None, "what is replaced is ours"
+    return Replaced(id=facts.owner.id, disk=tuple(str(path.absolute()) for path in paths))
 
 
 def _require_whole(facts: StoreFacts, paths: tuple[Path, ...]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.store.facts import facts_of
-from penstock.store.owner import check_owner, owner_in
+from penstock.store.owner import RUN_FILE, check_owner, owner_in
 
 
 def require_own_store(run: Path, paths: Sequence[Path]) -> None:
@@ -18,5 +18,7 @@ def require_own_store(run: Path, paths: Sequence[Path]) -> None:
     facts = facts_of(paths)
     if facts is None:
         raise ConfigError(f"{paths[0]} holds no store: the run has not begun, or it was removed")
-    if (owner := owner_in(run)) is not None or facts.owner is not None:
-        check_owner(facts.owner, owner, str(paths[0]))
+    owner = owner_in(run)
+    if owner is None:
+        raise ConfigError(f"{run} is not the folder of a run: it has no {RUN_FILE}, which penstock train writes")
+    check_owner(facts.owner, owner, str(paths[0]))

@@ -80,12 +80,12 @@ def _take_back(folder: Path, record: RunRecord, paths: Sequence[Path]) -> None:
         _remove_if_empty(path)
 
 
-def _remove_part(path: Path, owner: str | None) -> None:
+def _remove_part(path: Path, owner: str) -> None:
     """Remove a directory's part of a store, if it is that run's."""
     if not is_there(path / DATA):
         return
     found = Manifest.read(path).owner
-    if (None if found is None else found.id) == owner:
+    if found is not None and found.id == owner:
         Store.delete([path])
         _remove_if_empty(path)
 

@@ -15,9 +15,9 @@ from penstock.store.records import read_document, write_document
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced:
-    """The state of an earlier run, to be removed. ``id``: its owner's, None: it has none. ``disk``: directories."""
+    """The state of an earlier run, to be removed. ``id``: of the run. ``disk``: directories."""
 
-    id: str | None
+    id: str
     disk: tuple[str, ...]
 
 
@@ -40,7 +40,7 @@ class RunRecord:
     pending: Pending | None = None
 
     @property
-    def ids(self) -> set[str | None]:
+    def ids(self) -> set[str]:
         """Of the stores that are this run's, or are to be removed for it."""
         return {self.owner.id, *(one.id for one in (self.pending.replaces if self.pending else ()))}
 
@@ -53,7 +53,7 @@ class RunRecord:
 
     @staticmethod
     def read(folder: Path) -> "RunRecord | None":
-        """None: the folder is of no run, or of one from before runs had ids.
+        """None: the folder is of no run.
 
         Raises:
             StoreError: it is there, and cannot be read.

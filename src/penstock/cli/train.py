@@ -105,7 +105,7 @@ def _start(
         claim.begin(config)
     else:
         cut = replace(cut, reason="as the run began")
-    make_engine = partial(_engine, *trained, optimizer, config, schedule, machine, claim.run)
+    make_engine = partial(_engine, *trained, optimizer, config, schedule, machine, claim.folder)
     measure = yardstick(config, machine, kind=device_kind(config.device))
     data = _open_data(config, display, claim.folder, model, new=new)
     return _train(config, display, claim, make_engine, parameter_count(model.model), data, cut, measure)
@@ -274,7 +274,7 @@ def _engine(
     config: TrainConfig,
     schedule: Literal["vertical", "horizontal"] | Schedule,
     profile: Machine | None,
-    run: Path | None,
+    run: Path,
 ) -> Engine:
     return wrap(
         model,

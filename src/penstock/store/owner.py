@@ -38,7 +38,7 @@ class Owner:
 
 
 def owner_in(folder: Path) -> Owner | None:
-    """The run whose folder this is; None: of a run without an id, or of none.
+    """The run whose folder this is; None: of none.
 
     Raises:
         StoreError: the folder says which, and it cannot be read.
