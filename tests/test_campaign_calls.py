@@ -169,7 +169,7 @@ READERS = {
     "export": (["export", "{run}", "{work}/out"], "out"),
     "verify": (["verify", "{run}"], None),
     "report": (["report", "{run}", "--trace", "{work}/out.json"], None),
-    "plan": (["plan", "{config}", "--machine", "workstation"], None),
+    "plan": (["plan", "{config}", "--machine", "workstation", "--device", "cuda"], None),
     "resume": (["resume", "{run}"], None),
 }
 

@@ -185,6 +185,8 @@ def test_a_check_between_settings_points_at_the_line(config_file: Path) -> None:
         ("run: x\nrun: y", "twice"),
         ("1: x", "not text"),
         ("run: [x", "not YAML"),
+        ("run: a\0b", "not YAML"),
+        ("run: a\x07b", "not YAML"),
         ("run: x", "lacks model, data, optimizer, batch, budget"),
     ],
 )
@@ -192,6 +194,21 @@ def test_a_file_that_is_no_settings_file_is_refused(tmp_path: Path, text: str, s
     path = tmp_path / "c.yaml"
     path.write_text(text)
     assert says in _refused(path)
+
+
+@pytest.mark.parametrize(
+    ("disk", "run", "means"),
+    [
+        ("{run}/store", "/a/runs/b", "/a/runs/b/store"),
+        ("{run}", "runs/b", "runs/b"),
+        ("/nvme/{run}", "runs/b", "/nvme/b"),
+        ("/nvme/{run}", "../b/", "/nvme/b"),
+        ("/nvme/{run}/{run}-state", "/a/b", "/nvme/b/b-state"),
+    ],
+)
+def test_each_run_has_its_own_directory_on_a_drive(config_file: Path, disk: str, run: str, means: str) -> None:
+    config = settings.load(config_file, (("budget.disk", f"'{disk}'"), ("run", run)))
+    assert [str(path) for path in config.budget.disk_paths] == [means]
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

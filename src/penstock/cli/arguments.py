@@ -12,7 +12,8 @@ penstock: trains language models that do not fit in memory
 
   penstock train CONFIG.yaml [--SETTING VALUE ...]   train; writes metrics, trace and settings into the run's folder
       --overwrite      replace the run that is in the folder, and its state on disk
-      --resume         go on with the run that is in the folder
+      --resume         go on with the run that is in the folder; begin where there is none yet, and end with code 0
+                       where it is complete: the one command that a script needs
       --print-config   print the resolved settings and stop
   penstock train --help                              every setting
   penstock resume RUN [--SETTING VALUE ...]          go on with the run in the folder RUN, with the settings it has

@@ -60,7 +60,12 @@ def parse_yaml(text: str, name: str, *, flag: bool = False) -> Located:
     Raises:
         ConfigError: not YAML, a key that is not text, or a key given twice.
     """
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(
+            f"{name}: this is not YAML: it has the character {error.character!r} at {error.position}"
+        ) from None
 
     def convert(node: yaml.Node) -> Located:
         where = name if flag else f"{name}:{node.start_mark.line + 1}"

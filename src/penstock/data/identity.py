@@ -27,6 +27,12 @@ class FileFacts:
     changed_ns: int
     digest: str
 
+    @property
+    def has_its_types(self) -> bool:
+        """Whether it is what it says, read from a file that anybody may have written."""
+        texts, numbers = (self.name, self.digest), (self.nbytes, self.changed_ns)
+        return all(type(text) is str for text in texts) and all(type(number) is int for number in numbers)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
@@ -45,8 +51,14 @@ class Identity:
 
     @classmethod
     def from_json(cls, text: str) -> "Identity":
+        """Raises:
+        ValueError, KeyError, TypeError: it is not what ``to_json`` gives.
+        """
         value = json.loads(text)
-        return cls(files=tuple(FileFacts(**f) for f in value["files"]), settings=value["settings"])
+        files = tuple(FileFacts(**f) for f in value["files"])
+        if not isinstance(value["settings"], dict) or not all(f.has_its_types for f in files):
+            raise TypeError("not what to_json gives")
+        return cls(files=files, settings=value["settings"])
 
     def difference(self, before: "Identity") -> str | None:
         """What is not as it was ``before``, for people; None: nothing."""
@@ -61,8 +73,9 @@ class Identity:
                 )
                 return f"{now.name} has changed since ({sizes})"
         for key in sorted({*self.settings, *before.settings}):
-            was, is_now = before.settings.get(key), json.loads(json.dumps(self.settings.get(key)))
-            if was != is_now:
+            was, is_now = before.settings.get(key), self.settings.get(key)
+            known = key in self.settings and key in before.settings
+            if not known or fingerprint(was) != fingerprint(is_now):  # by what JSON has: 1 is neither 1.0 nor true
                 return f"{key} was {was!r} and is {is_now!r} now"
         raise AssertionError("fingerprints differ, and nothing that they are made of")
 

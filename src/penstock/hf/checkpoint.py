@@ -99,7 +99,7 @@ def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
 
     What the run of the checkpoint that it resumes has left there is deleted, whole or not: the checkpoint decides. So
     is a store in which no step was taken: it holds values that a model had, not those of the one that is given. A store
-    of another run is deleted only where ``overwrite`` says so.
+    of another run is deleted only where ``overwrite`` says so, and one of ``penstock train`` never.
 
     Raises:
         ConfigError: another run's state is there.
@@ -109,7 +109,10 @@ def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
         return
     if not overwrite:
         _check_replaceable(resumes, budget)
-    Store.delete(budget.disk_paths)
+    if not Store.delete(budget.disk_paths, only=lambda facts: facts.owner is None):
+        raise ConfigError(
+            f"budget.disk: {budget.disk_paths[0]} holds the state of a run of penstock train: give another directory"
+        )
 
 
 def _check_replaceable(resumes: Path | None, budget: Budget) -> None:

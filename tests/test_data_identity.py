@@ -1,0 +1,58 @@
+"""``data.json``, which anybody may have changed: what it says is compared or refused, and never believed blindly."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.data.identity import FileFacts, Identity
+
+OURS = Identity(
+    files=(
+        FileFacts(name="a", nbytes=5, changed_ns=7, digest="d"),
+        FileFacts(name="b", nbytes=1, changed_ns=7, digest="e"),
+    ),
+    settings={"seed": 1, "data.packing": True, "data.sources": [{"kind": "text"}], "data.shuffle": None},
+)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
+    return [path, *(place for key in keys for place in _places(value[key], (*path, key)))]
+
+
+@given(st.data(), json_values)
+def test_one_that_was_changed_differs_or_cannot_be_read(data: st.DataObject, new: Any) -> None:
+    tree = [json.loads(OURS.to_json())]
+    place = data.draw(st.sampled_from(_places(tree)[1:]))
+    node: Any = tree
+    for key in place[:-1]:
+        node = node[key]
+    if isinstance(node, dict) and data.draw(st.booleans()):
+        del node[place[-1]]
+    else:
+        node[place[-1]] = new
+    try:
+        found = Identity.from_json(json.dumps(tree[0]))
+    except (ValueError, KeyError, TypeError):
+        return  # said, by whoever reads it
+    assert (OURS.difference(found) is None) == (OURS.fingerprint == found.fingerprint)
+
+
+@pytest.mark.parametrize(("key", "value"), [("seed", 1.0), ("seed", True), ("data.packing", 1), ("data.shuffle", ...)])
+def test_what_python_takes_for_equal_differs_where_its_json_does(key: str, value: Any) -> None:
+    settings = dict(OURS.settings)
+    if value is ...:
+        del settings[key]
+    else:
+        settings[key] = value
+    before = Identity(files=OURS.files, settings=settings)
+    assert key in (OURS.difference(before) or "")
