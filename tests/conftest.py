@@ -1,5 +1,6 @@
 """Fixtures that several files of tests share."""
 
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -73,6 +74,7 @@ def no_stored_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 @pytest.fixture(autouse=True, scope="session")
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What tests, and the processes that they start, put into the system's temporary folder."""
+    multiprocessing.util.get_temp_dir()  # Python's own, which it removes when it ends: later than pytest its own
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("system")
         patch.setenv("TMPDIR", str(folder))
@@ -90,9 +92,8 @@ def nothing_is_left_behind(own_temporary_folder: Path) -> Iterator[None]:
     assert not left, "in the system's temporary folder"
 
 
-_STAYS = ("pymp-", "wandb-", "torchinductor_")
-"""The sockets of Python's server for forks and of wandb's service, both gone when the process ends; what torch has
-compiled, for the next who asks for it."""
+_STAYS = ("wandb-", "torchinductor_")
+"""The socket of wandb's service, gone when the process ends; what torch has compiled, for the next who asks for it."""
 
 
 @pytest.fixture

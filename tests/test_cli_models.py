@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from tests import warm
 from tests.documents import tokenizer
 from tests.folders import write
 from transformers import AutoModelForCausalLM
@@ -253,8 +252,7 @@ def test_an_export_that_is_ended_leaves_nothing(number: int, code: int, trained:
         "ShardFiles.finish = lambda self: os.kill(os.getpid(), int(sys.argv[1])); "
         "sys.exit(main(['export', *sys.argv[2:]]))"
     )
-    command = [sys.executable, "-c", script, str(number), str(trained), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm.run(["-c", script, str(number), trained, tmp_path / "out"])
     assert done.returncode == code, done.stderr
     assert list(tmp_path.iterdir()) == []
 

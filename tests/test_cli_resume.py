@@ -2,13 +2,12 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests import warm
 from tests.test_cli_train import CONFIG
 
 from penstock.cli import main, settings
@@ -133,7 +132,7 @@ def test_a_run_killed_around_a_line_of_its_metrics_has_them_all_in_the_end(
     """Before it, the step may be durable and its line not there; after it, with a delay, the other way round."""
     words = ["train", str(config), "--delay", delay, "--steps", "6"]
     assert main([*words, "--run", str(tmp_path / "whole")]) == 0
-    killed = subprocess.run([sys.executable, "-c", KILLED, moment, *words], capture_output=True, check=False)
+    killed = warm.run(["-c", KILLED, moment, *words])
     assert killed.returncode == -signal.SIGKILL
     assert len(_numbers(tmp_path / "run")) == (3 if moment == "before" else 4)
     if delay == "0":

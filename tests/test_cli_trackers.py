@@ -3,13 +3,12 @@
 import json
 import logging
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import warm
 from tests.test_cli_train import CONFIG
 
 from penstock.cli import main
@@ -180,8 +179,7 @@ def test_a_tracker_that_cannot_start_is_refused_before_the_run(
 
 def test_a_tracker_without_its_package_is_refused_at_once(path: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['mlflow'] = None; from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "train", str(path), "--report_to", "mlflow"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm.run(["-c", code, "train", path, "--report_to", "mlflow"])
     assert (done.returncode, done.stdout) == (2, "")
     assert "report_to: mlflow needs the package mlflow, which is not installed: pip install mlflow" in done.stderr
     assert not (tmp_path / "run").exists()

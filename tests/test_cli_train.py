@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.test_engine_prediction import machine
 
 from penstock.cli import main, settings
@@ -114,8 +113,7 @@ def test_a_resumed_run_has_the_numbers_of_one_that_never_stopped(config: Path, t
 
 def test_ctrl_c_ends_after_the_step_and_the_run_can_go_on(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "penstock.cli", "train", str(config), "--steps", "10000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = warm.start(["-m", "penstock.cli", "train", config, "--steps", "10000"])
     deadline = time.monotonic() + 120
     while not ((run / "metrics.jsonl").exists() and len(_metrics(run)) >= 2):
         assert process.poll() is None, process.stderr and process.stderr.read()
@@ -157,9 +155,15 @@ def test_what_goes_wrong_is_said_in_one_message(
 
 @pytest.mark.parametrize("package", ["transformers", "tokenizers"])
 def test_without_the_extra_the_remedy_is_said(config: Path, package: str) -> None:
-    code = "import sys; sys.modules[sys.argv[1]] = None; from penstock.cli import main; sys.exit(main(sys.argv[2:]))"
-    command = [sys.executable, "-c", code, package, "train", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    code = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "penstock"]:
+    del sys.modules[name]
+sys.modules[sys.argv[1]] = None
+from penstock.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+    done = warm.run(["-c", code, package, "train", config])
     assert done.returncode == 2
     assert "penstock[hf]" in done.stderr
     assert "Traceback" not in done.stderr

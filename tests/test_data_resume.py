@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.data_victim import batches, digest, train
 from tests.documents import chats, sentences, settings, tokenizer, write_jsonl
 from transformers import PreTrainedTokenizerBase
@@ -41,8 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _run(folder: Path, kill_after: int) -> tuple[int, list[str]]:
-    words = [sys.executable, "-m", "tests.data_victim", str(folder), str(STEPS), str(kill_after)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = warm.run(["-m", "tests.data_victim", folder, str(STEPS), str(kill_after)])
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode, done.stdout.splitlines()
 

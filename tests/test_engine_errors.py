@@ -1,7 +1,5 @@
 """Bad input gets an error that says what to do, and nothing is lost by it."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.models import MODELS, MicroBatch, llama, qwen3
 from tests.training import assert_same_state, budget, state_of, steps_of, train, wrap
 from torch import nn
@@ -248,9 +247,7 @@ def test_a_disk_directory_that_is_in_use(engine: penstock.Engine, tmp_path: Path
         "import sys; from pathlib import Path; from tests.models import MODELS; "
         "from tests.training import budget, wrap; wrap(MODELS['skips'], budget(Path(sys.argv[1])))"
     )
-    other = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "store")], capture_output=True, text=True, check=False
-    )
+    other = warm.run(["-c", code, tmp_path / "store"])
     assert other.returncode != 0
     assert "in use" in other.stderr.splitlines()[-1]
     with unharmed(engine):

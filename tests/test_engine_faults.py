@@ -2,15 +2,12 @@
 
 import errno
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from tests import warm
 from tests.faults import failing
 from tests.models import VOCABULARY, Case, causal_lm
 from tests.training import assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
@@ -224,18 +221,11 @@ with wrap(CASE, budget(Path(sys.argv[1])), loss_fn=loss_fn) as engine:
 """
 
 
-@contextmanager
-def child(program: str, store: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", _CHILD + program, str(store), *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def child(program: str, store: Path, *words: str) -> warm.Process:
+    return warm.start(["-c", _CHILD + program, store, *words])
 
 
-def wait_for(process: "subprocess.Popen[str]", word: str) -> None:
+def wait_for(process: warm.Process, word: str) -> None:
     assert process.stdout is not None
     assert process.stdout.readline().strip() == word
 

@@ -1,10 +1,7 @@
 """The examples for other libraries' loops do what they say: train a folder, survive a kill, and save one that loads."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +12,7 @@ import pytest
 import torch
 from examples import fabric_loop, sft_trainer, trainer
 from examples.small import chats
+from tests import warm
 from tests.library_runs import one_thread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,18 +36,15 @@ def given(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def killed_after_a_checkpoint(example: ModuleType, folders: dict[str, Path]) -> None:
     """Start an example as a user would, and kill it when its first checkpoint is complete."""
     flags = [part for name, path in folders.items() for part in (f"--{name}", str(path))]
-    command = [sys.executable, str(EXAMPLES / f"{Path(str(example.__file__)).name}"), *flags, "--steps", str(STEPS)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
+    script = EXAMPLES / f"{Path(str(example.__file__)).name}"
+    with warm.start([script, *flags, "--steps", str(STEPS)], quiet=True) as process:
         deadline = time.monotonic() + 120
         while not (folders["run"] / "checkpoint-4" / "trainer_state.json").exists():
             assert process.poll() is None, "it ended before its first checkpoint"
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    finally:
         process.kill()
-    assert process.wait() == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
 
 
 def losses(run: Any) -> list[tuple[int, float]]:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests import folders
+from tests import folders, warm
 from tests.models import causal_lm
 
 import penstock
@@ -290,7 +289,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next(engine: penstock.Engin
         "import sys, os; from pathlib import Path; from penstock.store.whole import WholeFolder; "
         "WholeFolder(Path(sys.argv[1])); os._exit(9)"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False).returncode == 9
+    assert warm.run(["-c", code, tmp_path / "out"]).returncode == 9
     (abandoned,) = left(tmp_path)
     assert abandoned.startswith("out.partial-")
     export(engine, tmp_path / "out")

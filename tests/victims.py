@@ -1,7 +1,6 @@
 """Processes that train, to be killed: forked from a server that has imported torch once, so that one takes 0.1 s."""
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -18,11 +17,9 @@ import torch
 from tests.campaign import SETTINGS, digests, open_run, step_data
 from tests.faults import Call, Go, intercepted
 from tests.training import state_of
+from tests.warm import server
 
 from penstock.store import Store
-
-LLAMA = "transformers.models.llama.modeling_llama"
-"""the model of the settings files in the tests"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +63,7 @@ class Victims:
     def __init__(self, setting: str, last: int) -> None:
         self.setting = setting
         self.last = last
-        self._context = multiprocessing.get_context("forkserver")
+        self._context = server()
 
     def start(self) -> None:
         """Have the server import what processes need, which takes seconds."""
@@ -118,8 +115,6 @@ def victims_of_one_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             patch.setenv(name, "1")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.victims", "torch._dynamo", "penstock.cli.train", LLAMA])
         yield
 
 
