@@ -35,6 +35,7 @@ from typing import Literal
 
 import highspy
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from penstock.config import TIERS, Tier
@@ -275,32 +276,13 @@ class _Model:
         self._times()
         self._wholes()
         self._sizes()
-        matrix = np.array(self.rows)
-        lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = self.width, len(self.rows)
-        lp.col_cost_ = self._cost()
-        lp.col_lower_ = np.zeros(self.width)
-        lp.col_upper_ = np.full(self.width, highspy.kHighsInf)
-        lp.row_lower_, lp.row_upper_ = np.array(self.low), np.array(self.high)
-        if integer:
-            kinds = [highspy.HighsVarType.kContinuous] * self.first_y
-            lp.integrality_ = kinds + [highspy.HighsVarType.kInteger] * len(self.columns)
-        filled = matrix != 0
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(filled.sum(axis=1)))).astype(np.int32)
-        lp.a_matrix_.index_ = np.nonzero(filled)[1].astype(np.int32)
-        lp.a_matrix_.value_ = matrix[filled]
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", 1)
-        if integer:
-            solver.setOptionValue("mip_rel_gap", _GAP)
-            solver.setOptionValue("mip_max_nodes", _NODES)  # nodes, not seconds: the same answer on any machine
-        solver.passModel(lp)
-        solver.run()
-        if solver.getInfo().primal_solution_status != _FEASIBLE:
-            return None
-        return np.array(solver.getSolution().col_value)
+        return _optimum(
+            np.array(self.rows),
+            self._cost(),
+            np.array(self.low),
+            np.array(self.high),
+            self.first_y if integer else None,
+        )
 
     def _row(self, row: NDArray[np.float64], low: float, high: float) -> None:
         self.rows.append(row)
@@ -357,3 +339,66 @@ class _Model:
             row[self.first_c :] = [sizes[tier] for sizes in (*by_c, *by_z, *(c.sizes for c in self.columns))]
             scale = max(limit, 1.0)
             self._row(row / scale, -highspy.kHighsInf, limit / scale)
+
+
+_SOLVED: dict[bytes, NDArray[np.float64] | None] = {}
+"""Optima by the digest of their program: a search comes back to some of its programs, and the advice that follows, a
+plan in another form or for the next shape of batch, to most of them. An integer program takes a tenth of a second."""
+_KEPT = 4096
+
+
+def _optimum(
+    matrix: NDArray[np.float64],
+    cost: NDArray[np.float64],
+    low: NDArray[np.float64],
+    high: NDArray[np.float64],
+    first_integer: int | None,
+) -> NDArray[np.float64] | None:
+    """The x >= 0 of the least ``cost @ x`` with ``low <= matrix @ x <= high``, shape (columns,), not to be written to;
+    None if there is none. Columns from ``first_integer`` on are whole numbers; None: none has to be."""
+    digest = xxhash.xxh3_128(repr((matrix.shape, first_integer)).encode())
+    for array in (matrix, cost, low, high):
+        digest.update(array.tobytes())
+    key = digest.digest()
+    if key not in _SOLVED:
+        if len(_SOLVED) >= _KEPT:
+            _SOLVED.clear()
+        _SOLVED[key] = _solved(matrix, cost, low, high, first_integer)
+    return _SOLVED[key]
+
+
+def _solved(
+    matrix: NDArray[np.float64],
+    cost: NDArray[np.float64],
+    low: NDArray[np.float64],
+    high: NDArray[np.float64],
+    first_integer: int | None,
+) -> NDArray[np.float64] | None:
+    height, width = matrix.shape
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = width, height
+    lp.col_cost_ = cost
+    lp.col_lower_ = np.zeros(width)
+    lp.col_upper_ = np.full(width, highspy.kHighsInf)
+    lp.row_lower_, lp.row_upper_ = low, high
+    if first_integer is not None:
+        kinds = [highspy.HighsVarType.kContinuous] * first_integer
+        lp.integrality_ = kinds + [highspy.HighsVarType.kInteger] * (width - first_integer)
+    filled = matrix != 0
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(filled.sum(axis=1)))).astype(np.int32)
+    lp.a_matrix_.index_ = np.nonzero(filled)[1].astype(np.int32)
+    lp.a_matrix_.value_ = matrix[filled]
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    if first_integer is not None:
+        solver.setOptionValue("mip_rel_gap", _GAP)
+        solver.setOptionValue("mip_max_nodes", _NODES)  # nodes, not seconds: the same answer on any machine
+    solver.passModel(lp)
+    solver.run()
+    if solver.getInfo().primal_solution_status != _FEASIBLE:
+        return None
+    found = np.array(solver.getSolution().col_value)
+    found.setflags(write=False)
+    return found
