@@ -235,8 +235,9 @@ class Engine:
     ) -> StepStats:
         began = time.perf_counter()
         batch.check(micro_batches)
-        weights = batch.loss_weights(self.model, micro_batches, loss_weights)
+        given = batch.given_weights(micro_batches, loss_weights)
         runner = self._planning.runner_for(micro_batches, train=True)
+        weights = given or self._planning.labels.weights(micro_batches)
         standing = self._standing
         buffers = standing.before_step()
         context = StepContext(
@@ -267,6 +268,7 @@ class Engine:
         self.last_step = replace(
             stats,
             flops=self._planning.flops_of(micro_batches),
+            labels=None if given else self._planning.labels.known,
             bytes_written=written - self._written,
             seconds=time.perf_counter() - began,
         )
@@ -333,12 +335,13 @@ class Engine:
         """
         self._check_usable()
         batch.check(micro_batches)
-        weights = batch.loss_weights(self.model, micro_batches, loss_weights)
+        given = batch.given_weights(micro_batches, loss_weights)
         modes = {module: module.training for module in self.model.modules()}
         buffers = self._buffers.copies()
         self.model.eval()
         try:
             runner = self._planning.runner_for(micro_batches, train=False)
+            weights = given or self._planning.labels.weights(micro_batches)
             context = StepContext(
                 step=self.step_count, count=1, hypers=self.optimizer.hypers(), clip=None, loss_scale=1.0
             )

@@ -63,9 +63,9 @@ def wrap(
         device: ``"cpu"`` or ``"cuda"``; None: the GPU if there is one, else the CPU.
         blocks: the submodules to run one by one; None: found.
         loss_fn: from (model, micro-batch) to a mean loss; None: ``model(**micro_batch).loss``. Micro-batches count by
-            their labels that are not -100 (a share that a 16-bit loss rounds to 16 bits). A model whose class is a
-            ``...CausalLM``, ``...LMHeadModel`` or decoder-only ``...ForConditionalGeneration`` compares each position
-            with the next label, so its first label does not count.
+            their labels that are not -100 (a share that a 16-bit loss rounds to 16 bits). Whether the first label of
+            a row counts, too, is found out in the first pass, from the targets that torch's losses are called with
+            (``StepStats.labels``); where that cannot be seen, ``step`` wants ``loss_weights``.
         seed: of dropout and of initialisation.
         io_threads: threads that help with disk transfers, 1 to 32. Changes no result.
         overlap: False runs everything one op at a time: the oracle.

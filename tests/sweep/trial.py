@@ -21,6 +21,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import penstock
+from penstock.wrapping import wrap
 
 Verdict = Literal["equal", "refused", "differs", "crashed", "skipped"]
 
@@ -120,7 +121,7 @@ def _by_engine(
     budget = penstock.Budget(device="1GiB", host="1GiB", disk=disk, weights="disk", state="disk")
     optimizer = penstock.AdamW(**ADAMW)  # type: ignore[arg-type]
     try:
-        with penstock.wrap(
+        with wrap(
             model, optimizer=optimizer, budget=budget, precision="fp32", device="cpu", clip_grad_norm=CLIP, plan=None
         ) as engine:
             losses = [engine.step(micro_batches).loss for micro_batches in steps]

@@ -33,6 +33,7 @@ from penstock.errors import ConfigError
 from penstock.report.prediction import Prediction
 from penstock.report.trace_file import Ran
 from penstock.report.waits import held_up
+from penstock.run.stats import StepStats
 from penstock.run.trace import TraceWriter
 from penstock.schedule.op import Lane
 from penstock.sim.result import Simulation
@@ -99,6 +100,7 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
         steps = stack.enter_context(closing(stretch.train.steps(engine.position)))
         for index, data in zip(range(first, config.step_count), steps, strict=False):
             stats = engine.step(data.micro_batches, position=data.position)
+            _check_labels(stats)
             interrupt.leave_lost_terminal()
             scheduler.step()
             if trace is not None:
@@ -121,6 +123,18 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
         display.end()
         trackers.close("stopped" if interrupt.requested else "done")
     return interrupt.exit_code
+
+
+def _check_labels(stats: StepStats) -> None:
+    """Raise ConfigError for a model whose loss does not compare each token with the next one, where that could not be
+    seen without its weights (``cli.model``).
+    """
+    if stats.labels != "but the first":
+        seen = "compares each position with its own label" if stats.labels else "is computed by none of torch's losses"
+        raise ConfigError(
+            f"the model's loss {seen}: given text, it would not learn to predict the next token. Train it from Python, "
+            "with labels of your own (penstock.wrap)"
+        )
 
 
 def _trackers(stretch: Stretch, stack: ExitStack) -> Trackers:

@@ -16,12 +16,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from penstock.config import DataConfig, ModelConfig, Precision
 from penstock.data.opening import choose_tokenizer
 from penstock.data.tokenizer import END_OF_TEXT_ID, largest_id
-from penstock.errors import ConfigError, StoreError
+from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.models import kept, shell
 from penstock.hf.models.folder import CONFIG, resolve
 from penstock.hf.models.loading import load
 from penstock.hf.models.shell import parameter_count as parameter_count
-from penstock.run.batch import UNSHIFTED
+from penstock.hf.models.shift import shifts
 from penstock.run.start import WeightSource
 
 
@@ -168,13 +168,18 @@ def _check_causal(model: nn.Module, asked: str) -> None:
         ConfigError: the model is not one that predicts the next token, from those before alone.
     """
     name, config = type(model).__name__, model.config
-    decoder = not getattr(config, "is_encoder_decoder", False)
-    if not (name.endswith(("CausalLM", "LMHeadModel")) or (name.endswith("ForConditionalGeneration") and decoder)):
+    try:
+        if not {"input_ids", "labels"} <= set(inspect.signature(model.forward).parameters):
+            raise ModelError("it takes no input_ids and labels")
+        if getattr(config, "is_encoder_decoder", False):
+            raise ModelError("it reads its text with an encoder")
+        shifted = shifts(model)
+    except ModelError as error:
         raise ConfigError(
             f"{asked} is a {name}, and penstock train trains causal language models on text: train it from "
-            "Python, with penstock.hf.load and penstock.wrap (docs/models.md)"
-        )
-    if name in UNSHIFTED:
+            f"Python, with penstock.hf.load and penstock.wrap (docs/models.md). Here, {error}"
+        ) from error
+    if shifted is False:
         raise ConfigError(
             f"{asked} is a {name}, whose loss does not compare a token with the next one: given text, it would learn "
             "to repeat what it reads. Train it from Python, with labels of your own (penstock.wrap)"

@@ -1,45 +1,19 @@
-"""Micro-batches: checked, moved to the device, and weighted so that the loss is the mean over tokens."""
+"""Micro-batches: checked, measured, and moved to the device."""
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.errors import ConfigError, ModelError
+from penstock.run.labels import IGNORED
 
 MicroBatch = Mapping[str, Any]
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 MOST_POSITION = 1 << 16
 """Bytes of JSON that a position in the data may take: every commit writes it."""
-
-_IGNORED = -100
-_SHIFTS = re.compile(r"CausalLM|LMHeadModel|ForConditionalGeneration")
-UNSHIFTED = frozenset(
-    {
-        "BartForCausalLM",
-        "BigBirdPegasusForCausalLM",
-        "BlenderbotForCausalLM",
-        "BlenderbotSmallForCausalLM",
-        "CpmAntForCausalLM",
-        "MarianForCausalLM",
-        "MBartForCausalLM",
-        "MusicgenForCausalLM",
-        "MusicgenMelodyForCausalLM",
-        "MvpForCausalLM",
-        "PegasusForCausalLM",
-        "PLBartForCausalLM",
-        "ProphetNetForCausalLM",
-        "TrOCRForCausalLM",
-        "WhisperForCausalLM",
-        "XLMWithLMHeadModel",
-        "XLNetLMHeadModel",
-    }
-)
-"""Classes of transformers named as causal language models whose loss compares position i with label i."""
 
 
 def check(micro_batches: Sequence[MicroBatch]) -> None:
@@ -121,50 +95,22 @@ def nbytes(micro_batch: MicroBatch) -> int:
     return sum(v.numel() * v.itemsize for v in micro_batch.values() if isinstance(v, torch.Tensor))
 
 
-def items(model: nn.Module, micro_batch: MicroBatch) -> int | None:
-    """How many items a micro-batch's mean loss is the mean over: labels that are not -100. None if it has no labels.
-
-    Decoder-only language models compare position i with label i+1, so their first label does not count, but for those
-    that are known to leave the shift to their caller.
-    """
-    labels = micro_batch.get("labels")
-    if not isinstance(labels, torch.Tensor):
-        return None
-    inner = getattr(model, "get_base_model", None)  # of a model with adapters, whose own class says nothing
-    model = inner() if callable(inner) else model
-    config = getattr(model, "config", None)
-    name = type(model).__name__
-    shifted = labels.ndim >= 2 and bool(_SHIFTS.search(name)) and name not in UNSHIFTED
-    if shifted and not getattr(config, "is_encoder_decoder", False):
-        labels = labels[..., 1:]
-    if labels.is_floating_point():
-        return int(labels.shape[0]) if labels.ndim else 1
-    return int((labels != _IGNORED).sum())
-
-
-def loss_weights(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], given: Sequence[float] | None = None
-) -> list[float]:
-    """Each micro-batch's share of the step's items; equal shares where there are no labels to count.
-
-    ``given``: the weights, where the caller knows better: they are only checked.
+def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | None = None) -> list[float] | None:
+    """What each micro-batch's loss counts, where the caller says so; None: it follows from labels (``run.labels``).
 
     Raises:
-        ModelError: a micro-batch has labels and none of them counts, so that its mean is undefined; or the given
-            weights are not one finite number for each micro-batch.
+        ModelError: the weights are not one finite number for each micro-batch; or none are given, and a micro-batch has
+            labels of which none counts, so that its mean is undefined.
     """
     if given is not None:
         if len(given) != len(micro_batches) or not all(math.isfinite(weight) for weight in given):
             raise ModelError(f"loss_weights={given!r} for {len(micro_batches)} micro-batches: give a number for each")
         return [float(weight) for weight in given]
-    counts = [items(model, mb) for mb in micro_batches]
-    for m, count in enumerate(counts):
-        if count == 0:
-            raise ModelError(f"micro-batch {m} has no label that counts (all are -100): leave it out of the step")
-    known = [count for count in counts if count is not None]
-    if len(known) < len(counts):
-        return [1.0 / len(counts)] * len(counts)
-    return [count / sum(known) for count in known]
+    for m, mb in enumerate(micro_batches):
+        labels = mb.get("labels")
+        if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and bool((labels == IGNORED).all()):
+            raise ModelError(f"micro-batch {m} has no label that counts (all are {IGNORED}): leave it out of the step")
+    return None
 
 
 def tokens(micro_batch: MicroBatch) -> int:

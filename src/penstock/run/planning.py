@@ -19,6 +19,7 @@ from penstock.plan.model import StageTimes
 from penstock.plan.own_schedule import cast_of, means_of, with_schedule
 from penstock.plan.search import best
 from penstock.run import batch
+from penstock.run.labels import LabelCount
 from penstock.run.runner import Machinery, Runner
 from penstock.run.timing import time_stages
 from penstock.run.visiting import VisitingWeights
@@ -180,6 +181,7 @@ class Planning:
         """
         self._before_change = before_change
         self.runner: Runner | None = None
+        self.labels = LabelCount()
         self._shared = machinery
         self._budget = budget
         self._schedule = schedule
@@ -351,9 +353,11 @@ class Planning:
         """
         shared = self._shared
         weights = VisitingWeights(shared.groups, shared.residence)
+        micro_batch = self.labels.to_probe(micro_batch)
         try:
             inputs = batch.to_device(micro_batch, shared.device, shared.residence.dtype)
             stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
+            self.labels.learn(micro_batch, *shared.tape.compared)
             facts, times = shared.tape.facts, None
             if train and shared.machine is not None:
                 program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)

@@ -18,6 +18,7 @@ from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.tape import graph, trees
 from penstock.tape.legs import Kept, Leg, Seen, Stages, Usage, see
+from penstock.tape.losses import Losses
 from penstock.tape.passage import Arrival, Facts, Passage, Site, StageFacts
 from penstock.tape.watch import Watch
 
@@ -49,6 +50,10 @@ class Probe:
         self._legs: list[Leg] = []
         self.flops: tuple[tuple[int, int], ...] = ()
         """FLOP of each stage's forward and backward, after ``run``."""
+        self.losses = Losses()
+        """Of torch, that the model's own code has called."""
+        self.loss: float | None = None
+        """The value of the model's loss, where it has one."""
 
     def run(self, train: bool) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
         """Forward (and backward) of the micro-batch. The model, its buffers and the random state end as they began."""
@@ -168,8 +173,11 @@ class Probe:
         """A leg of the model's own code. The call at which it stopped; None at the end, where the loss is done too."""
         leg = self._start(None)
         with self._measuring(leg.forward):
-            event = self._tape.run_code(passage, self._watch.leg)
+            with self.losses:
+                event = self._tape.run_code(passage, self._watch.leg)
             if event == "done":
+                assert passage.loss is not None
+                self.loss = None if passage.loss.is_meta else float(passage.loss.detach())
                 self._tape.run_loss(passage, 1.0)
         return passage.arrival
 

@@ -28,6 +28,7 @@ from penstock.tape.blocks import Block
 from penstock.tape.compiled import compiled_forwards
 from penstock.tape.groups import ParamGroup
 from penstock.tape.kv_cache import CachesOff
+from penstock.tape.losses import Compared
 from penstock.tape.passage import Event, Facts, LossFn, Passage, Site, StageFacts, current_passage, memory_order
 from penstock.tape.probe import Probe
 
@@ -89,6 +90,8 @@ class Tape:
         self.facts: tuple[StageFacts, ...] = ()
         self.flops: tuple[tuple[int, int], ...] = ()
         """FLOP of each stage's forward and backward, of the latest probe."""
+        self.compared: tuple[tuple[Compared, ...], float | None] = ((), None)
+        """Losses of torch that the latest probe's code has called, and the value of the model's own."""
         self._loss_fn = loss_fn
         self._seed = seed
         forwards = [b.module.forward for b in blocks] if compile is None else compiled_forwards(blocks, compile)
@@ -147,7 +150,7 @@ class Tape:
         assert not self.passages, "a step is open"
         probe = Probe(self, micro_batch, load, unload)
         stages, self.facts = probe.run(train)
-        self.flops = probe.flops
+        self.flops, self.compared = probe.flops, (tuple(probe.losses.seen), probe.loss)
         return stages
 
     # -- a step ---------------------------------------------------------------------------------------------------

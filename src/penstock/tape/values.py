@@ -46,7 +46,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._values[meta] = tensor.cpu()
         return meta
 
-    def _of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor, None where they are not known."""
         if not tensor.is_meta:
             return tensor
         value: torch.Tensor | None = self._values.get(tensor)
@@ -56,7 +57,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        values = {id(t): self._of(t) for t in trees.tensors((args, kwargs))}
+        values = {id(t): self.of(t) for t in trees.tensors((args, kwargs))}
         known = all(value is not None for value in values.values())
         if not known or torch.Tag.nondeterministic_seeded in func.tags:
             if _depends_on_values(func, args):

@@ -17,7 +17,8 @@ def opening(config: TrainConfig, data: str, parameters: int) -> str:
     step_tokens = config.sequences_per_step * config.data.sequence_length
     return (
         f"{data}\n{config.model.name} of "
-        f"{parameters / 1e6:.1f}M parameters; {config.step_count:,} steps of {step_tokens:,} tokens"
+        f"{parameters / 1e6:.1f}M parameters; {config.step_count:,} steps of {step_tokens:,} tokens, "
+        "each compared with the next by the model's own loss"
     )
 
 

@@ -1,0 +1,67 @@
+"""Sees which targets a model's loss is computed for, while the model's own code runs."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+_ENTROPIES = {f: inspect.signature(f) for f in (functional.cross_entropy, functional.nll_loss)}
+_CTC = inspect.signature(functional.ctc_loss)
+
+ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
+"""The values of a tensor, where they can be known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A call of one of torch's losses.
+
+    ``targets``: int64 [n], those that are not ignored, in their order, on the CPU; None where they are not known or are
+    no class ids. ``mean``: whether it gives their mean. ``total``: the sum of their losses, where it gives that, or one
+    for each. ``ctc``: it is connectionist: of rows, not of targets.
+    """
+
+    targets: torch.Tensor | None
+    mean: bool
+    total: float | None = None
+    ctc: bool = False
+
+
+class Losses(TorchFunctionMode):
+    """Notes what torch's losses are called for. ``seen``: in the order of the calls."""
+
+    def __init__(self, value_of: ValueOf = lambda tensor: None if tensor.is_meta else tensor) -> None:
+        super().__init__()
+        self.seen: list[Compared] = []
+        self._value_of = value_of
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in _ENTROPIES:
+            given = _ENTROPIES[func].bind(*args, **kwargs)
+            given.apply_defaults()
+            with _disable_current_modes():  # what is noted is none of the model's memory
+                self.seen.append(self._compared(given.arguments, result))
+        elif func is functional.ctc_loss:
+            given = _CTC.bind(*args, **kwargs)
+            given.apply_defaults()
+            self.seen.append(Compared(targets=None, mean=given.arguments["reduction"] == "mean", ctc=True))
+        return result
+
+    def _compared(self, given: dict[str, Any], result: torch.Tensor) -> Compared:
+        targets = None if given["target"].is_floating_point() else self._value_of(given["target"])
+        if targets is not None:
+            targets = targets.detach()[targets != given["ignore_index"]].flatten().long().cpu()
+        plain = given["weight"] is None and given["size_average"] is None and given["reduce"] is None
+        if given["reduction"] == "mean" or not plain:
+            return Compared(targets=targets if plain else None, mean=plain)
+        total = None if result.is_meta else float(result.detach().sum())
+        return Compared(targets=targets, mean=False, total=total)
