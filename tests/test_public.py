@@ -107,6 +107,7 @@ STATS = [
     "loss_scale",
     "repeats",
     "non_finite",
+    "labels",
     "flops",
     "bytes_written",
     "bytes_moved",

@@ -54,9 +54,11 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a job. ``reason``: of what is not equal. ``inputs``: what it was trained with. ``labels``: which of
-    its labels count: all, or all but the first. ``error``: the largest relative to what is allowed. ``seconds``: of a
-    processor.
+    """What came of a job.
+
+    ``reason``: of what is not equal. ``inputs``: what it was trained with. ``labels``: which of its labels count, all
+    or all but the first. ``given``: what the engine asked for and was given. ``error``: the largest relative to what is
+    allowed. ``seconds``: of a processor.
     """
 
     kind: str
@@ -66,6 +68,7 @@ class Result:
     reason: str = ""
     inputs: str = ""
     labels: str = ""
+    given: str = ""
     error: float = 0.0
     seconds: float = 0.0
 
@@ -101,12 +104,17 @@ def run(job: Job, disk: Path) -> Result:
     about |= {"inputs": forms.name, "labels": {True: "all", False: "but the first", None: ""}[first]}
     plain = copy.deepcopy(model)
     try:
-        wanted = plain_loop(plain, steps, first=first is not False)
+        weights = [_weights(model, mbs, first=first is not False) for mbs in steps]
+        wanted = plain_loop(plain, steps, weights)
     except Exception as error:  # noqa: BLE001  as above
         return Result(**about, verdict="skipped", reason=f"plain training fails: {_line(error)}")
     if not all(math.isfinite(n) for n in wanted):
         return Result(**about, verdict="skipped", reason="plain training is not finite")
-    return _by_engine(model, plain, steps, wanted, disk, about)
+    result = _by_engine(copy.deepcopy(model), plain, steps, wanted, disk, about)
+    if result.verdict == "refused" and "loss_weights" in result.reason:
+        about["given"] = "loss_weights"
+        return _by_engine(model, plain, steps, wanted, disk.with_name("again"), about, weights)
+    return result
 
 
 def _by_engine(
@@ -116,6 +124,7 @@ def _by_engine(
     wanted: Sequence[float],
     disk: Path,
     about: dict[str, Any],
+    weights: Sequence[Sequence[float] | None] = (None, None, None),
 ) -> Result:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     budget = penstock.Budget(device="1GiB", host="1GiB", disk=disk, weights="disk", state="disk")
@@ -124,7 +133,7 @@ def _by_engine(
         with wrap(
             model, optimizer=optimizer, budget=budget, precision="fp32", device="cpu", clip_grad_norm=CLIP, plan=None
         ) as engine:
-            losses = [engine.step(micro_batches).loss for micro_batches in steps]
+            losses = [engine.step(mbs, loss_weights=given).loss for mbs, given in zip(steps, weights, strict=True)]
             after = dict(engine.master_parameters())
     except (penstock.ModelError, penstock.ConfigError, penstock.BudgetError) as error:
         return Result(**about, verdict="refused", reason=_line(error))
@@ -180,17 +189,18 @@ def _counts_first(model: nn.Module, micro_batch: MicroBatch) -> bool | None:
     return found[0] != found[1]
 
 
-def plain_loop(model: nn.Module, steps: Sequence[Sequence[MicroBatch]], *, first: bool) -> list[float]:
-    """Train a model by torch alone. The loss of each step."""
+def plain_loop(
+    model: nn.Module, steps: Sequence[Sequence[MicroBatch]], weights: Sequence[Sequence[float]]
+) -> list[float]:
+    """Train a model by torch alone. The loss of each step. ``weights``: what each micro-batch's loss counts."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)  # type: ignore[arg-type]
     losses = []
-    for micro_batches in steps:
-        counts = [_items(mb["labels"], first=first) for mb in micro_batches]
+    for micro_batches, counts in zip(steps, weights, strict=True):
         total = 0.0
-        for count, micro_batch in zip(counts, micro_batches, strict=True):
+        for weight, micro_batch in zip(counts, micro_batches, strict=True):
             loss = model(**micro_batch).loss
-            (loss * (count / sum(counts))).backward()
-            total += float(loss.detach()) * count / sum(counts)
+            (loss * weight).backward()
+            total += float(loss.detach()) * weight
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -198,8 +208,16 @@ def plain_loop(model: nn.Module, steps: Sequence[Sequence[MicroBatch]], *, first
     return losses
 
 
-def _items(labels: torch.Tensor, *, first: bool) -> int:
-    return int((labels if first else labels[:, 1:]).ne(-100).sum())
+def _weights(model: nn.Module, micro_batches: Sequence[MicroBatch], *, first: bool) -> list[float]:
+    """What each micro-batch's loss counts: its share of the labels that its mean is over, or of the rows, or 1."""
+    connectionist = getattr(model.config, "ctc_loss_reduction", None) if type(model).__name__.endswith("CTC") else None
+    if connectionist == "sum":
+        return [1.0] * len(micro_batches)
+    counts = [
+        len(mb["labels"]) if connectionist else int((mb["labels"] if first else mb["labels"][:, 1:]).ne(-100).sum())
+        for mb in micro_batches
+    ]
+    return [count / sum(counts) for count in counts]
 
 
 def _compare(
