@@ -27,6 +27,7 @@ from penstock.run.home import Home
 from penstock.run.interrupt import whole_steps
 from penstock.run.planning import Planning
 from penstock.run.precision import DTYPES, LossScale, format_of
+from penstock.run.record import check_param_groups, check_progress
 from penstock.run.runner import Machinery, Runner, hyper_runs
 from penstock.run.standing import Standing
 from penstock.run.start import WeightSource
@@ -168,7 +169,8 @@ class Engine:
         if self._home.resumed is None:
             start.fill(self.model, self._groups, self._residence, from_meta=from_meta, seed=self._seed, weights=weights)
             return
-        self._check_seed(self._home.resumed)
+        where = f"the last commit in {self.budget.disk_paths[0]}"
+        check_progress(self._home.resumed, where, trained=len(self._trained), seed=self._seed)
         for group in self._groups:
             group.detach(self._dtype, self.device)
         assert self._home.store is not None
@@ -430,8 +432,8 @@ class Engine:
         self._check_open()
         self._rest()
         with snapshots.opened(Path(path), self._description) as snapshot:
-            self._check_seed(snapshot.meta)
-            snapshots.check_param_groups(snapshot.meta, len(self.optimizer.param_groups))
+            check_progress(snapshot.meta, str(path), trained=len(self._trained), seed=self._seed)
+            check_param_groups(snapshot.meta["param_groups"], self.optimizer.param_groups, str(path))
             self._standing.note(between_steps=False)
             self._standing.give_up(f"loading {path} was broken off")  # until everything below is done
             snapshots.restore(snapshot, self._residence, self._buffers)
@@ -476,13 +478,6 @@ class Engine:
             "last": None if self.last_step is None else self.last_step.numbers(),
             "position": self.position,
         }
-
-    def _check_seed(self, progress: Mapping[str, Any]) -> None:
-        if progress["seed"] != self._seed:
-            raise ConfigError(
-                f"this run was started with seed={progress['seed']}, not {self._seed}: random numbers would differ. "
-                f"Pass seed={progress['seed']}"
-            )
 
     def _adopt(self, progress: Mapping[str, Any]) -> None:
         self.step_count = int(progress["step"])

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from penstock.documents.text import MalformedError, read_text
+from penstock.documents.typed import shown
 from penstock.errors import ConfigError
 
 Plain = str | int | float | bool | None
@@ -58,42 +60,92 @@ def parse_yaml(text: str, name: str, *, flag: bool = False) -> Located:
     """The one YAML document in ``text``. Places are ``name:line``, or just ``name`` for a flag's value.
 
     Raises:
-        ConfigError: not YAML, a key that is not text, or a key given twice.
+        ConfigError: not YAML, a key that is not text, a key given twice; or a document that is larger, deeper or
+            (through aliases) holds more values than settings do.
     """
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"{name}: {len(text):,} characters are no settings: at most {_MOST_CHARACTERS:,}")
     try:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:
         raise ConfigError(
             f"{name}: this is not YAML: it has the character {error.character!r} at {error.position}"
         ) from None
-
-    def convert(node: yaml.Node) -> Located:
-        where = name if flag else f"{name}:{node.start_mark.line + 1}"
-        if isinstance(node, yaml.MappingNode):
-            items: dict[str, Located] = {}
-            for key_node, value_node in node.value:
-                key = loader.construct_object(key_node, deep=True)
-                if not isinstance(key, str):
-                    raise ConfigError(f"{where}: the key {key!r} is not text: write it in quotes")
-                if key in items:
-                    at = where if flag else f"{name}:{key_node.start_mark.line + 1}"
-                    raise ConfigError(f"{at}: {key!r} is given twice, first at {items[key].where}: keep one")
-                items[key] = convert(value_node)
-            return Located(value=items, where=where)
-        if isinstance(node, yaml.SequenceNode):
-            return Located(value=[convert(item) for item in node.value], where=where)
-        return Located(value=loader.construct_object(node, deep=True), where=where)
-
     try:
         node = loader.get_single_node()
-        return Located(value=None, where=name) if node is None else convert(node)
+        return Located(value=None, where=name) if node is None else _Reading(loader, name, flag=flag).value(node, 0)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark is not None and not flag else name
-        problem = getattr(error, "problem", None) or str(error)
+        problem = getattr(error, "problem", None) or _first_line(error)
         raise ConfigError(f"{where}: this is not YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: {_TOO_DEEP}") from None
     finally:
         loader.dispose()
+
+
+class _Reading:
+    """Turns nodes into values that know their places. An alias stands for a copy of what it names."""
+
+    def __init__(self, loader: _Loader, name: str, *, flag: bool) -> None:
+        self._loader, self._name, self._flag = loader, name, flag
+        self._values = 0
+
+    def value(self, node: yaml.Node, depth: int) -> Located:
+        where = self._where(node)
+        self._values += 1
+        if depth > _DEEPEST:
+            raise ConfigError(f"{where}: {_TOO_DEEP}")
+        if self._values > _MOST_VALUES:
+            raise ConfigError(
+                f"{where}: more than {_MOST_VALUES:,} values, counting those that aliases stand for: no settings"
+            )
+        if isinstance(node, yaml.MappingNode):
+            items: dict[str, Located] = {}
+            for key_node, value_node in node.value:
+                key = self._scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+                if not isinstance(key, str):
+                    raise ConfigError(f"{where}: the key {shown(key)} is not text: write it in quotes")
+                if key in items:
+                    at = self._where(key_node)
+                    raise ConfigError(f"{at}: {key!r} is given twice, first at {items[key].where}: keep one")
+                items[key] = self.value(value_node, depth + 1)
+            return Located(value=items, where=where)
+        if isinstance(node, yaml.SequenceNode):
+            return Located(value=[self.value(item, depth + 1) for item in node.value], where=where)
+        return Located(value=self._scalar(node), where=where)
+
+    def _where(self, node: yaml.Node) -> str:
+        return self._name if self._flag else f"{self._name}:{node.start_mark.line + 1}"
+
+    def _scalar(self, node: yaml.Node) -> Plain:
+        """Of the kinds that JSON has: a tag may ask for others."""
+        try:
+            value = self._loader.construct_object(node, deep=True)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # a tag that does not fit, many digits
+            raise ConfigError(f"{self._where(node)}: this cannot be read: {_first_line(error)}") from None
+        if not isinstance(value, str | int | float | bool | None):
+            raise ConfigError(f"{self._where(node)}: a {type(value).__name__} is no setting: write text in quotes")
+        return value
+
+
+_MOST_CHARACTERS = 1 << 18
+_MOST_VALUES = 20_000
+_DEEPEST = 32
+_TOO_DEEP = f"lists and mappings are within each other more than {_DEEPEST} deep: no settings are"
+
+
+def is_plain_text(value: str) -> bool:
+    """Whether a text can be the name of a file: it has no NUL, and no half of a character."""
+    try:
+        return "\0" not in value and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def read_yaml(path: Path) -> Located:
@@ -103,9 +155,9 @@ def read_yaml(path: Path) -> Located:
         ConfigError: the file cannot be read, or is not YAML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        text = read_text(path, 4 * _MOST_CHARACTERS)
+    except (OSError, MalformedError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"cannot read the settings in {path}: {reason}") from None
     return parse_yaml(text, str(path))
 

@@ -6,11 +6,9 @@ starts the run after a kill does the rest before anything else.
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from penstock.errors import StoreError
 from penstock.store.owner import RUN_FILE, RUN_KIND, Owner
-from penstock.store.records import read_document, write_document
+from penstock.store.records import read_as, write_document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +62,20 @@ class RunRecord:
             return None
         except OSError:
             pass  # reading it says why
-        body = read_document(folder / RUN_FILE, RUN_KIND)
-        try:
-            return _parse(body)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise StoreError(f"{folder / RUN_FILE} is damaged: {error!r}") from error
+        found = read_as(folder / RUN_FILE, RUN_KIND, _Written)
+        return RunRecord(
+            owner=Owner(id=found.id, folder=found.folder), has_state=found.has_state, pending=found.pending
+        )
 
     def begun(self) -> "RunRecord":
         return replace(self, pending=None)
 
 
-def _parse(body: Any) -> RunRecord:
-    owner, pending = Owner.from_json({"id": body["id"], "folder": body["folder"]}), body["pending"]
-    assert owner is not None, "made of a body that is there"
-    if pending is not None:
-        replaces = tuple(Replaced(id=one["id"], disk=tuple(one["disk"])) for one in pending["replaces"])
-        pending = Pending(replaces=replaces, settings=str(pending["settings"]))
-    return RunRecord(owner=owner, has_state=bool(body["has_state"]), pending=pending)
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """A record as JSON has it."""
+
+    id: str
+    folder: str
+    has_state: bool
+    pending: Pending | None

@@ -5,7 +5,6 @@ hints. So there is one definition of every setting, and one place that refuses w
 """
 
 import difflib
-import math
 import os
 import types
 import typing
@@ -14,8 +13,9 @@ from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from penstock.cli.located import Located, dump_yaml, parse_yaml, read_yaml
+from penstock.cli.located import Located, dump_yaml, is_plain_text, parse_yaml, read_yaml
 from penstock.config import TrainConfig
+from penstock.documents.typed import LARGEST, fits, shown
 from penstock.errors import ConfigError
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def _overlay(tree: Located, path: Sequence[str], new: Located) -> Located:
     if not path:
         return new
     if tree.value is not None and not isinstance(tree.value, dict):
-        raise ConfigError(f"{new.where}: {tree.where} gives {tree.plain()!r} there, which has no settings inside")
+        raise ConfigError(f"{new.where}: {tree.where} gives {shown(tree.plain())} there, which has no settings inside")
     items = dict(tree.value or {})
     items[path[0]] = _overlay(items.get(path[0], Located(value=None, where=new.where)), path[1:], new)
     return Located(value=items, where=tree.where)
@@ -114,7 +114,7 @@ def read(cls: type[T], tree: Located, section: str) -> T:
     """
     assert is_dataclass(cls)
     if not isinstance(tree.value, dict):
-        raise ConfigError(f"{tree.where}: {section or 'the file'} must be a mapping, not {tree.plain()!r}")
+        raise ConfigError(f"{tree.where}: {section or 'the file'} must be a mapping, not {shown(tree.plain())}")
     known = {f.name: f for f in fields(cls)}
     for key, item in tree.value.items():
         if key not in known:
@@ -157,6 +157,8 @@ def _blame(tree: Located, message: str, section: str) -> str:
 
 def _convert(item: Located, hint: Any, key: str) -> Any:
     """``item`` as the type ``hint``, or a ConfigError that says what ``key`` must be."""
+    if isinstance(item.value, str) and not is_plain_text(item.value):
+        raise ConfigError(f"{item.where}: {key} has a character that is none (NUL, or half of one): {item.plain()!a}")
     options = _options(hint)
     for option in options:
         if is_dataclass(option) and isinstance(option, type):
@@ -167,7 +169,7 @@ def _convert(item: Located, hint: Any, key: str) -> Any:
         found, value = _match(item, option, key)
         if found:
             return value
-    raise ConfigError(f"{item.where}: {key} must be {_expected(options)}, not {item.plain()!r}")
+    raise ConfigError(f"{item.where}: {key} must be {_expected(options)}, not {shown(item.plain())}")
 
 
 def _match(item: Located, hint: Any, key: str) -> tuple[bool, Any]:
@@ -186,10 +188,9 @@ def _match(item: Located, hint: Any, key: str) -> tuple[bool, Any]:
             value, list
         ) else ()
     if hint is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return number, float(typing.cast(float, value)) if number else None
+        return fits(value, float), float(typing.cast(float, value)) if fits(value, float) else None
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool), value
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST, value
     if hint is Path:
         return isinstance(value, str), Path(value) if isinstance(value, str) else None
     return isinstance(hint, type) and isinstance(value, hint), value

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from penstock.errors import ConfigError
 
+_MOST = {"sequences": 1 << 20, "tokens": 1 << 34}
+"""More than any step has, and as many as can be counted through."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
@@ -27,6 +30,8 @@ class BatchConfig:
             )
         if (amount := getattr(self, given[0])) < 1:
             raise ConfigError(f"batch.{given[0]}={amount}: must be at least 1")
+        if amount > (most := _MOST[given[0]]):
+            raise ConfigError(f"batch.{given[0]}={amount}: must be at most {most:,}: what a step is trained on")
 
     def sequences_of(self, sequence_length: int) -> int:
         """Sequences in a step.
@@ -43,5 +48,10 @@ class BatchConfig:
             raise ConfigError(
                 f"batch.tokens={self.tokens} is not a whole number of sequences of data.sequence_length="
                 f"{sequence_length} tokens: give {' or '.join(map(str, near))}"
+            )
+        if count > _MOST["sequences"]:
+            raise ConfigError(
+                f"batch.tokens={self.tokens} is {count:,} sequences of data.sequence_length={sequence_length} tokens: "
+                f"give at most {_MOST['sequences'] * sequence_length:,}"
             )
         return count

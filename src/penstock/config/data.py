@@ -120,6 +120,10 @@ class TokenizerConfig:
     train: TokenizerTrainingConfig
 
 
+_LONGEST = 1 << 26
+"""Tokens; the longest documents that any model reads have a few millions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The documents, and how they become sequences of tokens.
@@ -175,6 +179,8 @@ class DataConfig:
         check_sources("data.sources", self.each_source)
         if self.sequence_length < 2:
             raise ConfigError(f"data.sequence_length={self.sequence_length}: must be at least 2, to have a next token")
+        if self.sequence_length > _LONGEST:
+            raise ConfigError(f"data.sequence_length={self.sequence_length}: must be at most {_LONGEST:,}")
         if self.packing == "continuous" and self.too_long is not None:
             raise ConfigError("data.too_long has no effect with packing: continuous, which cuts everywhere: drop it")
         if self.shuffle is not None and self.streaming is not True:

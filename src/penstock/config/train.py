@@ -166,7 +166,7 @@ class TrainConfig:
         if size < 1:
             raise ConfigError(f"micro_batch_size={size}: must be at least 1")
         if sequences % size:
-            divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+            divisors = [n for n in range(1, min(sequences, 4 * size) + 1) if sequences % n == 0]
             near = sorted(sorted(divisors, key=lambda n: abs(n - size))[:3])
             raise ConfigError(
                 f"micro_batch_size={size}: the {sequences} sequences of a step (batch) are not a whole number of such "

@@ -46,15 +46,15 @@ def read_text(path: Path, most: int = SMALL) -> str:
         raise MalformedError(f"it is not UTF-8 text (byte {error.start:,})") from None
 
 
-def parse_json(text: str | bytes, *, deepest: int = DEEPEST) -> Any:
-    """The value that a JSON text holds.
+def parse_json(text: str | bytes, *, deepest: int = DEEPEST, finite: bool = True) -> Any:
+    """The value that a JSON text holds. ``finite``: without NaN and infinity, which JSON does not have.
 
     Raises:
         MalformedError: it is not JSON; a key is there twice, a number is NaN, infinite or has thousands of digits,
             brackets are deeper than ``deepest``, or a text has half of a character.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number if finite else float)
     except MalformedError:
         raise
     except RecursionError:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from penstock.config import Budget, format_size
 from penstock.errors import BudgetError, StoreError
 from penstock.run.buffers import Buffers
+from penstock.run.record import check_stored
 from penstock.run.residence import Residence, parts_of
 from penstock.run.slots import Slots
 from penstock.schedule.place import Format
@@ -89,6 +90,8 @@ class Home:
             store.require_owner(self._owner)
             store.require_model(model)
             record = store.last_commit()
+            if record is not None:
+                check_stored(record, f"the last commit in {paths[0]}")
             if record is not None and not record["whole"]:
                 raise StoreError(
                     f"{paths[0]}: the run that used this store was stopped in or before step {record['step'] + 1}, and "

@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.documents.typed import shown
 from penstock.errors import ConfigError, StoreError
+from penstock.run.record import check_stored
 from penstock.store.layout import Extent
 from penstock.store.store import Store
 
@@ -216,7 +218,13 @@ class Slots:
     # ---- blocks
 
     def _parse(self, text: str) -> dict[str, int]:
-        assert len(text) == len(self._extents), "a commit record is of another store"
+        slots = [self._extents[name].slots for name in sorted(self._extents)]
+        whole = len(text) == len(slots) and text.isascii() and (text.isdecimal() or not text)
+        if not whole or any(int(digit) >= count for digit, count in zip(text, slots, strict=True)):
+            raise StoreError(
+                f"the last commit names slots that the store does not have ({shown(text)} of {len(slots)} extents): it "
+                "is of another store. Go on from a snapshot"
+            )
         return {name: int(digit) for name, digit in zip(sorted(self._extents), text, strict=True)}
 
     def _blocks(self, name: str, offset: int, nbytes: int) -> slice:
@@ -260,6 +268,7 @@ def whole_commit(store: Store, path: Path) -> dict[str, Any]:
     last = store.last_commit()
     if last is None:
         raise ConfigError(f"{path}: nothing has been committed yet")
+    check_stored(last, f"the last commit in {path}")
     if not last["whole"]:
         raise StoreError(
             f"{path}: the run was stopped in or before step {last['step'] + 1} with state in memory: what is on disk "

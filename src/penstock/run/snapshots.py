@@ -54,24 +54,14 @@ def opened(path: Path, description: Mapping[str, Any]) -> Iterator[SnapshotReade
     """
     with SnapshotReader(path) as reader:
         for key, mine in description.items():
-            if reader.meta.get("model", {}).get(key) != mine:
+            saved = reader.meta.get("model")
+            if not isinstance(saved, Mapping) or saved.get(key) != mine:
                 raise StoreError(
                     f"{path}: the snapshot was made with another {key} than this engine: load it with the model, "
                     "precision and optimizer that it was saved with"
                 )
         reader.verify()
         yield reader
-
-
-def check_param_groups(saved: Mapping[str, Any], mine: int) -> None:
-    """Raises:
-    StoreError: a snapshot was saved with another number of param groups than ``mine``.
-    """
-    if len(saved["param_groups"]) != mine:
-        raise StoreError(
-            f"the optimizer had {len(saved['param_groups'])} param groups when this was saved and has {mine} now: wrap "
-            "the model with the overrides that it was saved with"
-        )
 
 
 def restore(snapshot: SnapshotReader, residence: Residence, buffers: Buffers) -> None:

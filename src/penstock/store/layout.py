@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from penstock.documents.text import MalformedError
+from penstock.documents.typed import decode, shown
 from penstock.errors import StoreError
 
 ALIGN = 4096  # bytes; direct I/O needs address, offset and length in multiples of the drive's block size
@@ -88,6 +90,13 @@ class Extent:
             first = last
 
 
+_Row = tuple[str, int, int, int, tuple[tuple[int, int], ...]]
+"""An extent as JSON has it: name, offset, bytes, slots, and (bytes, block) of each region."""
+
+_MOST = 1 << 54
+"""Bytes; more is no size of an extent."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """All extents, in order of their offset, without overlap and without holes other than padding."""
@@ -140,15 +149,16 @@ class Layout:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else None
             raise StoreError(
-                f"layout has format {found!r}, this version of penstock reads format {FORMAT}: use the version of "
+                f"layout has format {shown(found)}, this version of penstock reads format {FORMAT}: use the version of "
                 "penstock that wrote it"
             )
         try:
-            rows = [(str(row[0]), int(row[1]), int(row[2]), int(row[3])) for row in data["extents"]]
-            cut = {str(row[0]): [(int(nbytes), int(block)) for nbytes, block in row[4]] for row in data["extents"]}
-        except (IndexError, KeyError, TypeError, ValueError) as e:
+            written = decode(tuple[_Row, ...], data.get("extents"), "extents")
+        except MalformedError as e:
             raise StoreError(f"layout is damaged: {e}") from e
-        if any(min(nbytes, slots) <= 0 for _, _, nbytes, slots in rows) or len(cut) != len(rows):
+        rows = [(name, offset, nbytes, slots) for name, offset, nbytes, slots, _ in written]
+        cut = {name: grid for name, _, _, _, grid in written}
+        if any(not 0 < nbytes < _MOST or not 0 < slots < 256 for _, _, nbytes, slots in rows) or len(cut) != len(rows):
             raise StoreError("layout is damaged: an extent is empty or appears twice")
         for name, _, nbytes, _ in rows:
             aligned = all(min(n, block) > 0 and n % ALIGN == block % ALIGN == 0 for n, block in cut[name])

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.documents.typed import shown
 from penstock.errors import StoreError
 from penstock.store.directory import is_there
-from penstock.store.layout import Layout
+from penstock.store.layout import ALIGN, Layout
 from penstock.store.owner import Owner
-from penstock.store.records import read_document
+from penstock.store.records import read_as
 
 DATA = "penstock.store"
 PARTIAL = "penstock.store.partial"  # what DATA is called until everything else is there
@@ -33,17 +34,36 @@ class Manifest:
         owner = None if self.owner is None else self.owner.to_json()
         return vars(self) | {"directories": list(self.directories), "layout": self.layout.to_json(), "owner": owner}
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < len(self.directories):
+            raise ValueError(f"it is of directory {self.index} of {len(self.directories)}")
+        if self.stripe < ALIGN or self.stripe % ALIGN:
+            raise ValueError(f"stripe={self.stripe} is not a multiple of {ALIGN} bytes")
+
     @staticmethod
     def read(path: Path) -> "Manifest":
-        body = read_document(path / MANIFEST, "store")
+        """Raises:
+        StoreError: it is missing, damaged, or not what a store writes.
+        """
+        written = read_as(path / MANIFEST, "store", _Written)
         try:
-            layout = Layout.from_json(body["layout"])
-            owner = Owner.from_json(body.get("owner"))
-            return Manifest(**body | {"layout": layout, "directories": tuple(body["directories"]), "owner": owner})
-        except StoreError as e:
-            raise StoreError(f"{path / MANIFEST}: {e}") from e
-        except (KeyError, TypeError) as e:
+            return Manifest(**vars(written) | {"layout": Layout.from_json(written.layout)})
+        except (StoreError, ValueError) as e:
             raise StoreError(f"{path / MANIFEST} is damaged: {e}") from e
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """A manifest as JSON has it."""
+
+    store: str
+    index: int
+    directories: tuple[str, ...]
+    stripe: int
+    layout: dict[str, Any]
+    model: dict[str, Any]
+    passing: bool
+    owner: Owner | None = None
 
 
 def read_manifests(paths: Sequence[Path]) -> Manifest:
@@ -87,4 +107,4 @@ def difference(ours: object, theirs: object, where: str) -> str | None:
     if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
         pairs = (difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(ours, theirs, strict=True)))
         return next((found for found in pairs if found is not None), None)
-    return None if ours == theirs else f"{where} is {ours!r} in the store and {theirs!r} in this model"
+    return None if ours == theirs else f"{where} is {shown(ours)} in the store and {shown(theirs)} in this model"

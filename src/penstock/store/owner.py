@@ -6,8 +6,9 @@ A store that ``penstock.wrap`` has made by itself belongs to no run: it goes on 
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from penstock.documents.text import MalformedError
+from penstock.documents.typed import decode
 from penstock.errors import StoreError
 from penstock.store.records import read_document
 
@@ -29,13 +30,6 @@ class Owner:
     def to_json(self) -> dict[str, str]:
         return asdict(self)
 
-    @staticmethod
-    def from_json(body: Any) -> "Owner | None":
-        """Raises:
-        KeyError, TypeError: it is not what ``to_json`` gives.
-        """
-        return None if body is None else Owner(id=str(body["id"]), folder=str(body["folder"]))
-
 
 def owner_in(folder: Path) -> Owner | None:
     """The run whose folder this is; None: of none.
@@ -46,13 +40,12 @@ def owner_in(folder: Path) -> Owner | None:
     try:
         if not (folder / RUN_FILE).exists():
             return None
-        body = read_document(folder / RUN_FILE, RUN_KIND)
-        return Owner.from_json({"id": body["id"], "folder": body["folder"]})
-    except StoreError:
-        raise
     except OSError as error:
         raise StoreError(f"{folder / RUN_FILE} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError) as error:
+    body = read_document(folder / RUN_FILE, RUN_KIND)  # which says more than that: see ``cli.run_record``
+    try:
+        return decode(Owner, {key: body.get(key) for key in ("id", "folder")} if isinstance(body, dict) else body)
+    except MalformedError as error:
         raise StoreError(f"{folder / RUN_FILE} is damaged: {error}") from error
 
 

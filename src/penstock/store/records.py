@@ -5,17 +5,23 @@ import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from penstock import files
+from penstock.documents import typed
+from penstock.documents.text import MalformedError, parse_json, read_bounded
+from penstock.documents.typed import shown
 from penstock.errors import StoreError
 from penstock.store.packed import store_error
 
 log = logging.getLogger("penstock")
 
 FORMAT = 1
+T = TypeVar("T")
+_LARGEST = 256 << 20  # bytes of a document; a manifest has some hundred for each parameter of a model
+_DEEPEST = 80  # brackets within brackets; a position of the user's may have 64
 RESERVE = 256 << 10  # bytes of a commit file from the start, so that no commit needs new space on a full disk
 
 
@@ -33,14 +39,14 @@ def decode(kind: str, text: bytes, source: Path) -> Any:
         StoreError: damaged, foreign, or of an unknown format version; names ``source``.
     """
     try:
-        document = json.loads(text)
-    except ValueError as e:
+        document = parse_json(text, deepest=_DEEPEST, finite=False)  # a loss may be NaN
+    except MalformedError as e:
         raise StoreError(f"{source} is damaged: {e}") from e
     if not isinstance(document, dict) or document.get("penstock") != kind:
         raise StoreError(f"{source} is not a {kind} of penstock's: give another directory")
     if document.get("format") != FORMAT:
         raise StoreError(
-            f"{source} has format {document.get('format')!r}, this version of penstock reads format {FORMAT}: "
+            f"{source} has format {shown(document.get('format'))}, this version of penstock reads format {FORMAT}: "
             "use the version of penstock that wrote it"
         )
     if "body" not in document or document.get("checksum") != _checksum(document["body"]):
@@ -71,10 +77,25 @@ def read_document(path: Path, kind: str) -> Any:
         StoreError: missing, unreadable, damaged, foreign, or of an unknown format version.
     """
     try:
-        text = path.read_bytes()
+        text = read_bounded(path, _LARGEST)
     except OSError as e:
         raise store_error(f"{path} cannot be read: {e.strerror}: is this the right directory?", e) from e
+    except MalformedError as e:
+        raise StoreError(f"{path} is damaged: {e}") from e
     return decode(kind, text, path)
+
+
+def read_as(path: Path, kind: str, body: type[T]) -> T:
+    """The body of the document at ``path``, as a dataclass.
+
+    Raises: as ``read_document``, and
+        StoreError: the body has not the fields of ``body``, or one is of another type.
+    """
+    found = read_document(path, kind)
+    try:
+        return typed.decode(body, found)
+    except MalformedError as e:
+        raise StoreError(f"{path} is damaged: {e}") from e
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +105,23 @@ class Table:
     slot: int
     digest: str
 
+    def __post_init__(self) -> None:
+        if self.slot not in (0, 1):
+            raise ValueError(f"slot={self.slot} is not one of two")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
+    """``store``: the id of the store that it is of."""
+
+    store: str
     sequence: int
     record: dict[str, Any] | None
     table: Table | None
+
+    def __post_init__(self) -> None:
+        if self.sequence < 0:
+            raise ValueError(f"sequence={self.sequence} is no number of a commit")
 
 
 class CommitLog:
@@ -145,11 +177,10 @@ class CommitLog:
         return newest
 
     def _read(self, path: Path) -> _Entry:
-        body = read_document(path, "commit")
-        if body["store"] != self._store:
+        entry = read_as(path, "commit", _Entry)
+        if entry.store != self._store:
             raise StoreError(f"{path} belongs to another store: restore the file that was there")
-        table = None if body["table"] is None else Table(**body["table"])
-        return _Entry(sequence=body["sequence"], record=body["record"], table=table)
+        return entry
 
     def _place(self, entry: _Entry) -> Path:
         return self._paths[entry.sequence % 2]
@@ -181,11 +212,12 @@ class CommitLog:
             StoreError: it could not be written; the last one still stands.
         """
         self.settle()
-        entry = _Entry(sequence=self._newest.sequence + 1, record=json.loads(json.dumps(record)), table=table)
+        plain = json.loads(json.dumps(record))
+        entry = _Entry(store=self._store, sequence=self._newest.sequence + 1, record=plain, table=table)
         path = self._place(entry)
         self._doubtful = path
         try:
-            _overwrite(path, encode("commit", {"store": self._store} | asdict(entry)))
+            _overwrite(path, encode("commit", asdict(entry)))
         except OSError as e:
             raise store_error(f"{path}: commit failed: {e.strerror}: the commit before it still stands", e) from e
         self._newest, self._doubtful = entry, None

@@ -22,7 +22,7 @@ from penstock.store.digests import Digests, Numbers
 from penstock.store.directory import LOCK, DirectoryLock
 from penstock.store.layout import ALIGN, Extent, Grid, Layout
 from penstock.store.packed import PackedFile, store_error
-from penstock.store.records import read_document, write_document
+from penstock.store.records import read_as, write_document
 from penstock.store.store import Lent
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
 from penstock.store.whole import exchange, partial_of, remove_abandoned
@@ -211,6 +211,15 @@ class SnapshotWriter:
         self.abort()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """A snapshot's manifest as JSON has it."""
+
+    meta: dict[str, Any]
+    layout: dict[str, Any]
+    digests: str
+
+
 class SnapshotReader:
     """Reads a snapshot, checking each byte against its checksum. Thread-safe; a context manager."""
 
@@ -223,9 +232,12 @@ class SnapshotReader:
         self._path = Path(path)
         if not (self._path / MANIFEST).is_file():
             raise StoreError(f"{path} is not a snapshot: give a folder that engine.save has written")
-        body = read_document(self._path / MANIFEST, "snapshot")
-        self.meta: dict[str, Any] = body["meta"]
-        self.layout = Layout.from_json(body["layout"])
+        body = read_as(self._path / MANIFEST, "snapshot", _Written)
+        self.meta = body.meta
+        try:
+            self.layout = Layout.from_json(body.layout)
+        except StoreError as e:
+            raise StoreError(f"{self._path / MANIFEST}: {e}") from e
         area = digests.area(self.layout, slots=1)
         file = PackedFile(self._path / DATA, direct=direct, writable=False)
         self._files = StripedFiles([file], stripe=ALIGN, io_threads=io_threads)
@@ -234,7 +246,7 @@ class SnapshotReader:
                 raise StoreError(f"{path} is damaged: {DATA} has {file.nbytes} bytes, its manifest says {area.end}")
             pages = aligned_bytes(area.stride)
             self._files.read(area.offset, byte_view(pages))
-            if xxhash.xxh3_64_hexdigest(pages.data) != body["digests"]:
+            if xxhash.xxh3_64_hexdigest(pages.data) != body.digests:
                 raise StoreError(
                     f"{path} is damaged: the checksums in {DATA} at offset {area.offset} have changed: check the "
                     "drive, and use another snapshot"
