@@ -78,27 +78,34 @@ WORKS = (
 
 
 def store_rates(store: Store, work: Work, setting: Setting, buffers: list[npt.NDArray[np.uint8]]) -> Rates:
-    """Move chunks through the store from ``depth`` threads per direction, as the executor's lanes do."""
+    """Move chunks through the store from ``depth`` threads per direction, as the executor's lanes do: where both are
+    asked for, each in its half of the file, since what is being written cannot be read."""
+    chunks = setting.nbytes // CHUNK
+    middle = chunks // 2 if work.read and work.write else 0
+    to_read, to_write = range(middle or chunks), range(middle, chunks)
     deadline = time.perf_counter() + setting.seconds
     with ThreadPoolExecutor(2 * setting.depth) as lanes:
         runs: dict[str, list[Future[float]]] = {"read": [], "write": []}
         for worker in range(setting.depth):
             if work.read:
-                runs["read"].append(lanes.submit(_walk, store.read, buffers[worker], worker, setting, deadline))
+                runs["read"].append(
+                    lanes.submit(_walk, store.read, buffers[worker], to_read[worker :: setting.depth], deadline)
+                )
             if work.write:
                 runs["write"].append(
-                    lanes.submit(_walk, store.write, buffers[2 * worker + 1], worker, setting, deadline)
+                    lanes.submit(
+                        _walk, store.write, buffers[2 * worker + 1], to_write[worker :: setting.depth], deadline
+                    )
                 )
     return Rates(**{verb: sum(run.result() for run in workers) for verb, workers in runs.items()})
 
 
-def _walk(move: Move, buffer: npt.NDArray[np.uint8], worker: int, setting: Setting, deadline: float) -> float:
-    """Every ``depth``-th chunk of the file in order, round and round, until the deadline: bytes per second."""
+def _walk(move: Move, buffer: npt.NDArray[np.uint8], places: Sequence[int], deadline: float) -> float:
+    """The given chunks of the file in order, round and round, until the deadline: bytes per second."""
     start = now = time.perf_counter()
     chunks = 0
     while now < deadline:
-        place = (worker + chunks * setting.depth) % (setting.nbytes // CHUNK)
-        move(_EXTENT, place * CHUNK, buffer)
+        move(_EXTENT, places[chunks % len(places)] * CHUNK, buffer)
         chunks += 1
         now = time.perf_counter()
     return chunks * CHUNK / (now - start)
