@@ -16,13 +16,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.training import Result, assert_same_state, budget, master_of, relative, run_steps, state_of, wrap
+from tests.training import (
+    Result,
+    assert_same_state,
+    budget,
+    master_of,
+    relative,
+    run_steps,
+    state_of,
+    wrap,
+)
 from tests.unreached import ADAMW, CASE, KINDS, plain_loop, steps_of
 
 import penstock
+from penstock.config import Tier
 from penstock.plan import fit
 from penstock.run.slots import Slots
 from penstock.run.values import committed
+from penstock.schedule.op import Schedule
+from penstock.schedule.place import Placement
 from penstock.store import Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,6 +157,36 @@ def test_a_run_in_memory_gives_what_plain_torch_gives(pattern: str, clip: str) -
 @pytest.mark.parametrize("pattern", ["t", "ft", "tf", "ftf"])
 def test_a_part_that_a_step_does_not_reach_keeps_its_weights(pattern: str, place: str, tmp_path: Path) -> None:
     check_run(Run(pattern=pattern, place=place), tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("pattern", ["fff", "ftf"])
+def test_what_is_delayed_may_all_be_in_memory_while_other_groups_are_on_disk(
+    pattern: str, precision: str, tmp_path: Path
+) -> None:
+    """The next step then writes beside what the one before has written: it is over the limit, and is repeated."""
+    on_disk: tuple[Tier, ...] = ("host", "host", "host", "disk", "disk", "disk")
+    weights = on_disk if precision == "fp32" else ("host",) * 6
+    place = Placement(weights=weights, state=on_disk, gradients="host", checkpoints="device")
+    expected = wanted(pattern, precision, CLIPS["all"])
+    settings = {"optimizer": ADAMW, "precision": precision, "clip_grad_norm": CLIPS["all"], "delay": 0.1}
+    with wrap(CASE, budget(tmp_path, weights=None, state=None), speculate=True, **settings) as engine:
+        engine._planning._placed = place  # as a plan for other micro-batches has left it
+        stats = [engine.step(micro_batches) for micro_batches in steps_of(pattern)]
+        plan = engine.plan
+        assert (plan.settings.place.state, plan.settings.place.weights) == (on_disk, weights)
+        found = run_steps(engine, [])
+    late = {int(name.partition(".")[0]) for name in _late(plan.schedule)}
+    assert late, "something is delayed"
+    assert not any(on_disk[g] == "disk" for g in late)
+    assert [s.repeats for s in stats] == [1] * len(pattern), "groups on disk have stepped before the norm"
+    assert [s.loss for s in stats] == expected.losses
+    assert_same_state(expected.state, found.state)
+
+
+def _late(schedule: Schedule) -> list[str]:
+    """Group and chunk of what is stepped with the gradient of the step before."""
+    return [op.id[2:] for op in schedule.lanes["cpu"] if op.word.kind == "OP" and op.reads[0][0] in "hr"]
 
 
 DELAYS = st.sampled_from([0.0, 0.3, 0.7, 1.0])

@@ -156,6 +156,14 @@ class Home:
         elif self.store is not None and self._budget.durability != "interval":
             self.slots.committed()
 
+    def note_pending(self) -> None:
+        """A step begins while the one before has delayed chunks to step. If all of them are in memory, what is on disk
+        is that step's already, and this one writes beside it; otherwise it does so once they are written: ``complete``.
+        """
+        if self.store is not None and not self.slots.owes and self._budget.durability != "interval":
+            assert not self.always_whole, "all state is on disk, and nothing of what is delayed is"
+            self.slots.committed()
+
     def _before_step(self, progress: Callable[[], Progress]) -> None:
         self._started = True
         assert self.store is not None

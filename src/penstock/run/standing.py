@@ -93,7 +93,9 @@ class Standing:
         buffers = self._buffers.copies()
         if self.pending is None:
             self.note(between_steps=False)
-        else:  # on the host: its commit comes in the middle of the step, and should not wait for the device
+        else:
+            self._home.note_pending()
+            # on the host: its commit comes in the middle of the step, and should not wait for the device
             self.pending.buffers = {name: tensor.to("cpu") for name, tensor in buffers.items()}
         self._home.residence.drop_step()
         return buffers
