@@ -20,7 +20,7 @@ from penstock.data.sources.find import open_source
 from penstock.data.sources.hub import HubDataset
 from penstock.data.sources.reader import Reader
 from penstock.data.sources.text import PART, TextFiles
-from penstock.data.token_files import open_tokens
+from penstock.data.token_files import make_sums, open_tokens, write_sums
 from penstock.errors import ConfigError
 
 ROWS = [{"text": text} for text in sentences(700)]
@@ -135,11 +135,12 @@ def test_token_files_come_back_as_they_were_written(tmp_path: Path) -> None:
     documents = [[1, 2, 3], [], [70_000], list(range(50))]
     write_tokens(tmp_path / "c.tokens", documents)
     found = open_tokens(tmp_path / "c.tokens")
-    assert [part.tolist() for part in np.split(found.ids, found.ends[:-1])] == documents
+    assert [part.tolist() for part in np.split(found.ids[:], found.ends[:-1])] == documents
     assert (found.documents, found.largest(), found.answers) == (4, 70_000, None)
     np.arange(10, dtype="<u2").tofile(tmp_path / "raw.bin")
-    raw = open_tokens(tmp_path / "raw.bin", "uint16")
-    assert (raw.ids.tolist(), raw.ends.tolist()) == (list(range(10)), [10])
+    write_sums(tmp_path / "sums", make_sums(tmp_path / "raw.bin", "uint16"))
+    raw = open_tokens(tmp_path / "raw.bin", "uint16", tmp_path / "sums")
+    assert (raw.ids[:].tolist(), raw.ends.tolist()) == (list(range(10)), [10])
 
 
 BAD = [
@@ -208,7 +209,7 @@ def test_a_path_that_will_not_do_is_refused(tmp_path: Path, name: str, changes: 
     (tmp_path / "t.tokens").write_bytes(b"\0\0")
     source = SourceConfig(path=str(tmp_path / name), **changes)
     with pytest.raises(ConfigError, match=says):
-        Opened(source=source, reader=open_source(source, streaming=False)).token_files()
+        Opened(source=source, reader=open_source(source, streaming=False)).token_files(tmp_path, 0)
 
 
 def test_a_damaged_gzip_file_and_text_that_is_not_utf8_are_refused_by_name(tmp_path: Path) -> None:

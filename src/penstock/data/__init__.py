@@ -3,6 +3,7 @@
     sources/      files, folders, patterns, data sets on the hub: examples, one after the other
     example, chat, encode, tokenizer      an example to token ids, and which of them count in the loss
     token_files, prepare, identity        ids on disk, and whether they are still what a run began with
+    blocks                                files that are compared with checksums as they are read
     pieces, packing, mixture, rows        documents to sequences: cut, packed, and in which order
     stream, streamed, batches, ahead      sequences from a position on, to micro-batches, in a thread of their own
     opening, told                         from settings to all of this, and what was read in words

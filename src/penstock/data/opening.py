@@ -21,7 +21,7 @@ from penstock.data.sources.find import open_source
 from penstock.data.stream import Prepared, Stream
 from penstock.data.streamed import Streamed, StreamSource
 from penstock.data.token_files import TokenFile
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StoreError
 
 STREAM_FROM = 10_000_000_000
 """Bytes of files from which on data are streamed, unless the settings say otherwise."""
@@ -29,6 +29,7 @@ STREAM_FROM = 10_000_000_000
 _SHUFFLE = 10_000
 _IDENTITY = "data.json"
 _VERSION = 1  # of what is written from equal settings
+_PREPARED = 2  # of the form that it is written in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +183,8 @@ def _tokenizer(
         try:
             with files.made_once(place, private=config.prepared is None) as under_way:
                 cast(Any, found).save_pretrained(under_way)
+        except StoreError:
+            raise
         except OSError as error:
             said = error.strerror or error
             raise ConfigError(f"data: cannot keep the tokenizer that was trained in {place}: {said}") from None
@@ -249,7 +252,7 @@ def _prepared(
         "tokenizer": tokenizers.digest(tokenizer),
         "loss_on": config.loss_on,
         "share": share,
-        "version": _VERSION,
+        "version": _PREPARED,
     }
     parts = prepare(opened, tokenizer, config, folder / fingerprint(made_of), share)
     largest = tokenizers.largest_id(tokenizer)

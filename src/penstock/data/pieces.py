@@ -6,9 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config.data import TooLong
+from penstock.data.blocks import BlockArray
 from penstock.data.token_files import TokenFile
 
 Ints = NDArray[np.int64]
+_AT_ONCE = 1 << 24  # tokens that are looked at at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +79,23 @@ def _with_labels(corpus: TokenFile, first: Ints, end: Ints, cuts: Cuts) -> Piece
     whole = end - first >= 2
     labels = np.where(whole, end - first - 1, 0)
     if corpus.answers is not None and whole.any():
-        edges = np.stack([first[whole] + 1, end[whole]], axis=1).ravel()
-        if edges[-1] == len(corpus.answers):  # the last sum goes to the end of its own accord
-            edges = edges[:-1]
-        labels[whole] = np.add.reduceat(corpus.answers, edges, dtype=np.int64)[::2]
+        labels[whole] = _counted(corpus.answers, first[whole] + 1, end[whole])
     keep = labels > 0
     first, end = first[keep], end[keep]
     tokens = int((end - first).sum())
     cuts = replace(cuts, tokens=tokens, labels=int(labels.sum()), without=int((~keep).sum()))
     return Pieces(corpus=corpus, first=first, end=end, cuts=cuts)
+
+
+def _counted(answers: NDArray[np.uint8] | BlockArray, first: Ints, end: Ints) -> Ints:
+    """How many tokens count in each stretch from ``first`` to ``end`` [stretches], which rise, some MB at a time."""
+    counts = np.empty(len(first), dtype=np.int64)
+    begin = 0
+    while begin < len(first):
+        stop = max(int(np.searchsorted(end, first[begin] + _AT_ONCE, side="right")), begin + 1)
+        low = int(first[begin])
+        edges = np.stack([first[begin:stop], end[begin:stop]], axis=1).ravel() - low
+        part = answers[low : int(end[stop - 1])]  # which ends where the last stretch does, as the last sum then does
+        counts[begin:stop] = np.add.reduceat(part, edges[:-1], dtype=np.int64)[::2]
+        begin = stop
+    return counts

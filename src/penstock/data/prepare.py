@@ -16,9 +16,17 @@ from penstock.config import SourceConfig
 from penstock.config.data import DataConfig
 from penstock.data.encode import Encoder
 from penstock.data.sources.reader import Reader
-from penstock.data.token_files import TokenFile, TokenWriter, open_tokens
+from penstock.data.token_files import (
+    SUMS,
+    TokenFile,
+    TokenWriter,
+    lacks_sums,
+    make_sums,
+    open_tokens,
+    write_sums,
+)
 from penstock.data.tokenizer import largest_id
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StoreError
 
 _WHOLE = 1 << 64
 
@@ -37,12 +45,37 @@ class Opened:
         beside = (p.with_suffix(e) for p in self.reader if p.suffix == ".tokens" for e in (".json", ".ends", ".loss"))
         return (*self.reader, *(path for path in beside if path.exists()))
 
-    def token_files(self) -> list[TokenFile]:
-        """Raises:
-        ConfigError: what is there is not whole.
+    def token_files(self, folder: Path, number: int) -> list[TokenFile]:
+        """The corpora of source ``number`` that are token ids already. ``folder``: that has their checksums.
+
+        Raises:
+            ConfigError: what is there is not whole.
+            StoreError: it is damaged.
         """
-        assert isinstance(self.reader, tuple)
-        return [open_tokens(path, self.source.dtype) for path in self.reader]
+        return [
+            open_tokens(path, self.source.dtype, folder / name if name else None)
+            for path, name in zip(self.given, self._sums(number), strict=True)
+        ]
+
+    @property
+    def given(self) -> tuple[Path, ...]:
+        """The files that are token ids already."""
+        return self.reader if isinstance(self.reader, tuple) else ()
+
+    def _sums(self, number: int) -> list[str | None]:
+        """What the checksums of each such file are called; None of one that has its own."""
+        lack = (lacks_sums(path, self.source.dtype) for path in self.given)
+        return [f"given-{number}-{i}{SUMS}" if lacks else None for i, lacks in enumerate(lack)]
+
+    def needs(self, number: int) -> bool:
+        """Whether something has to be prepared of it, as source ``number``."""
+        return not isinstance(self.reader, tuple) or any(self._sums(number))
+
+    def write_sums(self, folder: Path, number: int) -> None:
+        """Make the checksums that are missing."""
+        for path, name in zip(self.given, self._sums(number), strict=True):
+            if name is not None:
+                write_sums(folder / name, make_sums(path, self.source.dtype))
 
 
 def prepare(
@@ -50,18 +83,23 @@ def prepare(
 ) -> list[tuple[list[TokenFile], list[TokenFile]]]:
     """Each source's token files: what is trained on, and the ``share`` that is held out.
 
-    What is not token ids already is written into ``folder`` first, if it is not there.
+    What is not token ids already is written into ``folder`` first, and the checksums of what is and has none, if
+    they are not there.
 
     Raises:
         ConfigError: a document is not what it should be, or the folder cannot be written.
+        StoreError: what is there is damaged.
     """
-    readers = [one for one in opened if not isinstance(one.reader, tuple)]
-    if readers and not folder.is_dir():
+    if any(one.needs(number) for number, one in enumerate(opened)) and not folder.is_dir():
         try:
             with files.made_once(folder, private=config.prepared is None) as partial:
                 for number, one in enumerate(opened):
-                    if not isinstance(one.reader, tuple):
+                    if isinstance(one.reader, tuple):
+                        one.write_sums(partial, number)
+                    else:
                         _write(one, number, tokenizer, config, partial, share)
+        except StoreError:
+            raise
         except OSError as error:
             raise ConfigError(f"data: cannot write what is tokenised into {folder.parent}: {error.strerror}") from None
     return [_files(one, number, folder, share) for number, one in enumerate(opened)]
@@ -102,7 +140,7 @@ def _files(one: Opened, number: int, folder: Path, share: float | None) -> tuple
     if not isinstance(one.reader, tuple):
         held = open_tokens(folder / f"validation-{number}.tokens")
         return [open_tokens(folder / f"train-{number}.tokens")], [held] if held.documents else []
-    given = one.token_files()
+    given = one.token_files(folder, number)
     if share is None:
         return given, []
     parts = [file.divided(share) for file in given if len(file.ids) > 1]

@@ -1,32 +1,39 @@
-"""Token ids on disk, mapped into memory: what Penstock prepares, and what it takes ready-made.
+"""Token ids on disk, read piece by piece: what Penstock prepares, and what it takes ready-made.
 
 A corpus ``NAME`` is
 
     NAME.tokens   the ids of all documents, one after the other: little-endian uint16 or uint32
     NAME.ends     where each document ends, in tokens from the beginning: little-endian int64
     NAME.loss     optional: a byte per token, 1 where the token counts in the loss as a label
-    NAME.json     {"format": "penstock.tokens", "version": 1, "dtype": "uint16", "tokens": ..., "documents": ...}
+    NAME.xxh3     a checksum for each block of these files, in this order (``data.blocks``): little-endian uint64
+    NAME.json     {"format": "penstock.tokens", "version": 1, "dtype": "uint16", "tokens": ..., "documents": ...,
+                   "checksums": the checksum of NAME.xxh3}
 
-The last is written last. A raw ``.bin`` file holds ids alone, and is one document.
+The last is written last. A raw ``.bin`` file holds ids alone, and is one document. What has no checksums of its own
+(a raw file, a corpus of an earlier version) gets them when a run begins with it.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from penstock import files
-from penstock.errors import ConfigError
+from penstock.data.blocks import ADVICE, BLOCK, BlockArray, SummedFile, Sums, sums_of
+from penstock.errors import ConfigError, StoreError
 
 FORMAT, VERSION = "penstock.tokens", 1
+SUMS = ".xxh3"
 _DTYPES = ("uint16", "uint32")
 _CHUNK = 1 << 24  # tokens looked at at a time
 
-TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
+TokenArray = NDArray[np.uint16] | NDArray[np.uint32] | BlockArray
+"""1-D. Of a file it is a BlockArray, of which a stretch is read when it is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +54,7 @@ class TokenFile:
 
     ids: TokenArray
     ends: NDArray[np.int64]
-    answers: NDArray[np.uint8] | None
+    answers: NDArray[np.uint8] | BlockArray | None
 
     @property
     def documents(self) -> int:
@@ -60,16 +67,27 @@ class TokenFile:
             return TokenFile(ids=self.ids, ends=ends, answers=self.answers).divided(0.5)
         count = min(max(round(self.documents * (1 - share)), 1), self.documents - 1)
         cut = int(self.ends[count - 1])
-        answers = (None, None) if self.answers is None else (self.answers[:cut], self.answers[cut:])
+        ids = _cut(self.ids, cut)
+        answers = (None, None) if self.answers is None else _cut(self.answers, cut)
         return (
-            TokenFile(ids=self.ids[:cut], ends=self.ends[:count], answers=answers[0]),
-            TokenFile(ids=self.ids[cut:], ends=self.ends[count:] - cut, answers=answers[1]),
+            TokenFile(ids=ids[0], ends=self.ends[:count], answers=answers[0]),
+            TokenFile(ids=ids[1], ends=self.ends[count:] - cut, answers=answers[1]),
         )
 
     def largest(self) -> int:
         """The largest id; -1 if there is none."""
         parts = (self.ids[first : first + _CHUNK] for first in range(0, len(self.ids), _CHUNK))
         return max((int(part.max()) for part in parts), default=-1)
+
+
+A = TypeVar("A", bound=NDArray[Any] | BlockArray)
+
+
+def _cut(array: A, at: int) -> tuple[A, A]:
+    """An array in two, of which nothing is read."""
+    if isinstance(array, BlockArray):
+        return cast(A, array.window(0, at)), cast(A, array.window(at, len(array)))
+    return cast(A, array[:at]), cast(A, array[at:])
 
 
 class TokenWriter:
@@ -85,10 +103,11 @@ class TokenWriter:
         self._path = path
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._open = False
-        for ending in (".json", ".tokens", ".ends", ".loss"):
+        for ending in (".json", ".tokens", ".ends", ".loss", SUMS):
             path.with_suffix(ending).unlink(missing_ok=True)
-        self._files = [files.create(path.with_suffix(ending), private=False) for ending in (".tokens", ".ends")]
-        self._loss: BinaryIO | None = files.create(path.with_suffix(".loss"), private=False) if loss else None
+        endings = (".tokens", ".ends", ".loss") if loss else (".tokens", ".ends")
+        self._files = [SummedFile(files.create(path.with_suffix(ending), private=False)) for ending in endings]
+        self._loss = self._files[2] if loss else None
 
     def write(self, document: Document) -> None:
         """Raises:
@@ -123,12 +142,14 @@ class TokenWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.part()
-        for file in [*self._files, *([self._loss] if self._loss else [])]:
+        for file in self._files:
             file.close()
         if kind is None:
             head = {"format": FORMAT, "version": VERSION, "dtype": self._dtype.name}
             counts = {"tokens": self.tokens, "documents": self.documents}
-            files.replace(self._path.with_suffix(".json"), json.dumps({**head, **counts}) + "\n", private=False)
+            digest = write_sums(self._path.with_suffix(SUMS), [file.sums for file in self._files])
+            text = json.dumps({**head, **counts, "checksums": digest}) + "\n"
+            files.replace(self._path.with_suffix(".json"), text, private=False)
 
 
 def write_tokens(path: str | Path, documents: Iterable[Any], *, dtype: str = "uint32") -> None:
@@ -153,19 +174,58 @@ def write_tokens(path: str | Path, documents: Iterable[Any], *, dtype: str = "ui
             writer.write(Document(ids=array.astype(np.uint32)))
 
 
-def open_tokens(path: Path, dtype: str | None = None) -> TokenFile:
-    """Map a corpus, or with ``dtype`` a raw file of ids.
+def write_sums(path: Path, sums: Sequence[Sums]) -> str:
+    """Write checksums of files one after the other; returns the checksum of them all."""
+    data = b"".join(part.tobytes() for part in sums)
+    files.replace(path, data, private=False)
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def lacks_sums(path: Path, dtype: str | None) -> bool:
+    """Whether a corpus, or with ``dtype`` a raw file of ids, has no checksums of its own.
+
+    Raises:
+        ConfigError: what is there is no corpus.
+    """
+    return dtype is not None or "checksums" not in _head(path.with_suffix(".json"))
+
+
+def make_sums(path: Path, dtype: str | None) -> list[Sums]:
+    """The checksums of a corpus, or of a raw file of ids, that has none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return [sums_of(file) for file in _files_of(path, dtype)]
+    except OSError as error:
+        raise ConfigError(f"data: cannot use {error.filename}: {error.strerror}") from None
+
+
+def _files_of(path: Path, dtype: str | None) -> list[Path]:
+    """The files that checksums are of, in order."""
+    if dtype is not None:
+        return [path]
+    loss = path.with_suffix(".loss")
+    return [path, path.with_suffix(".ends"), *([loss] if loss.exists() else [])]
+
+
+def open_tokens(path: Path, dtype: str | None = None, sums: Path | None = None) -> TokenFile:
+    """Open a corpus, or with ``dtype`` a raw file of ids. ``sums``: its checksums, where it has none of its own.
 
     Raises:
         ConfigError: what is there is no corpus, or not whole.
+        StoreError: it is damaged.
     """
+    head: Mapping[str, Any] = {} if dtype is not None else _head(path.with_suffix(".json"))
+    wanted = None if sums is not None else head["checksums"]
+    names = _files_of(path, dtype)
+    kinds = ([dtype] if dtype is not None else [head["dtype"], "int64", "uint8"])[: len(names)]
+    arrays = _arrays(names, kinds, sums or path.with_suffix(SUMS), wanted)
+    ids = arrays[0]
     if dtype is not None:
-        ids = _map(path, dtype)
-        return TokenFile(ids=cast(TokenArray, ids), ends=_one_document(ids), answers=None)
-    head = _head(path.with_suffix(".json"))
-    ids, ends = _map(path, head["dtype"]), cast(NDArray[np.int64], _map(path.with_suffix(".ends"), "int64"))
-    loss = path.with_suffix(".loss")
-    answers = cast(NDArray[np.uint8], _map(loss, "uint8")) if loss.exists() else None
+        return TokenFile(ids=ids, ends=_one_document(ids), answers=None)
+    ends, answers = arrays[1][:].astype(np.int64), arrays[2] if len(arrays) > 2 else None
     if (
         len(ids) != head["tokens"]
         or len(ends) != head["documents"]
@@ -177,10 +237,31 @@ def open_tokens(path: Path, dtype: str | None = None) -> TokenFile:
         )
     if len(ends) and (int(ends[-1]) != len(ids) or bool((np.diff(ends, prepend=0) < 0).any())):
         raise ConfigError(f"data: {path.with_suffix('.ends')} must rise to the number of tokens, {len(ids):,}")
-    return TokenFile(ids=cast(TokenArray, ids), ends=ends, answers=answers)
+    return TokenFile(ids=ids, ends=ends, answers=answers)
 
 
-def _one_document(ids: NDArray[Any]) -> NDArray[np.int64]:
+def _arrays(names: Sequence[Path], kinds: Sequence[str], sums: Path, wanted: str | None) -> list[BlockArray]:
+    """A file each, with its checksums out of ``sums``. ``wanted``: the checksum of these."""
+    try:
+        data = sums.read_bytes()
+        blocks = [-(-name.stat().st_size // BLOCK) for name in names]
+    except OSError as error:
+        raise ConfigError(f"data: cannot use {error.filename}: {error.strerror}") from None
+    if len(data) % 8 or (wanted is not None and xxhash.xxh3_64_hexdigest(data) != wanted):
+        raise StoreError(f"{sums} is damaged: it is not what was written: check the drive. {ADVICE}")
+    rest, found = np.frombuffer(data, dtype="<u8"), []
+    for name, kind, count in zip(names, kinds, blocks, strict=True):
+        try:
+            found.append(BlockArray(name, kind, rest[:count]))
+        except ValueError as error:
+            raise ConfigError(f"data: {error}") from None
+        rest = rest[count:]
+    if len(rest):
+        raise ConfigError(f"data: {names[0]} or what is beside it is shorter than when its checksums were made")
+    return found
+
+
+def _one_document(ids: BlockArray) -> NDArray[np.int64]:
     return np.array([len(ids)] if len(ids) else [], dtype=np.int64)
 
 
@@ -196,19 +277,7 @@ def _head(path: Path) -> dict[str, Any]:
     whole = (
         known and head.get("dtype") in _DTYPES and all(isinstance(head.get(k), int) for k in ("tokens", "documents"))
     )
-    if not whole:
+    strange = known and set(head) - {"format", "version", "dtype", "tokens", "documents", "checksums"}
+    if not whole or strange or not isinstance(head.get("checksums", ""), str):
         raise ConfigError(f"data: {path} does not describe token ids in a way that this version knows")
     return cast(dict[str, Any], head)
-
-
-def _map(path: Path, dtype: str) -> NDArray[Any]:
-    kind = np.dtype(dtype).newbyteorder("<")
-    try:
-        size = path.stat().st_size
-        if size % kind.itemsize:
-            raise ConfigError(f"data: {path} has {size:,} bytes, which is not a whole number of {dtype}")
-        if size == 0:  # an empty file cannot be mapped
-            return np.empty(0, dtype=kind)
-        return np.memmap(path, dtype=kind, mode="r")
-    except OSError as error:
-        raise ConfigError(f"data: cannot use {path}: {error.strerror}") from None
