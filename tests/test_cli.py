@@ -18,7 +18,7 @@ from tests.test_engine_prediction import machine
 
 from penstock.cli import main
 from penstock.cli.arguments import parse_train
-from penstock.cli.run_folder import MetricsFile
+from penstock.cli.metrics import MetricsFile
 from penstock.cli.showing.display import PlainDisplay, choose_display, clock
 from penstock.cli.showing.meter import Meter, Outline
 from penstock.cli.showing.metrics import metrics_of, with_figures

@@ -11,7 +11,7 @@ from tests import warm
 from tests.test_cli_train import CONFIG
 
 from penstock.cli import main, settings
-from penstock.cli.run_folder import MetricsFile
+from penstock.cli.metrics import MetricsFile
 from penstock.store.store import Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,12 +4,13 @@ import errno
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from penstock.cli.kept_files import kept_of, vouched_by
 from penstock.cli.own_store import require_own_store
 from penstock.cli.run_folder import model_folder, settings_of
 from penstock.cli.showing.progress import progress
@@ -112,7 +113,9 @@ def run_export(arguments: ExportArguments) -> int:
     config = settings_of(arguments.run)
     if arguments.merge and config.lora is None:
         raise ConfigError(f"--merge has no effect: {arguments.run} has no adapters (lora)")
-    paths = _store(config, arguments.run)
+    paths, record = _store(config, arguments.run)
+    if (keeps := kept_of(arguments.run, vouched_by(record))) is not None:
+        keeps.below(model_folder(arguments.run).name).require(arguments.run)
     # Being ended is no reason to leave half a folder behind: as Ctrl-C does, this unwinds what has been begun.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -175,9 +178,9 @@ def _write(
     return written, time.perf_counter() - began
 
 
-def _store(config: TrainConfig, run: Path) -> tuple[Path, ...]:
+def _store(config: TrainConfig, run: Path) -> tuple[tuple[Path, ...], Mapping[str, Any] | None]:
+    """The directories of a run's store, and its last commit."""
     paths = config.budget.disk_paths
     if not paths:
         raise ConfigError(f"{run} keeps no state on disk (budget.disk), so there is nothing to export")
-    require_own_store(run, paths)
-    return paths
+    return paths, require_own_store(run, paths).record

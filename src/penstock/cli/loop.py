@@ -12,12 +12,10 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.cli.interrupt import Interrupt
+from penstock.cli.kept_files import KEPT_KEY
+from penstock.cli.metrics import METRICS_KEY, MetricsFile
 from penstock.cli.recipe import lr_factor
-from penstock.cli.run_folder import (
-    MetricsFile,
-    trace_path,
-    write_prediction,
-)
+from penstock.cli.run_folder import trace_path, write_prediction
 from penstock.cli.settings import plain
 from penstock.cli.showing.display import Display
 from penstock.cli.showing.meter import Meter
@@ -43,12 +41,14 @@ log = logging.getLogger("penstock")
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A run from a start, or a resumption, to a stop. ``first``: steps that earlier stretches have done."""
+    """A run from a start, or a resumption, to a stop. ``first``: steps that earlier stretches have done. ``kept``: the
+    digest of what the run keeps beside its store, which each commit has."""
 
     config: TrainConfig
     folder: Path
     display: Display
     engine: Engine
+    kept: str
     train: Batches
     validation: HeldOut | None
     first: int
@@ -66,7 +66,8 @@ def report_last(stretch: Stretch) -> Mapping[str, Any] | None:
     It lacks what is known only while a step is done: its data, and what it took of the machine.
     """
     last = stretch.engine.last_step
-    with MetricsFile(stretch.folder, done=stretch.first) as metrics:
+    behind = stretch.engine.position or {}
+    with MetricsFile(stretch.folder, done=stretch.first, committed=behind.get(METRICS_KEY, ())) as metrics:
         if last is None or not metrics.last < stretch.first == last.step:
             return None
         line = metrics_of(last, _evaluate(stretch, last.step))
@@ -99,7 +100,8 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
             )
         steps = stack.enter_context(closing(stretch.train.steps(engine.position)))
         for index, data in zip(range(first, config.step_count), steps, strict=False):
-            stats = engine.step(data.micro_batches, position=data.position)
+            beside = {KEPT_KEY: stretch.kept, METRICS_KEY: metrics.unflushed}
+            stats = engine.step(data.micro_batches, position={**data.position, **beside})
             _check_labels(stats)
             interrupt.leave_lost_terminal()
             scheduler.step()

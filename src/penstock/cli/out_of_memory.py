@@ -46,7 +46,8 @@ def explain(error: BaseException, config: TrainConfig, *, begun: bool) -> str:
 def _go_on(config: TrainConfig, keys: Sequence[str]) -> str:
     """What is safe, and the command that goes on."""
     try:
-        with Store.open([path for path in config.budget.disk_paths if Store.exists([path])]) as store:
+        there = [path for path in config.budget.disk_paths if Store.exists([path])]
+        with Store.open(there, writable=False) as store:
             last = store.last_commit()
     except StoreError as error:
         return f"Whether the state on disk is whole cannot be said: {error}"

@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock import files
-from penstock.cli.run_folder import settings_file
-from penstock.cli.settings import load
+from penstock.cli.run_folder import settings_file, settings_of
 from penstock.config import Tier, TrainConfig
 from penstock.errors import ConfigError
 from penstock.report.chrome import chrome_trace
@@ -124,7 +123,8 @@ def gather(folder: Path, step: int | None) -> Report:
     Raises:
         ConfigError: it is not a run's folder, holds no trace, or a file in it is damaged.
     """
-    config = load(settings_file(folder))
+    settings_file(folder)
+    config = settings_of(folder)
     steps = read_traces(folder)
     prediction = read_prediction(folder / "prediction.json")
     return Report(

@@ -1,24 +1,22 @@
 """The folder of one run, and what is written there. Who may write into it: ``claim``."""
 
-import json
 import logging
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal
+
+import xxhash
 
 from penstock import files
 from penstock.cli.run_record import RunRecord
-from penstock.cli.settings import dump, load, load_text
+from penstock.cli.settings import dump, load_text
 from penstock.cli.trackers.tracking import FOLDERS, IDS
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError
-from penstock.report.metrics_file import lines_until, read_metrics
+from penstock.report.metrics_file import read_metrics
 from penstock.report.prediction import Prediction
-from penstock.store.journal import Journal
 from penstock.store.owner import RUN_FILE
 
 log = logging.getLogger("penstock")
@@ -27,8 +25,18 @@ Start = Literal["new", "overwrite", "resume"]
 
 _SETTINGS = "config.yaml"
 _PREDICTION = "prediction.json"
-_METRICS = "metrics.jsonl"
-_FILES = (_SETTINGS, _PREDICTION, "report.html", "timeline.svg", "timeline.png", _METRICS, "data.json", IDS)
+METRICS = "metrics.jsonl"
+_FILES = (
+    _SETTINGS,
+    _PREDICTION,
+    "report.html",
+    "timeline.svg",
+    "timeline.png",
+    METRICS,
+    "data.json",
+    "kept.json",
+    IDS,
+)
 _MODEL = "model"
 _DATA = "data"
 _PREPARED = re.compile(r"(tokenizer-)?[0-9a-f]{16}(\.[0-9a-f]+)?(\.partial)?")
@@ -71,7 +79,7 @@ def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainCon
     if record is not None and record.pending is not None:  # killed while it began: these are to be its settings
         config = load_text(record.pending.settings, str(folder / RUN_FILE), flags)
     else:
-        config = load(settings_file(folder), flags)
+        config = load_text(_settings_text(settings_file(folder)), str(folder / _SETTINGS), flags)
     before = Path(config.run)
     if before.resolve() == folder.resolve():
         return config
@@ -92,7 +100,7 @@ def as_cut_before(config: TrainConfig) -> TrainConfig:
     path = settings_path(Path(config.run))
     if config.micro_batch_size is not None or not path.is_file():
         return config
-    before = load(path)
+    before = load_text(_settings_text(path), str(path))
     if before.sequences_per_step != config.sequences_per_step:
         return config
     return replace(config, micro_batch_size=before.micro_batch_size)
@@ -126,7 +134,7 @@ def has_steps(folder: Path) -> bool:
         OSError: that cannot be looked at.
     """
     try:
-        return (folder / _METRICS).stat().st_size > 0
+        return (folder / METRICS).stat().st_size > 0
     except FileNotFoundError:
         return False
 
@@ -137,7 +145,7 @@ def steps_written(folder: Path) -> int:
     Raises:
         ConfigError: they cannot be read.
     """
-    return max((metrics.step for metrics in read_metrics(folder / _METRICS)), default=0)
+    return max((metrics.step for metrics in read_metrics(folder / METRICS)), default=0)
 
 
 def trace_path(folder: Path, first: int) -> Path:
@@ -151,59 +159,40 @@ def write_settings(folder: Path, config: TrainConfig) -> None:
 
 
 def write_settings_text(folder: Path, text: str) -> None:
-    """The same, of settings that have been written down before."""
-    files.replace(folder / _SETTINGS, text)
+    """The same, of settings that have been written down before. Their last line says what the others are."""
+    assert not text or text.endswith("\n")
+    files.replace(folder / _SETTINGS, f"{text}{_LAST_LINE}{xxhash.xxh3_64_hexdigest(text.encode())}\n")
+
+
+_LAST_LINE = "# Written by penstock; without this line the file may be changed by hand. xxh3_64 of all above: "
+_SIGNS = (b"penstock", b"xxh3_64")
+
+
+def _settings_text(path: Path) -> str:
+    """The settings of a run as they were written.
+
+    Raises:
+        ConfigError: they are damaged, or were changed by hand without saying so.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings in {path}: {error.strerror}") from None
+    head, found, digest = data.rpartition(_LAST_LINE.encode())
+    if not found and not any(sign in data.rstrip().rpartition(b"\n")[2] for sign in _SIGNS):
+        head = data  # from an earlier version, or changed by hand
+    elif not found or digest != f"{xxhash.xxh3_64_hexdigest(head)}\n".encode():
+        raise ConfigError(
+            f"{path} is not what the run wrote there. If you have changed it: settings of a run are changed by flags "
+            f"(penstock resume {path.parent} --steps 100), or by hand if the file's last line is removed as well. If "
+            "you have not: check the drive, and put the file back from a copy, or put it right and remove its last line"
+        )
+    try:
+        return head.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read the settings in {path}: it is not UTF-8 text") from None
 
 
 def write_prediction(folder: Path, prediction: Prediction) -> None:
     """Put what was predicted beside the trace of what happens; replaces an earlier plan's."""
     files.replace(folder / _PREDICTION, prediction.to_json())
-
-
-class MetricsFile:
-    """``metrics.jsonl``: one line of JSON per step, on disk as soon as the step is done. Adds to what is there."""
-
-    def __init__(self, folder: Path, *, done: int = 0) -> None:
-        """``done``: steps that the run goes on after. Lines of later ones are dropped: they will be done again.
-
-        Raises:
-            ConfigError: the lines that are there cannot be read.
-        """
-        path = folder / _METRICS
-        lines, unreadable = lines_until(path, done)
-        if unreadable:
-            log.warning("%s: lines that cannot be read are dropped: %d", path, unreadable)
-        self.last = int(json.loads(lines[-1])["step"]) if lines else 0
-        """The last step that has a line."""
-        text = "".join(f"{line}\n" for line in lines)
-        if path.exists() and path.read_bytes() != text.encode():
-            files.replace(path, text)
-        self._path, self._done = path, done
-        self._file = Journal(path, "a")
-
-    def earlier(self) -> Iterator[Mapping[str, Any]]:
-        """The lines of the steps that the run goes on after."""
-        return map(json.loads, lines_until(self._path, self._done)[0])
-
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append a line. A number that JSON has no word for (an overflowed norm) becomes null.
-
-        Raises:
-            StoreError: the disk is full or fails. The step is done all the same; resuming drops half a line.
-        """
-        self._file.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.cli.claim import Claim, claimed, is_complete
 from penstock.cli.keeping import cost_of_a_kill, space
+from penstock.cli.kept_files import KeptFiles, kept_of, vouched_by
 from penstock.cli.loop import Stretch, report_last, run_steps
 from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
 from penstock.cli.out_of_memory import explain, is_out_of_memory
@@ -28,7 +29,7 @@ from penstock.cli.trackers import check_installed
 from penstock.config import LoraConfig, Precision, Tier, TrainConfig
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
-from penstock.data.opening import Data, check_model, open_data
+from penstock.data.opening import Data, check_model, open_data, prepared_in
 from penstock.data.stream import Prepared
 from penstock.data.tokenizer import pad_id
 from penstock.data.told import told
@@ -44,6 +45,7 @@ from penstock.report.sentence import format_time
 from penstock.run.device import resolve_device
 from penstock.run.start import WeightSource
 from penstock.schedule.op import Schedule
+from penstock.store.facts import facts_of
 from penstock.wrapping import wrap
 
 
@@ -93,6 +95,7 @@ def _start(
         model = run_model(config.model, config.data)
     else:
         config = as_cut_before(config)
+        _require_kept(config, claim.folder)
         model = resumed_model(model_folder(claim.folder), config.model, config.data)
     if config.data.packing is True:
         check_keeps_apart(model.model)
@@ -108,7 +111,36 @@ def _start(
     make_engine = partial(_engine, *trained, optimizer, config, schedule, machine, claim.folder)
     measure = yardstick(config, machine, kind=device_kind(config.device))
     data = _open_data(config, display, claim.folder, model, new=new)
-    return _train(config, display, claim, make_engine, parameter_count(model.model), data, cut, measure)
+    kept = _keep(claim.folder, data)
+    return _train(config, display, claim, make_engine, parameter_count(model.model), data, kept, cut, measure)
+
+
+def _require_kept(config: TrainConfig, folder: Path) -> None:
+    """What a run keeps that goes on is what it began with, as far as it is there; before any of it is read.
+
+    Raises:
+        StoreError: it is not.
+    """
+    facts = facts_of(config.budget.disk_paths)
+    kept = kept_of(folder, vouched_by(None if facts is None else facts.record))
+    if kept is not None:
+        place = prepared_in(config.data, folder)
+        kept.require(folder, missing_in=(place, place.resolve()))
+
+
+def _keep(folder: Path, data: Data) -> str:
+    """From now on the run keeps what is there, which is flushed; returns its digest.
+
+    Raises:
+        StoreError: it goes on, and what was gone and has been made again is not what it was.
+    """
+    kept = KeptFiles.read(folder)
+    if kept is None:
+        kept = KeptFiles.of(folder, [model_folder(folder), *data.folders])
+        kept.write(folder)
+    else:
+        kept.require_made_again(folder)
+    return kept.digest
 
 
 def _train(
@@ -118,6 +150,7 @@ def _train(
     make_engine: Callable[[], Engine],
     parameters: int,
     data: Data,
+    kept: str,
     cut: Cut,
     measure: Yardstick,
 ) -> int:
@@ -143,6 +176,7 @@ def _train(
             folder=folder,
             display=display,
             engine=engine,
+            kept=kept,
             train=batches,
             validation=validation,
             first=engine.step_count,

@@ -2,15 +2,20 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from penstock.cli.kept_files import ADVICE, corpora, kept_of, vouched_by
 from penstock.cli.own_store import require_own_store
 from penstock.cli.run_folder import settings_of
 from penstock.cli.showing.display import fail
 from penstock.cli.showing.progress import progress
 from penstock.config import format_size
-from penstock.errors import ConfigError
+from penstock.data.blocks import BlockArray
+from penstock.data.token_files import open_tokens
+from penstock.errors import ConfigError, StoreError
 from penstock.run.slots import Slots, whole_commit
 from penstock.store.directory import is_there
 from penstock.store.manifest import DATA, MANIFEST
@@ -19,15 +24,25 @@ from penstock.store.store import Store
 VERIFY_HELP = """\
 penstock verify: reads all of the last commit of a run, and checks every checksum; changes nothing
 
-  penstock verify RUN            RUN is the folder that penstock train wrote
+  penstock verify RUN            RUN is the folder that penstock train wrote: its store, and what it keeps beside that
   penstock verify DIR [DIR ...]  the directories of a store (budget.disk), in their order
 
 Names every damage that it finds. Exit code 0: whole. 1: damaged, or in use by a run. 2: there is nothing to check.
 """
 
 
-def parse_verify(words: Sequence[str]) -> tuple[Path, ...]:
-    """The directories of the store that the words after ``penstock verify`` mean.
+@dataclass(frozen=True, kw_only=True)
+class VerifyArguments:
+    """``paths``: the directories of a store. ``run``: the folder of its run, if that was given. ``record``: the last
+    commit, as it was when the command began."""
+
+    paths: tuple[Path, ...]
+    run: Path | None = None
+    record: Mapping[str, Any] | None = None
+
+
+def parse_verify(words: Sequence[str]) -> VerifyArguments:
+    """What the words after ``penstock verify`` mean.
 
     Raises:
         ConfigError: no folder was given, one that is neither a run's nor a store's, or a run without a store.
@@ -39,27 +54,28 @@ def parse_verify(words: Sequence[str]) -> tuple[Path, ...]:
     if not folders:
         raise ConfigError(f"penstock verify takes a run's folder or the directories of a store. {_HINT}")
     if all(is_there(folder / DATA) or is_there(folder / MANIFEST) for folder in folders):
-        return folders
+        return VerifyArguments(paths=folders)
     if len(folders) > 1:
         raise ConfigError(f"penstock verify takes one run's folder, and was given {' and '.join(words)}. {_HINT}")
     config = settings_of(folders[0])
     if not config.budget.disk_paths:
         raise ConfigError(f"{folders[0]} keeps no state on disk (budget.disk): there is nothing to verify")
-    require_own_store(folders[0], config.budget.disk_paths)
-    return config.budget.disk_paths
+    facts = require_own_store(folders[0], config.budget.disk_paths)
+    return VerifyArguments(paths=config.budget.disk_paths, run=folders[0], record=facts.record)
 
 
 _HINT = "Try: penstock verify --help"
 
 
-def verify(paths: Sequence[Path]) -> int:
-    """Check a store and say what was found; returns the exit code.
+def verify(arguments: VerifyArguments) -> int:
+    """Check a store, and what its run keeps beside it, and say what was found; returns the exit code.
 
     Raises:
         ConfigError: nothing has been committed yet.
         StoreError: the store is in use, cannot be opened, or was stopped within a step.
     """
-    with Store.open(paths) as store:
+    paths = arguments.paths
+    with Store.open(paths, writable=False) as store:
         last, slots = whole_commit(store, paths[0]), Slots.of(store)
         current = {extent.name: slots.current(extent.name) for extent in store.layout.extents}
         began, damage, done = time.perf_counter(), list[str](), 0
@@ -73,12 +89,46 @@ def verify(paths: Sequence[Path]) -> int:
         f"{', '.join(map(str, paths))}: read {format_size(done)} in {len(current)} extents of step {last['step']}, the "
         f"last commit, in {seconds:.1f} s ({done / max(seconds, 1e-9) / 1e9:.2g} GB/s)"
     )
-    if not damage:
+    beside = [] if arguments.run is None else list(_beside(arguments.run, arguments.record))
+    if not damage and not beside:
         print("Every checksum is right.")
         return 0
-    for found in damage:
+    for found in (*damage, *beside):
         print(f"damaged: {found}")
     sys.stdout.flush()
-    places = "1 place is" if len(damage) == 1 else f"{len(damage)} places are"
-    fail(f"{places} damaged, and this state cannot be trained on: check the drive, and go on from a snapshot")
+    if damage:
+        remedy = "check the drive, and go on from a snapshot"
+        fail(f"{_places(damage)} damaged, and this state cannot be trained on: {remedy}")
+    if beside:
+        fail(f"{_places(beside)} damaged beside the store: {ADVICE[0].lower()}{ADVICE[1:]}")
     return 1
+
+
+def _places(damage: Sequence[str]) -> str:
+    return "1 place is" if len(damage) == 1 else f"{len(damage)} places are"
+
+
+def _beside(run: Path, record: Mapping[str, Any] | None) -> Iterator[str]:
+    """Check what a run keeps beside its store; yields what is damaged, in words. Says what it has read."""
+    try:
+        kept = kept_of(run, vouched_by(record))
+    except StoreError as error:
+        yield str(error)
+        return
+    if kept is None:
+        print(f"{run}: begun by an earlier version, which kept no account of the files beside the store")
+        return
+    done = sum(file.nbytes for file in kept.files)
+    yield from kept.damage(run)
+    for corpus in corpora(kept, run):
+        try:
+            found = open_tokens(corpus)
+            for array in filter(None, (found.ids, found.answers)):
+                assert isinstance(array, BlockArray)
+                for nbytes, damage in array.damage():
+                    done += nbytes
+                    if damage is not None:
+                        yield damage
+        except (ConfigError, StoreError) as error:
+            yield str(error)
+    print(f"{run}: read {format_size(done)} in {len(kept.files)} files, and the token ids that they are for")

@@ -47,7 +47,8 @@ class Identity:
         return fingerprint({"files": [(f.nbytes, f.digest) for f in self.files], "settings": self.settings})
 
     def to_json(self) -> str:
-        return json.dumps({"files": [asdict(f) for f in self.files], "settings": self.settings}, indent=1) + "\n"
+        body = {"files": [asdict(f) for f in self.files], "settings": self.settings}
+        return json.dumps({**body, "checksum": fingerprint(body)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Identity":
@@ -55,6 +56,9 @@ class Identity:
         ValueError, KeyError, TypeError: it is not what ``to_json`` gives.
         """
         value = json.loads(text)
+        checksum = value.pop("checksum", None)  # earlier versions wrote none
+        if set(value) != {"files", "settings"} or checksum not in (None, fingerprint(value)):
+            raise ValueError("its checksum is not that of what it says")
         files = tuple(FileFacts(**f) for f in value["files"])
         if not isinstance(value["settings"], dict) or not all(f.has_its_types for f in files):
             raise TypeError("not what to_json gives")

@@ -34,13 +34,15 @@ _PREPARED = 2  # of the form that it is written in
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What a run is trained and evaluated on. ``largest``: the largest token id there may be."""
+    """What a run is trained and evaluated on. ``largest``: the largest token id there may be. ``folders``: all that has
+    been prepared for it."""
 
     tokenizer: PreTrainedTokenizerBase
     train: Stream
     validation: Prepared | None
     identity: Identity
     largest: int
+    folders: tuple[Path, ...]
 
 
 def open_data(config: DataConfig, run: Path, *, seed: int, own: PreTrainedTokenizerBase | None) -> Data:
@@ -58,8 +60,8 @@ def open_data(config: DataConfig, run: Path, *, seed: int, own: PreTrainedTokeni
     sizes = known.files if known else ()
     facts = facts_of([p for one in opened for p in one.files], sizes, whole=not stream)
     facts += facts_of([p for one in held_out for p in one.files], sizes, whole=True)
-    folder = Path(config.prepared).expanduser() if config.prepared else run / "data"
-    tokenizer = _tokenizer(config, own, opened, facts, folder)
+    folder = prepared_in(config, run)
+    tokenizer, *used = _tokenizer(config, own, opened, facts, folder)
     identity = Identity(files=facts, settings=_settings(config, tokenizer, [*opened, *held_out], seed, stream))
     if known is not None and (changed := identity.difference(known)) is not None:
         raise ConfigError(
@@ -74,13 +76,30 @@ def open_data(config: DataConfig, run: Path, *, seed: int, own: PreTrainedTokeni
         train = _streamed(config, tokenizer, opened, seed)
         largest = tokenizers.largest_id(tokenizer)
     else:
-        train, rest, largest = make(opened, facts, share, seed)
-    validation = rest if not held_out else make(held_out, facts[-sum(len(o.files) for o in held_out) :], None, None)[0]
-    try:
-        files.replace(run / _IDENTITY, identity.to_json())
-    except OSError as error:
-        raise ConfigError(f"{run / _IDENTITY} cannot be written: {error.strerror}") from None
-    return Data(tokenizer=tokenizer, train=train, validation=validation, identity=identity, largest=largest)
+        train, rest, largest, place = make(opened, facts, share, seed)
+        used.append(place)
+    validation = rest
+    if held_out:
+        validation, _, _, place = make(held_out, facts[-sum(len(o.files) for o in held_out) :], None, None)
+        used.append(place)
+    if known is None or known.to_json() != identity.to_json():
+        try:
+            files.replace(run / _IDENTITY, identity.to_json())
+        except OSError as error:
+            raise ConfigError(f"{run / _IDENTITY} cannot be written: {error.strerror}") from None
+    return Data(
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        identity=identity,
+        largest=largest,
+        folders=tuple(dict.fromkeys(place for place in used if place.is_dir())),
+    )
+
+
+def prepared_in(config: DataConfig, run: Path) -> Path:
+    """Where what is prepared of a run's data is: in its own folder, or one that several share."""
+    return Path(config.prepared).expanduser() if config.prepared else run / "data"
 
 
 def choose_tokenizer(
@@ -129,9 +148,8 @@ def _known(run: Path) -> Identity | None:
     try:
         return Identity.from_json(path.read_text()) if path.exists() else None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({type(error).__name__}): it says which data the run was on"
-        ) from None
+        said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}, which says on which data the run was, cannot be read: {said}") from None
 
 
 def _streams(config: DataConfig) -> bool:
@@ -172,10 +190,11 @@ def _tokenizer(
     opened: Sequence[Opened],
     facts: Sequence[FileFacts],
     folder: Path,
-) -> PreTrainedTokenizerBase:
+) -> tuple[PreTrainedTokenizerBase, *tuple[Path, ...]]:
+    """The tokenizer, and the folder that it is in, if it was trained for these data."""
     if config.training is None:
         assert own is not None
-        return own
+        return (own,)
     made_of = {"train": asdict(config.training), "files": [f.digest for f in facts], "version": _VERSION}
     place = folder / f"tokenizer-{fingerprint(made_of)}"
     if not place.is_dir():
@@ -188,7 +207,7 @@ def _tokenizer(
         except OSError as error:
             said = error.strerror or error
             raise ConfigError(f"data: cannot keep the tokenizer that was trained in {place}: {said}") from None
-    return tokenizers.with_template(tokenizers.load(str(place)), config)
+    return tokenizers.with_template(tokenizers.load(str(place)), config), place
 
 
 def _sample(opened: Sequence[Opened], nbytes: int) -> Iterator[str]:
@@ -244,8 +263,8 @@ def _prepared(
     facts: Sequence[FileFacts],
     share: float | None,
     seed: int | None,
-) -> tuple[Prepared, Prepared | None, int]:
-    """What is trained on, what is held out of it, and the largest id."""
+) -> tuple[Prepared, Prepared | None, int, Path]:
+    """What is trained on, what is held out of it, the largest id, and the folder that was prepared."""
     made_of = {
         "files": [f.digest for f in facts],
         "sources": [{**_meaning(one), "weight": None} for one in opened],
@@ -254,7 +273,8 @@ def _prepared(
         "share": share,
         "version": _PREPARED,
     }
-    parts = prepare(opened, tokenizer, config, folder / fingerprint(made_of), share)
+    place = folder / fingerprint(made_of)
+    parts = prepare(opened, tokenizer, config, place, share)
     largest = tokenizers.largest_id(tokenizer)
     for one, (train, held) in zip(opened, parts, strict=True):
         if isinstance(one.reader, tuple):
@@ -268,14 +288,14 @@ def _prepared(
     weighted = opened[0].source.weight is not None
     train_stream = _stream(config, trained, weights if weighted else None, seed)
     if share is None:
-        return train_stream, None, largest
+        return train_stream, None, largest, place
     held_out = [p for _, held in parts for p in _pieces(config, held) if len(p)]
     if not held_out:
         raise ConfigError(
             f"data.validation.share={share} of {train_stream.cuts.documents:,} documents leaves none to evaluate on: "
             "hold out more, or name data.validation.sources"
         )
-    return train_stream, _stream(config, held_out, None, None), largest
+    return train_stream, _stream(config, held_out, None, None), largest, place
 
 
 def _stream(config: DataConfig, sources: list[Pieces], weights: list[float] | None, seed: int | None) -> Prepared:

@@ -118,7 +118,7 @@ def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
 def _check_replaceable(resumes: Path | None, budget: Budget) -> None:
     origin = {} if resumes is None else _origin(resumes)
     try:
-        with Store.open(budget.disk_paths) as store:
+        with Store.open(budget.disk_paths, writable=False) as store:
             record = store.last_commit()
     except StoreError:
         if origin.get("disk") == _resolved(budget):  # it was killed while it made the store

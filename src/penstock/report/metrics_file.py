@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,23 @@ def lines_until(path: Path, last: int) -> tuple[list[str], int]:
         if step <= last:
             found[step] = line
     return [found[step] for step in sorted(found)], unreadable
+
+
+def merged(lines: Sequence[str], others: Sequence[str], last: int) -> list[str]:
+    """The lines of the steps up to ``last``, each once and in order: ``others`` has those that ``lines`` may lack.
+
+    Raises:
+        ConfigError: one of ``others`` is not a step's.
+    """
+    found = {json.loads(line)["step"]: line for line in lines}
+    try:
+        for line in others:
+            step = _metrics(json.loads(line)).step
+            if step <= last:
+                found.setdefault(step, line)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"the last commit has a line that is not a step's metrics ({error!r})") from None
+    return [found[step] for step in sorted(found)]
 
 
 def _lines(path: Path) -> list[str]:

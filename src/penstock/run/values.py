@@ -88,7 +88,7 @@ def committed(paths: Sequence[Path]) -> Iterator[Committed]:
         ConfigError: there is none yet.
         StoreError: the store is in use, damaged, or was stopped within a step.
     """
-    with Store.open(paths) as store:
+    with Store.open(paths, writable=False) as store:
         last = whole_commit(store, paths[0])
         model, slots = store.model, Slots.of(store)
         groups = [

@@ -1,7 +1,9 @@
 """The directories that a user gives to a store: whether they can be used, and the lock that keeps a second run out."""
 
+import contextlib
 import errno
 import fcntl
+import logging
 import os
 import pwd
 import weakref
@@ -11,6 +13,8 @@ from pathlib import Path
 from penstock import files
 from penstock.errors import StoreError
 from penstock.store.packed import ADVICE, FULL, store_error
+
+log = logging.getLogger("penstock")
 
 LOCK = "lock"
 _ADVICE = {
@@ -103,16 +107,19 @@ def make_directory(path: Path) -> bool:
     return True
 
 
-def check_directory(path: Path) -> None:
-    """Raises:
-    StoreError: missing, not a directory, or not writable.
+def check_directory(path: Path, *, writable: bool = True) -> None:
+    """``writable``: whether it will be written to.
+
+    Raises:
+        StoreError: missing, not a directory, or neither writable nor, if that is enough, readable.
     """
     if not is_there(path):
         raise StoreError(f"{path} does not exist: is the drive mounted?")
     if not path.is_dir():
         raise StoreError(f"{path} is not a directory: give one")
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise StoreError(f"{path} is not writable: change its owner or mode, or give another directory")
+    if not os.access(path, os.R_OK | os.X_OK | (os.W_OK if writable else 0)):
+        what = "writable" if writable else "readable"
+        raise StoreError(f"{path} is not {what}: change its owner or mode, or give another directory")
 
 
 def in_memory(path: Path) -> bool:
@@ -143,17 +150,21 @@ def sync_directory(path: Path) -> None:
 
 
 class DirectoryLock:
-    """An advisory lock (flock) on a directory. The kernel drops it when the process ends, however it ends."""
+    """An advisory lock (flock) on a directory. The kernel drops it when the process ends, however it ends.
 
-    def __init__(self, directory: Path, *, name: str = LOCK) -> None:
-        """Take the lock. ``name``: of its file.
+    Who writes has it alone. Who only reads shares it with others that do, and changes nothing: its file is neither made
+    nor written to, so that a drive can be read that takes no writes any more.
+    """
+
+    def __init__(self, directory: Path, *, name: str = LOCK, writes: bool = True) -> None:
+        """Take the lock. ``name``: of its file. ``writes``: whether to have it alone.
 
         Raises:
             StoreError: another process (or another store in this one) holds it; says which.
         """
         self._path = directory / name
         try:
-            self._fd: int | None = self._take(directory)
+            self._fd: int | None = self._take(directory) if writes else self._share(directory)
         except StoreError:
             raise
         except OSError as e:
@@ -170,14 +181,38 @@ class DirectoryLock:
                     self._sign(fd)
                     return fd
             except BlockingIOError as e:
-                holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "of unknown number"
-                os.close(fd)
-                advice = "wait for it to end, or give this run another directory"
-                raise store_error(f"{directory} is in use by process {holder}: {advice}", e) from e
+                raise self._in_use(directory, fd, e) from e
             except BaseException:
                 os.close(fd)
                 raise
             os.close(fd)  # it was deleted between our open and our lock: lock the new one
+
+    def _share(self, directory: Path) -> int | None:
+        """The lock of who only reads; None where there is no file of it, so that nobody writes now."""
+        try:
+            fd = files.descriptor(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            log.warning("%s is gone: nothing would keep a run from writing while %s is read", self._path, directory)
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise self._in_use(directory, fd, e) from e
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _in_use(self, directory: Path, fd: int, cause: OSError) -> StoreError:
+        """Who has the lock: the one who writes has put his number there, those who read have not."""
+        holder = f"process {os.pread(fd, 32, 0).decode(errors='replace').strip() or 'of unknown number'}"
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            holder = "a process that only reads it (penstock verify or export)"
+        os.close(fd)
+        return store_error(
+            f"{directory} is in use by {holder}: wait for it to end, or give this run another directory", cause
+        )
 
     def _sign(self, fd: int) -> None:
         """Write who holds the lock into its file. If that fails the file goes again, while nobody else can hold it."""

@@ -1,5 +1,6 @@
 """A text file that grows with a run: its metrics, its trace."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,17 @@ class Journal:
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
+        except OSError as e:
+            raise self._error(e) from e
+
+    def flush(self) -> None:
+        """Return when all of it is on the drive.
+
+        Raises:
+            StoreError: it could not be put there.
+        """
+        try:
+            os.fsync(self._file.fileno())
         except OSError as e:
             raise self._error(e) from e
 

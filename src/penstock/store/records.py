@@ -132,17 +132,22 @@ class CommitLog:
 
     def __init__(self, directory: Path, store: str, *, writable: bool = True) -> None:
         """``store`` is the id of the store: a record of another store is not taken for ours. ``writable``: False: to
-        look at alone.
+        look at alone, else the newest record is made durable, and a file that is gone is made again.
 
         Raises:
-            StoreError: neither file holds a readable record.
+            StoreError: neither file holds a readable record, or what is to be written cannot be.
         """
         self._paths = (directory / "commit.0", directory / "commit.1")
         self._store = store
+        self.writable = writable
         self._newest = self._find()
         self._doubtful: Path | None = None  # of a record that may be there or not
         if writable:
             _write_again(self.path)
+            for path in self._paths:
+                if not os.path.lexists(path):
+                    _blank_file(path, b"")
+                    log.warning("%s is made again, for the next commit", path)
 
     @staticmethod
     def create(directory: Path, store: str) -> None:
@@ -151,13 +156,7 @@ class CommitLog:
             ("commit.0", encode("commit", {"store": store, "sequence": 0, "record": None, "table": None})),
             ("commit.1", b""),
         ):
-            try:
-                with files.create(directory / name) as file:
-                    file.write(text.ljust(RESERVE))
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as e:
-                raise store_error(f"{directory / name} cannot be written: {e.strerror}", e) from e
+            _blank_file(directory / name, text)
 
     def _find(self) -> _Entry:
         found: list[_Entry] = []
@@ -211,6 +210,7 @@ class CommitLog:
         Raises:
             StoreError: it could not be written; the last one still stands.
         """
+        assert self.writable, "opened to be read alone"
         self.settle()
         plain = json.loads(json.dumps(record))
         entry = _Entry(store=self._store, sequence=self._newest.sequence + 1, record=plain, table=table)
@@ -236,6 +236,18 @@ class CommitLog:
                 what = f"{self._doubtful}: a commit that has failed cannot be taken back: {e.strerror}"
                 raise store_error(f"{what}: the commit before it still stands", e) from e
             self._doubtful = None
+
+
+def _blank_file(path: Path, text: bytes) -> None:
+    """Make a commit file, with the space that it will ever need."""
+    try:
+        with files.create(path) as file:
+            file.write(text.ljust(RESERVE))
+            file.flush()
+            os.fsync(file.fileno())
+        files.sync_folder(path.parent)
+    except OSError as e:
+        raise store_error(f"{path} cannot be written: {e.strerror}", e) from e
 
 
 def _overwrite(path: Path, text: bytes) -> None:

@@ -145,8 +145,13 @@ class Store:
         return store
 
     @staticmethod
-    def open(paths: Sequence[Path], *, io_threads: int = 4, direct: bool | None = None) -> "Store":
+    def open(
+        paths: Sequence[Path], *, io_threads: int = 4, direct: bool | None = None, writable: bool = True
+    ) -> "Store":
         """Open an existing store, given its directories in the order they were created in.
+
+        ``writable``: False: to read alone, which others may do at the same time. It changes nothing at all, so that
+        the drive may be one that takes no writes.
 
         Raises:
             StoreError: a directory is missing, swapped, not writable or in use; the store is incomplete, damaged or
@@ -156,13 +161,13 @@ class Store:
         directory.check_distinct(paths)
         with _reported("opening a store"), ExitStack() as undo:
             for path in paths:
-                directory.check_directory(path)
+                directory.check_directory(path, writable=writable)
             read_manifests(paths)  # before a lock file is put into a directory that is perhaps not a store at all
             locks = []
             for path in paths:
-                locks.append(DirectoryLock(path))
+                locks.append(DirectoryLock(path, writes=writable))
                 undo.callback(locks[-1].release)
-            store = _attach(paths, locks, io_threads=io_threads, direct=direct, made=False)
+            store = _attach(paths, locks, io_threads=io_threads, direct=direct, made=False, writable=writable)
             undo.pop_all()
         return store
 
@@ -255,6 +260,7 @@ class Store:
         Raises:
             StoreError: the drive failed; names file, offset, bytes asked for and done. The range cannot be read then.
         """
+        assert self._commits.writable, "opened to be read alone"
         view, extent = byte_view(buffer), self.layout[name]
         address = extent.address(offset, len(view), slot)
         if self._commits.doubtful:
@@ -427,19 +433,26 @@ def _reported(doing: str) -> Iterator[None]:
 
 
 def _attach(
-    paths: Sequence[Path], locks: Sequence[DirectoryLock], *, io_threads: int, direct: bool | None, made: bool
+    paths: Sequence[Path],
+    locks: Sequence[DirectoryLock],
+    *,
+    io_threads: int,
+    direct: bool | None,
+    made: bool,
+    writable: bool = True,
 ) -> Store:
     """Open the files of a complete store whose directories are locked."""
     manifest = read_manifests(paths)
     sizes = file_sizes(manifest.layout, len(paths), manifest.stripe)
-    commits = CommitLog(paths[0], manifest.store)
+    commits = CommitLog(paths[0], manifest.store, writable=writable)
     with ExitStack() as closing:
         files = []
         for path, size in zip(paths, sizes, strict=True):
             memory = directory.in_memory(path)
             if memory:
                 warnings.warn(f"{path} is in memory, not on a drive: what is stored there takes memory", stacklevel=3)
-            files.append(PackedFile(path / DATA, direct=False if memory and direct is None else direct))
+            how = False if memory and direct is None else direct
+            files.append(PackedFile(path / DATA, direct=how, writable=writable))
             closing.callback(files[-1].close)
             if files[-1].nbytes != size:
                 raise StoreError(f"{path / DATA} is damaged: it has {files[-1].nbytes} bytes, its manifest says {size}")

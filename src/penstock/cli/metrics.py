@@ -1,0 +1,106 @@
+"""``metrics.jsonl``: the numbers of each step, once, whatever ends the run.
+
+    a kill         a line is with the system when its step is done, and outlives the process
+    a power cut    lines that are not flushed yet are in each commit too, and are filled in from there
+    between them   the line of the step that was committed last is made of what its commit has (``loop.report_last``)
+
+A flush comes after 32 lines, after 24 KiB of them (a commit holds 64 KiB of what is beside its arrays) or after 10 s.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from penstock import files
+from penstock.cli.run_folder import METRICS
+from penstock.errors import StoreError
+from penstock.report.metrics_file import lines_until, merged
+from penstock.store.journal import Journal
+
+log = logging.getLogger("penstock")
+
+METRICS_KEY = "metrics"
+"""What the lines that are not flushed are called in a position of ``Engine.step``, which each commit has."""
+
+_LINES, _BYTES, _SECONDS = 32, 24 << 10, 10.0
+
+
+class MetricsFile:
+    """One line of JSON per step, with the system as soon as the step is done. Adds to what is there.
+
+    ``unflushed``: the lines that a power cut may take, without their ends: for the commit of the next step.
+    """
+
+    def __init__(self, folder: Path, *, done: int = 0, committed: Sequence[str] = ()) -> None:
+        """``done``: steps that the run goes on after. Lines of later ones are dropped: they will be done again.
+        ``committed``: lines that the last commit has, of which the file may lack some.
+
+        Raises:
+            ConfigError: the lines that are there cannot be read.
+            StoreError: the disk is full or fails.
+        """
+        path = folder / METRICS
+        lines, unreadable = lines_until(path, done)
+        if unreadable:
+            log.warning("%s: lines that cannot be read are dropped: %d", path, unreadable)
+        lines = merged(lines, committed, done)
+        self.last = int(json.loads(lines[-1])["step"]) if lines else 0
+        """The last step that has a line."""
+        text = "".join(f"{line}\n" for line in lines)
+        if (path.read_bytes() if path.exists() else b"") != text.encode():
+            files.replace(path, text)
+        self._path, self._done = path, done
+        self._file = Journal(path, "a")
+        self._file.flush()  # what is there was perhaps written by a run that was killed before it could
+        files.sync_folder(folder)
+        self._flushed = time.monotonic()
+        self.unflushed: list[str] = []
+
+    def earlier(self) -> Iterator[Mapping[str, Any]]:
+        """The lines of the steps that the run goes on after."""
+        return map(json.loads, lines_until(self._path, self._done)[0])
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Append a line. A number that JSON has no word for (an overflowed norm) becomes null.
+
+        Raises:
+            StoreError: the disk is full or fails. The step is done all the same; resuming drops half a line.
+        """
+        line = json.dumps(_finite(metrics), allow_nan=False)
+        self._file.write(line + "\n")
+        self.unflushed.append(line)
+        full = len(self.unflushed) >= _LINES or sum(map(len, self.unflushed)) >= _BYTES
+        if full or time.monotonic() - self._flushed >= _SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._file.flush()
+        self.unflushed = []
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Raises:
+        StoreError: the disk fails.
+        """
+        with closing(self._file):
+            if self.unflushed:
+                self._flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with suppress(StoreError) if error is not None else nullcontext():  # what came first is to be said
+            self.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
