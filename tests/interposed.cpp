@@ -26,7 +26,8 @@ namespace {
 enum Kind : int { OPEN = 1, MAKE = 2, READ = 4, WRITE = 8, FLUSH = 16, NAMES = 32, LOOK = 64, LOCK = 128 };
 
 struct Shared {
-    std::atomic<long> count;
+    std::atomic<long> count;         // of the kinds that are armed
+    std::atomic<long> each[8];       // of each kind
     char struck[PATH_MAX + 64];  // "name path" of the call that was hit
 };
 
@@ -74,6 +75,7 @@ bool ours(int fd) { return kinds && fd >= 0 && fd < 4096 && inside[fd]; }
 
 // Whether this call is to fail, with errno set.
 bool hit(Kind kind, const char* name, const char* path) {
+    shared->each[__builtin_ctz(kind)]++;
     if (!(kinds & kind)) return false;
     if (shared->count.fetch_add(1) != number) return false;
     snprintf(shared->struck, sizeof shared->struck, "%s %s", name, path);
@@ -83,7 +85,6 @@ bool hit(Kind kind, const char* name, const char* path) {
 }
 
 bool hit(Kind kind, const char* name, int fd) {
-    if (!(kinds & kind)) return false;
     char link[64], path[PATH_MAX] = "";
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     int before = errno;
@@ -115,10 +116,11 @@ void interpose(const char* folders, int which, long at, int code) {
     number = at;
     error = code;
     shared->count = 0;
+    for (auto& one : shared->each) one = 0;
     shared->struck[0] = 0;
 }
 
-long interposed_count() { return shared->count; }
+long interposed_count(int kind) { return shared->each[__builtin_ctz(kind)]; }
 const char* interposed_struck() { return shared->struck; }
 
 #define MODE                                                     \

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntFlag
@@ -54,12 +54,17 @@ FAILS: dict[str, tuple[int, Kind]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a command ended. ``calls``: how many were counted. ``struck``: the one that was hit, with its path."""
+    """How a command ended. ``kinds``: how many calls there were of each. ``struck``: the one that was hit, with its
+    path."""
 
     code: int
     said: str
-    calls: int
+    kinds: Mapping[str, int]
     struck: str
+
+    def calls(self, fault: str) -> int:
+        """How many calls there were that a fault is said of."""
+        return sum(self.kinds[str(int(kind))] for kind in Kind if kind & FAILS[fault][1])
 
     @property
     def clean(self) -> bool:
@@ -112,6 +117,7 @@ def commands(folder: Path) -> Iterator[Commands]:
     finally:
         assert server.stdin is not None
         server.stdin.close()
+        server.kill()
         server.wait(_HANGS)
 
 
@@ -141,7 +147,8 @@ def _serve() -> None:
             _carry_out(asked, shim)
         code = _await(child)
         struck = shim.interposed_struck().decode(errors="replace")
-        sys.stdout.write(json.dumps({"code": code, "calls": shim.interposed_count(), "struck": struck}) + "\n")
+        kinds = {int(kind): shim.interposed_count(int(kind)) for kind in Kind}
+        sys.stdout.write(json.dumps({"code": code, "kinds": kinds, "struck": struck}) + "\n")
         sys.stdout.flush()
 
 

@@ -5,7 +5,7 @@ import random
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -66,7 +66,8 @@ class Place:
         return self.work, self.drive
 
     def penstock(self, words: Sequence[str], *, fault: str = "EIO", at: int = -1) -> Ended:
-        return self.commands.run(words, self.folders, fault=fault, at=at)
+        counted = (*self.folders, *(self.folder / name for name in ("config.yaml", "text.txt", "base")))
+        return self.commands.run(words, counted, fault=fault, at=at)
 
     def train(self, *words: str, fault: str = "EIO", at: int = -1) -> Ended:
         return self.penstock(["train", str(self.folder / "config.yaml"), *words], fault=fault, at=at)
@@ -116,13 +117,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             ended = found.train("--resume", "--steps", str(steps))
             assert ended.code == 0, ended.said
             found.keep(f"after {steps}")
+        ended = found.penstock(["export", str(found.run), str(folder / "base")])
+        assert ended.code == 0, ended.said
         yield found
 
 
-def cases(count: Callable[[str], int], campaign: Campaign, few: int, *, every: int = 1) -> list[tuple[str, int]]:
-    """(fault, number of the call). ``count``: of the calls that a fault is said of."""
-    found = [(fault, at) for fault in FAILS for at in range(0, count(fault), every)]
-    return found if campaign.full else random.Random(few).sample(found, few)
+def cases(name: str, clean: Ended, campaign: Campaign, few: int) -> list[tuple[str, int]]:
+    """(fault, number of the call) of the command that ended so when nothing happened to it."""
+    found = [(fault, at) for fault in FAILS for at in range(clean.calls(fault))]
+    return random.Random(name).sample(found, min(campaign.cases(few, 400), len(found)))
 
 
 STARTS = {
@@ -130,6 +133,7 @@ STARTS = {
     "a run goes on": ("after 1", ["--resume"]),
     "a run is replaced": ("after 1", ["--overwrite"]),
     "a run is begun": (None, []),
+    "a run from a folder begins": (None, ["--resume", "--model", "{base}", "--data.tokenizer", "null"]),
 }
 """What is there before, and the words of the start that is hit."""
 
@@ -139,16 +143,14 @@ def test_one_command_does_whatever_a_start_was_hit_by(name: str, place: Place, c
     """A start ends by an error in words, and removes nothing that is committed; ``train --resume`` then has the bits
     of a run that nothing happened to."""
     before, words = STARTS[name]
-    place.put("after 2")
+    words = [word.format(base=place.folder / "base") for word in words]
+    again_words = words if "--model" in words else ["--resume"]
+    place.put(before)
+    clean = place.train(*words)
     truth = place.outcome()
-
-    def calls(fault: str) -> int:
-        place.put(before)
-        return place.train(*words, fault=fault).calls
-
     tried: Counter[str] = Counter()
     wrong: list[str] = []
-    for fault, at in cases(calls, campaign, 3):
+    for fault, at in cases(name, clean, campaign, 2):
         place.put(before)
         ended = place.train(*words, fault=fault, at=at)
         done, case = place.step(), f"{name}: {fault} at call {at}, {ended.struck}: "
@@ -157,7 +159,7 @@ def test_one_command_does_whatever_a_start_was_hit_by(name: str, place: Place, c
             wrong.append(f"{case}exit code {ended.code}\n{ended.said}")
         if done < said or (before == "after 1" and name != "a run is replaced" and not done):
             wrong.append(f"{case}step {said} was done, and the store has {done}\n{ended.said}")
-        again = place.train("--resume")
+        again = place.train(*again_words)
         if again.code != 0 or place.outcome() != truth:
             wrong.append(f"{case}then train --resume: exit code {again.code}\n{ended.said}\n--- then\n{again.said}")
         tried[fault] += 1
@@ -171,14 +173,20 @@ READERS = {
     "report": (["report", "{run}", "--trace", "{work}/out.json"], None),
     "plan": (["plan", "{config}", "--machine", "workstation", "--device", "cuda"], None),
     "resume": (["resume", "{run}"], None),
+    "doctor": (["doctor", "--quick", "--path", "{drive}"], None),
 }
+SECONDS_EACH = {"plan": 40, "doctor": 10}
+"""Commands that take seconds, and how many cases of them are enough."""
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_command_on_a_run_ends_in_words_and_leaves_it_as_it_was(name: str, place: Place, campaign: Campaign) -> None:
     """What it writes is there whole or not at all."""
+    if name in SECONDS_EACH and not campaign.full:
+        pytest.skip("each case takes seconds: make faults does it")
     words, made = READERS[name]
-    words = [w.format(run=place.run, work=place.work, config=place.folder / "config.yaml") for w in words]
+    names = {"run": place.run, "work": place.work, "drive": place.drive, "config": place.folder / "config.yaml"}
+    words = [word.format(**names) for word in words]
     place.put("after 2")
     truth = place.outcome()
     assert settings_of(place.run).steps == 2
@@ -186,16 +194,12 @@ def test_a_command_on_a_run_ends_in_words_and_leaves_it_as_it_was(name: str, pla
     def files() -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in (place.work / (made or "-")).rglob("*") if p.is_file()}
 
-    assert place.penstock(words).code == 0
+    clean = place.penstock(words)
+    assert clean.code == 0, clean.said
     whole = files()
-
-    def calls(fault: str) -> int:
-        place.put("after 2")
-        return place.penstock(words, fault=fault).calls
-
     wrong: list[str] = []
     tried: Counter[str] = Counter()
-    for fault, at in cases(calls, campaign, 2):
+    for fault, at in cases(name, clean, campaign, 2)[: SECONDS_EACH.get(name)]:
         place.put("after 2")
         ended = place.penstock(words, fault=fault, at=at)
         case = f"{fault} at call {at}, {ended.struck}: "

@@ -30,6 +30,17 @@ PARTIAL = ".partial"
 _PRIVATE, _ORDINARY = 0o600, 0o666  # the second less the umask
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Inside, an error of the system that does not say which file it is about is about this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and len(error.args) == 2:  # the system's own, and not one in words
+            error.filename = str(path)
+        raise
+
+
 def create(path: Path, *, private: bool = True) -> BinaryIO:
     """A new file, open for writing.
 
@@ -89,7 +100,7 @@ def replace(path: Path, content: str | bytes, *, private: bool = True) -> None:
     partial = path.with_name(path.name + PARTIAL)
     try:
         partial.unlink(missing_ok=True)  # a killed process's, or what lies in wait for us
-        with create(partial, private=private) as file:
+        with named(path), create(partial, private=private) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -133,7 +144,8 @@ def write_named(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: it could not be written.
     """
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with named(path):
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def copy(source: Path, target: Path, *, private: bool = True) -> None:
@@ -143,7 +155,7 @@ def copy(source: Path, target: Path, *, private: bool = True) -> None:
         OSError: it could not be written.
     """
     target.unlink(missing_ok=True)
-    with open(source, "rb") as given, create(target, private=private) as file:
+    with named(target), open(source, "rb") as given, create(target, private=private) as file:
         shutil.copyfileobj(given, file)
 
 
@@ -179,7 +191,8 @@ def sync_folder(path: Path) -> None:
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with named(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -194,9 +207,10 @@ def sync_tree(folder: Path, *, private: bool = True) -> None:
         for name in names:
             fd = descriptor(Path(place) / name, os.O_RDONLY)
             try:
-                if private:
-                    os.fchmod(fd, _PRIVATE)
-                os.fsync(fd)
+                with named(Path(place) / name):
+                    if private:
+                        os.fchmod(fd, _PRIVATE)
+                    os.fsync(fd)
             finally:
                 os.close(fd)
         sync_folder(Path(place))
