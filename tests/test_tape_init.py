@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.models import MODELS, VOCABULARY
+from tests.sweep.configs import tiny_of
 from tests.tape_reference import CPU
 from torch import nn
 
@@ -119,3 +120,44 @@ def test_a_buffer_that_nothing_fills_is_named() -> None:
     model, _ = plain_on_meta(table=True)
     with pytest.raises(ModelError, match="nothing computes buffer 'table'"):
         materialise_buffers(model, CPU, 0)
+
+
+class Stage(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), scale), persistent=False)
+
+
+class Filled(nn.Module):
+    """Fills buffers of the modules within it, which have nothing that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Stage(0.5 + i) for i in range(3))
+
+    def reset_parameters(self) -> None:
+        for i, stage in enumerate(self.stages):
+            stage.get_buffer("scale").fill_(0.5 + i)
+
+
+def test_a_buffer_is_filled_by_what_it_is_within() -> None:
+    with torch.device("meta"):
+        model = Filled()
+    materialise_buffers(model, CPU, 0)
+    for key, buffer in Filled().named_buffers():
+        assert torch.equal(model.get_buffer(key), buffer), key
+
+
+def test_buffers_that_a_model_of_transformers_computes_for_its_layers_are_right() -> None:
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    config = tiny_of(FalconH1ForCausalLM, FalconH1Config)
+    config.ssm_multipliers = [0.5, 0.25, 2.0, 3.0, 4.0]
+    with torch.device("meta"):
+        model = FalconH1ForCausalLM(config)
+    materialise_buffers(model, CPU, 0)
+    wanted = dict(FalconH1ForCausalLM(config).named_buffers())
+    assert any("mup_vector" in name for name in wanted)
+    for key, buffer in wanted.items():
+        assert torch.equal(model.get_buffer(key), buffer), key

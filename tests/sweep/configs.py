@@ -37,7 +37,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"(.*_)?vocab_size(_per_layer_input)?", VOCABULARY),
     # ---- depth
     (r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|layers|num_(encoder|decoder)_layers", 3),
-    (r"(encoder|decoder|speech_encoder|t2u_encoder|t2u_decoder)_(num_hidden_)?layers|conf_num_hidden_layers", 2),
+    (r"(speech_encoder|t2u_encoder|t2u_decoder)_layers|(encoder|decoder|conf)_num_hidden_layers", 3),
     (r"depth|num_blocks|num_self_attends_per_block|resampler_depth", 2),
     (r"num_kv_shared_layers|num_nextn_predict_layers|num_mtp_layers", 0),
     (r"first_k_dense_replace|num_dense_layers", 1),
@@ -45,7 +45,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"(.*_)?num_key_value_heads|num_kv_heads|kv_n_heads|linear_num_key_heads", 2),
     (r"(.*_)?(num_)?attention_heads|n_heads?|num_heads|(.*_)?num_(attention_)?heads|linear_num_value_heads", 4),
     (r"index_n_heads", 2),
-    (r"index_head_dim", 16),
+    (r"index_head_dim|qk_head_dim", 16),
+    (r"rotary_dim", 4),
     (r"(.*_)?head_dim|d_kv|d_head|dim_head|kv_channels|qk_(nope|rope)_head_dim", 8),
     (r"(q|kv|o)_lora_rank|laurel_rank|gated_norm_rank|embedding_rank", 8),
     # ---- width
@@ -81,6 +82,8 @@ RULES: tuple[tuple[str, Any], ...] = (
 )
 """(what a setting's whole name matches, its value; None leaves it). The first that matches counts."""
 
+_SWIN = {"embed_dim": 24, "depths": [1, 2], "num_heads": [3, 6], "window_size": 4}
+
 EXCEPTIONS: dict[str, Settings] = {
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "chameleon": {"vocabulary_map": {"<image>": 120, **{f"IMGIMG{chr(65 + i)}Z": 91 + i for i in range(16)}}},
@@ -90,7 +93,6 @@ EXCEPTIONS: dict[str, Settings] = {
     "esmc": {"num_key_value_heads": 4},
     "fun_asr_nano_adaptor": {"intermediate_size": 8},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 4},
-    "gpt_neox_japanese": {"intermediate_multiple_size": 2},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "glm5_next_text": {"num_key_value_heads": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -99,20 +101,29 @@ EXCEPTIONS: dict[str, Settings] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "ministral": {"head_dim": 8},
-    "nemotron": {"head_dim": 8},
-    "reformer": {
-        "is_decoder": True,
-        "axial_pos_embds_dim": [16, 16],
-        "axial_pos_shape": [8, 16],
-        "attn_layers": ["local", "lsh", "local"],
-    },
-    "zamba": {"num_hidden_layers": 4},
-    "zamba2": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh", "local"]},
+    "zamba2": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 1},
+    "bailing_hybrid": {"num_hidden_layers": 6},
+    "bamba": {"attn_layer_indices": [1]},
+    "bit": {"num_groups": 8},
+    "cohere_compass_text": {"num_hidden_layers": 4},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "donut-swin": _SWIN,
+    "swin": _SWIN,
+    "swinv2": _SWIN,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"num_hidden_layers": 4},
+    "nemotron_h": {"n_groups": 2},
+    "qwen3_next": {"num_hidden_layers": 4},
+    "qwen3_5_text": {"num_hidden_layers": 4},
+    "qwen3_5_moe_text": {"num_hidden_layers": 4},
+    "qwen4_exp_text": {"num_hidden_layers": 4},
+    "xmod": {"default_language": "en_XX"},
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
     "kyutai_speech_to_text": {"num_codebooks": 4},
     "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
-    "dbrx": {},
 }
 """By type: settings that go before the rules; a mapping is for the model within of that name."""
 
@@ -147,8 +158,13 @@ def tiny(cls: Any, given: Settings | None = None) -> Any:
             small = _small(name, value, ids)
             if small is not None:
                 settings[name] = small
+    if "kv_lora_rank" in settings and "num_key_value_heads" not in exceptions:  # latent attention: all heads have keys
+        settings["num_key_value_heads"] = settings.get("num_attention_heads", 4)
     settings |= {name: value for name, value in exceptions.items() if name not in settings}
-    return cls(**settings)
+    config = cls(**settings)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = SPECIAL["decoder_start"]
+    return config
 
 
 def _value(config: Any, name: str, parameter: inspect.Parameter) -> Any:
@@ -183,7 +199,7 @@ def _like(value: Any, small: Any) -> Any:
         return small if isinstance(value, bool) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return type(value)(small) if small == 0 or value > small or value == 0 else None
+    return type(value)(small) if small in (0, VOCABULARY) or value > small or value == 0 else None
 
 
 def tiny_of(model_class: Any, config_class: Any) -> Any:

@@ -64,7 +64,7 @@ def forms_of(model: nn.Module, kind: str) -> Forms:
     found: dict[str, Form] = {}
     for name, form in _candidates(model, kind):
         group = "text" if name.startswith("text") else "media"
-        if group in found:
+        if group in found or (KINDS[kind].media == "text" and found):
             continue
         try:
             found[group] = _tried(model, form)
@@ -106,6 +106,7 @@ def _candidates(model: nn.Module, kind: str) -> Iterator[tuple[str, Form]]:
     if media == "image":
         for name, pictures in _pictures(model):
             yield name, _with_classes(model, pictures, takes)
+        yield "words", _with_classes(model, lambda *shape: {"input_ids": whole(*shape)["input_ids"]}, takes)
         return
     if media == "sound":
         for name, sounds in _sounds(model):
@@ -118,8 +119,12 @@ def _candidates(model: nn.Module, kind: str) -> Iterator[tuple[str, Form]]:
         for name, pictures in _pictures(model):
             yield name, _Pictured(model, pictures, takes, places=1)
             yield f"{name} beside text", _with_text(pictures, takes, words=True, prompt=True)
-    for name, text in _texts(kind):
-        yield name, _only(takes, text)
+    for name, words in _texts(kind):
+        yield name, _only(takes, words)
+    if kind == "causal":
+        yield "streams", _only(takes, _streams(int(_found(model, "num_codebooks", 4))))
+        for name, pictures in _pictures(model):
+            yield f"{name} beside text", _with_text(pictures, takes, words=True, prompt=True)
 
 
 # ---- text
@@ -164,6 +169,16 @@ def whole(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
     return {"input_ids": words, "labels": words.clone()}
 
 
+def _streams(count: int) -> Form:
+    """Several streams of tokens, each with labels of its own."""
+
+    def made(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
+        words = _words(generator, rows * count, length)
+        return {"input_ids": words, "labels": words.view(rows, count, length).transpose(1, 2).contiguous()}
+
+    return made
+
+
 def _texts(kind: str) -> Iterator[tuple[str, Form]]:
     if kind == "masked":
         yield "text, masked", masked
@@ -180,7 +195,7 @@ def _texts(kind: str) -> Iterator[tuple[str, Form]]:
 
 
 def _pictures(model: nn.Module) -> Iterator[tuple[str, Form]]:
-    size, patch, channels = _found(model, "image_size", 32), _found(model, "patch_size", 8), 3
+    size, patch = _found(model, "image_size", 64), _found(model, "patch_size", 8)
     channels = _found(model, "num_channels", 3)
     temporal = _found(model, "temporal_patch_size", 1)
     merge = _found(model, "spatial_merge_size", 1)
@@ -198,7 +213,15 @@ def _pictures(model: nn.Module) -> Iterator[tuple[str, Form]]:
             "image_grid_thw": torch.tensor([[1, side, side]] * rows),
         }
 
+    def flat(g: torch.Generator, rows: int, _: int) -> MicroBatch:
+        return {
+            "pixel_values": torch.randn(rows, 9, channels * patch * patch, generator=g),
+            "pixel_attention_mask": torch.ones(rows, 9, dtype=torch.long),
+            "spatial_shapes": torch.tensor([[3, 3]] * rows),
+        }
+
     yield "images", pixels()
+    yield "patches of images", flat
     yield "images in patches", patches
     yield "images in tiles", pixels(1)
     yield "images in two tiles", pixels(2)
@@ -236,8 +259,10 @@ class _Pictured:
 
 
 def _sounds(model: nn.Module) -> Iterator[tuple[str, Form]]:
-    mels = _found(model, "num_mel_bins", None) or _found(model, "feature_size", 16)
+    names = ("feature_projection_input_dim", "input_dim", "num_mel_bins", "input_feat_size", "feature_size")
+    mels = next((size for name in names if (size := _found(model, name, None))), 16)
     longest = _found(model, "max_source_positions", 64)
+    pictured = _found(model, "max_length", longest)
 
     def wave(g: torch.Generator, rows: int, length: int) -> MicroBatch:
         return {"input_values": torch.randn(rows, 400 + 160 * length, generator=g)}
@@ -254,7 +279,7 @@ def _sounds(model: nn.Module) -> Iterator[tuple[str, Form]]:
     yield "sound", wave
     yield "frames of sound", frames
     yield "a spectrum", spectrum
-    yield "a picture of sound", lambda g, rows, _: {"input_values": torch.randn(rows, longest, mels, generator=g)}
+    yield "a picture of sound", lambda g, rows, _: {"input_values": torch.randn(rows, pictured, mels, generator=g)}
 
 
 # ---- labels, and what a forward takes
@@ -264,6 +289,7 @@ def _with_classes(model: nn.Module, media: Form, takes: set[str] | None) -> Form
     classes = int(_found(model, "num_labels", 2))
 
     def made(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
+        rows += 1  # batch norm takes no single row
         labels = torch.randint(0, classes, (rows,), generator=generator)
         return _cut(takes, {**media(generator, rows, length), "labels": labels})
 

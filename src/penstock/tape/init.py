@@ -54,7 +54,7 @@ def materialise_buffers(model: nn.Module, device: torch.device, seed: int) -> No
     found = list(_meta_tensors(model))
     if not found:
         return
-    owners = {id(module) for module, _, _, _ in found}
+    owners = _with_ancestors(model, {id(module) for module, _, _, _ in found})
     results = []
     for fill in (0, 1):  # what no initialiser writes is what differs between the two
         for module, _, key, tensor in found:
@@ -67,6 +67,11 @@ def materialise_buffers(model: nn.Module, device: torch.device, seed: int) -> No
     for (_, name, _, _), first, second in zip(found, *results, strict=True):
         if not torch.equal(first, second):
             raise ModelError(f"nothing computes buffer {name!r} of the meta-device model: {_ADVICE}")
+
+
+def _with_ancestors(model: nn.Module, wanted: set[int]) -> set[int]:
+    """Modules (by identity) and those that they are within: some of these fill what is in their layers."""
+    return {id(module) for module in model.modules() if any(id(inner) in wanted for inner in module.modules())}
 
 
 def _unfilled(parameter: nn.Parameter) -> bool:
