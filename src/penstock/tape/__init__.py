@@ -12,6 +12,9 @@
     modes     torch's switches of a thread
     rng       seeds as a function of place
     trees     tensors in nested arguments
+    asked     what a forward asks of autograd by itself
+    parameters  hooks on parameters, and parameters that must stay
+    cut       where the graph ends behind a block
     init      fills a model from the meta device
     guard     refuses uses of the model outside of the engine
 

@@ -50,11 +50,16 @@ class _Cut(torch.autograd.Function):
         return None, None, None
 
 
+def is_cut(node: Any) -> bool:
+    """Whether a node of a graph is the end behind a block's output."""
+    return isinstance(getattr(node, "leaf", None), Leaf)  # what a function of Python's own keeps is on its node
+
+
 def leaf_of(tensor: torch.Tensor) -> Leaf | None:
     """The leaf of a block's output that is as the block returned it, and that no hook waits for the gradient of."""
-    node: Any = tensor.grad_fn  # of a Function of Python's own, what it kept is on the node
-    is_cut = isinstance(node, _Cut) and not tensor._backward_hooks and not tensor.retains_grad
-    return getattr(node, "leaf", None) if is_cut else None
+    node: Any = tensor.grad_fn
+    is_free = is_cut(node) and not tensor._backward_hooks and not tensor.retains_grad
+    return node.leaf if is_free else None
 
 
 class Cuts:

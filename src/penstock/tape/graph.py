@@ -12,7 +12,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
+from penstock.errors import ModelError
+from penstock.tape.cut import is_cut
+
 EdgeKey = tuple[Node, int]
+
+_CHECKPOINT = "CheckpointFunctionBackward"
 
 
 def next_number() -> int:
@@ -43,10 +48,16 @@ class Pending:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """Where a part of a graph ends: at leaves, and at edges into older nodes."""
+    """Where a part of a graph ends: at leaves, and at edges into older nodes.
+
+    ``cuts``: the nodes behind outputs of blocks that belong to it, whoever's stage made them: below them is nothing.
+    ``reentrant``: it has ``torch.utils.checkpoint`` in it, which runs a backward of its own within the backward.
+    """
 
     leaves: list[tuple[Node, torch.Tensor]]
     edges: list[GradientEdge]
+    cuts: list[Node]
+    reentrant: bool
 
     def is_closed(self) -> bool:
         """Whether the older nodes can be left alone.
@@ -74,28 +85,62 @@ def frontier(roots: Iterable[Node], start: int) -> Frontier:
     edges: dict[EdgeKey, GradientEdge] = {}
     stack = list(roots)
     seen = set(stack)
+    reentrant = False
     while stack:
-        for node, output in stack.pop().next_functions:
+        above = stack.pop()
+        reentrant = reentrant or above.name() == _CHECKPOINT
+        for node, output in above.next_functions:
             if node is None:
                 continue
             if hasattr(node, "variable"):
                 leaves[node] = node.variable
-            elif node._sequence_nr() < start:
+            elif node._sequence_nr() < start and not is_cut(node):
                 edges.setdefault((node, output), GradientEdge(node, output))
             elif node not in seen:
                 seen.add(node)
                 stack.append(node)
-    return Frontier(leaves=list(leaves.items()), edges=list(edges.values()))
+    cuts = [node for node in seen if is_cut(node)]
+    return Frontier(leaves=list(leaves.items()), edges=list(edges.values()), cuts=cuts, reentrant=reentrant)
+
+
+class Hooked:
+    """Tensors in a graph that have hooks of the model's own, each of which must see its gradient whole, and once."""
+
+    def __init__(self) -> None:
+        self._found: dict[EdgeKey, str] = {}
+        self._seen: set[Node] = set()
+
+    def add(self, edge: GradientEdge, what: str) -> None:
+        """``what``: the method that was called on the tensor."""
+        self._found[edge.node, edge.output_nr] = what
+
+    def check(self, ends: Frontier, *, shared: bool) -> None:
+        """Raise ModelError where a part of a graph with these ends shows a hook a part of a gradient, or one twice."""
+        if not self._found:
+            return
+        parts = [self._found[key] for e in ends.edges if (key := (e.node, e.output_nr)) in self._found]
+        again = [self._found[key] for node in ends.cuts if node in self._seen and (key := (node, 0)) in self._found]
+        self._seen.update(ends.cuts)
+        if parts or again or shared:
+            what = next(iter(parts + again + list(self._found.values())))
+            raise ModelError(
+                f"{what} was called on a tensor that is used in several stages (before and after a block), whose "
+                "gradient comes in parts: call it on the result of an operation of its own, x * 1, where it is used"
+            )
 
 
 def backward_part(
-    roots: list[tuple[GradientEdge, torch.Tensor]], starts: Iterable[int]
+    roots: list[tuple[GradientEdge, torch.Tensor]], starts: Iterable[int], hooked: Hooked
 ) -> list[tuple[GradientEdge, torch.Tensor]]:
     """Run a stage's part of a graph backward from ``roots`` (emptied). The gradients that reached older nodes.
 
     ``starts`` are the first node numbers of the stage and of all earlier ones, descending. Where the stage cannot be
     separated from an earlier one, the earlier one's nodes are run along with it, and kept for their own turn; the sums
     are the same. Nothing is accumulated into ``.grad``; hooks on leaves see their gradient and may replace it.
+
+    Raises:
+        ModelError: a hook would see a part of its tensor's gradient, or see it twice; or a checkpoint of torch's within
+            the part wants to have all of the graph run.
     """
     shared = False
     for start in starts:
@@ -107,13 +152,30 @@ def backward_part(
     if not targets:
         roots.clear()
         return []
+    hooked.check(ends, shared=shared)
     edges, gradients = [edge for edge, _ in roots], [gradient for _, gradient in roots]
     roots.clear()
+    if ends.reentrant:
+        _backward_with_checkpoints(edges, gradients, ends)
+        return []
     got: Sequence[torch.Tensor | None] = torch.autograd.grad(
         edges, targets, gradients, allow_unused=True, retain_graph=shared
     )
     arrived = got[len(ends.leaves) :]
     return [(e, g) for e, g in zip(ends.edges, arrived, strict=True) if g is not None]
+
+
+def _backward_with_checkpoints(edges: list[GradientEdge], gradients: list[torch.Tensor], ends: Frontier) -> None:
+    """``torch.utils.checkpoint(..., use_reentrant=True)`` only works where all of a graph is run backward. So it is,
+    where nothing lies below but what blocks have returned; gradients of parameters are seen by their hooks.
+    """
+    if ends.edges:
+        raise ModelError(
+            "torch.utils.checkpoint with use_reentrant=True is called around a block, or with a tensor that was "
+            "computed before an earlier block. Around blocks leave it out, as Penstock recomputes them by itself; "
+            "elsewhere pass use_reentrant=False"
+        )
+    torch.autograd.backward(edges, gradients)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ All of it runs in one thread: greenlets are bound to the thread that made them.
 """
 
 import contextvars
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,9 @@ from penstock.tape.modes import Modes, Stacks, refuse_stacked
 
 Event = Literal["call", "cut", "done"]
 LossFn = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
+
+
+_NO_GRAPH = re.compile(r"does not require grad|doesn't require grad|requires_grad=False", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +130,7 @@ class Passage:
         self.starts: dict[int, int] = {}  # stage -> number of the first autograd node of its segment code
         self.calls: dict[int, Call] = {}
         self.pending = graph.Pending()
+        self.hooked = graph.Hooked()  # in a probe: where the model has hooks of its own
         self._stage = 0
         self._device_types = ("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type)
         self._modes: Modes | None = None
@@ -185,7 +190,8 @@ class Passage:
         return output
 
     def _run(self, model: nn.Module, loss_fn: LossFn, micro_batch: Mapping[str, Any]) -> Event:
-        loss: object = loss_fn(model, micro_batch)
+        with _explained("the model itself"):
+            loss: object = loss_fn(model, micro_batch)
         self._shared.look()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -229,7 +235,7 @@ class Passage:
         modes = Modes.capture(self._device_types)
         self.in_block = True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _explained(f"block {site.name!r}"):
                 output = site.forward(*args, **kwargs)
         finally:
             self.in_block = False
@@ -282,8 +288,7 @@ class Passage:
         if not roots:
             return
         starts = sorted({s for s in self.starts.values() if s <= start}, reverse=True)
-        arrived = graph.backward_part(roots, starts)
-        for edge, gradient in arrived:
+        for edge, gradient in graph.backward_part(roots, starts, self.hooked):
             self.pending.add(edge, gradient)
 
     def reached(self, stage: int) -> tuple[bool, ...]:
@@ -400,6 +405,25 @@ class Passage:
             outer.apply()
             for module, name, buffer in current:
                 module._buffers[name] = buffer
+
+
+@contextmanager
+def _explained(who: str) -> Iterator[None]:
+    """Say in words of ours why autograd has nothing to give to code that asks it for a gradient or a hook."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _NO_GRAPH.search(str(error)):
+            raise ModelError(
+                f"{who} asks for a graph in its forward ({error}), but blocks first run without one, and again with "
+                "one for their backward. Ask only where x.requires_grad, or compute within torch.enable_grad()"
+            ) from error
+        if "support saved tensor hooks" in str(error):
+            raise ModelError(
+                f"{who} uses a transform of torch.func where its weights may leave before the backward, which the "
+                "transform has no way to follow: do it within a block, or with torch.autograd.grad"
+            ) from error
+        raise
 
 
 def _forget(held: list[tuple[contextvars.ContextVar[Any], Any]]) -> None:

@@ -6,7 +6,7 @@ storage is freed. What an op uses inside itself (a library's workspace) is not s
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,10 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.tape import graph, trees
+from penstock.tape.asked import Asked
 from penstock.tape.legs import Kept, Leg, Seen, Stages, Usage, see
 from penstock.tape.losses import Losses
 from penstock.tape.passage import Arrival, Facts, Passage, Site, StageFacts
-from penstock.tape.watch import Watch
+from penstock.tape.watch import Ahead, Watch
 
 if TYPE_CHECKING:
     from penstock.tape.tape import Tape
@@ -47,7 +48,10 @@ class Probe:
         by_name = {g.spec.name: g.spec.index for g in tape.groups}
         self._own_group = [by_name.get(f"blocks.{site.name}") for site in tape.sites]
         self._watch = Watch(self._group_of, self._touch, self._refuse_write)
+        self._ahead = Ahead(self._group_of, self._bring)
         self._legs: list[Leg] = []
+        self._asked = Asked(self._block)
+        self._sources: dict[int, int] = {}  # identity of a parameter with a hook -> the leg that its gradient is from
         self.flops: tuple[tuple[int, int], ...] = ()
         """FLOP of each stage's forward and backward, after ``run``."""
         self.losses = Losses()
@@ -63,7 +67,7 @@ class Probe:
         tape.open(0, [self._micro_batch], train)
         try:
             passage = tape.passages[0]
-            passage.samples = {}
+            passage.samples, passage.hooked = {}, self._asked.hooked
             self._run_forward(passage)
             self._refuse_replaced(tape.model)
             self._refuse_kept()
@@ -84,8 +88,12 @@ class Probe:
 
     def _touch(self, group: int) -> None:
         self._usage.reads.add(group)
+        self._bring(group)
+
+    def _bring(self, group: int) -> None:
         if group not in self._loaded:
-            self._load(group)
+            with torch._C.DisableTorchFunction():  # it is no function that the model calls
+                self._load(group)
             self._loaded.add(group)
             self._packer.add(s.parameter for s in self._tape.groups[group].slices)
 
@@ -128,7 +136,9 @@ class Probe:
             self._touch(own)
         self._begin(usage)
         try:
-            with watch, saved_tensors_hooks(self._pack, self._unpack):
+            # Weights of a block stay where they are until the end of its leg, and torch.func forbids such hooks.
+            packing = saved_tensors_hooks(self._pack, self._unpack) if site is None else nullcontext()
+            with self._ahead, watch, packing:
                 yield
             self._refuse_moved()
             if site is not None:
@@ -154,6 +164,16 @@ class Probe:
 
     def _note_gradient(self, parameter: nn.Parameter, leg: int, gradient: torch.Tensor) -> None:
         self._legs[leg].gradients.add(self._group_of[id(parameter)])
+        if self._tape.hooks.has_others(parameter) and self._sources.setdefault(id(parameter), leg) != leg:
+            name = next(s.name for g in self._tape.groups for s in g.slices if s.parameter is parameter)
+            raise ModelError(
+                f"parameter {name!r} has a hook and is used in several places, from which its gradient comes in parts: "
+                "the hook would see each of them. Remove it"
+            )
+
+    def _block(self) -> str | None:
+        site = self._legs[self._watch.leg].site
+        return None if site is None else site.name
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -173,7 +193,7 @@ class Probe:
         """A leg of the model's own code. The call at which it stopped; None at the end, where the loss is done too."""
         leg = self._start(None)
         with self._measuring(leg.forward):
-            with self.losses:
+            with self._asked, self.losses:
                 event = self._tape.run_code(passage, self._watch.leg)
             if event == "done":
                 assert passage.loss is not None
@@ -186,7 +206,7 @@ class Probe:
         leg = self._start(site)
         leg.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = _buffers(site.module), _attributes(site)
-        with self._measuring(leg.forward, site):
+        with self._measuring(leg.forward, site), self._asked:
             self._tape.run_call(passage, self._watch.leg, Facts())
         changed = [b for b in before if b.has_changed()]
         leg.changed = tuple((b.module, b.name) for b in changed)

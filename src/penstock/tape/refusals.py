@@ -55,6 +55,12 @@ def _refuse_wrapper(where: str, module: nn.Module) -> None:
 def _refuse_parameters(model: nn.Module) -> None:
     devices: dict[str, str] = {}
     for name, parameter in model.named_parameters():
+        refuse_accumulation_hooks(name, parameter)
+        if parameter.is_meta and parameter._backward_hooks:
+            raise ModelError(
+                f"parameter {name!r} has a hook and is on the meta device, which it leaves without hooks: register it "
+                "when the model is wrapped"
+            )
         kind = type(parameter.data).__name__
         if type(parameter) is not nn.Parameter or kind not in ("Tensor", "Parameter"):
             what = type(parameter).__name__ if kind in ("Tensor", "Parameter") else kind
@@ -69,4 +75,15 @@ def _refuse_parameters(model: nn.Module) -> None:
         raise ModelError(
             f"parameters are on several devices ({first!r} on {one}, {second!r} on {other}): put the whole model on "
             "the CPU; the budget says where weights live"
+        )
+
+
+def refuse_accumulation_hooks(name: str, parameter: nn.Parameter, *, ours: bool = False) -> None:
+    """Raise ModelError where hooks wait for what is accumulated in ``.grad``. ``ours``: one of them is the tape's."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+    if parameter.requires_grad and len(hooks) > int(ours):
+        raise ModelError(
+            f"parameter {name!r} has a hook of register_post_accumulate_grad_hook: gradients are not accumulated in "
+            ".grad, but streamed to where the optimizer's state is. Remove the hook; clipping and the optimizer are "
+            "settings of penstock.wrap, and register_hook sees each micro-batch's gradient"
         )

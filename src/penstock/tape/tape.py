@@ -11,11 +11,10 @@ gives the same bits. Weights must be attached while a stage that reads them runs
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,6 +28,7 @@ from penstock.tape.compiled import compiled_forwards
 from penstock.tape.groups import ParamGroup
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.losses import Compared
+from penstock.tape.parameters import GradientHooks, refuse_changed
 from penstock.tape.passage import Event, Facts, LossFn, Passage, Site, StageFacts, current_passage, memory_order
 from penstock.tape.probe import Probe
 
@@ -97,8 +97,9 @@ class Tape:
         forwards = [b.module.forward for b in blocks] if compile is None else compiled_forwards(blocks, compile)
         self.caches = CachesOff(model)
         self.sites = tuple(_site(i, b, f) for i, (b, f) in enumerate(zip(blocks, forwards, strict=True)))
-        self._replaced = [_install(site) for site in self.sites]
-        self._hooks: list[Any] = []
+        self._doing = Doing()
+        self._replaced = [_install(site, self._doing) for site in self.sites]
+        self.hooks = GradientHooks(self.groups, self._gradient_of_segment, self._gradient_of_call)
         self.passages: list[Passage] = []
         self._stages: tuple[Stage, ...] = ()
         self._weights: tuple[float, ...] = ()
@@ -109,16 +110,9 @@ class Tape:
         self._step = 0
         self._train = True
         self._stage = 0  # whose backward is running
-        self._in_segment = False  # whether it is the backward of the model's own code
         self._holes: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     # -- installing -----------------------------------------------------------------------------------------------
-
-    def _watch(self, parameter: nn.Parameter) -> list[Any]:
-        return [
-            parameter.register_hook(partial(self._gradient_of_segment, parameter)),  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(self._gradient_of_call),  # type: ignore[no-untyped-call]
-        ]
 
     def close(self) -> None:
         """Give the model back as it was: the blocks' own forwards, its caches, and no hooks."""
@@ -127,9 +121,7 @@ class Tape:
             site.module.__dict__.pop("forward", None)
             site.module.__dict__.update(replaced)
         self.caches.restore()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self.hooks.remove()
 
     def probe(
         self,
@@ -178,8 +170,10 @@ class Tape:
 
     def open(self, step: int, micro_batches: Sequence[Mapping[str, Any]], train: bool) -> None:
         """``begin`` without a program: what the probe starts from."""
-        if not self._hooks:  # not earlier: a parameter that leaves the meta device loses its hooks
-            self._hooks = [h for g in self.groups for s in g.slices if s.trainable for h in self._watch(s.parameter)]
+        refuse_changed(self.model, self.groups)
+        for site in self.sites:
+            _check_installed(site)
+        self.hooks.install()  # not earlier: a parameter that leaves the meta device loses its hooks
         self._step, self._train = step, train
         self._random = rng.RandomState.capture(self.device)
         self._losses = [None] * len(micro_batches)
@@ -339,15 +333,15 @@ class Tape:
             root = (get_gradient_edge(loss), torch.full_like(value, weight))
             del loss
             last = max(passage.starts)
-            self._stage, self._in_segment = last, True
-            passage.backward_code(last, root)
+            with self._backward_of(last, "segment"):
+                passage.backward_code(last, root)
         return value
 
     def backward_code(self, passage: Passage, stage: int) -> None:
         """Backward of the model's own code that belongs to ``stage``."""
         rng.seed(self._seed, self._step, passage.index, stage, rng.BACKWARD, self.device)
-        self._stage, self._in_segment = stage, True
-        passage.backward_code(stage)
+        with self._backward_of(stage, "segment"):
+            passage.backward_code(stage)
 
     def call_elsewise(self, passage: Passage, stage: int) -> None:
         """See ``Passage.call_elsewise``; nothing is learned on the meta device."""
@@ -357,22 +351,37 @@ class Tape:
     def backward_call(self, passage: Passage, stage: int) -> tuple[bool, ...] | None:
         """Recompute a block call and run it backward. Which outputs needed a gradient; None: nothing to do."""
         rng.seed(self._seed, self._step, passage.index, stage, rng.FORWARD, self.device)
-        self._stage, self._in_segment = stage, False
-        return passage.backward_call(stage)
+        with self._backward_of(stage, "call"):
+            return passage.backward_call(stage)
+
+    @contextmanager
+    def _backward_of(self, stage: int, what: Literal["segment", "call"]) -> Iterator[None]:
+        self._stage, self._doing.what = stage, what
+        try:
+            yield
+        finally:
+            self._doing.what = "forward"
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def _gradient_of_segment(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        if not self.passages or not self._in_segment:
+        if not self.passages or self._doing.what != "segment":
             return None
         self.on_gradient(parameter, self._stage, gradient)
         # What autograd hands on from here is thrown away; one element instead of the gradient lets it be freed now.
         return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(gradient)
 
     def _gradient_of_call(self, parameter: torch.Tensor) -> None:
-        if self.passages and parameter.grad is not None:
-            assert isinstance(parameter, nn.Parameter)
-            gradient, parameter.grad = parameter.grad, None
+        if not self.passages or parameter.grad is None:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        gradient, parameter.grad = parameter.grad, None
+        if self._doing.what == "forward":
+            raise ModelError(
+                "backward() was called in the forward, where the gradients of weights would not be kept: add what it "
+                "is the backward of to the loss"
+            )
+        if self._doing.what == "call":  # that of a segment has been seen before it was accumulated
             self.on_gradient(parameter, self._stage, gradient)
 
     # -- the same way for every micro-batch -----------------------------------------------------------------------
@@ -401,19 +410,34 @@ class Tape:
                 self._expect_call(passage, stage + 1, following)
 
 
+@dataclass
+class Doing:
+    """What a tape is at: a forward (or nothing), or the backward of the model's own code or of a block call."""
+
+    what: Literal["forward", "segment", "call"] = "forward"
+
+
 class Boundary:
     """Stands in for a block's ``forward``: suspends a passage that arrives, and otherwise is not there.
 
     An object and not a closure, so that a deep copy of the model calls its own blocks.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, doing: Doing) -> None:
         self._site = site
+        self._doing = doing
         self.__wrapped__ = site.forward  # what inspect.signature looks at
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passage = current_passage()
-        return self._site.forward(*args, **kwargs) if passage is None else passage.arrive(self._site, args, kwargs)
+        if passage is not None:
+            return passage.arrive(self._site, args, kwargs)
+        if self._doing.what == "segment":
+            raise ModelError(
+                f"block {self._site.name!r} is called again in the backward (by torch.utils.checkpoint, or a function "
+                "with a backward of its own, around the block): leave that out, as Penstock recomputes blocks by itself"
+            )
+        return self._site.forward(*args, **kwargs)
 
 
 def _site(index: int, block: Block, forward: Callable[..., Any]) -> Site:
@@ -421,12 +445,19 @@ def _site(index: int, block: Block, forward: Callable[..., Any]) -> Site:
     return Site(index=index, name=block.name, module=block.module, forward=forward, trainable=trainable)
 
 
-def _install(site: Site) -> dict[str, Any]:
+def _install(site: Site, doing: Doing) -> dict[str, Any]:
     """Put a boundary in front of a block. What has to be put back into the module's ``__dict__`` in the end."""
     attributes = vars(site.module)
     replaced = {key: attributes[key] for key in ("forward",) if key in attributes}
-    attributes["forward"] = Boundary(site)
+    attributes["forward"] = Boundary(site, doing)
     return replaced
+
+
+def _check_installed(site: Site) -> None:
+    if not isinstance(vars(site.module).get("forward"), Boundary):
+        raise ModelError(
+            f"the forward of block {site.name!r} was replaced after wrap(): replace it before, and wrap the model again"
+        )
 
 
 def _drop_gradient(parameter: nn.Parameter, stage: int, gradient: torch.Tensor) -> None:

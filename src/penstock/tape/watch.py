@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -41,6 +42,27 @@ class Birth:
         self.leg = leg
         self.touched: set[int] = set()
         self.saved: set[int] = set()
+
+
+class Ahead(TorchFunctionMode):
+    """Calls ``load`` before a function of torch that is handed a parameter. What it does then may depend on the strides
+    of a weight, and a placeholder has others.
+    """
+
+    def __init__(self, parameters: Mapping[int, int], load: Callable[[int], None]) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self._load = load
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", None) != "__get__":  # a look at its shape or dtype needs no numbers
+            for value in (*args, *(kwargs or {}).values()):
+                group = self._parameters.get(id(value))
+                if group is not None:
+                    self._load(group)
+        return func(*args, **(kwargs or {}))
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,0 +1,92 @@
+"""Parameters as they must stay while an engine trains them, and the tape's own hooks on them, behind the user's."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.tape.groups import ParamGroup, ParamSlice
+from penstock.tape.refusals import refuse_accumulation_hooks
+
+_AGAIN = "close the engine and wrap the model again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hooked:
+    """The tape's two hooks on a parameter."""
+
+    of_tensor: Any
+    after_accumulation: Any
+
+    def remove(self) -> None:
+        self.of_tensor.remove()
+        self.after_accumulation.remove()
+
+
+class GradientHooks:
+    """Calls ``of_tensor(parameter, gradient)`` with each gradient of a trainable parameter, after the hooks that others
+    have on it, and ``after_accumulation(parameter)`` when one was added to ``.grad``.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        of_tensor: Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None],
+        after_accumulation: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._slices = [s for group in groups for s in group.slices]
+        self._of_tensor = of_tensor
+        self._after_accumulation = after_accumulation
+        self._hooked: dict[int, _Hooked] = {}
+
+    def install(self) -> None:
+        """Hang the hooks on, or on again behind one that came since. Before each step.
+
+        Raises:
+            ModelError: a parameter has hooks that cannot be honoured, or has been frozen or unfrozen.
+        """
+        for s in self._slices:
+            if s.parameter.requires_grad is not s.trainable:
+                now, was = ("trainable", "frozen") if s.parameter.requires_grad else ("frozen", "trainable")
+                raise ModelError(f"parameter {s.name!r} is {now}, and was {was} when the model was wrapped: {_AGAIN}")
+            if s.trainable:
+                self._install_on(s)
+
+    def remove(self) -> None:
+        for hooked in self._hooked.values():
+            hooked.remove()
+        self._hooked.clear()
+
+    def has_others(self, parameter: nn.Parameter) -> bool:
+        """Whether there are hooks on a parameter besides these."""
+        return len(parameter._backward_hooks or ()) > 1
+
+    def _install_on(self, s: ParamSlice) -> None:
+        parameter, hooked = s.parameter, self._hooked.get(id(s.parameter))
+        refuse_accumulation_hooks(s.name, parameter, ours=hooked is not None)
+        if hooked is not None and next(reversed(parameter._backward_hooks or {})) == hooked.of_tensor.id:
+            return
+        if hooked is not None:
+            hooked.remove()
+        register: Any = parameter.register_hook
+        register_after: Any = parameter.register_post_accumulate_grad_hook
+        self._hooked[id(parameter)] = _Hooked(
+            of_tensor=register(partial(self._of_tensor, parameter)),
+            after_accumulation=register_after(self._after_accumulation),
+        )
+
+
+def refuse_changed(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    """Raise ModelError if the model has other parameters than those that were wrapped."""
+    known = {id(s.parameter) for group in groups for s in group.slices}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in known:
+            raise ModelError(f"parameter {name!r} was added, or put in another's place, after wrap(): {_AGAIN}")
+        known.discard(id(parameter))
+    gone = next((s.name for group in groups for s in group.slices if id(s.parameter) in known), None)
+    if gone is not None:
+        raise ModelError(f"parameter {gone!r} was taken out of the model after wrap(): {_AGAIN}")
