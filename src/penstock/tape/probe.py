@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.errors import ModelError
 from penstock.schedule.program import Stage
@@ -92,7 +93,7 @@ class Probe:
 
     def _bring(self, group: int) -> None:
         if group not in self._loaded:
-            with torch._C.DisableTorchFunction():  # it is no function that the model calls
+            with torch._C.DisableTorchFunction(), _disable_current_modes():  # it is nothing that the model does
                 self._load(group)
             self._loaded.add(group)
             self._packer.add(s.parameter for s in self._tape.groups[group].slices)
@@ -192,6 +193,7 @@ class Probe:
     def _run_code(self, passage: Passage) -> Arrival | None:
         """A leg of the model's own code. The call at which it stopped; None at the end, where the loss is done too."""
         leg = self._start(None)
+        held = passage.outputs  # a run's epilogue has them as its checkpoint, also where the model has let go of them
         with self._measuring(leg.forward):
             with self._asked, self.losses:
                 event = self._tape.run_code(passage, self._watch.leg)
@@ -199,6 +201,7 @@ class Probe:
                 assert passage.loss is not None
                 self.loss = None if passage.loss.is_meta else float(passage.loss.detach())
                 self._tape.run_loss(passage, 1.0)
+            held.clear()
         return passage.arrival
 
     def _run_call(self, passage: Passage, arrival: Arrival) -> None:
