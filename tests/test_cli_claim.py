@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -387,23 +386,20 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_where_one_may_not_look_is_not_where_nothing_is() -> None:
-    with TemporaryDirectory() as made:  # pytest's own folders are closed to others further up
-        folder = Path(made)
-        folder.chmod(0o755)
-        closed = folder / "closed"
-        closed.mkdir()
-        config = run_of(on(settings_for(folder / "run"), closed / "store"), step=3)
-        (folder / "run" / RUN_FILE).chmod(0o644)
-        closed.chmod(0)
-        paths = config.budget.disk_paths
-        for look in (Store.exists, facts_of, lambda paths: require_own_store(folder / "run", paths)):
-            with as_nobody(), pytest.raises(StoreError) as found:
-                look(paths)
-            assert found.value.errno == errno.EACCES
-            said = str(found.value)
-            assert str(closed / "store" / DATA) in said
-            assert f"(EACCES): {closed} belongs to user " in said
+def test_where_one_may_not_look_is_not_where_nothing_is(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    config = run_of(on(settings_for(tmp_path / "run"), closed / "store"), step=3)
+    closed.chmod(0)
+    in_the_way = next(path for path in reversed([closed, *closed.parents]) if not path.stat().st_mode & 0o001)
+    paths = config.budget.disk_paths
+    for look in (Store.exists, facts_of, lambda paths: require_own_store(tmp_path / "run", paths)):
+        with as_nobody(), pytest.raises(StoreError) as found:
+            look(paths)
+        assert found.value.errno == errno.EACCES
+        said = str(found.value)
+        assert str(closed / "store" / DATA) in said
+        assert f"(EACCES): {in_the_way} belongs to user " in said
 
 
 def test_a_settings_file_that_is_gone_is_written_again(tmp_path: Path) -> None:

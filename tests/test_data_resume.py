@@ -21,6 +21,7 @@ from penstock.data.ahead import ahead
 from penstock.data.batches import Batches, Step
 from penstock.data.opening import Data, check_model, open_data
 from penstock.data.stream import Prepared
+from penstock.data.tokenizer import save
 from penstock.data.told import told
 from penstock.errors import ConfigError
 
@@ -257,3 +258,12 @@ def _noted(items: Iterator[int], taken: list[int]) -> Iterator[int]:
         taken.append(item)
         if False:
             yield item
+
+
+def test_a_tokenizer_that_the_system_refuses_to_write_is_an_error_of_the_system(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """What writes it is not in Python, and says so in an exception of no kind."""
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        save(bpe, tmp_path)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -201,7 +201,7 @@ def _tokenizer(
         found = tokenizers.train(config.training, _sample(opened, config.training.sample_bytes))
         try:
             with files.made_once(place, private=config.prepared is None) as under_way:
-                cast(Any, found).save_pretrained(under_way)
+                tokenizers.save(found, under_way)
         except StoreError:
             raise
         except OSError as error:

@@ -4,6 +4,8 @@ Both are a ``PreTrainedTokenizerBase`` of transformers, so that an exported mode
 """
 
 import json
+import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +39,21 @@ def load(path: str, *, key: str = "data.tokenizer", revision: str | None = None)
     if not found.get_vocab():
         raise ConfigError(f"{key}={path!r}: the tokenizer there has no vocabulary")
     return found
+
+
+def save(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer of transformers into a folder, as its ``save_pretrained`` does.
+
+    Raises:
+        OSError: the system refused it. The part that is not in Python says so in a plain Exception.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        found = None if isinstance(error, OSError) else re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PreTrainedTokenizerBase:

@@ -20,6 +20,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock import files
 from penstock.config import parse_size
+from penstock.data.tokenizer import save
 from penstock.engine import Engine
 from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.models import mapping, shell
@@ -104,7 +105,7 @@ def export(
 
     def tokens(folder: Path) -> None:
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            save(tokenizer, folder)
 
     if has_adapters(model) and not merge:
         write_adapter(Path(out), model, values, tokens, dtype=dtype, overwrite=overwrite)

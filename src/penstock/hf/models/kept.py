@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from penstock import files
+from penstock.data.tokenizer import save
 from penstock.errors import ConfigError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.folder import CONFIG, GENERATION, TOKENIZER_FILES, read_json
@@ -60,7 +61,7 @@ def keep(
         _write_config(partial, model, config, dtype)
         _write_generation(partial, model, source)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            save(tokenizer, partial)
         elif source is not None:
             _copy(source, partial, TOKENIZER_FILES)
         if source is not None and getattr(config, "auto_map", None):
