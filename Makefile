@@ -8,7 +8,7 @@ READY := .venv/.ready
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt \
 	$(shell find src/penstock/optim/native -type f) $(shell find src/penstock -name __init__.py)
 
-.PHONY: demo test faults proofs lint bench
+.PHONY: demo test faults products proofs lint bench
 
 demo: $(READY)
 	$(BIN)/penstock train examples/demo.yaml --overwrite
@@ -28,6 +28,10 @@ faults: $(READY)
 # Schedules and plans of many thousands of programs of every kind, other ones in each run.
 proofs: $(READY)
 	$(BIN)/python -m pytest --campaign tests/test_any_program.py
+
+# Every case of the products of settings of which `make test` runs a sample.
+products: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --campaign -m sampled
 
 lint: $(READY)
 	$(BIN)/ruff check src tests bench examples

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests import small_examples
+from tests import sampling, small_examples
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when it is first imported: nothing is looked up, or reported
 # Two tests run at a time, on two cores; models are small, and threads that wait for each other only take time.
@@ -23,7 +23,9 @@ FINDINGS = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--campaign", action="store_true", help="hit runs with as many faults as docs/reliability.md says")
+    parser.addoption(
+        "--campaign", action="store_true", help="as many faults as docs/reliability.md says; whole products"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,11 @@ class Campaign:
 def campaign(pytestconfig: pytest.Config) -> Campaign:
     findings = pytestconfig.stash.setdefault(FINDINGS, [])
     return Campaign(full=pytestconfig.getoption("--campaign"), findings=findings)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--campaign"):
+        items[:] = sampling.chosen(items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

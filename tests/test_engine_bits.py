@@ -92,6 +92,7 @@ def possible(name: str, precision: str, clip: float | None) -> bool:
 COMBINATIONS = [(name, *kind) for kind in FORMATS for name in VARIANTS | SPLIT_VARIANTS if possible(name, *kind)]
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize(("name", "precision", "clip"), COMBINATIONS)
 def test_same_bits_as_the_oracle(
     name: str, precision: str, clip: float | None, reference: Callable[..., Result], tmp_path: Path
@@ -168,6 +169,7 @@ OPTIMIZERS = (
 )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_same_bits_with_each_optimizer(
@@ -200,6 +202,7 @@ def test_same_bits_with_other_shapes_of_model(name: str, precision: str, tmp_pat
         assert_same(train(case, where(tmp_path / variant), steps, precision=precision, **settings), wanted)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("precision", "clip"), FORMATS)
 @pytest.mark.parametrize(
     ("before", "after"), [("checkpoints_on_disk_horizontal", "on_device"), ("on_host_horizontal", "overlapped")]
