@@ -51,7 +51,8 @@ def campaign(pytestconfig: pytest.Config) -> Campaign:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--campaign"):
-        items[:] = sampling.chosen(items)
+        items[:], left_out = sampling.chosen(items)
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -6,12 +6,13 @@
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import compress
 
 import pytest
 
 
-def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The tests to run, in their order, of all that were collected."""
+def chosen(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests to run, in their order, of all that were collected; and those that are left out."""
     products: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
     counts = {}
     for item in items:
@@ -21,7 +22,8 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
             products[test][case.removesuffix("]")] = item
             (counts[test],) = marker.args
     kept = {id(cases[name]) for test, cases in products.items() for name in sample(list(cases), counts[test])}
-    return [item for item in items if item.get_closest_marker("sampled") is None or id(item) in kept]
+    runs = [item.get_closest_marker("sampled") is None or id(item) in kept for item in items]
+    return list(compress(items, runs)), [item for item, run in zip(items, runs, strict=True) if not run]
 
 
 def sample(names: Sequence[str], count: int) -> list[str]:

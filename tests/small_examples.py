@@ -2,8 +2,10 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.warm_shell import commands
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -15,18 +17,14 @@ SMALL = (
 
 
 def run(script: str, *words: str | Path) -> str:
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        [ROOT / "examples" / "small" / script, *words],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=300,
-    )
+    with TemporaryDirectory() as folder, commands(Path(folder)) as place:
+        done = subprocess.run(
+            [ROOT / "examples" / "small" / script, *words],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PATH": f"{place}{os.pathsep}{os.environ['PATH']}"},
+            timeout=300,
+        )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout

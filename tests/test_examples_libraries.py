@@ -1,6 +1,7 @@
 """The examples for other libraries' loops do what they say: train a folder, survive a kill, and save one that loads."""
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -37,7 +38,9 @@ def killed_after_a_checkpoint(example: ModuleType, folders: dict[str, Path]) -> 
     """Start an example as a user would, and kill it when its first checkpoint is complete."""
     flags = [part for name, path in folders.items() for part in (f"--{name}", str(path))]
     script = EXAMPLES / f"{Path(str(example.__file__)).name}"
-    with warm.start([script, *flags, "--steps", str(STEPS)], quiet=True) as process:
+    # What TRL imports has temporary files of its own, which a process that is killed leaves.
+    environment = os.environ | {"TMPDIR": str(folders["run"].parent)}
+    with warm.start([script, *flags, "--steps", str(STEPS)], env=environment, quiet=True) as process:
         deadline = time.monotonic() + 120
         while not (folders["run"] / "checkpoint-4" / "trainer_state.json").exists():
             assert process.poll() is None, "it ended before its first checkpoint"

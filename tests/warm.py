@@ -13,6 +13,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,8 @@ def server() -> ForkServerContext:
 
 
 class Process:
-    """A running program, as ``subprocess.Popen`` with pipes for text has it. ``quiet``: nobody hears what it says."""
+    """A running program, as ``subprocess.Popen`` with pipes for text has it. ``given``: descriptors of its
+    standard output and standard error, instead of pipes; ``quiet``: nobody hears what it says."""
 
     def __init__(
         self,
@@ -48,11 +50,13 @@ class Process:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        given: Sequence[int] = (),
         quiet: bool = False,
     ) -> None:
         self.args = [str(word) for word in words]
-        pipes = [] if quiet else [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-        theirs = [end for _, end in pipes] or [Connection(os.open(os.devnull, os.O_RDWR)) for _ in range(2)]
+        pipes = [] if quiet or given else [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+        files = [os.dup(file) for file in given] or [os.open(os.devnull, os.O_RDWR) for _ in range(2) if quiet]
+        theirs = [end for _, end in pipes] or [Connection(file) for file in files]
         environment = dict(os.environ if env is None else env)
         where = str(Path.cwd() if cwd is None else cwd)
         self._process = server().Process(target=_become, args=(self.args, environment, where, theirs))
@@ -62,6 +66,11 @@ class Process:
         self.stdout, self.stderr = [_text(end) for end, _ in pipes] or (None, None)
         assert self._process.pid is not None
         self.pid = self._process.pid
+
+    @property
+    def sentinel(self) -> int:
+        """Ready, for ``multiprocessing.connection.wait``, when it has ended."""
+        return self._process.sentinel
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -143,6 +152,7 @@ def _become(words: list[str], environment: dict[str, str], where: str, streams: 
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(where)
+    tempfile.tempdir = None  # it is looked up once, and the server may have
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", write_through=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), "utf-8", "backslashreplace", write_through=True)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # pytest's own, in the server
