@@ -15,7 +15,7 @@ from typing import TextIO
 
 from penstock.cli.arguments import RESUME_HELP, USAGE, parse_resume, parse_train
 from penstock.cli.named_files import check_named_files
-from penstock.cli.run_folder import Start, settings_of
+from penstock.cli.run_folder import Start, settings_of, trusts_code
 from penstock.cli.settings import dump, load
 from penstock.cli.showing.display import fail
 from penstock.config import TrainConfig
@@ -132,7 +132,7 @@ def _train(words: Sequence[str]) -> int:
     if arguments.print_config:
         print(dump(config), end="")
         return 0
-    return _run(config, arguments.start)
+    return _run(config, arguments.start, own_code=trusts_code(arguments.flags))
 
 
 def _resume(words: Sequence[str]) -> int:
@@ -140,10 +140,10 @@ def _resume(words: Sequence[str]) -> int:
         print(RESUME_HELP, end="")
         return 0
     arguments = parse_resume(words)
-    return _run(settings_of(arguments.run, arguments.flags), "resume")
+    return _run(settings_of(arguments.run, arguments.flags), "resume", own_code=trusts_code(arguments.flags))
 
 
-def _run(config: TrainConfig, start: Start) -> int:
+def _run(config: TrainConfig, start: Start, *, own_code: bool) -> int:
     with _needing_hf("train"):
         check_named_files(config, start)
     # Threads of torch that wait by spinning take the cores from the lanes' own threads. OpenMP reads this when torch is
@@ -151,7 +151,7 @@ def _run(config: TrainConfig, start: Start) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with _needing_hf("train"):
         from penstock.cli.train import train  # torch and transformers take seconds to import
-    return train(config, start)
+    return train(config, start, own_code=own_code)
 
 
 @contextmanager

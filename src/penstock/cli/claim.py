@@ -14,6 +14,7 @@ import logging
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from penstock import files
@@ -306,6 +307,7 @@ def check_same_data(config: TrainConfig, before: TrainConfig) -> None:
     Raises:
         ConfigError: something is not as it was ``before``.
     """
+    before = replace(before, model=replace(before.model, trust_remote_code=config.model.trust_remote_code))
     for key in ("model", "data", "sequences_per_step", "micro_batch_size", "seed"):
         if getattr(before, key) != getattr(config, key):
             name = "batch.sequences" if key == "sequences_per_step" else key

@@ -32,16 +32,21 @@ penstock export: writes the model of a run's last commit as a Hugging Face folde
   --merge                        of a run with lora: the whole model, with the adapters merged into its weights; if not
                                  given, OUT is the adapter alone, as peft writes it, in fp32
 
+  --trust-remote-code            run the Python code that RUN keeps with its model; a model that needs it is refused
+                                 otherwise, whatever RUN says
+
 OUT has safetensors files, config.json, generation_config.json and the tokenizer, as save_pretrained writes them. It is
 there whole or not at all. Reads from disk, a few MB at a time, and checks every checksum. The run must not be training.
 """
 
+_SWITCHES = ("--overwrite", "--merge", "--trust-remote-code")
 _HINT = "Try: penstock export --help"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportArguments:
-    """``penstock export``. ``dtype``: None: the model's own. ``merge``: adapters into the weights that they are for."""
+    """``penstock export``. ``dtype``: None: the model's own. ``merge``: adapters into the weights that they are for.
+    ``own_code``: run the Python code that the run keeps with its model, if it needs it."""
 
     run: Path
     out: Path
@@ -49,6 +54,7 @@ class ExportArguments:
     shard_size: int = 5 * 1000**3
     overwrite: bool = False
     merge: bool = False
+    own_code: bool = False
 
 
 def parse_export(words: Sequence[str]) -> ExportArguments:
@@ -65,11 +71,11 @@ def parse_export(words: Sequence[str]) -> ExportArguments:
         key, equals, value = word.partition("=")
         if not word.startswith("--"):
             folders.append(Path(word))
-        elif key not in ("--dtype", "--shard-size", "--overwrite", "--merge"):
+        elif key not in ("--dtype", "--shard-size", *_SWITCHES):
             raise ConfigError(f"penstock export has no {key}. {_HINT}")
         elif key in given:
             raise ConfigError(f"{key} is given twice: keep one")
-        elif key in ("--overwrite", "--merge"):
+        elif key in _SWITCHES:
             if equals:
                 raise ConfigError(f"{key} takes no value, and was given {value!r}")
             given[key] = ""
@@ -97,6 +103,7 @@ def parse_export(words: Sequence[str]) -> ExportArguments:
         shard_size=shard_size,
         overwrite="--overwrite" in given,
         merge="--merge" in given,
+        own_code="--trust-remote-code" in given,
     )
 
 
@@ -147,7 +154,7 @@ def _write(
     from penstock.hf.models.kept import kept_model
 
     began = time.perf_counter()
-    kept = kept_model(model_folder(arguments.run), trust_remote_code=config.model.trust_remote_code)
+    kept = kept_model(model_folder(arguments.run), trust_remote_code=arguments.own_code, flag="--trust-remote-code")
     model, values = Source.of(kept, found.values), found.values
     if config.lora is not None:
         source = config.model.path

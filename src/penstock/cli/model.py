@@ -101,14 +101,16 @@ def run_model(config: ModelConfig, data: DataConfig) -> RunModel:
     return found
 
 
-def resumed_model(folder: Path, config: ModelConfig, data: DataConfig) -> RunModel:
+def resumed_model(folder: Path, config: ModelConfig, data: DataConfig, *, own_code: bool) -> RunModel:
     """The model of a run that goes on, as its own folder keeps it: the one that it came from may be gone.
+
+    ``own_code``: whether the command has said that code which is kept with it may run.
 
     Raises:
         ConfigError: there is none.
         ModelError: the installed transformers is another, and lacks something.
     """
-    found = kept.kept_model(folder, trust_remote_code=config.trust_remote_code)
+    found = kept.kept_model(folder, trust_remote_code=own_code, flag="--model.trust_remote_code true")
     _check_length(found.config, data)
     return RunModel(
         model=found.model,

@@ -11,7 +11,7 @@ import xxhash
 
 from penstock import files
 from penstock.cli.run_record import RunRecord
-from penstock.cli.settings import dump, load_text
+from penstock.cli.settings import dump, load_flag, load_text
 from penstock.cli.trackers.tracking import FOLDERS, IDS
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError
@@ -69,6 +69,9 @@ def settings_file(folder: Path) -> Path:
 def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
     """The settings of the run in a folder, with flags laid over them.
 
+    That a model's own code may run (``model.trust_remote_code``) is for the flags to say: a folder does not allow it to
+    itself.
+
     They name the folder as it was called when the run began. If it is called otherwise now (it was moved, or the
     current directory is another), what they say is in it is looked for where it is now.
 
@@ -80,6 +83,7 @@ def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainCon
         config = load_text(record.pending.settings, str(folder / RUN_FILE), flags)
     else:
         config = load_text(_settings_text(settings_file(folder)), str(folder / _SETTINGS), flags)
+    config = replace(config, model=replace(config.model, trust_remote_code=trusts_code(flags)))
     before = Path(config.run)
     if before.resolve() == folder.resolve():
         return config
@@ -89,6 +93,12 @@ def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainCon
     )
     disk = None if not moved else moved[0] if len(moved) == 1 else moved
     return replace(config, run=str(folder), budget=replace(config.budget, disk=disk))
+
+
+def trusts_code(flags: Sequence[tuple[str, str]]) -> bool:
+    """Whether flags say that a model's own code may run."""
+    said = [value for key, value in flags if key.replace("-", "_") == "model.trust_remote_code"]
+    return bool(said) and load_flag(said[-1], "--model.trust_remote_code") is True
 
 
 def as_cut_before(config: TrainConfig) -> TrainConfig:

@@ -63,6 +63,11 @@ def _filled_in(path: str, run: str) -> str:
     return first.replace("{run}", Path(os.path.abspath(run)).name)
 
 
+def load_flag(text: str, name: str) -> Any:
+    """What the value of a flag is in YAML."""
+    return parse_yaml(text, name, flag=True).value
+
+
 def dump(config: TrainConfig) -> str:
     """The settings as YAML that ``load`` reads back to an equal ``TrainConfig``."""
     return dump_yaml(plain(config))

@@ -49,10 +49,11 @@ from penstock.store.facts import facts_of
 from penstock.wrapping import wrap
 
 
-def train(config: TrainConfig, start: Start) -> int:
+def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
     """Carry out a run and return the exit code: 0, or 128 plus the signal that ended it early.
 
-    0 also where there is nothing to carry out, as the run to go on with is complete.
+    0 also where there is nothing to carry out, as the run to go on with is complete. ``own_code``: whether this command
+    itself says that Python code in the run's folder may run, should the run go on.
 
     Raises:
         ConfigError, BudgetError, ModelError, StoreError, NonFiniteError: as they come.
@@ -67,7 +68,7 @@ def train(config: TrainConfig, start: Start) -> int:
             display.say(is_complete(config, claim.step or 0))
             return 0
         try:
-            return _start(config, display, claim, optimizer, schedule)
+            return _start(config, display, claim, optimizer, schedule, own_code=own_code)
         except BaseException as error:
             if is_out_of_memory(error):
                 raise MemoryError(explain(error, config, begun=claim.has_steps)) from error
@@ -87,6 +88,8 @@ def _start(
     claim: Claim,
     optimizer: OptimizerSpec,
     schedule: Literal["vertical", "horizontal"] | Schedule,
+    *,
+    own_code: bool,
 ) -> int:
     """The run from its model to its end. The folder changes as late as possible: what is wrong with the settings
     comes out before."""
@@ -96,7 +99,7 @@ def _start(
     else:
         config = as_cut_before(config)
         _require_kept(config, claim.folder)
-        model = resumed_model(model_folder(claim.folder), config.model, config.data)
+        model = resumed_model(model_folder(claim.folder), config.model, config.data, own_code=own_code)
     if config.data.packing is True:
         check_keeps_apart(model.model)
     trained = _adapted(model, config.lora)

@@ -1,11 +1,13 @@
 """Models with adapters (LoRA, by peft) on their way out: the adapter alone, or merged into its weights."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock import files
 from penstock.errors import ModelError
 from penstock.hf.lora import base_name
 from penstock.run.values import Place, Values
@@ -24,6 +26,17 @@ def save_adapter(folder: Path, model: Any, values: Values, dtype: torch.dtype | 
     wanted = {name for name, place in values.parameters.items() if place.trainable} | set(_embeddings(model))
     trained = {name: values.parameter(name) for name in values.parameters if name in wanted}
     model.save_pretrained(folder, state_dict={name: t.to(dtype or torch.float32) for name, t in trained.items()})
+    _sort_sets(folder / "adapter_config.json", vars(model.peft_config[model.active_adapter]))
+
+
+def _sort_sets(file: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings that are sets in order: peft writes them as they come, which is another order in each process.
+
+    ``settings``: what ``file`` was written from.
+    """
+    body = json.loads(file.read_text(encoding="utf-8"))
+    ordered = {key: sorted(value) for key, value in settings.items() if isinstance(value, set) and key in body}
+    files.replace(file, json.dumps(body | ordered, indent=2, sort_keys=True), private=False)
 
 
 def _embeddings(model: Any) -> Iterator[str]:

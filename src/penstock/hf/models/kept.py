@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
 
 from penstock import files
 from penstock.data.tokenizer import save
@@ -66,7 +67,7 @@ def keep(
             _copy(source, partial, TOKENIZER_FILES)
         if source is not None and getattr(config, "auto_map", None):
             _copy(source, partial, [path.name for path in source.glob("*.py")])
-        notes = {"rules": None if rules is None else mapping.rules_to_json(list(rules))}
+        notes = {"rules": None if rules is None else mapping.rules_to_json(list(rules)), "code": _runs_code(model)}
         files.replace(partial / NOTES, json.dumps(notes, indent=2) + "\n")
         files.sync_tree(partial)
         files.remove(folder)
@@ -76,6 +77,11 @@ def keep(
         with suppress(OSError):
             files.remove(partial)
         raise ConfigError(f"{folder}: cannot keep the model's configuration there: {error}") from error
+
+
+def _runs_code(model: Any) -> bool:
+    """Whether a model's class is from code that came with the model, which transformers loads as modules of its own."""
+    return any(cls.__module__.startswith("transformers_modules") for cls in type(model).__mro__)
 
 
 def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype) -> None:
@@ -102,19 +108,29 @@ def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:
             files.copy(source / name, folder / name)
 
 
-def kept_model(folder: Path, *, trust_remote_code: bool = False) -> Kept:
+def kept_model(folder: Path, *, trust_remote_code: bool = False, flag: str = "trust_remote_code=True") -> Kept:
     """The model that a folder keeps, without memory.
 
+    ``trust_remote_code``: run the Python code that it is kept with. ``flag``: what says so to whoever is calling.
+
     Raises:
-        ConfigError: it keeps none, or transformers cannot build it any more.
+        ConfigError: it keeps none, or transformers cannot build it any more; it needs code, and is not trusted.
         ModelError: the installed transformers lacks a rule that it was loaded by.
     """
     if not (folder / CONFIG).is_file() or not (folder / NOTES).is_file():
         raise ConfigError(
             f"{folder} does not hold the configuration of the run's model, without which its store is no use"
         )
-    config = shell.config_of(folder, trust_remote_code=trust_remote_code)
-    model = shell.build(config, shell.class_of(config, folder, trust_remote_code=trust_remote_code))
-    kept = read_json(folder / NOTES)["rules"]
+    notes = read_json(folder / NOTES)
+    given = read_json(folder / CONFIG)
+    needs = bool(notes.get("code") or (given.get("auto_map") and given.get("model_type") not in CONFIG_MAPPING))
+    if needs and not trust_remote_code:
+        raise ConfigError(
+            f"{folder}: this model runs Python code of its own, and what a run's folder says is not enough to run it. "
+            f"Read the code there, and if you trust it, say so with this command: {flag}"
+        )
+    config = shell.config_of(folder, trust_remote_code=needs)
+    model = shell.build(config, shell.class_of(config, folder, trust_remote_code=needs))
+    kept = notes["rules"]
     rules = None if kept is None else mapping.rules_of(model, kept)
     return Kept(folder=folder, config=config, model=model, rules=rules)
