@@ -17,6 +17,7 @@ from tests.interposed import FAILS, Commands, Ended, commands
 from penstock.cli.run_folder import settings_of
 from penstock.run.slots import Slots
 from penstock.store.facts import facts_of
+from penstock.store.owner import RUN_FILE
 from penstock.store.store import Store
 from penstock.store.transfer import aligned_bytes
 
@@ -90,6 +91,10 @@ class Place:
         facts = facts_of([self.drive / "run"])
         return 0 if facts is None else facts.step or 0
 
+    def left_without_a_step(self) -> bool:
+        facts = facts_of([self.drive / "run"])
+        return facts is not None and facts.step == 0
+
     def outcome(self) -> dict[str, str]:
         """All that a run comes to: the numbers of its steps, and the bits of its state."""
         lines = (self.run / "metrics.jsonl").read_text().splitlines()
@@ -117,6 +122,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             ended = found.train("--resume", "--steps", str(steps))
             assert ended.code == 0, ended.said
             found.keep(f"after {steps}")
+        found.put(None)
+        at = found.train("--resume").calls("SIGKILL") * 3 // 4
+        while not found.left_without_a_step():  # a kill between the making of the store and its first step
+            at += 15
+            found.put(None)
+            assert found.train("--resume", fault="SIGKILL", at=at).code < 0, "the kill never comes there"
+        found.keep("a beginning")
+        found.put("after 2")
         ended = found.penstock(["export", str(found.run), str(folder / "base")])
         assert ended.code == 0, ended.said
         yield found
@@ -134,6 +147,8 @@ STARTS = {
     "a run is replaced": ("after 1", ["--overwrite"]),
     "a run is begun": (None, []),
     "a run from a folder begins": (None, ["--resume", "--model", "{base}", "--data.tokenizer", "null"]),
+    "a start fails and takes back what it made": (None, ["--budget.device", "64KiB"]),
+    "a beginning of nothing is begun again": ("a beginning", ["--resume"]),
 }
 """What is there before, and the words of the start that is hit."""
 
@@ -144,13 +159,14 @@ def test_one_command_does_whatever_a_start_was_hit_by(name: str, place: Place, c
     of a run that nothing happened to."""
     before, words = STARTS[name]
     words = [word.format(base=place.folder / "base") for word in words]
-    again_words = words if "--model" in words else ["--resume"]
+    again_words = ["--resume", *(words[1:] if "--model" in words else [])]
     place.put(before)
     clean = place.train(*words)
+    place.train(*again_words)
     truth = place.outcome()
     tried: Counter[str] = Counter()
     wrong: list[str] = []
-    for fault, at in cases(name, clean, campaign, 2):
+    for fault, at in cases(name, clean, campaign, 1):
         place.put(before)
         ended = place.train(*words, fault=fault, at=at)
         done, case = place.step(), f"{name}: {fault} at call {at}, {ended.struck}: "
@@ -159,9 +175,11 @@ def test_one_command_does_whatever_a_start_was_hit_by(name: str, place: Place, c
             wrong.append(f"{case}exit code {ended.code}\n{ended.said}")
         if done < said or (before == "after 1" and name != "a run is replaced" and not done):
             wrong.append(f"{case}step {said} was done, and the store has {done}\n{ended.said}")
-        again = place.train(*again_words)
+        known = at % 2 and (place.run / RUN_FILE).exists() and clean.code == 0  # the folder knows its settings
+        again = place.penstock(["resume", str(place.run)]) if known else place.train(*again_words)
         if again.code != 0 or place.outcome() != truth:
-            wrong.append(f"{case}then train --resume: exit code {again.code}\n{ended.said}\n--- then\n{again.said}")
+            word = "resume" if known else "train --resume"
+            wrong.append(f"{case}then {word}: exit code {again.code}\n{ended.said}\n--- then\n{again.said}")
         tried[fault] += 1
     campaign.found(f"system calls, {name}: {dict(tried)}: all ended in words, all went on bit-equal")
     assert not wrong, f"{len(wrong)} of {tried.total()}\n" + "\n\n".join(wrong)
