@@ -50,6 +50,7 @@ WRAP = {
     "grad_dtype": None,
     "compile": False,
     "weights": None,
+    "init": False,
     "run": None,
 }
 

@@ -162,7 +162,7 @@ def _bytes(block: int) -> range:
     return range(SPANS[block].start * ALIGN, SPANS[block].stop * ALIGN)
 
 
-Steps.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+Steps.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 TestWhateverStepsWriteReadsAreWhatCounts = Steps.TestCase
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conftest import Campaign
 from tests.training import (
     Result,
     assert_same_state,
@@ -135,8 +136,9 @@ def check_whole(store: Path, expected: Result | None) -> None:
 # ---- what is right
 
 
-@pytest.mark.parametrize("pattern", ["ft", "tf", "fsf", "ccf", "ftcs"])
-@pytest.mark.parametrize("clip", ["none", "some"])
+@pytest.mark.parametrize(
+    ("pattern", "clip"), [("tf", "none"), ("ft", "some"), ("fsf", "some"), ("ccf", "some"), ("ftcs", "some")]
+)
 def test_a_run_in_memory_gives_what_plain_torch_gives(pattern: str, clip: str) -> None:
     """A parameter without a gradient keeps its value and its moments, and counts no update."""
     found, plain = wanted(pattern, "fp32", CLIPS[clip]), plain_loop(steps_of(pattern), CLIPS[clip])
@@ -153,8 +155,11 @@ def test_a_run_in_memory_gives_what_plain_torch_gives(pattern: str, clip: str) -
 # ---- wherever the state lives
 
 
-@pytest.mark.parametrize("place", [name for name in PLACES if name != "weights on the device"])
-@pytest.mark.parametrize("pattern", ["t", "ft", "tf", "ftf"])
+@pytest.mark.parametrize(
+    ("pattern", "place"),
+    [(pattern, "disk") for pattern in ("t", "ft", "tf", "s", "cf")]
+    + [("ftf", place) for place in PLACES if place != "weights on the device"],  # which fp32 has only with the state
+)
 def test_a_part_that_a_step_does_not_reach_keeps_its_weights(pattern: str, place: str, tmp_path: Path) -> None:
     check_run(Run(pattern=pattern, place=place), tmp_path)
 
@@ -209,8 +214,13 @@ RUNS = st.builds(
 )
 
 
-@given(run=RUNS)
-@settings(max_examples=25, deadline=None)
-def test_any_pattern_of_steps_gives_the_bits_of_a_run_in_memory(run: Run) -> None:
-    with TemporaryDirectory() as folder:
-        check_run(run, Path(folder))
+def test_any_pattern_of_steps_gives_the_bits_of_a_run_in_memory(campaign: Campaign) -> None:
+    """In vertical and horizontal schedules, with delays, speculation, clipping, overlap, and kills after some steps."""
+
+    @settings(max_examples=campaign.cases(8, 400), deadline=None)
+    @given(run=RUNS)
+    def check(run: Run) -> None:
+        with TemporaryDirectory() as folder:
+            check_run(run, Path(folder))
+
+    check()

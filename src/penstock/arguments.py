@@ -26,6 +26,7 @@ _PLAIN: Mapping[str, Any] = {
     "delay": float | None,
     "grad_dtype": GradDtype | None,
     "compile": bool | str,
+    "init": bool,
     "run": str | Path | None,
 }
 _SPECS = (AdamW, Adam, SGD, Lion)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -35,12 +36,14 @@ from penstock.run.stats import StepStats
 from penstock.run.streams import streams_for
 from penstock.run.trace import MemorySample, TraceEvent
 from penstock.run.trial import Outcome, take_step
+from penstock.run.turns import in_turn, is_foreign
 from penstock.run.values import Values
 from penstock.schedule.op import Schedule
 from penstock.sim.result import Simulation
 from penstock.store.owner import Owner
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import group_parameters, groups_of
+from penstock.tape.guard import guard
 from penstock.tape.passage import LossFn
 from penstock.tape.tape import Tape
 
@@ -50,7 +53,7 @@ log = logging.getLogger("penstock")
 class Engine:
     """Trains a model whose state lives on device, host and disk. Made by ``wrap``; a context manager.
 
-    Not thread-safe: one thread makes all calls, always the same one.
+    Calls of all engines of a process take turns; two calls of one at once are refused, and calls in a forked child.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Engine:
         weights: WeightSource | None,
         owner: Owner | None,
     ) -> None:
+        self._process = os.getpid()
         self.model = model
         self.budget = budget
         self.device = device
@@ -160,8 +164,7 @@ class Engine:
 
     def _settle_in(self, weights: WeightSource | None, *, from_meta: bool) -> None:
         """Bring the model's parameters and buffers to where they live from now on."""
-        for parameter in self.model.parameters():
-            parameter.grad = None  # left over from before; it would be taken for one of the first step's
+        guard(self.model)  # now: whatever fails from here on, the model has lost its values
         if from_meta:
             resumed = self._home.resumed is not None
             start.make_buffers(self.model, self.device, self._seed, weights, resumed=resumed)
@@ -173,13 +176,13 @@ class Engine:
         check_progress(self._home.resumed, where, trained=len(self._trained), seed=self._seed)
         for group in self._groups:
             group.detach(self._dtype, self.device)
-        assert self._home.store is not None
         self._buffers.read(self._home.read_buffer)
         self._adopt(self._home.resumed)
         log.warning("continuing the store in %s from step %d", self.budget.disk_paths[0], self.step_count)
 
     # ---- training
 
+    @in_turn
     def step(
         self,
         micro_batches: Sequence[Mapping[str, Any]],
@@ -216,6 +219,7 @@ class Engine:
         with whole_steps():
             return self._step(micro_batches, loss_weights, behind)
 
+    @in_turn
     def prepare(self, micro_batches: Sequence[Mapping[str, Any]]) -> Plan:
         """Make the plan for steps of such micro-batches now, and take the memory that it needs; changes nothing else.
 
@@ -240,8 +244,8 @@ class Engine:
         given = batch.given_weights(micro_batches, loss_weights)
         runner = self._planning.runner_for(micro_batches, train=True)
         weights = given or self._planning.labels.weights(micro_batches)
-        standing = self._standing
-        buffers = standing.before_step()
+        on_device = batch.all_to_device(micro_batches, self.device, self._dtype)
+        buffers = (standing := self._standing).before_step()
         context = StepContext(
             step=self.step_count + 1,
             count=self._updates + 1,
@@ -256,7 +260,7 @@ class Engine:
         scratch = runner.scratch_written
         undo = standing.undo(context, buffers, early=runner.speculates or not self._waits)
         try:
-            outcome = take_step(runner, context, self._to_device(micro_batches), weights, undo)
+            outcome = take_step(runner, context, on_device, weights, undo)
             numbers = outcome.numbers(micro_batches, weights, clip=self._clip, seconds=time.perf_counter() - began)
             stats = self._stats(runner, outcome, numbers)
             if not numbers.skipped:
@@ -299,7 +303,9 @@ class Engine:
                 self._residence.turn_step(runner.late, groups_of(context.touched, self._groups))
             self.step_count, self.last_step, self.position = self.step_count + 1, numbers, position
             self._planning.observe(over=not context.skip and context.clip_factor() < 1.0)
-            self._count_update(context)
+            if not context.skip:
+                self._updates += 1
+                self._missed = context.missed_after(self._groups)
             self._scale.update(overflow=context.skip)
             self.optimizer.record_step()
         except BaseException as error:
@@ -316,16 +322,7 @@ class Engine:
         self._standing.note(between_steps=True)
         raise NonFiniteError(f"{where}. Nothing was updated; with clip_grad_norm set such a step is skipped")
 
-    def _count_update(self, context: StepContext) -> None:
-        """Count an update, and for each parameter without a gradient that it missed it."""
-        if context.skip:
-            return
-        self._updates += 1
-        for group in self._groups:
-            for s in group.slices:
-                if s.trainable and id(s.parameter) not in context.touched:
-                    self._missed[s.name] = self._missed.get(s.name, 0) + 1
-
+    @in_turn
     def evaluate(
         self, micro_batches: Sequence[Mapping[str, Any]], *, loss_weights: Sequence[float] | None = None
     ) -> float:
@@ -347,7 +344,7 @@ class Engine:
             context = StepContext(
                 step=self.step_count, count=1, hypers=self.optimizer.hypers(), clip=None, loss_scale=1.0
             )
-            losses = runner.run(context, self._to_device(micro_batches), weights)
+            losses = runner.run(context, batch.all_to_device(micro_batches, self.device, self._dtype), weights)
             if context.failure is not None:
                 raise context.failure
         finally:
@@ -378,9 +375,6 @@ class Engine:
         """
         return self._planning.prediction_of(self.plan)
 
-    def _to_device(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [batch.to_device(mb, self.device, self._dtype) for mb in micro_batches]
-
     def _stats(self, runner: Runner, outcome: Outcome, numbers: StepStats) -> StepStats:
         """All that a step reports, but for the time that its commit takes."""
         self.trace = runner.trace(numbers.step, self._began)
@@ -401,15 +395,16 @@ class Engine:
         One parameter is in memory at a time: what was yielded is overwritten only if you keep no reference.
         """
         values = self.values()
-        for name in values.parameters:
-            yield name, values.parameter(name)
+        yield from ((name, values.parameter(name)) for name in values.parameters)
 
+    @in_turn
     def values(self) -> Values:
         """Every parameter and persistent buffer, to be read piece by piece while no step runs."""
         self._check_usable()
         self._rest()
         return Values(self._residence, self._description, self._buffers.tensors())
 
+    @in_turn
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write a snapshot: parameters, optimizer state, step, random state, settings of the optimizer; exact.
 
@@ -421,6 +416,7 @@ class Engine:
         meta = {"model": self._description, **self._progress()}
         snapshots.save(Path(path), self._residence, self._buffers, meta, overwrite=overwrite)
 
+    @in_turn
     def load(self, path: str | Path) -> None:
         """Take over a snapshot. Training goes on exactly as it would have where it was saved.
 
@@ -443,9 +439,15 @@ class Engine:
             self._standing.replaced(self._planning.runner)
 
     def close(self) -> None:
-        """Bring what is in memory to the store and give everything back. The model's parameters stay placeholders."""
-        if self._closed:
-            return
+        """Bring what is in memory to the store and give everything back. The model's parameters stay placeholders.
+
+        In a forked child nothing happens: all of it is the parent's.
+        """
+        if not self._closed and not is_foreign(self):
+            self._close()
+
+    @in_turn
+    def _close(self) -> None:
         self._closed = True
         with contextlib.ExitStack() as all_of_it:  # last in, first out; each happens whatever the others raise
             all_of_it.callback(self._standing.close)
@@ -490,7 +492,7 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigError("this engine is closed: wrap the model again")
+            raise ConfigError("this engine is closed: build the model anew, and wrap that")
 
     def _check_usable(self) -> None:
         self._check_open()

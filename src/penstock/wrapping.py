@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +21,11 @@ from penstock.plan.profiles import check_device, find_profile, on_directories
 from penstock.run import start
 from penstock.run.device import resolve_device
 from penstock.run.start import WeightSource
+from penstock.run.turns import alone
 from penstock.schedule.check import check
 from penstock.schedule.op import Schedule
 from penstock.store.owner import RUN_FILE, Owner, owner_in
+from penstock.tape.guard import check_unguarded
 from penstock.tape.passage import LossFn
 
 
@@ -46,6 +49,7 @@ def wrap(
     grad_dtype: GradDtype | None = None,
     compile: bool | str = False,  # noqa: A002  torch's word
     weights: WeightSource | None = None,
+    init: bool = False,
     run: str | Path | None = None,
 ) -> Engine:
     """Put a model's state where the budget says and return the engine that trains it.
@@ -89,6 +93,8 @@ def wrap(
         weights: where the values of a model on the meta device come from, such as ``penstock.hf.load(folder).weights``,
             which streams the shards of a folder. Not read where a store is continued. None: the model's own values, or
             on the meta device its own initialisation.
+        init: whether a model whose folder's weights are waiting (``penstock.hf.load``) initialises itself instead.
+            Without this, and without ``weights``, it is refused.
         run: the folder of a run of ``penstock train`` whose state is in the budget's directories, to go on with it. A
             store belongs to its run: nobody else may open it. None: the store belongs to no run.
 
@@ -106,6 +112,7 @@ def wrap(
         raise ConfigError(f"plan={plan!r}: must be 'auto', a penstock.plan.machine.Machine or None")
     if weights is not None and not start.built_on_meta(model):
         raise ConfigError("weights has no effect: the model has values already. Build it on the meta device")
+    _check_init(model, weights, init=init)
     where = resolve_device(device)
     if precision is None:
         precision = "fp32" if where.type == "cpu" else "bf16"
@@ -118,7 +125,8 @@ def wrap(
     budget = budget.with_pins(precision)
     if isinstance(schedule, Schedule):
         check(schedule)
-    return Engine(
+    make = partial(
+        Engine,
         model,
         optimizer=optimizer,
         budget=budget,
@@ -139,6 +147,25 @@ def wrap(
         weights=weights,
         owner=None if run is None else _owner(Path(run)),
     )
+    with alone(model, "this model"):
+        check_unguarded(model)
+        return make()
+
+
+def _check_init(model: nn.Module, weights: WeightSource | None, *, init: bool) -> None:
+    """Refuse to train from random numbers where nobody has said so."""
+    waiting = start.waiting_weights(model) if start.built_on_meta(model) else None
+    if waiting is not None and weights is None and not init:
+        raise ConfigError(
+            f"the model has no values, and {waiting} are waiting for it: pass weights=loaded.weights, or init=True to "
+            "train from random values"
+        )
+    if init and (waiting is None or weights is not None):
+        raise ConfigError(
+            "init has no effect: "
+            + ("weights are given" if weights is not None else "no folder's weights are waiting for this model")
+            + ". Leave it out"
+        )
 
 
 def _owner(run: Path) -> Owner:

@@ -53,6 +53,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         clip_grad_norm: what the loop's ``fabric.clip_gradients(max_norm=...)`` asks for at each step; None: never.
         seed: of dropout and initialisation.
         weights: where the values of a model on the meta device come from, as in ``penstock.wrap``.
+        init: whether a model of ``penstock.hf.load`` begins with random values instead, as in ``penstock.wrap``.
         schedule, plan, speculate, delay, grad_dtype, compile, io_threads: as in ``penstock.wrap``.
     """
 
@@ -66,6 +67,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         clip_grad_norm: float | None = None,
         seed: int = 0,
         weights: WeightSource | None = None,
+        init: bool = False,
         schedule: Literal["vertical", "horizontal"] | Schedule = "vertical",
         plan: Machine | Literal["auto"] | None = "auto",
         speculate: bool | None = None,
@@ -80,6 +82,7 @@ class PenstockStrategy(SingleDeviceStrategy):
             "clip_grad_norm": clip_grad_norm,
             "seed": seed,
             "weights": weights,
+            "init": init,
             "schedule": schedule,
             "plan": plan,
             "speculate": speculate,

@@ -23,6 +23,7 @@ class EngineArguments:
     | ``budget`` | memory per tier, and the directories of the disk tier |
     | ``overwrite`` | whether another run's store in these directories is deleted; without it, finding one is an error |
     | ``weights`` | where the values of a model on the meta device come from: ``penstock.hf.load(folder).weights`` |
+    | ``init`` | whether a model of ``penstock.hf.load`` begins with random values instead, without ``weights`` |
     | ``loss_tile`` | tokens whose logits are there at a time, in training and where evaluation wants the loss alone;
     None: all of a micro-batch. Not for ``SFTTrainer``, whose own head does without logits |
     | ``schedule``, ``plan``, ``speculate``, ``delay``, ``grad_dtype``, ``blocks``, ``compile``, ``io_threads`` | as in
@@ -32,6 +33,7 @@ class EngineArguments:
     budget: Budget
     overwrite: bool = False
     weights: WeightSource | None = None
+    init: bool = False
     loss_tile: int | None = None
     schedule: Literal["vertical", "horizontal"] | Schedule = "vertical"
     plan: Machine | Literal["auto"] | None = "auto"

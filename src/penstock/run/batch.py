@@ -66,6 +66,12 @@ def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype)
     return {name: move(value) for name, value in micro_batch.items()}
 
 
+def all_to_device(
+    micro_batches: Sequence[MicroBatch], device: torch.device, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    return [to_device(mb, device, dtype) for mb in micro_batches]
+
+
 def shapes(micro_batch: MicroBatch) -> Shapes:
     """What a plan depends on: names, shapes and dtypes of the tensors.
 

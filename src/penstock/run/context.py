@@ -1,6 +1,6 @@
 """What one step needs to know besides the schedule, and what it finds out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from penstock.errors import NonFiniteError
 from penstock.optim.formula import Hyper
 from penstock.optim.norm import clip_scale
+from penstock.tape.groups import ParamGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,11 @@ class StepContext:
     def idle(self) -> bool:
         """Whether nothing of this step is to be stepped."""
         return self.skip or self.repeat or self.search or self.failure is not None
+
+    def missed_after(self, groups: Sequence[ParamGroup]) -> dict[str, int]:
+        """``missed`` once this update is counted: parameters without a gradient have been passed over once more."""
+        over = [s.name for g in groups for s in g.slices if s.trainable and id(s.parameter) not in self.touched]
+        return {**self.missed, **{name: self.missed.get(name, 0) + 1 for name in over}}
 
     def clip_factor(self) -> float:
         """What gradients are multiplied by so that their norm, which is known and finite, is within the limit."""

@@ -31,6 +31,22 @@ class WeightSource(Protocol):
         ...
 
 
+_WAITING = "_penstock_weights_wait"
+
+
+def expect_weights(model: nn.Module, where: str) -> None:
+    """A model without values has them waiting: whoever wraps it must hand them on, or say that he wants others.
+
+    ``where``: what to hand on, in words.
+    """
+    vars(model)[_WAITING] = where
+
+
+def waiting_weights(model: nn.Module) -> str | None:
+    """What ``expect_weights`` was told of a model, or of a part of it."""
+    return next((str(vars(m)[_WAITING]) for m in model.modules() if _WAITING in vars(m)), None)
+
+
 def built_on_meta(model: nn.Module) -> bool:
     """Whether the model's parameters are on the meta device and have to be initialised.
 

@@ -1,5 +1,6 @@
 """`Store`: the disk tier during training. One packed file per directory, a manifest in each, commits in the first."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -98,6 +99,7 @@ class Store:
         self._commits = commits
         self._locks = tuple(locks)
         self._made = made
+        self._process = os.getpid()
         self._area = digests.area(self.layout, slots=2)
         self._digests = Digests(self.layout)
         self._beside = StoreStats(bytes_read=0, bytes_written=0)  # what the checksums themselves have moved
@@ -231,6 +233,7 @@ class Store:
             StoreError: the drive failed, what it gave is not what was written, or nothing was written there; names file
                 and offset. The buffer is then undefined.
         """
+        self._check_process()
         damage = self._read_damage(self.layout[name], offset, byte_view(buffer), slot)
         if damage:
             raise StoreError(f"{damage[0]}: {self._advice}")
@@ -261,6 +264,7 @@ class Store:
             StoreError: the drive failed; names file, offset, bytes asked for and done. The range cannot be read then.
         """
         assert self._commits.writable, "opened to be read alone"
+        self._check_process()
         view, extent = byte_view(buffer), self.layout[name]
         address = extent.address(offset, len(view), slot)
         if self._commits.doubtful:
@@ -329,6 +333,7 @@ class Store:
         Raises:
             StoreError: it could not be made so.
         """
+        self._check_process()
         if self._lost is not None:
             raise StoreError(
                 f"an earlier flush failed, and what it covered may be lost: {self._lost}. Go on in another directory, "
@@ -351,6 +356,7 @@ class Store:
         Raises:
             StoreError: the record could not be written; the one before still stands.
         """
+        self._check_process()
         self._commits.settle()
         table, changed = self._commits.table, self._changed
         self._changed = False  # before the copy: what is written during the commit is not covered by it
@@ -405,12 +411,20 @@ class Store:
             raise StoreError(f"{where}: the store was made for another model: {differs}: give another directory")
 
     def close(self) -> None:
-        """Give files and locks back. No read or write may be under way."""
-        if not self._closed:
+        """Give files and locks back. No read or write may be under way. In a forked child nothing happens: its files,
+        threads and locks are the parent's."""
+        if not self._closed and self._process == os.getpid():
             self._closed = True
             self._files.close()
             for lock in self._locks:
                 lock.release()
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise StoreError(
+                f"{self.paths[0]}: this store was opened by process {self._process}, and this is process "
+                f"{os.getpid()}, forked from it: only the one that opened it may use it"
+            )
 
     def __enter__(self) -> "Store":
         return self

@@ -1,5 +1,6 @@
 """Keeps a model whose weights the engine holds from being used as if it had them: its placeholders read as NaN."""
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import nn
@@ -7,23 +8,69 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.tape.passage import current_passage
 
+_GUARD = "_penstock_guard"
+_ANYONE = (
+    "run it with engine.evaluate(micro_batches), read its values with engine.master_parameters(), or write a folder "
+    "(penstock.hf.export) and load that"
+)
 
-def guard(model: nn.Module, instead: str) -> None:
+
+class _Guard:
+    """What refuses, in one object for all modules of a model. It is neither copied nor pickled, so no model is either
+    that has it: a copy would have the placeholders, and nobody who fills them."""
+
+    def __init__(self) -> None:
+        self.instead = _ANYONE
+
+    def refuse(self, *_: Any) -> NoReturn:
+        raise ModelError(f"the model's weights are the engine's, and it has none of its own: {self.instead}")
+
+    def check_forward(self, *_: Any) -> None:
+        if current_passage() is None:
+            self.refuse()
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        self.refuse()
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        self.refuse()
+
+
+def guard(model: nn.Module, instead: str | None = None) -> None:
     """From now on the model's forward outside of the engine, and its ``state_dict``, are errors that say ``instead``.
 
-    For loops in which others get hold of the model: callbacks, and code behind the training. Of a model with adapters
-    the one below them is guarded, too.
+    For all who get hold of the model: callbacks, code behind the training, and those who have closed the engine. Called
+    again, it only changes what is said.
     """
-
-    def refuse(*_: Any) -> NoReturn:
-        raise ModelError(f"the model's weights are the engine's, and it has none of its own: {instead}")
-
-    def check_forward(*_: Any) -> None:
-        if current_passage() is None:
-            refuse()
-
-    below = getattr(model, "get_base_model", None)
+    found = vars(model).get(_GUARD)
+    known = found if isinstance(found, _Guard) else _Guard()
+    known.instead = instead or known.instead
+    if known is found:
+        return
+    below = getattr(model, "get_base_model", None)  # of a model with adapters
     for module in {model, below() if callable(below) else model}:
-        module.register_forward_pre_hook(check_forward)
-        module.register_state_dict_pre_hook(refuse)
-        module.register_load_state_dict_pre_hook(refuse)
+        module.register_forward_pre_hook(known.check_forward)
+    for parameter in model.parameters():
+        parameter.grad = None  # left over from before; it would be taken for one of the first step's
+    for module in model.modules():
+        module.register_state_dict_pre_hook(known.refuse)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(known.refuse)  # type: ignore[no-untyped-call]
+        vars(module)[_GUARD] = known
+
+
+def _guarded(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if _GUARD in vars(module):
+            yield name
+
+
+def check_unguarded(model: nn.Module) -> None:
+    """Raises:
+    ModelError: an engine has taken the values of the model, or of a part of it.
+    """
+    for name in _guarded(model):
+        which = f"{name!r}, a part of this model, was" if name else "this model was"
+        raise ModelError(
+            f"{which} wrapped before: its weights are that engine's, and it has none of its own. Use that engine, or "
+            "build the model anew (a store goes on from its last step with any model of the same kind)"
+        )

@@ -14,6 +14,7 @@ from penstock.errors import ConfigError, ModelError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.folder import CONFIG, GENERATION, resolve, some, weight_files
 from penstock.hf.models.shards import Stored, check_index, equal, read_headers, read_into, read_whole
+from penstock.run import start
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -76,6 +77,7 @@ def load(
             f"{folder / CONFIG}: dtype is {shell.word(dtype)}, and its files are not: write the one that they are in"
         )
     _like_loaded(model, folder, dtype, weights)
+    start.expect_weights(model, f"the weights in {folder} (loaded.weights, of what penstock.hf.load has returned)")
     return Loaded(model=model, weights=weights, folder=folder, dtype=dtype, config=config, rules=weights.rules)
 
 

@@ -1,0 +1,106 @@
+"""Whose turn it is: calls of engines come one after another, and only in the process that made the engine.
+
+A step uses what a process has once: torch's random state, which it sets for each stage and puts back, and the handler
+of Ctrl-C. So a call of one engine waits for that of another in another thread. Two calls of one engine at once would be
+in an order that nobody has asked for: the second is refused, and so is a call from within another one.
+
+A forked child has the engine's memory, but neither its threads nor its locks, and its store is the parent's: there,
+``close`` does nothing, and all else is refused.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from penstock.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Owned(Protocol):
+    """``_process``: the id of the one that made it."""
+
+    _process: int
+
+
+Self = TypeVar("Self", bound=Owned)
+
+
+class _Turns:
+    """The turn, and the threads of calls that have or await it, by what they are of."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.calls: dict[int, threading.Thread] = {}
+        self.changing = threading.Lock()
+
+
+_turns = _Turns()
+
+
+def _start_anew() -> None:
+    """In a forked child, whose only thread has no call under way that could ever end."""
+    global _turns
+    _turns = _Turns()
+
+
+os.register_at_fork(after_in_child=_start_anew)
+
+
+@contextmanager
+def alone(owner: object, what: str = "this engine") -> Iterator[None]:
+    """Within: no other call of any engine. ``owner``: what must not be used twice at once; ``what`` names it.
+
+    Raises:
+        ConfigError: it is in use, or this thread is within a call already.
+    """
+    turns, me = _turns, threading.current_thread()
+    with turns.changing:
+        user = turns.calls.get(id(owner))
+        if user is not None and user is not me:
+            raise ConfigError(f"{what} is in use by thread {user.name!r}: call it from one thread at a time")
+        if me in turns.calls.values():
+            raise ConfigError(f"{what} was called within a call of an engine (in its loss_fn?): call it after that")
+        turns.calls[id(owner)] = me
+    try:
+        with turns.turn:
+            yield
+    finally:
+        with turns.changing:
+            del turns.calls[id(owner)]
+
+
+def in_turn(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
+    """A method of an engine that waits for its turn.
+
+    Raises:
+        ConfigError: as ``alone``; or this is a forked child of the process that made the engine.
+    """
+
+    @functools.wraps(method)
+    def call(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        check_process(self)
+        with alone(self):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+def is_foreign(owned: Owned) -> bool:
+    """Whether this process is another than the one that made it: a forked child of it."""
+    return owned._process != os.getpid()
+
+
+def check_process(owned: Owned) -> None:
+    """Raises:
+    ConfigError: this is a forked child of the process that made it.
+    """
+    if is_foreign(owned):
+        raise ConfigError(
+            f"this engine belongs to process {owned._process}, and this is process {os.getpid()}, forked from it: an "
+            "engine's threads and its store stay with the process that made it. Make one here, with a store of its own"
+        )
