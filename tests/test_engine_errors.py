@@ -223,7 +223,7 @@ def test_a_closed_engine(tmp_path: Path) -> None:
         lambda: engine.save(tmp_path / "snapshot"),
         lambda: engine.load(tmp_path / "snapshot"),
     ):
-        with pytest.raises(ConfigError, match="this engine is closed: wrap the model again"):
+        with pytest.raises(ConfigError, match="this engine is closed: build the model anew, and wrap that"):
             call()
 
 

@@ -1,6 +1,7 @@
 """Keeps a model whose weights the engine holds from being used as if it had them: its placeholders read as NaN."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import nn
@@ -21,12 +22,17 @@ class _Guard:
 
     def __init__(self) -> None:
         self.instead = _ANYONE
+        self.names_only = False
 
     def refuse(self, *_: Any) -> NoReturn:
         raise ModelError(f"the model's weights are the engine's, and it has none of its own: {self.instead}")
 
     def check_forward(self, *_: Any) -> None:
         if current_passage() is None:
+            self.refuse()
+
+    def check_state(self, *_: Any) -> None:
+        if not self.names_only:
             self.refuse()
 
     def __deepcopy__(self, _: Any) -> NoReturn:
@@ -53,9 +59,23 @@ def guard(model: nn.Module, instead: str | None = None) -> None:
     for parameter in model.parameters():
         parameter.grad = None  # left over from before; it would be taken for one of the first step's
     for module in model.modules():
-        module.register_state_dict_pre_hook(known.refuse)  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(known.check_state)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(known.refuse)  # type: ignore[no-untyped-call]
         vars(module)[_GUARD] = known
+
+
+@contextmanager
+def names_of_state(model: nn.Module) -> Iterator[None]:
+    """Within, ``state_dict`` of a guarded model may be asked for its names; its values are placeholders."""
+    known = vars(model).get(_GUARD)
+    if known is None:
+        yield
+        return
+    known.names_only = True
+    try:
+        yield
+    finally:
+        known.names_only = False
 
 
 def _guarded(model: nn.Module) -> Iterator[str]:

@@ -11,6 +11,7 @@ from penstock import files
 from penstock.errors import ModelError
 from penstock.hf.lora import base_name
 from penstock.run.values import Place, Values
+from penstock.tape.guard import names_of_state
 
 
 def has_adapters(model: Any) -> bool:
@@ -25,7 +26,8 @@ def save_adapter(folder: Path, model: Any, values: Values, dtype: torch.dtype | 
     """
     wanted = {name for name, place in values.parameters.items() if place.trainable} | set(_embeddings(model))
     trained = {name: values.parameter(name) for name in values.parameters if name in wanted}
-    model.save_pretrained(folder, state_dict={name: t.to(dtype or torch.float32) for name, t in trained.items()})
+    with names_of_state(model):  # peft asks parts of the model for the names in theirs
+        model.save_pretrained(folder, state_dict={name: t.to(dtype or torch.float32) for name, t in trained.items()})
     _sort_sets(folder / "adapter_config.json", vars(model.peft_config[model.active_adapter]))
 
 
