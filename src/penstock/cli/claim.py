@@ -62,7 +62,7 @@ class Claim:
         self._replaces: tuple[Replaced, ...] = ()
         self.step: int | None = None
         if self._record is None:
-            self._require_nothing("There is no run in it: give another folder (--run PATH)")
+            self._require_nothing(f"It is not the folder of a run ({RUN_FILE} is missing): give another (--run PATH)")
         elif start == "new":
             self._require_nothing(_REMEDY)
         elif start == "overwrite":
