@@ -1,7 +1,9 @@
 """The folder of one run, and what is written there. Who may write into it: ``claim``."""
 
+import json
 import logging
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from penstock.cli.settings import dump, load_flag, load_text
 from penstock.cli.trackers.tracking import FOLDERS, IDS
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError
-from penstock.report.metrics_file import read_metrics
+from penstock.report.metrics_file import lines_until
 from penstock.report.prediction import Prediction
 from penstock.store.owner import RUN_FILE
 
@@ -150,12 +152,13 @@ def has_steps(folder: Path) -> bool:
 
 
 def steps_written(folder: Path) -> int:
-    """The last step that has left its numbers in this folder; 0: none.
+    """The last step that has left its numbers in this folder; 0: none. Lines that a power cut has torn do not count.
 
     Raises:
         ConfigError: they cannot be read.
     """
-    return max((metrics.step for metrics in read_metrics(folder / METRICS)), default=0)
+    lines, _ = lines_until(folder / METRICS, sys.maxsize)
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def trace_path(folder: Path, first: int) -> Path:
