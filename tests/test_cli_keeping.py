@@ -21,7 +21,11 @@ BF16 = ["--precision", "bf16"]
         (["--delay", "0.5"], "As planned, every step is a commit: a kill costs the step in flight and the one before"),
         (["--budget.slots", "1"], "As planned, with one slot a kill within a step costs the whole run"),
         (["--budget.weights", "host", *BF16], "As planned, every step is a commit: a kill costs the step in flight"),
-        (["--budget.state", "host", "--budget.weights", "host"], "As planned, state in memory is kept at the end only"),
+        (
+            ["--budget.state", "host", "--budget.weights", "host"],
+            "; a commit every 5 min or step: a kill costs",
+        ),
+        (["--budget.durability", "interval", "--budget.interval", "90s"], "; a commit every 1.5 min or step: a kill"),
         (["--budget.durability", "none"], "; a kill costs the whole run"),
         (["--budget.durability", "interval", "--budget.interval", "2"], "; a commit every 2 steps: a kill costs the"),
     ],

@@ -385,7 +385,7 @@ def test_the_text_tells_how_many_blocks_have_their_state_on_the_device(
 ) -> None:
     told = set()
     for device in (10, 13, 16, 64):
-        options = (config, "--budget.device", f"{device}MiB", "--budget.host", "12MiB")
+        options = (config, "--budget.device", f"{device}MiB", "--budget.host", "12MiB", "--budget.durability", "none")
         share = json.loads(answered(capsys, *options, "--json"))["plan"]["state"].get("device", 0.0)
         lines = [
             line.strip() for line in answered(capsys, *options).splitlines() if line.strip().startswith("state of")
@@ -415,5 +415,5 @@ def test_a_device_that_may_step_with_other_bits_is_said(bits: tuple[str, ...] | 
 
 
 def test_a_plan_that_steps_on_a_gpu_of_which_nobody_knows_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    told = answered(capsys, "--model", "qwen3-8b", "--machine", "a100-40g")
+    told = answered(capsys, "--model", "qwen3-8b", "--machine", "a100-40g", "--durability", "none")
     assert "bits        whether adamw.bf16 steps on" in told

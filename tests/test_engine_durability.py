@@ -153,13 +153,14 @@ def test_durability_by_the_step_puts_all_state_on_disk(tmp_path: Path) -> None:
     ("wrong", "said"),
     [
         ({"durability": "often"}, "must be one of step, interval, none or None"),
-        ({"durability": "interval"}, "give both"),
+        ({"durability": "interval", "interval": "soon"}, "budget.interval: 'soon' is not a time"),
+        ({"durability": "interval", "interval": "0min"}, "is not a time"),
         ({"interval": 3}, "give both"),
         ({"durability": "interval", "interval": 0}, "at least 1 step"),
         ({"durability": "interval", "interval": 2, "slots": 1}, "needs budget.slots=2"),
         ({"durability": "step", "slots": 1}, "needs budget.slots=2"),
         ({"durability": "step", "state": "host"}, "use 'interval'"),
-        ({"durability": "none", "disk": None}, "needs budget.disk"),
+        ({"durability": "interval", "disk": None}, "needs budget.disk"),
     ],
 )
 def test_what_cannot_be_promised_is_refused(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:

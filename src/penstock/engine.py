@@ -24,6 +24,7 @@ from penstock.plan.means import REPEATS
 from penstock.run import batch, numa, snapshots, start
 from penstock.run.buffers import Buffers
 from penstock.run.context import StepContext
+from penstock.run.due import Due
 from penstock.run.home import Home
 from penstock.run.interrupt import whole_steps
 from penstock.run.planning import Planning
@@ -123,9 +124,7 @@ class Engine:
             owner=owner,
         )
         self._residence = self._home.residence
-        self._standing = Standing(
-            self._home, self._buffers, self._progress, waits=self._waits, interval=budget.interval
-        )
+        self._standing = Standing(self._home, self._buffers, self._progress, waits=self._waits, due=Due.of(budget))
         try:
             self._settle_in(weights, from_meta=from_meta)
             self._tape = Tape(model, found, self._groups, loss_fn, seed=seed, device=device, compile=compile)

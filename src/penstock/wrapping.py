@@ -1,8 +1,9 @@
 """``wrap``: the settings of an engine, checked, and the engine made of them."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ from penstock.schedule.op import Schedule
 from penstock.store.owner import RUN_FILE, Owner, owner_in
 from penstock.tape.guard import check_unguarded
 from penstock.tape.passage import LossFn
+
+log = logging.getLogger("penstock")
 
 
 def wrap(
@@ -60,7 +63,8 @@ def wrap(
         optimizer: ``penstock.AdamW(...)``, ``Adam``, ``SGD`` or ``Lion``. Its settings hold also where a store is
             continued; a snapshot brings its own.
         budget: memory per tier, and the directories of the disk tier. A directory that holds a store of the same
-            model is continued from its last step.
+            model is continued from its last step. With directories all that is trained lives there and every step is
+            durable, unless the budget says otherwise; without any, a kill costs what was not saved (``Engine.save``).
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: bf16 on a GPU, fp32 on the CPU.
         schedule: a family, or a schedule of your own, which is checked.
         clip_grad_norm: largest global gradient norm; None: no clipping, and the optimizer overlaps with the backward.
@@ -122,7 +126,11 @@ def wrap(
             "norm. Leave it out"
         )
     speculate = with_pinned_gradients(speculate, delay, budget)
+    if not isinstance(schedule, Schedule):  # which says itself where state lives
+        budget = budget.by_default(precision)
     budget = budget.with_pins(precision)
+    if not budget.disk_paths and budget.durability is None:
+        _say_that_nothing_is_kept()
     if isinstance(schedule, Schedule):
         check(schedule)
     make = partial(
@@ -175,6 +183,15 @@ def _owner(run: Path) -> Owner:
             f"run={str(run)!r} is not the folder of a run: it has no {RUN_FILE}, which penstock train writes"
         )
     return owner
+
+
+@cache
+def _say_that_nothing_is_kept() -> None:
+    """Once in a process: that is how a library is used, and what calls it may save by itself."""
+    log.warning(
+        "state is in memory alone (no budget.disk): a kill costs what was not saved by engine.save "
+        "(budget.durability='none' says that this is meant)"
+    )
 
 
 def _machine(plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget) -> Machine | None:

@@ -28,6 +28,7 @@ from penstock.cli.run_folder import (
     write_settings_text,
 )
 from penstock.cli.run_record import Pending, Replaced, RunRecord
+from penstock.cli.run_snapshots import snapshots_of, step_kept
 from penstock.cli.settings import dump
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError, StoreError
@@ -115,6 +116,9 @@ class Claim:
             return None
         if facts is None:
             self._require_not_missing(record, before)
+            if not self._paths and (kept := step_kept(self.folder)) is not None:
+                check_same_data(as_cut_before(config), before)
+                return kept
             if not self._paths and (done := steps_written(self.folder)):
                 return self._without_disk(config, done)
             return None
@@ -135,7 +139,7 @@ class Claim:
         """A run that keeps no state: it is complete, or begins again."""
         if config.steps is not None and done >= config.steps:
             return done
-        log.warning("run=%r keeps no state on disk (budget.disk): what its %d steps did is lost", config.run, done)
+        log.warning("run=%r has no snapshot to go on from: what its %d steps did is lost", config.run, done)
         return None
 
     def _require_not_missing(self, record: RunRecord, before: TrainConfig) -> None:
@@ -241,7 +245,7 @@ class Claim:
             facts = facts_of(self._paths) if self._paths else None
         except OSError:
             return True
-        return facts is not None and not facts.untouched
+        return (facts is not None and not facts.untouched) or bool(snapshots_of(self.folder))
 
     def take_back(self) -> None:
         """Remove what this start has made, if it has begun the run and no step of it is committed."""
@@ -322,7 +326,8 @@ def is_complete(config: TrainConfig, done: int) -> str:
     """What is said of a run that has no step left to do."""
     said = f"run={config.run!r} is complete: {done} steps are done and steps is {config.step_count}."
     again = f" To go on, raise it: penstock resume {shlex.quote(config.run)} --steps {2 * done}"
-    return said + (again if config.budget.disk_paths else "")
+    kept = config.budget.disk_paths or config.budget.durability != "none"
+    return said + (again if kept else "")
 
 
 _LEFT_BEHIND = {RUN_LOCK, f"{RUN_FILE}.partial"}

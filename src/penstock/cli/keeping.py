@@ -1,7 +1,9 @@
-"""What a run keeps on disk, in words: the space it takes, and what a kill would cost."""
+"""What a run keeps on disk, in words: the space it takes, what a kill costs, and what giving that up would gain."""
 
-from penstock.config import Budget, format_size
+from penstock.config import INTERVAL, Budget, Durability, format_size, parse_duration
+from penstock.plan.durability import Weighed
 from penstock.plan.fit import Plan
+from penstock.report.sentence import format_time
 from penstock.store.store import DATA
 
 
@@ -16,10 +18,15 @@ def space(budget: Budget) -> str:
 
 def cost_of_a_kill(budget: Budget, plan: Plan | None) -> str | None:
     """What is lost when the run is killed. Without a plan it may not be known: None."""
-    if not budget.disk_paths or budget.durability == "none":
+    if budget.durability == "none":
         return "a kill costs the whole run"
+    if not budget.disk_paths:
+        often = _minutes(parse_duration(INTERVAL))
+        return f"a snapshot in the run's folder every {often} or step: a kill costs at most that"
+    if budget.durability == "interval" and (seconds := budget.interval_seconds) is not None:
+        return f"a commit every {_minutes(seconds)} or step: a kill costs at most that"
     if budget.durability == "interval":
-        return f"a commit every {budget.interval} steps: a kill costs the steps since the last one"
+        return f"a commit every {budget.interval_steps} steps: a kill costs the steps since the last one"
     if plan is None:
         return None
     place, form = plan.settings.place, plan.settings.form
@@ -29,3 +36,25 @@ def cost_of_a_kill(budget: Budget, plan: Plan | None) -> str | None:
         return "with one slot a kill within a step costs the whole run"
     before = " and the one before" if plan.settings.delay else ""
     return f"every step is a commit: a kill costs the step in flight{before}"
+
+
+def gain_of_none(weighed: Weighed, durability: Durability) -> str | None:
+    """What giving a durability up would gain; None: nothing, or that is not known."""
+    gain = weighed.gain(durability)
+    if gain is None or gain[1] < _WORTH_SAYING:
+        return None
+    return f"budget.durability none would gain ~{gain[1]:.0%} ({format_time(gain[0])} a step)"
+
+
+def reason(weighed: Weighed) -> str:
+    """Why a plan that was free to choose keeps state in memory."""
+    if weighed.step is None or weighed.interval is None:
+        return "with durable steps it does not fit"
+    return f"durable steps (budget.durability step) would take ~{weighed.step / weighed.interval - 1:.0%} longer"
+
+
+_WORTH_SAYING = 0.005
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:g} min" if seconds >= 60 else f"{seconds:g} s"

@@ -16,6 +16,7 @@ from penstock.cli.kept_files import KEPT_KEY
 from penstock.cli.metrics import METRICS_KEY, MetricsFile
 from penstock.cli.recipe import lr_factor
 from penstock.cli.run_folder import trace_path, write_prediction
+from penstock.cli.run_snapshots import RunSnapshots
 from penstock.cli.settings import plain
 from penstock.cli.showing.display import Display
 from penstock.cli.showing.meter import Meter
@@ -93,6 +94,7 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
         display.begin(stretch.meter)
         stack.callback(display.end)
         known: Simulation | None = None
+        snapshots = RunSnapshots.of(config.budget, stretch.folder)
         if first and engine.position is None:
             raise ConfigError(
                 f"the state in {config.budget.disk_paths[0]} was trained by another loop, which kept no position in "
@@ -120,9 +122,13 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
             metrics.write(line)
             trackers.log(stats.step, line)
             display.update()
+            if snapshots is not None:
+                snapshots.after(engine)
             if interrupt.requested:
                 break
         display.end()
+        if snapshots is not None:
+            snapshots.last(engine)
         trackers.close("stopped" if interrupt.requested else "done")
     return interrupt.exit_code
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from penstock.cli.settings import load
 from penstock.cli.task import free_here, shipped_shape, task_of
-from penstock.config import GradDtype, OptimizerName, Precision, TrainConfig, parse_size
+from penstock.config import Durability, GradDtype, OptimizerName, Precision, TrainConfig, parse_size
 from penstock.errors import ConfigError
 from penstock.plan.arguments import check_disk
 from penstock.plan.ask import PlanReport, measured, plan, rated, report
@@ -43,6 +43,7 @@ With --model and no file, also:
   --schedule FAMILY      vertical or horizontal (the better one)
   --speculate true|false steps what is on disk before the norm of clipping or fp16 is known, or waits (the faster one)
   --delay X              share of the optimizer's steps that is taken in the next step's forward, 0 to 1 (the fastest)
+  --durability D         step, interval or none: what a kill may cost (step, if that costs less than 10% of a step)
   --device SIZE, --host SIZE                         memory that may be used (most of what the machine has)
 """
 
@@ -59,6 +60,7 @@ _WITH_MODEL = (
     "schedule",
     "speculate",
     "delay",
+    "durability",
     "device",
     "host",
 )
@@ -162,7 +164,10 @@ def _of_model(arguments: PlanArguments) -> PlanReport:
     return plan(
         arguments.model,
         machine=machine,
-        budget=own_budget(machine, device=_size(options, "device"), host=_size(options, "host")),
+        budget=replace(
+            own_budget(machine, device=_size(options, "device"), host=_size(options, "host")),
+            durability=_durability(options),
+        ),
         batch=_whole(options, "batch"),
         disk_free=_size(options, "disk-free"),
         tbw=_number(options, "tbw"),
@@ -252,6 +257,11 @@ def _share(options: Mapping[str, str], name: str) -> float | None:
     if not 0 <= value <= 1:
         raise ConfigError(f"--{name} {options[name]}: must be a number from 0 to 1")
     return value
+
+
+def _durability(options: Mapping[str, str]) -> Durability | None:
+    text = _one_of(options, "durability", get_args(Durability))
+    return next((known for known in get_args(Durability) if known == text), None)
 
 
 def _truth(options: Mapping[str, str], name: str) -> bool | None:

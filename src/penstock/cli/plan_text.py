@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 
+from penstock.cli.keeping import cost_of_a_kill, gain_of_none, reason
 from penstock.config import Tier, format_size
 from penstock.plan.alternatives import Means
 from penstock.plan.as_json import shares
 from penstock.plan.ask import PlanReport
 from penstock.plan.batches import Point
+from penstock.plan.durability import kill_seconds
 from penstock.plan.forecast import Forecast
 from penstock.plan.means import steps_early
 from penstock.plan.model import EFFICIENCY
@@ -39,6 +41,7 @@ def describe(report: PlanReport, *, wide: bool) -> str:
         list(_table(f)),
         list(_memory(f)),
         list(_disk(f)),
+        [*_kill(report)],
         list(_batches(report, wide=wide)),
         list(_advice(report)),
         [f"note: {note}" for note in report.notes],
@@ -163,6 +166,20 @@ def _disk(f: Forecast) -> Iterator[str]:
             f"{text}: at {wear.tbw:,.4g} TBW a drive, {_days(wear.days)} of training without a break, "
             f"{wear.steps:,.0f} steps"
         )
+
+
+def _kill(report: PlanReport) -> Iterator[str]:
+    """What a kill costs, and what it would gain to let it cost more."""
+    f, budget = report.forecast, report.forecast.task.budget
+    words = cost_of_a_kill(budget, f.choice.plan)
+    seconds = kill_seconds(f.task, f.choice)
+    yield f"kill        {words}" + ("" if seconds is None else f" ({_seconds(seconds)})")
+    if report.weighed is None or budget.durability is None:
+        return
+    if budget.durability == "interval" and report.weighed.default == "interval":
+        yield f"            {reason(report.weighed)}"
+    if (gain := gain_of_none(report.weighed, budget.durability)) is not None:
+        yield f"            {gain}"
 
 
 def _batches(report: PlanReport, *, wide: bool) -> Iterator[str]:

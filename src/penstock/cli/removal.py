@@ -13,6 +13,7 @@ from pathlib import Path
 
 from penstock.cli.run_folder import has_steps, own_files, own_folders, settings_path
 from penstock.cli.run_record import Replaced, RunRecord
+from penstock.cli.run_snapshots import snapshots_of
 from penstock.store.directory import LOCK, DirectoryLock, is_there, sync_directory
 from penstock.store.facts import facts_of
 from penstock.store.manifest import DATA, Manifest
@@ -60,7 +61,7 @@ def take_back(folder: Path, record: RunRecord, paths: Sequence[Path]) -> None:
 
 def _take_back(folder: Path, record: RunRecord, paths: Sequence[Path]) -> None:
     now = RunRecord.read(folder)
-    if now is None or now.owner.id != record.owner.id or has_steps(folder):
+    if now is None or now.owner.id != record.owner.id or has_steps(folder) or snapshots_of(folder):
         return
     if now.pending is not None and now.pending.replaces:
         return  # it says what is still to be removed of the run before
@@ -93,7 +94,7 @@ def _remove_part(path: Path, owner: str) -> None:
 def _remove_files(folder: Path, files: Sequence[Path]) -> None:
     for path in files:
         path.unlink(missing_ok=True)
-    for path in own_folders(folder):
+    for path in (*own_folders(folder), *snapshots_of(folder)):
         with suppress(FileNotFoundError):
             shutil.rmtree(path)
     sync_directory(folder)

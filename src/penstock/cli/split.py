@@ -11,6 +11,7 @@ from penstock.cli.task import free_here, shape_of, task_of
 from penstock.config import TrainConfig
 from penstock.errors import BudgetError, ConfigError
 from penstock.plan.batches import choose, cuts, splits
+from penstock.plan.durability import settled
 from penstock.plan.fit import Request, fit
 from penstock.plan.machine import Machine
 from penstock.plan.means import with_pinned_gradients
@@ -74,7 +75,7 @@ def _as_scheduled(config: TrainConfig, schedule: Schedule) -> Cut:
 
 def _fastest(config: TrainConfig, machine: Machine) -> tuple[int, str]:
     """The size with the shortest predicted step, and how many times as long others would take."""
-    task = task_of(config, machine, disk_free=free_here(config.budget.disk_paths))
+    task = settled(task_of(config, machine, disk_free=free_here(config.budget.disk_paths)))
     sequences = config.sequences_per_step
     found = splits(task, sequences)
     _, best = choose(task, sequences, found)
@@ -118,7 +119,7 @@ def _request(config: TrainConfig, shape: ModelShape, kind: Kind, size: int, coun
     profile = shape.profile(size, config.data.sequence_length, form)
     return Request(
         program=profile.program,
-        budget=config.budget.with_pins(precision),
+        budget=config.budget.by_default(precision).with_pins(precision),
         form=form,
         micro_batches=count,
         wait=config.clip_grad_norm is not None or precision == "fp16",

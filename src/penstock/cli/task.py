@@ -30,7 +30,7 @@ def task_of(config: TrainConfig, machine: Machine, *, disk_free: int) -> Task:
     return Task(
         shape=shape_of(config, machine.device.kind),
         machine=machine,
-        budget=config.budget.with_pins(precision),
+        budget=config.budget,
         sequence_length=config.data.sequence_length,
         precision=precision,
         optimizer=config.optimizer.name,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from penstock.cli.claim import Claim, claimed, is_complete
+from penstock.cli.durable import in_words, with_durability
 from penstock.cli.keeping import cost_of_a_kill, space
 from penstock.cli.kept_files import KeptFiles, kept_of, vouched_by
 from penstock.cli.loop import Stretch, report_last, run_steps
@@ -18,6 +19,7 @@ from penstock.cli.model import RunModel, parameter_count, resumed_model, run_mod
 from penstock.cli.out_of_memory import explain, is_out_of_memory
 from penstock.cli.recipe import optimizer_spec
 from penstock.cli.run_folder import Start, as_cut_before, model_folder, steps_written, write_settings
+from penstock.cli.run_snapshots import newest, record_kept
 from penstock.cli.schedule_file import read_world
 from penstock.cli.showing.display import Display, choose_display
 from penstock.cli.showing.meter import Meter, Outline
@@ -38,6 +40,7 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hf.lora import BaseWeights, with_adapters
 from penstock.loss.tiled import plain_head, tiled_loss
 from penstock.optim.spec import OptimizerSpec
+from penstock.plan.durability import Weighed
 from penstock.plan.machine import Machine
 from penstock.plan.meta import Kind
 from penstock.plan.profiles import find_profile, save_profile
@@ -107,6 +110,7 @@ def _start(
         plain_head(trained[0], config.loss_tile)  # now, and not when all weights are in the store
     machine = _machine(config, display)
     cut = cut_batch(config, schedule, machine, device_kind(config.device))
+    config, weighed = with_durability(config, schedule, machine, cut, _precision(config))
     if new:
         claim.begin(config)
     else:
@@ -115,7 +119,7 @@ def _start(
     measure = yardstick(config, machine, kind=device_kind(config.device))
     data = _open_data(config, display, claim.folder, model, new=new)
     kept = _keep(claim.folder, data)
-    return _train(config, display, claim, make_engine, parameter_count(model.model), data, kept, cut, measure)
+    return _train(config, display, claim, make_engine, parameter_count(model.model), data, kept, cut, measure, weighed)
 
 
 def _require_kept(config: TrainConfig, folder: Path) -> None:
@@ -124,8 +128,12 @@ def _require_kept(config: TrainConfig, folder: Path) -> None:
     Raises:
         StoreError: it is not.
     """
-    facts = facts_of(config.budget.disk_paths)
-    kept = kept_of(folder, vouched_by(None if facts is None else facts.record))
+    if config.budget.disk_paths:
+        facts = facts_of(config.budget.disk_paths)
+        record = None if facts is None else facts.record
+    else:
+        record = record_kept(folder)
+    kept = kept_of(folder, vouched_by(record))
     if kept is not None:
         place = prepared_in(config.data, folder)
         kept.require(folder, missing_in=(place, place.resolve()))
@@ -156,6 +164,7 @@ def _train(
     kept: str,
     cut: Cut,
     measure: Yardstick,
+    weighed: Weighed | None,
 ) -> int:
     """The run in a folder that is its own."""
     config, folder = _in_steps(config, data), claim.folder
@@ -165,11 +174,13 @@ def _train(
         with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):
             engine = stack.enter_context(make_engine())
         claim.state_made()
+        if not config.budget.disk_paths and (snapshot := newest(folder)) is not None:
+            engine.load(snapshot)
         cost = cost_of_a_kill(config.budget, None)
-        display.say(space(config.budget) + ("" if cost is None else f"; {cost}"))
+        display.say(space(config.budget) + ("" if cost is None else f"; {cost}{in_words(config, weighed)}"))
         config, batches, validation = _settle(config, display, engine, data, cut)
         if cost is None:
-            display.say(f"As planned, {cost_of_a_kill(config.budget, engine.plan)}")
+            display.say(f"As planned, {cost_of_a_kill(config.budget, engine.plan)}{in_words(config, weighed)}")
         if engine.prediction is not None:
             seconds = format_time(engine.prediction.time)
             display.say(f"{seconds} a step predicted, from the model's own stages as they were timed here")
@@ -251,10 +262,14 @@ def _open_data(config: TrainConfig, display: Display, folder: Path, model: RunMo
         data = open_data(config.data, folder, seed=config.seed, own=model.tokenizer)
     check_model(config.data, data.largest, model.model)
     if new:
-        precision: Precision = config.precision or ("fp32" if resolve_device(config.device).type == "cpu" else "bf16")
         own = config.data.tokenizer is None and config.data.chat_template is None
-        model.keep(model_folder(folder), precision, None if own else data.tokenizer)
+        model.keep(model_folder(folder), _precision(config), None if own else data.tokenizer)
     return data
+
+
+def _precision(config: TrainConfig) -> Precision:
+    """The one that counts where none is named."""
+    return config.precision or ("fp32" if resolve_device(config.device).type == "cpu" else "bf16")
 
 
 def _schedule(asked: Literal["vertical", "horizontal"] | Path) -> Literal["vertical", "horizontal"] | Schedule:
@@ -317,7 +332,7 @@ def _engine(
         model,
         weights=weights,
         optimizer=optimizer,
-        budget=config.budget,
+        budget=config.budget if config.budget.disk_paths else replace(config.budget, durability="none"),
         precision=config.precision,
         schedule=schedule,
         plan=profile,

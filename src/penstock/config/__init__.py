@@ -4,8 +4,9 @@ One file for each section. May import: ``documents``, ``errors``.
 """
 
 from penstock.config.batch import BatchConfig
-from penstock.config.budget import TIERS, Budget, Durability, GradDtype, Precision, Tier
+from penstock.config.budget import INTERVAL, TIERS, Budget, Durability, GradDtype, Precision, Tier
 from penstock.config.data import DataConfig, SourceConfig, TokenizerConfig, TokenizerTrainingConfig, ValidationConfig
+from penstock.config.durations import parse_duration
 from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
 from penstock.config.model import ModelConfig
@@ -15,6 +16,7 @@ from penstock.config.trackers import TrackerName
 from penstock.config.train import EvaluateConfig, TrainConfig
 
 __all__ = [
+    "INTERVAL",
     "TIERS",
     "BatchConfig",
     "Budget",
@@ -38,5 +40,6 @@ __all__ = [
     "TrainConfig",
     "ValidationConfig",
     "format_size",
+    "parse_duration",
     "parse_size",
 ]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.config.checked import check_fields
+from penstock.config.durations import parse_duration
 from penstock.config.sizes import check_size, parse_size
 from penstock.documents.typed import shown
 from penstock.errors import ConfigError
@@ -15,6 +16,9 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 Precision = Literal["fp32", "bf16", "fp16"]
 GradDtype = Literal["fp32", "bf16"]
 Durability = Literal["step", "interval", "none"]
+
+INTERVAL = "5min"
+"""What a kill costs at most where nothing else is asked for, and not every step is durable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +32,11 @@ class Budget:
     | ``disk`` | a directory, or several that are striped; None: nothing goes to disk |
     | ``weights``, ``state``, ``gradients``, ``checkpoints`` | the tier that this lives on; None: the planner chooses |
     | ``slots`` | copies of the state on disk: with 2 a run that is killed goes on from its last step; 1 takes half |
-    | ``durability`` | what a kill may cost. ``step``: the step in flight; needs ``disk``, 2 ``slots``, and all state on
-    disk. ``interval``: the steps since the last commit, one every ``interval`` steps, of state that may live in memory.
-    ``none``: the whole run. None: ``step`` where all state is on disk in 2 slots, else ``none`` |
-    | ``interval`` | steps from one commit to the next, with durability ``interval`` |
+    | ``durability`` | what a kill may cost. ``step``: the step in flight; needs ``disk``, 2 ``slots``, and all that is
+    trained on disk. ``interval``: the steps since the last commit of state that may live in memory. ``none``: the whole
+    run. None: with ``disk``, ``step``, unless ``penstock train`` predicts that ``interval`` takes 10% off a step |
+    | ``interval`` | with durability ``interval``, what a kill may cost at most: steps (``100``), or time (``"5min"``,
+    also ``"90s"`` and ``"1h"``); None: 5 minutes |
     """
 
     device: str | int
@@ -43,7 +48,7 @@ class Budget:
     checkpoints: Tier | None = None
     slots: Literal[1, 2] = 2
     durability: Durability | None = None
-    interval: int | None = None
+    interval: int | str | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -70,33 +75,61 @@ class Budget:
         if self.disk is not None and not self.disk_paths:
             raise ConfigError("budget.disk is an empty list: give a directory or None")
 
+    @property
+    def interval_steps(self) -> int | None:
+        """Steps from one commit of what is in memory to the next, where they are counted in steps."""
+        return self.interval if isinstance(self.interval, int) else None
+
+    @property
+    def interval_seconds(self) -> float | None:
+        """Seconds that a kill may cost, where commits of what is in memory follow the clock."""
+        if self.durability != "interval" or isinstance(self.interval, int):
+            return None
+        return parse_duration(INTERVAL if self.interval is None else self.interval)
+
+    def may_keep_every_step(self, precision: Precision) -> bool:
+        """Whether every step could be durable: there is a disk, with room for two slots, and no pin is in the way."""
+        state = (self.state, self.weights) if precision == "fp32" else (self.state,)
+        return bool(self.disk_paths) and self.slots == 2 and set(state) <= {None, "disk"}
+
+    def by_default(self, precision: Precision) -> "Budget":
+        """The budget with the durability that counts where none is named: every step, where that can be."""
+        if self.durability is None and self.may_keep_every_step(precision):
+            return replace(self, durability="step")
+        return self
+
     def with_pins(self, precision: Precision) -> "Budget":
-        """The budget with what its durability asks for pinned: for ``step`` all state is on disk.
+        """The budget with what its durability asks for pinned: for ``step`` all state is on disk. In fp32, where the
+        weights are part of it, those of trained groups are, too,
+        without a pin that would hold what is frozen there.
 
         Raises:
-            ConfigError: in fp32, where the master copy is the weights, these are pinned elsewhere.
+            ConfigError: in fp32 the weights are pinned elsewhere.
         """
         if self.durability != "step":
             return self
-        if precision != "fp32":
-            return replace(self, state="disk")
-        if self.weights not in (None, "disk"):
+        if precision == "fp32" and self.weights not in (None, "disk"):
             raise ConfigError(
                 "budget.durability='step' needs all state on disk, and in fp32 the weights are part of it: "
                 f"budget.weights={self.weights!r} must be 'disk', or durability 'interval'"
             )
-        return replace(self, state="disk", weights="disk")
+        return replace(self, state="disk")
 
     def _check_durability(self) -> None:
         asked = f"budget.durability={self.durability!r}"
-        if (self.durability == "interval") != (self.interval is not None):
+        if self.interval is not None and self.durability != "interval":
             raise ConfigError(
                 f"{asked} with budget.interval={self.interval!r}: give both, as durability='interval' and "
-                "interval=100 (steps), or neither"
+                "interval=100 (steps) or interval='5min', or neither"
             )
-        if self.interval is not None and self.interval < 1:
+        if isinstance(self.interval, int) and self.interval < 1:
             raise ConfigError(f"budget.interval={self.interval}: must be at least 1 step")
-        if self.durability is not None and not self.disk_paths:
+        if isinstance(self.interval, str):
+            try:
+                parse_duration(self.interval)
+            except ConfigError as error:
+                raise ConfigError(f"budget.interval: {error}") from None
+        if self.durability in ("step", "interval") and not self.disk_paths:
             raise ConfigError(f"{asked} needs budget.disk, a directory to keep the state in")
         if self.durability in ("step", "interval") and self.slots == 1:
             raise ConfigError(f"{asked} needs budget.slots=2: a commit must not overwrite the one before")

@@ -27,6 +27,7 @@ _MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
 _MOST = 1 << 52
 """bytes beyond which a tier is no answer"""
 _STEPS = 16
+_KINDS = ("weights", "state", "gradients", "checkpoints")
 _DRIVE = Drive(path="a drive", read=1e9, write=1e9, read_both=1e9, write_both=1e9, free=_MOST)
 """stands for one that is not there, when all that is asked is whether something would fit"""
 
@@ -122,9 +123,10 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
         yield variant(words, task, size=size // 2, count=2 * count)
     if task.waits and task.precision != "fp16":
         yield variant("no gradient clipping, so that the optimizer need not wait", _unclipped(task))
-    pins = [kind for kind in ("weights", "state", "gradients", "checkpoints") if getattr(budget, kind) is not None]
+    kinds = ("weights", "gradients", "checkpoints") if budget.durability == "step" else _KINDS
+    pins = [kind for kind in kinds if getattr(budget, kind) is not None]
     if pins:
-        free = replace(budget, weights=None, state=None, gradients=None, checkpoints=None)
+        free = replace(budget, weights=None, state=None, gradients=None, checkpoints=None).with_pins(task.precision)
         words = ", ".join(f"budget.{kind}" for kind in pins)
         yield variant(f"tiers chosen by the planner instead of {words}", replace(task, budget=free))
     if task.grad_dtype == "fp32":

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import TIERS, Tier
 from penstock.plan.alternatives import Alternatives, Means
+from penstock.plan.durability import kill_seconds
 from penstock.plan.forecast import Forecast
 from penstock.plan.means import steps_early
 
@@ -55,6 +56,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "days": f.wear.days,
             "steps": f.wear.steps,
         },
+        "durability": _durability(report),
         "batches": [
             {"sequences": p.batch, "tokens": p.tokens, "tokens_per_second": dict(p.tokens_per_second)}
             for p in report.curve
@@ -74,6 +76,17 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "considered": f.choice.considered,
             "simulated": f.choice.simulated,
         },
+    }
+
+
+def _durability(report: "PlanReport") -> dict[str, Any]:
+    task, weighed = report.forecast.task, report.weighed
+    return {
+        "kept": task.budget.durability,
+        "kill_seconds": kill_seconds(task, report.forecast.choice),
+        "step_seconds": None
+        if weighed is None
+        else {"step": weighed.step, "interval": weighed.interval, "none": weighed.none},
     }
 
 

@@ -19,6 +19,7 @@ from penstock.plan.arguments import (
     check_split,
 )
 from penstock.plan.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
+from penstock.plan.durability import Weighed, settled, undecided, weigh
 from penstock.plan.fit import Family, Plan
 from penstock.plan.forecast import Forecast, forecast
 from penstock.plan.huggingface import model_shape
@@ -46,6 +47,7 @@ class PlanReport:
     | ``alternatives`` | how a step comes to its numbers (waiting, speculating, a delay), and other ways |
     | ``advice`` | what would make it faster, best first |
     | ``notes`` | what to know about the machine's profile and the budget |
+    | ``weighed`` | what a step takes by durability, where there is a choice; None: there is none |
     """
 
     forecast: Forecast
@@ -54,6 +56,7 @@ class PlanReport:
     alternatives: Alternatives
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
+    weighed: Weighed | None
 
     def __repr__(self) -> str:
         f = self.forecast
@@ -153,7 +156,7 @@ def plan(
     task = Task(
         shape=_shape_of(model, found),
         machine=found,
-        budget=budget.with_pins(precision),
+        budget=budget,
         sequence_length=sequence_length,
         precision=precision,
         optimizer=optimizer,
@@ -216,18 +219,7 @@ def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | Non
     Raises:
         BudgetError: it does not fit; says the smallest change that makes it fit.
     """
-    if split is not None:
-        if split[1] > MOST_MICRO_BATCHES:
-            raise ConfigError(f"{split[1]} micro-batches: at most {MOST_MICRO_BATCHES} can be planned; use larger ones")
-        question = task.question(*split)
-        try:
-            choice = search(question)
-        except BudgetError as error:
-            raise refusal(task, *split, error) from None
-        size = split[0]
-    else:
-        choice, chosen = _chosen(task, batch)
-        size = chosen.micro_batch_size
+    task, choice, size, weighed = _settled(task, batch, split)
     found = forecast(task, choice, size)
     batch = size * choice.request.micro_batches
     points = curve(task, size, until=4 * batch, also=batch)
@@ -238,7 +230,48 @@ def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | Non
         alternatives=alternatives(choice),
         advice=advice(task, size, choice),
         notes=(*_notes(task), *_beyond(found)),
+        weighed=weighed,
     )
+
+
+def _settled(task: Task, batch: int | None, split: tuple[int, int] | None) -> tuple[Task, Choice, int, Weighed | None]:
+    """The task with the durability that it names, or gets; the plan, its sequences in a micro-batch, and what each
+    durability takes, where there is a choice.
+
+    Every step is durable unless that costs too much: which is known once it is known how the batch is cut.
+    """
+    if not undecided(task):
+        named = settled(task)
+        choice, size = _found(named, batch, split)
+        may = task.budget.may_keep_every_step(task.precision)
+        return named, choice, size, weigh(task, size, choice.request.micro_batches) if may else None
+    named = settled(task, "step")
+    try:
+        choice, size = _found(named, batch, split)
+    except BudgetError as error:
+        named = settled(task, "interval")
+        try:
+            choice, size = _found(named, batch, split)
+        except BudgetError:
+            raise error from None
+    weighed = weigh(task, size, choice.request.micro_batches)
+    if weighed.default == "interval" and named.budget.durability == "step":
+        named = settled(task, "interval")
+        choice, size = _found(named, batch, split)
+    return named, choice, size, weighed
+
+
+def _found(task: Task, batch: int | None, split: tuple[int, int] | None) -> tuple[Choice, int]:
+    """The best plan for a batch, or for one way to cut it, and the sequences in a micro-batch."""
+    if split is None:
+        choice, chosen = _chosen(task, batch)
+        return choice, chosen.micro_batch_size
+    if split[1] > MOST_MICRO_BATCHES:
+        raise ConfigError(f"{split[1]} micro-batches: at most {MOST_MICRO_BATCHES} can be planned; use larger ones")
+    try:
+        return search(task.question(*split)), split[0]
+    except BudgetError as error:
+        raise refusal(task, *split, error) from None
 
 
 def _chosen(task: Task, batch: int | None) -> tuple[Choice, Split]:

@@ -150,6 +150,11 @@ class Request:
             check_means(self.speculate, self.delay, self.budget, self.form, wait=self.wait, horizontal=self.one_by_one)
 
     @property
+    def holds_weights(self) -> bool:
+        """Whether the weights of trained groups stay on disk because every step is durable, and they are state."""
+        return self.budget.durability == "step" and not self.form.split
+
+    @property
     def one_by_one(self) -> bool:
         return self.train and self.family == "horizontal"
 
@@ -415,7 +420,8 @@ def _to_host(request: Request, settings: Settings) -> Settings:
     # In fp32 the weights are the master copy: a group that speculates has all of its state on disk, or nothing.
     together = request.speculates and not request.form.split and request.budget.state is None
     if request.budget.weights is None:
-        moves = [(g.index, True, together and g.trainable > 0) for g in groups if place.weights[g.index] == "disk"]
+        free = (g for g in groups if not (g.trainable and request.holds_weights))
+        moves = [(g.index, True, together and g.trainable > 0) for g in free if place.weights[g.index] == "disk"]
         settings = _raise(request, settings, "host", moves)
     if request.budget.state is None:
         moves = [(g.index, False, True) for g in groups if g.trainable and place.state[g.index] == "disk"]

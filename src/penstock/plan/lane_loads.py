@@ -166,6 +166,8 @@ class Walk:
     def _pinned(self, g: int, weights: Tier, state: Tier) -> bool:
         budget, trainable = self.request.budget, self.groups[g].trainable
         want_weights, want_state = budget.weights, budget.state
+        if trainable and self.request.holds_weights:
+            want_weights = "disk"
         if g in self.tied and want_state == "device":  # its gradient comes in parts: it steps in host memory
             want_state, want_weights = "host", want_weights if self.request.form.split else "host"
         elif want_state == "device" and trainable and want_weights is None:

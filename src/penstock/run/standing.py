@@ -19,6 +19,7 @@ from penstock.errors import StoreError
 from penstock.run.background import Background
 from penstock.run.buffers import Buffers
 from penstock.run.context import StepContext
+from penstock.run.due import Due
 from penstock.run.home import Home
 from penstock.run.interrupt import whole_steps
 from penstock.run.runner import Runner
@@ -44,10 +45,10 @@ class Standing:
         progress: Callable[[], Mapping[str, Any]],
         *,
         waits: bool,
-        interval: int | None,
+        due: Due | None,
     ) -> None:
         """``progress``: all that a run is besides its arrays. ``waits``: whether the numbers of a step need the norm.
-        ``interval``: steps between commits of what is in memory, None: none.
+        ``due``: when the next commit of what is in memory is, None: there are none.
         """
         self.broken: str | None = None
         self.pending: Pending | None = None
@@ -55,7 +56,7 @@ class Standing:
         self._buffers = buffers
         self._progress = progress
         self._waits = waits
-        self._interval = interval
+        self._due = due
         self._background: Background | None = None
         self._unwritten: StoreError | None = None
 
@@ -73,7 +74,7 @@ class Standing:
         StoreError: the state is half updated.
         """
         if self.broken is not None:
-            stands = self._home.always_whole or self._interval is not None
+            stands = self._home.always_whole or self._due is not None
             remedy = "wrap the model again: the store goes on from its last commit" if stands else "start over"
             raise StoreError(f"{self.broken}. The state is half updated: engine.load a snapshot, or {remedy}")
 
@@ -155,7 +156,7 @@ class Standing:
             except StoreError as error:
                 self.give_up(f"step {context.step} was computed, but could not be made durable: {error}")
                 raise
-        if self._interval is not None and context.step % self._interval == 0:
+        if self._due is not None and self._due.after(context.step):
             self.flush(runner)
             try:
                 self._write_in_background(runner.stepped)
@@ -199,7 +200,7 @@ class Standing:
         self.mend()
         try:
             self.note(between_steps=True)
-            if self._interval is not None:
+            if self._due is not None:
                 self._write_in_background(() if runner is None else runner.stepped)
                 self.rest(runner)
         except StoreError as error:
@@ -216,7 +217,15 @@ class Standing:
         self._background.wait()
         self._home.write_buffers()
         progress = self._progress()
-        self._background.begin(order, lambda: self._home.commit_interval(progress))
+
+        def commit() -> None:
+            self._home.commit_interval(progress)
+            if self._due is not None:
+                self._due.committed()
+
+        if self._due is not None:
+            self._due.began()
+        self._background.begin(order, commit)
         if residence.any_state_on_disk():
             self._background.wait()  # the next step writes over what is on disk, which this commit names
 

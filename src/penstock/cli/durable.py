@@ -1,0 +1,43 @@
+"""How durable a run is: settled before it begins, written into its settings, and the same until its last step."""
+
+from dataclasses import replace
+
+from penstock.cli.keeping import gain_of_none, reason
+from penstock.cli.split import Cut
+from penstock.cli.task import free_here, task_of
+from penstock.config import Precision, TrainConfig
+from penstock.plan.durability import Weighed, settled, undecided, weigh
+from penstock.plan.machine import Machine
+from penstock.schedule.op import Schedule
+
+
+def with_durability(
+    config: TrainConfig, schedule: str | Schedule, machine: Machine | None, cut: Cut, precision: Precision
+) -> tuple[TrainConfig, Weighed | None]:
+    """The settings with a durability, and what a step takes by durability where that can be told.
+
+    A schedule of the user's own says itself where state lives. ``precision``: of a run whose settings name none.
+    """
+    budget = config.budget
+    if isinstance(schedule, Schedule) or not budget.disk_paths:
+        return config, None
+    if machine is None:
+        chosen = budget.by_default(config.precision or precision)
+        if chosen.durability is None and budget.slots == 2:  # state is pinned in memory
+            chosen = replace(budget, durability="interval")
+        return replace(config, budget=chosen), None
+    task, weighed = task_of(config, machine, disk_free=free_here(budget.disk_paths)), None
+    if budget.may_keep_every_step(task.precision):
+        weighed = weigh(task, cut.size, config.sequences_per_step // cut.size)
+    default = weighed.default if weighed is not None and undecided(task) else "step"
+    durability = settled(task, default).budget.durability
+    return replace(config, budget=replace(budget, durability=durability)), weighed
+
+
+def in_words(config: TrainConfig, weighed: Weighed | None) -> str:
+    """Why a run is as durable as it is, and what giving that up would gain; begins with a semicolon, or is empty."""
+    durability = config.budget.durability
+    if weighed is None or durability is None:
+        return ""
+    why = reason(weighed) if durability == "interval" == weighed.default else None
+    return "".join(f"; {words}" for words in (why, gain_of_none(weighed, durability)) if words)

@@ -1,0 +1,97 @@
+"""Snapshots of a run without a disk tier, in its own folder: what a kill does not cost.
+
+``snapshot-STEP`` is written every few minutes and at the end of a run, and appears whole or not at all; the ones before
+go when it is there. Which of them a run goes on from is asked of the folder alone.
+"""
+
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.config import INTERVAL, Budget, parse_duration
+from penstock.engine import Engine
+from penstock.errors import StoreError
+from penstock.run.due import Due
+from penstock.store.snapshot import SnapshotReader
+
+log = logging.getLogger("penstock")
+
+_SECONDS = parse_duration(INTERVAL)
+"""What a kill costs at most, unless a step and the writing of a snapshot take longer."""
+_NAME = re.compile(r"snapshot-(\d{1,15})")
+
+
+def snapshots_of(folder: Path) -> list[Path]:
+    """The snapshots in a run's folder, the newest first."""
+    found = [(int(match[1]), path) for path in folder.glob("snapshot-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True) if path.is_dir() and not path.is_symlink()]
+
+
+def newest(folder: Path) -> Path | None:
+    """The snapshot that the run in a folder goes on from; None: it has none."""
+    for path in snapshots_of(folder):
+        try:
+            with SnapshotReader(path):
+                return path
+        except StoreError as error:
+            log.warning("%s: passed over: %s", path, error)
+    return None
+
+
+def record_kept(folder: Path) -> dict[str, Any] | None:
+    """What the newest snapshot says of its step, as a commit does; None: there is none."""
+    path = newest(folder)
+    if path is None:
+        return None
+    with SnapshotReader(path) as snapshot:
+        return snapshot.meta
+
+
+def step_kept(folder: Path) -> int | None:
+    """The step after which the run in a folder can go on from a snapshot; None: there is none."""
+    record = record_kept(folder)
+    return None if record is None else int(record["step"])
+
+
+class RunSnapshots:
+    """Writes the snapshots of one run."""
+
+    def __init__(self, folder: Path, *, seconds: float = _SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._due = Due(steps=None, seconds=seconds, clock=clock)
+
+    @staticmethod
+    def of(budget: Budget, folder: Path) -> "RunSnapshots | None":
+        """None: the run keeps its state on disk, or says that it may end with nothing."""
+        return None if budget.disk_paths or budget.durability == "none" else RunSnapshots(folder)
+
+    def after(self, engine: Engine) -> None:
+        """A step has been done: write a snapshot where one is due. One that cannot be written is said, and due again
+        after the next interval."""
+        if not self._due.after(engine.step_count):
+            return
+        self._due.began()
+        try:
+            self._write(engine)
+        except StoreError as error:
+            log.warning("a snapshot of the run could not be written, and training goes on without: %s", error)
+        self._due.committed()
+
+    def last(self, engine: Engine) -> None:
+        """The run ends here.
+
+        Raises:
+            StoreError: what it has trained could not be written.
+        """
+        self._write(engine)
+
+    def _write(self, engine: Engine) -> None:
+        path = self._folder / f"snapshot-{engine.step_count}"
+        engine.save(path, overwrite=True)
+        for old in snapshots_of(self._folder):
+            if old != path:
+                shutil.rmtree(old, ignore_errors=True)
