@@ -12,6 +12,7 @@
     modes     torch's switches of a thread
     rng       seeds as a function of place
     trees     tensors in nested arguments
+    opaque    tensors in objects that cannot be looked into
     asked     what a forward asks of autograd by itself
     parameters  hooks on parameters, and parameters that must stay
     cut       where the graph ends behind a block

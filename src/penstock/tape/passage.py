@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ModelError
-from penstock.tape import graph, trees
+from penstock.tape import graph, opaque, trees
 from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.likeness import alike, sample
@@ -233,6 +233,9 @@ class Passage:
         saved = tuple((module, name, b.clone()) for module, name, b in buffers if b is not None)
         context.run(_forget, held)
         modes = Modes.capture(self._device_types)
+        wanted = modes.grad and (site.trainable or any(t.requires_grad for t in inputs))
+        hidden = opaque.hidden(live)
+        opaque.refuse_inputs(site.name, hidden)
         self.in_block = True
         try:
             with torch.no_grad(), _explained(f"block {site.name!r}"):
@@ -240,8 +243,10 @@ class Passage:
         finally:
             self.in_block = False
         changed = any(t._version != v for t, v in zip(inputs, versions, strict=True))
+        if wanted:
+            opaque.refuse_outputs(site.name, output, live, hidden)
         self.starts[self._stage] = graph.next_number()
-        cuts = Cuts(inputs, self._wants_gradient(site, inputs, modes))
+        cuts = Cuts(inputs, self._wants_gradient(modes, wanted))
         output = trees.replace(output, cuts)
         trees.settle(live, before, cuts)
         self.outputs = cuts.outputs
@@ -266,15 +271,12 @@ class Passage:
             )
         return output
 
-    def _wants_gradient(
-        self, site: Site, inputs: list[torch.Tensor], modes: Modes
-    ) -> Callable[[int, torch.Tensor], bool]:
+    def _wants_gradient(self, modes: Modes, wanted: bool) -> Callable[[int, torch.Tensor], bool]:
         """Whether an output of a call may get a gradient. Without grad mode only if the block has switched it on."""
         if not modes.grad:
             return lambda _, tensor: tensor.requires_grad
         known = self.facts.output_needs_grad or ()
-        needs_grad = site.trainable or any(t.requires_grad for t in inputs)
-        return lambda position, _: known[position] if position < len(known) else needs_grad
+        return lambda position, _: known[position] if position < len(known) else wanted
 
     # -- backward -----------------------------------------------------------------------------------------------
 
