@@ -214,3 +214,148 @@ def test_a_search_ends() -> None:
     assert not opaque.hidden(deep)
     while isinstance(deep, Plain):  # or it would be freed by recursion
         deep = deep.hidden
+
+
+# -- by other ways than arguments and results ---------------------------------------------------------------------
+
+HELD: dict[str, Any] = {}
+
+
+class ReadsModel(Layer):
+    """Reads what the model's forward has left on it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def set_attributes(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    scale = 1 + x.mean(-1, keepdim=True)
+    for layer in model.layers:
+        layer.scale = scale
+        x = layer(x)
+    return x
+
+
+def set_masks(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        layer.scale = (x.detach() > 0).to(x.dtype)
+        x = layer(x)
+    return x
+
+
+class ToGlobal(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        HELD.setdefault("penalties", []).append(y.square().mean())
+        return y
+
+
+def read_global(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    HELD.clear()
+    for layer in model.layers:
+        x = layer(x)
+    return x + sum(HELD["penalties"])
+
+
+def read_hooked(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    """Activations that hooks take out of blocks, as for distillation."""
+    taken: list[torch.Tensor] = []
+    hooks = [layer.linear.register_forward_hook(lambda *args: taken.append(args[2])) for layer in model.layers]
+    for layer in model.layers:
+        x = layer(x)
+    for hook in hooks:
+        hook.remove()
+    return x + taken[0]
+
+
+class FromBelow(Layer):
+    """Leaves something for the next block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = HELD.get("hidden")
+        HELD["hidden"] = super().forward(x)
+        return x if before is None else x + before
+
+
+def run_from_below(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    HELD.clear()
+    for layer in model.layers:
+        x = layer(x)
+    return x + model.layers[0].linear.weight.sum()
+
+
+class Penalised(Layer):
+    """A penalty on weights, which does not depend on the micro-batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        HELD.setdefault("penalties", []).append(self.linear.weight.t().square().mean())
+        return super().forward(x)
+
+
+class Counts(Layer):
+    """A buffer with what it has seen of the micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.copy_(x.detach().mean((0, 1)))
+        return super().forward(x)
+
+
+def read_counts(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x)
+    return x + model.layers[0].seen
+
+
+def weight_norm(model: Any) -> None:
+    """Of old: hooks in front of a block make its weight, outside of it."""
+    model.layers[1] = nn.Linear(WIDTH, WIDTH)
+    torch.nn.utils.weight_norm(model.layers[1])
+
+
+def keep(model: Any) -> None:
+    pass
+
+
+SMUGGLED: dict[str, tuple[type[nn.Module], Run | None, Any, str]] = {
+    "an attribute with a gradient": (ReadsModel, set_attributes, keep, "'layers.0' reads a tensor of shape (2, 12, 1)"),
+    "an attribute of the micro-batch": (ReadsModel, set_masks, keep, "'layers.0' reads a tensor of shape (2, 12, 8)"),
+    "a global": (ToGlobal, read_global, keep, "that block 'layers.0' made, not returned"),
+    "a hook within a block": (Layer, read_hooked, keep, "that block 'layers.0' made, not returned"),
+    "from block to block": (FromBelow, run_from_below, keep, "block 'layers.1' reads a tensor of shape (2, 12, 8)"),
+    "a penalty on weights": (Penalised, read_global, keep, "that block 'layers.0' made, not returned"),
+    "a buffer": (Counts, read_counts, keep, "reads a tensor of shape (8,) that block 'layers.0' has written to before"),
+    "a weight made in front of a block": (Layer, None, weight_norm, "'layers.1' reads a tensor of shape (8, 8)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", SMUGGLED)
+def test_what_is_smuggled_is_refused(name: str) -> None:
+    layer, run, change, message = SMUGGLED[name]
+    assert message in refused(stack(layer, run), change)
+
+
+class Cached(Layer):
+    """Positions in a cache that all blocks share: the same for every micro-batch that is as long."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        if length not in HELD:
+            HELD[length] = torch.arange(length, dtype=x.dtype).cos().unsqueeze(-1) + torch.zeros_like(x[0, 0])
+        return super().forward(x) * HELD[length]
+
+
+def run_cached(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    HELD.clear()
+    for layer in model.layers:
+        x = layer(x)
+    return x + HELD[x.shape[1]]
+
+
+def test_what_no_micro_batch_changes_may_be_shared() -> None:
+    assert_exact(stack(Cached, run_cached))
+    assert_exact(stack(Counts))

@@ -13,6 +13,7 @@
     rng       seeds as a function of place
     trees     tensors in nested arguments
     opaque    tensors in objects that cannot be looked into
+    smuggled  tensors that pass by other ways than arguments and results
     asked     what a forward asks of autograd by itself
     parameters  hooks on parameters, and parameters that must stay
     cut       where the graph ends behind a block

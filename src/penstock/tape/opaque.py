@@ -53,6 +53,11 @@ def hidden(value: Any) -> Found:
     return found
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that ``hidden`` finds."""
+    return [tensor for _, tensor in hidden(value).values() if tensor is not None]
+
+
 def refuse_inputs(block: str, found: Found) -> None:
     """Raise ModelError if what a block is handed hides a tensor that has a gradient."""
     for holder, tensor in found.values():

@@ -127,6 +127,7 @@ class Passage:
         self.loss: torch.Tensor | None = None
         self.facts = Facts()
         self.samples: dict[int, list[torch.Tensor]] | None = None  # of each call's outputs, in a probe
+        self.beside: list[torch.Tensor] = []  # in a probe, beside ``outputs`` and an arrival's tensors
         self.starts: dict[int, int] = {}  # stage -> number of the first autograd node of its segment code
         self.calls: dict[int, Call] = {}
         self.pending = graph.Pending()
@@ -181,6 +182,7 @@ class Passage:
         refuse_stacked(site.name, self._stacks)
         args, kwargs = without_caches(site.name, site.forward, args, kwargs)
         self.arrival = Arrival(site=site, tensors=trees.places((args, kwargs)))
+        self._look_beside((args, kwargs))
         self._suspend("call")
         self.arrival = None
         output = self._run_and_cut(site, args, kwargs) if self.train else self._run_only(site, args, kwargs)
@@ -188,6 +190,12 @@ class Passage:
         self._suspend("cut")
         self.outputs = []
         return output
+
+    def _look_beside(self, value: Any) -> None:
+        """In a probe: what objects in ``value``, and in context variables, hold beside what ``trees`` sees."""
+        if self.samples is not None:
+            value = (value, list(contextvars.copy_context().values()))
+            self.beside = [*opaque.tensors_in(value), *trees.tensors(value)]
 
     def _run(self, model: nn.Module, loss_fn: LossFn, micro_batch: Mapping[str, Any]) -> Event:
         with _explained("the model itself"):
@@ -220,6 +228,7 @@ class Passage:
         finally:
             self.in_block = False
         self.outputs = trees.tensors(output)
+        self._look_beside((output, args, kwargs))
         return output
 
     def _run_and_cut(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,6 +252,7 @@ class Passage:
         finally:
             self.in_block = False
         changed = any(t._version != v for t, v in zip(inputs, versions, strict=True))
+        self._look_beside((output, live))
         if wanted:
             opaque.refuse_outputs(site.name, output, live, hidden)
         self.starts[self._stage] = graph.next_number()

@@ -22,6 +22,7 @@ from penstock.tape.asked import Asked
 from penstock.tape.legs import Kept, Leg, Seen, Stages, Usage, see
 from penstock.tape.losses import Losses
 from penstock.tape.passage import Arrival, Facts, Passage, Site, StageFacts
+from penstock.tape.smuggled import Smuggled
 from penstock.tape.watch import Ahead, Watch
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class Probe:
         self._group_of = {id(s.parameter): g.spec.index for g in tape.groups for s in g.slices}
         by_name = {g.spec.name: g.spec.index for g in tape.groups}
         self._own_group = [by_name.get(f"blocks.{site.name}") for site in tape.sites]
-        self._watch = Watch(self._group_of, self._touch, self._refuse_write)
+        self._watch = Watch(self._group_of, self._touch, self._refuse_write, self._on_op)
+        self._smuggled = Smuggled(self._watch.birth, micro_batch)
         self._ahead = Ahead(self._group_of, self._bring)
         self._legs: list[Leg] = []
         self._asked = Asked(self._block)
@@ -72,6 +74,7 @@ class Probe:
             self._run_forward(passage)
             self._refuse_replaced(tape.model)
             self._refuse_kept()
+            self._smuggled.refuse()
             found = Stages(self._legs)  # now: what is saved or touched in the backward must not count
             if train:
                 self._run_backward(passage)
@@ -172,6 +175,9 @@ class Probe:
                 "the hook would see each of them. Remove it"
             )
 
+    def _on_op(self, func: Any, *tensors: list[torch.Tensor]) -> None:
+        self._smuggled.on_op(func, *tensors)
+
     def _block(self) -> str | None:
         site = self._legs[self._watch.leg].site
         return None if site is None else site.name
@@ -195,8 +201,10 @@ class Probe:
         leg = self._start(None)
         held = passage.outputs  # a run's epilogue has them as its checkpoint, also where the model has let go of them
         with self._measuring(leg.forward):
+            self._smuggled.begin(self._watch.leg, None, ())
             with self._asked, self.losses:
                 event = self._tape.run_code(passage, self._watch.leg)
+            self._smuggled.end()
             if event == "done":
                 assert passage.loss is not None
                 self.loss = None if passage.loss.is_meta else float(passage.loss.detach())
@@ -209,8 +217,11 @@ class Probe:
         leg = self._start(site)
         leg.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = _buffers(site.module), _attributes(site)
+        self._smuggled.begin(self._watch.leg, site.name, [*arrival.tensors.values(), *passage.beside])
         with self._measuring(leg.forward, site), self._asked:
             self._tape.run_call(passage, self._watch.leg, Facts())
+        self._smuggled.end([*passage.outputs, *passage.beside])
+        passage.beside = []
         changed = [b for b in before if b.has_changed()]
         leg.changed = tuple((b.module, b.name) for b in changed)
         passage.see_buffers(self._watch.leg, tuple((b.module, b.name, b.value.clone()) for b in changed))

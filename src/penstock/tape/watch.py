@@ -33,15 +33,23 @@ FLOP: Mapping[Any, Callable[..., int]] = {
 
 
 class Birth:
-    """A storage that an op made: its bytes, the leg that made it, and what has happened to it since."""
+    """A storage that an op made: its bytes, the leg that made it, and what has happened to it since.
 
-    __slots__ = ("leg", "nbytes", "saved", "touched")
+    ``depends``: what is in it follows from the micro-batch, or from weights that train. ``returned``: by a block.
+    """
+
+    __slots__ = ("depends", "leg", "nbytes", "returned", "saved", "touched")
 
     def __init__(self, nbytes: int, leg: int) -> None:
         self.nbytes = nbytes
         self.leg = leg
         self.touched: set[int] = set()
         self.saved: set[int] = set()
+        self.depends = False
+        self.returned = False
+
+
+OnOp = Callable[[Any, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]], None]
 
 
 class Ahead(TorchFunctionMode):
@@ -67,7 +75,7 @@ class Ahead(TorchFunctionMode):
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op below autograd: follows live bytes, and calls ``on_weight`` before an op that reads a parameter and
-    ``on_write`` before one that writes to a tensor.
+    ``on_write`` before one that writes to a tensor; ``on_op(func, inputs, written, results)`` behind each.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameters: Mapping[int, int],
         on_weight: Callable[[int], None],
         on_write: Callable[[torch.Tensor], None] | None = None,
+        on_op: OnOp | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
@@ -85,6 +94,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameters = parameters  # identity of a parameter -> its group
         self._on_weight = on_weight
         self._on_write = on_write
+        self._on_op = on_op
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def birth(self, tensor: torch.Tensor) -> Birth | None:
@@ -101,18 +111,22 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             birth = self.birth(tensor)
             if birth is not None:
                 birth.touched.add(self.leg)
+        written = _written(func, args, kwargs or {})
         if self._on_write is not None:
-            for tensor in _written(func, args, kwargs or {}):
+            for tensor in written:
                 self._on_write(tensor)
         result = func(*args, **(kwargs or {}))
         formula = FLOP.get(func._overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         old = {t.untyped_storage()._cdata for t in inputs}
-        for tensor in trees.tensors(result):
+        results = trees.tensors(result)
+        for tensor in results:
             storage = tensor.untyped_storage()
             if storage._cdata not in old and storage._cdata not in self.births:
                 self._follow(storage)
+        if self._on_op is not None:
+            self._on_op(func, inputs, written, results)
         return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:

@@ -1,0 +1,120 @@
+"""Tensors that pass between a block and the rest of a model by another way than arguments and results.
+
+By an attribute, a closure, a global or a buffer. With several micro-batches under way such a place holds another one's
+tensor, a recomputation finds the last one's, and a gradient does not find its way. So in a probe the forward's ops are
+watched for what they read: a block may read what it was handed and what does not depend on the micro-batch; the model's
+own code may read of a block what it has returned.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.tape import trees
+from penstock.tape.watch import Birth
+
+_ATEN = torch.ops.aten
+_OF_SHAPES = frozenset(
+    {
+        *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.rand_like, _ATEN.randn_like),
+        *(_ATEN.new_empty, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full, _ATEN.new_empty_strided),
+    }
+)
+"""Ops that take a tensor for its shape alone."""
+
+
+class Smuggled:
+    """Follows what depends on the micro-batch or on weights that train, op by op. ``found``: the first that is smuggled,
+    in words.
+    """
+
+    def __init__(self, birth: Callable[[torch.Tensor], Birth | None], micro_batch: Any) -> None:
+        """``birth``: that of a tensor's storage, where an op of the probe has made it."""
+        self._birth = birth
+        self._own = {_storage(t) for t in trees.tensors(micro_batch)}
+        self._views: set[int] = set()  # storages of weights that the leg has taken views of
+        self._written: dict[int, tuple[int, str | None]] = {}  # storages from before the probe -> leg and block
+        self._leg: int | None = None
+        self._block: str | None = None
+        self._handed: set[int] = set()
+        self._blocks: dict[int, str] = {}  # leg -> block, of calls
+        self.found: str | None = None
+
+    def begin(self, leg: int, block: str | None, handed: Iterable[torch.Tensor]) -> None:
+        """A leg of the forward begins: of ``block``, which is ``handed`` these tensors, or of the model's own code."""
+        self._leg, self._block = leg, block
+        self._handed = {_storage(t) for t in handed}
+        if block is not None:
+            self._blocks[leg] = block
+
+    def end(self, returned: Iterable[torch.Tensor] = ()) -> None:
+        """The leg has ended, and has ``returned`` these tensors."""
+        self._leg = None
+        self._views.clear()
+        for tensor in returned:
+            birth = self._birth(tensor)
+            if birth is not None:
+                birth.returned = True
+
+    def refuse(self) -> None:
+        if self.found is not None:
+            raise ModelError(
+                f"{self.found} (it came by an attribute, a closure, a global or a buffer). With several micro-batches "
+                "under way it would be another one's, and its gradient would be lost: hand tensors to blocks as "
+                "arguments, and let blocks return them"
+            )
+
+    def on_op(
+        self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> None:
+        """An op of the forward: what it read, what it changed, and what it has made."""
+        if self._leg is None:
+            return
+        for tensor in inputs:
+            self._check(tensor)
+        if func._overloadpacket in _OF_SHAPES or not any(self._depends(t) for t in inputs):
+            return
+        for tensor in results:
+            birth = self._birth(tensor)
+            if birth is not None:
+                birth.depends = True
+            elif _storage(tensor) not in self._own:
+                self._views.add(_storage(tensor))
+        for tensor in written:
+            if self._birth(tensor) is None and _storage(tensor) not in self._own:
+                self._written[_storage(tensor)] = (self._leg, self._block)
+
+    def _depends(self, tensor: torch.Tensor) -> bool:
+        birth = self._birth(tensor)
+        if birth is not None:
+            return birth.depends
+        storage = _storage(tensor)
+        return tensor.requires_grad or storage in self._own or storage in self._views or storage in self._written
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        birth, shape = self._birth(tensor), tuple(tensor.shape)
+        if self.found is not None or isinstance(tensor, nn.Parameter):
+            return
+        if birth is None:
+            leg, block = self._written.get(_storage(tensor), (self._leg, self._block))
+            if leg != self._leg and (block != self._block or block is None):
+                self.found = (
+                    f"{_who(self._block)} reads a tensor of shape {shape} that {_who(block)} has written to before"
+                )
+        elif birth.leg != self._leg and birth.depends:
+            if self._block is not None and _storage(tensor) not in self._handed:
+                self.found = f"{_who(self._block)} reads a tensor of shape {shape} that is none of its arguments"
+            elif self._block is None and birth.leg in self._blocks and not birth.returned:
+                made = self._blocks[birth.leg]
+                self.found = f"the model itself reads a tensor of shape {shape} that {_who(made)} made, not returned"
+
+
+def _who(block: str | None) -> str:
+    return "the model itself" if block is None else f"block {block!r}"
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
