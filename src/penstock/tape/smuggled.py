@@ -27,8 +27,9 @@ _OF_SHAPES = frozenset(
 
 
 class Smuggled:
-    """Follows what depends on the micro-batch or on weights that train, op by op. ``found``: the first that is smuggled,
-    in words.
+    """Follows what depends on the micro-batch or on weights that train, op by op.
+
+    ``found``: the first that is smuggled, in words.
     """
 
     def __init__(self, birth: Callable[[torch.Tensor], Birth | None], micro_batch: Any) -> None:
