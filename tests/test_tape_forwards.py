@@ -4,6 +4,7 @@
 orders. ``REFUSED``: a ModelError that says so.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from tests.models import VOCABULARY
 from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, of, refused, stack
 from tests.tape_reference import Order, horizontal, vertical
-from tests.training import budget, run_steps, steps_of, wrap
+from tests.training import budget, master_of, plain_loop, relative, run_steps, steps_of, wrap
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -433,3 +434,33 @@ def test_parameters_without_a_dimension_are_trained_and_read_back(meta: bool, tm
         scales = [value for name, value in engine.master_parameters() if name.endswith("scale")]
     assert [scale.shape for scale in scales] == [torch.Size([])] * 3
     assert all(0.69 < float(scale) < 0.71 and float(scale) != torch.tensor(0.7) for scale in scales)
+
+
+# -- whole steps --------------------------------------------------------------------------------------------------
+
+WHOLE: dict[str, tuple[type[nn.Module], Run]] = {
+    "without gradients for one block": MODES["no_grad around one block"],
+    "without gradients for some micro-batches": MODES["no_grad for some micro-batches"],
+    "blocks called twice": MODES["blocks called without and with gradients"],
+    "changed in place": IN_PLACE["skips"],
+    "no dimension": (Scaled, run_scaled),
+}
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_three_steps_equal_a_plain_loop(name: str, schedule: str, tmp_path: Path) -> None:
+    case = stack(*WHOLE[name])
+    model = case.model()
+    plain_model = copy.deepcopy(model)
+    steps = steps_of(case, 3)
+    with wrap(case, budget(tmp_path), model=model, schedule=schedule) as engine:
+        found = run_steps(engine, steps)
+        plain = plain_loop(case, plain_model, engine, steps, torch_adamw, 1.0)
+        assert found.losses == pytest.approx(plain.losses, rel=1e-6)
+        assert found.norms == pytest.approx(plain.norms, rel=1e-5)
+        assert relative(master_of(engine), plain.parameters) <= 1e-6
+
+
+def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
