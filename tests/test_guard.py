@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_fabric import Fabric
 from tests.folders import write
 from tests.models import MODELS
 from tests.training import budget, relative, run_steps, state_of, steps_of, wrap
@@ -16,7 +17,8 @@ from torch import nn
 
 import penstock
 from penstock.errors import BudgetError, ConfigError, ModelError
-from penstock.hf import load
+from penstock.fabric import PenstockStrategy
+from penstock.hf import EngineArguments, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,6 +115,28 @@ def test_a_folders_weights_that_wait_are_not_forgotten(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"init has no effect: {why}"):
             penstock.wrap(model, init=True, **given, **common)
+
+
+@pytest.mark.parametrize("init", [False, True])
+def test_the_loops_of_libraries_do_not_forget_them_either(init: bool, tmp_path: Path) -> None:
+    """What ``hf.Trainer`` and ``SFTTrainer`` are told of the engine, and Fabric's strategy."""
+    folder = write("llama", tmp_path / "model")
+    given = EngineArguments(budget=budget(None), init=init).for_wrap()
+
+    def by_trainer() -> None:
+        penstock.wrap(load(folder).model, optimizer=penstock.AdamW(lr=1e-3), device="cpu", **given).close()
+
+    def by_fabric() -> None:
+        strategy, model = PenstockStrategy(budget=budget(None), init=init), load(folder).model
+        Fabric(devices=1, accelerator="cpu", strategy=strategy).setup(model, torch.optim.AdamW(model.parameters()))
+        strategy.engine.close()
+
+    for begin in (by_trainer, by_fabric):
+        if init:
+            begin()
+        else:
+            with pytest.raises(ConfigError, match=r"waiting.* weights=loaded\.weights, or init=True"):
+                begin()
 
 
 def _on_meta() -> nn.Module:
