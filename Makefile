@@ -8,7 +8,7 @@ READY := .venv/.ready
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt \
 	$(shell find src/penstock/optim/native -type f) $(shell find src/penstock -name __init__.py)
 
-.PHONY: demo test faults products proofs lint bench
+.PHONY: demo test faults products proofs sweep lint bench
 
 demo: $(READY)
 	$(BIN)/penstock train examples/demo.yaml --overwrite
@@ -32,6 +32,11 @@ proofs: $(READY)
 # Every case of the products of settings of which `make test` runs a sample.
 products: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --campaign -m sampled
+
+# Every type of model of the installed transformers, tiny, against a plain loop of torch; about half an hour of a core.
+# It goes on where it was stopped: remove tests/sweep/results.json to begin anew.
+sweep: $(READY)
+	$(BIN)/python -m tests.sweep
 
 lint: $(READY)
 	$(BIN)/ruff check src tests bench examples

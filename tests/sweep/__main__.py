@@ -3,6 +3,7 @@
 --again VERDICT   run again what came to that verdict (equal, refused, differs, crashed, skipped, all)
 --only WORD       only jobs with WORD in their name
 --jobs N          processes at a time
+--document        run nothing: write what the table says into docs/architectures.md, as each run does at its end
 --table FILE      another table than the one that is kept in the repository
 """
 
@@ -26,11 +27,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from tests.sweep import trial
+from tests.sweep import document, trial
 from tests.sweep.trial import Job, Result
 
 TABLE = Path(__file__).parent / "results.json"
-SECONDS = 120.0
+SECONDS = 300.0
 """that a type may take"""
 MEMORY = 6 << 30
 """bytes of address space that it may take more than it begins with"""
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 2) - 1, 1))
     parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--document", action="store_true")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -58,13 +60,16 @@ def main(arguments: Sequence[str]) -> int:
     todo = [
         job
         for job in trial.jobs()
-        if (not asked.only or any(word in job.name for word in asked.only))
+        if not asked.document
+        and (not asked.only or any(word in job.name for word in asked.only))
         and (job.name not in known or "all" in asked.again or known[job.name].verdict in asked.again)
     ]
     for result in _run_all(todo, asked.jobs):
         known[_name(result)] = result
         print(f"{result.verdict:8} {result.seconds:5.1f} s  {_name(result)}  {result.reason[:150]}", flush=True)
         write(known, asked.table)
+    if asked.table == TABLE:
+        document.PAGE.write_text(document.page(document.PAGE.read_text(), known.values(), version(TABLE)))
     counts = Counter(result.verdict for result in known.values())
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     return int(any(counts[verdict] for verdict in ("differs", "crashed")))
@@ -76,6 +81,11 @@ def read(table: Path = TABLE) -> dict[str, Result]:
         return {}
     found = [Result(**row) for row in json.loads(table.read_text())["results"]]
     return {_name(result): result for result in found}
+
+
+def version(table: Path = TABLE) -> str:
+    """Of transformers, that a table was made with."""
+    return str(json.loads(table.read_text())["versions"]["transformers"])
 
 
 def write(results: dict[str, Result], table: Path) -> None:

@@ -4,6 +4,7 @@
 the models within it, too. What the rules do not know stays as the class has it. ``EXCEPTIONS`` has what they get wrong.
 """
 
+import importlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -119,6 +120,8 @@ EXCEPTIONS: dict[str, Settings] = {
     "qwen3_5_text": {"num_hidden_layers": 4},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen4_exp_text": {"num_hidden_layers": 4},
+    "minicpmv4_6": {"text_config": {"num_hidden_layers": 4}},
+    "udop": {"decoder_start_token_id": 1},
     "xmod": {"default_language": "en_XX"},
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
@@ -164,7 +167,19 @@ def tiny(cls: Any, given: Settings | None = None) -> Any:
     config = cls(**settings)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = SPECIAL["decoder_start"]
+    rope = vars(config).get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in inspect.getsource(_modeling(cls)):  # halves of a head's pairs
+        pairs = int(settings.get("head_dim", 8) * rope.get("partial_rotary_factor", 1.0)) // 2
+        rope["mrope_section"] = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
     return config
+
+
+def _modeling(cls: Any) -> Any:
+    """The module of a configuration's model, or its own where there is none."""
+    try:
+        return importlib.import_module(cls.__module__.replace(".configuration_", ".modeling_"))
+    except ImportError:
+        return inspect.getmodule(cls)
 
 
 def _value(config: Any, name: str, parameter: inspect.Parameter) -> Any:
