@@ -65,6 +65,8 @@ def parse_yaml(text: str, name: str, *, flag: bool = False) -> Located:
     """
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"{name}: {len(text):,} characters are no settings: at most {_MOST_CHARACTERS:,}")
+    if _BRACKETS.search(text):  # PyYAML takes minutes to find that out
+        raise ConfigError(f"{name}: {_TOO_DEEP}")
     try:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:
@@ -101,6 +103,8 @@ class _Reading:
             raise ConfigError(
                 f"{where}: more than {_MOST_VALUES:,} values, counting those that aliases stand for: no settings"
             )
+        if isinstance(node, yaml.CollectionNode) and node.tag not in _COLLECTIONS:
+            raise ConfigError(f"{where}: the tag {shown(node.tag)} has no meaning here: settings are plain values")
         if isinstance(node, yaml.MappingNode):
             items: dict[str, Located] = {}
             for key_node, value_node in node.value:
@@ -130,9 +134,11 @@ class _Reading:
         return value
 
 
-_MOST_CHARACTERS = 1 << 18
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_MOST_CHARACTERS = 1 << 16
 _MOST_VALUES = 20_000
 _DEEPEST = 32
+_BRACKETS = re.compile(rf"(?:[\[{{]\s*(?:\w+:\s*)?){{{_DEEPEST + 1}}}")
 _TOO_DEEP = f"lists and mappings are within each other more than {_DEEPEST} deep: no settings are"
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from penstock.config import DataConfig, ModelConfig, Precision
+from penstock.config import DataConfig, ModelConfig, Precision, check_parts
 from penstock.data.opening import choose_tokenizer
 from penstock.data.tokenizer import END_OF_TEXT_ID, largest_id
 from penstock.errors import ConfigError, ModelError, StoreError
@@ -133,6 +133,7 @@ def _from_scratch(config: ModelConfig, data: DataConfig) -> RunModel:
     if isinstance(config.config, Mapping):
         given = dict(config.config)
         kind = given.pop("model_type")
+        check_parts(given, "model.config")
         _check_keys(kind, given)
         tokenizer = choose_tokenizer(data, None)
         vocabulary = vocabulary_of(data, tokenizer)

@@ -9,7 +9,7 @@ from penstock.config.data import DataConfig, SourceConfig, TokenizerConfig, Toke
 from penstock.config.durations import parse_duration
 from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
-from penstock.config.model import ModelConfig
+from penstock.config.model import ModelConfig, check_parts
 from penstock.config.optimizer import OptimizerConfig, OptimizerName, OverrideConfig
 from penstock.config.sizes import format_size, parse_size
 from penstock.config.trackers import TrackerName
@@ -39,6 +39,7 @@ __all__ = [
     "TrackerName",
     "TrainConfig",
     "ValidationConfig",
+    "check_parts",
     "format_size",
     "parse_duration",
     "parse_size",

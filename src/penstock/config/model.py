@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from penstock.documents.typed import shown
 from penstock.errors import ConfigError
 
 
@@ -77,3 +78,21 @@ class ModelConfig:
         for key in ("revision", "trust_remote_code"):
             if getattr(self, key):
                 raise ConfigError(f"model.{key} has no effect: model.config is written out here. Drop it")
+
+
+_MOST_PARTS = 4096
+"""Layers of a model: more are in none, and take minutes to build."""
+
+
+def check_parts(given: Mapping[str, Any], where: str) -> None:
+    """Look at how many layers and experts a Hugging Face configuration asks for; within it there may be others.
+
+    Raises:
+        ConfigError: more than any model has.
+    """
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            check_parts(value, where)
+        counted = "layer" in key or "expert" in key or key in ("depth", "depths", "num_stages")
+        if counted and isinstance(value, int) and value > _MOST_PARTS:
+            raise ConfigError(f"{where}: {key}={shown(value)} is more than any model has (at most {_MOST_PARTS:,})")

@@ -5,7 +5,6 @@ up to each answer: what the whole has beyond that, up to where the answer ends, 
 a chat's rendering begins with the rendering of its beginning, which is checked for each chat.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -14,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from penstock.data.limits import check_template, limited
 from penstock.data.sources.reader import Example
 from penstock.data.token_files import Document
+from penstock.documents.text import MalformedError, parse_json
 from penstock.errors import ConfigError
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -40,6 +41,7 @@ class ChatEncoder:
                 "data: the sources hold chats (messages), but the tokenizer has no chat template: give one as a file "
                 "(data.chat_template), or data with prompt and completion, or text"
             )
+        check_template(template)
         if answers and not tokenizer.is_fast:
             raise ConfigError(
                 f"data: the tokenizer ({type(tokenizer).__name__}) cannot tell which tokens are the assistant's: use "
@@ -47,6 +49,7 @@ class ChatEncoder:
             )
         self._tokenizer = cast(Any, tokenizer)
         self._answers = answers
+        self._place = ""  # of the chat that is being rendered
         self._marked = isinstance(template, str) and bool(_MARKS.search(template))
 
     def encode(self, examples: Sequence[Example]) -> list[Document]:
@@ -54,12 +57,14 @@ class ChatEncoder:
         ConfigError: the template refuses a chat, or does not say which part of it is the answer.
         """
         if self._answers and self._marked:
-            return [self._encode_marked(example) for example in examples]
+            with limited(lambda: self._place):
+                return [self._encode_marked(example) for example in examples]
         texts, spans = [], []
-        for example in examples:
-            messages, tools = _messages(example), _tools(example)
-            texts.append(self._render(example, messages, tools))
-            spans.append(self._spans(example, texts[-1], messages, tools) if self._answers else [])
+        with limited(lambda: self._place):
+            for example in examples:
+                messages, tools = _messages(example), _tools(example)
+                texts.append(self._render(example, messages, tools))
+                spans.append(self._spans(example, texts[-1], messages, tools) if self._answers else [])
         # The template writes all special tokens itself.
         found = self._tokenizer(
             texts,
@@ -102,6 +107,7 @@ class ChatEncoder:
         return cast(str, self._apply(example, messages, tools, tokenize=False, add_generation_prompt=prompt))
 
     def _apply(self, example: Example, messages: Sequence[Message], tools: Any, **how: Any) -> Any:
+        self._place = example.place
         try:
             return self._tokenizer.apply_chat_template(list(messages), tools=tools, **how)
         except Exception as error:  # noqa: BLE001  a template is a program and may raise anything
@@ -120,9 +126,9 @@ def _messages(example: Example) -> list[Message]:
 def _tools(example: Example) -> Any:
     tools = example.fields.get("tools")
     try:
-        return json.loads(tools) if isinstance(tools, str) else tools
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{example.place}: 'tools' is text that is not JSON: {error.msg}") from None
+        return parse_json(tools) if isinstance(tools, str) else tools
+    except MalformedError as error:
+        raise ConfigError(f"{example.place}: 'tools' is text that cannot be read: {error}") from None
 
 
 def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import xxhash
 
+from penstock.documents.text import MalformedError, parse_json
+from penstock.documents.typed import decode
 from penstock.errors import ConfigError
 
 _CHUNK = 1 << 24
@@ -26,12 +28,6 @@ class FileFacts:
     nbytes: int
     changed_ns: int
     digest: str
-
-    @property
-    def has_its_types(self) -> bool:
-        """Whether it is what it says, read from a file that anybody may have written."""
-        texts, numbers = (self.name, self.digest), (self.nbytes, self.changed_ns)
-        return all(type(text) is str for text in texts) and all(type(number) is int for number in numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +49,14 @@ class Identity:
     @classmethod
     def from_json(cls, text: str) -> "Identity":
         """Raises:
-        ValueError, KeyError, TypeError: it is not what ``to_json`` gives.
+        MalformedError: it is not what ``to_json`` gives.
         """
-        value = json.loads(text)
-        checksum = value.pop("checksum", None)  # earlier versions wrote none
-        if set(value) != {"files", "settings"} or checksum not in (None, fingerprint(value)):
-            raise ValueError("its checksum is not that of what it says")
-        files = tuple(FileFacts(**f) for f in value["files"])
-        if not isinstance(value["settings"], dict) or not all(f.has_its_types for f in files):
-            raise TypeError("not what to_json gives")
-        return cls(files=files, settings=value["settings"])
+        value = parse_json(text)
+        checksum = value.pop("checksum", None) if isinstance(value, dict) else None  # earlier versions wrote none
+        found = decode(cls, value)
+        if checksum not in (None, fingerprint(value)):
+            raise MalformedError("its checksum is not that of what it says")
+        return found
 
     def difference(self, before: "Identity") -> str | None:
         """What is not as it was ``before``, for people; None: nothing."""

@@ -21,6 +21,7 @@ from penstock.data.sources.find import open_source
 from penstock.data.stream import Prepared, Stream
 from penstock.data.streamed import Streamed, StreamSource
 from penstock.data.token_files import TokenFile
+from penstock.documents.text import MalformedError, read_text
 from penstock.errors import ConfigError, StoreError
 
 STREAM_FROM = 10_000_000_000
@@ -28,6 +29,7 @@ STREAM_FROM = 10_000_000_000
 
 _SHUFFLE = 10_000
 _IDENTITY = "data.json"
+_LONGEST_IDENTITY = 512 << 20  # bytes; some hundred for each file of the data
 _VERSION = 1  # of what is written from equal settings
 _PREPARED = 2  # of the form that it is written in
 
@@ -146,9 +148,9 @@ def check_model(config: DataConfig, largest: int, model: Any) -> None:
 def _known(run: Path) -> Identity | None:
     path = run / _IDENTITY
     try:
-        return Identity.from_json(path.read_text()) if path.exists() else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return Identity.from_json(read_text(path, _LONGEST_IDENTITY)) if path.exists() else None
+    except (OSError, MalformedError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}, which says on which data the run was, cannot be read: {said}") from None
 
 

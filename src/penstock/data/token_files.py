@@ -25,11 +25,14 @@ from numpy.typing import NDArray
 
 from penstock import files
 from penstock.data.blocks import ADVICE, BLOCK, BlockArray, SummedFile, Sums, sums_of
+from penstock.documents.text import MalformedError, parse_json, read_bounded
+from penstock.documents.typed import fits
 from penstock.errors import ConfigError, StoreError
 
 FORMAT, VERSION = "penstock.tokens", 1
 SUMS = ".xxh3"
 _DTYPES = ("uint16", "uint32")
+_LONGEST_HEAD = 1 << 16  # bytes of NAME.json
 _CHUNK = 1 << 24  # tokens looked at at a time
 
 TokenArray = NDArray[np.uint16] | NDArray[np.uint32] | BlockArray
@@ -267,16 +270,14 @@ def _one_document(ids: BlockArray) -> NDArray[np.int64]:
 
 def _head(path: Path) -> dict[str, Any]:
     try:
-        head = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        head = parse_json(read_bounded(path, _LONGEST_HEAD))
+    except (OSError, MalformedError) as error:
         raise ConfigError(
             f"data: {path.with_suffix('.tokens')} needs {path.name} beside it, which says what it holds "
             f"({type(error).__name__}); penstock.data.write_tokens writes both"
         ) from None
     known = isinstance(head, dict) and (head.get("format"), head.get("version")) == (FORMAT, VERSION)
-    whole = (
-        known and head.get("dtype") in _DTYPES and all(isinstance(head.get(k), int) for k in ("tokens", "documents"))
-    )
+    whole = known and head.get("dtype") in _DTYPES and all(fits(head.get(k), int) for k in ("tokens", "documents"))
     strange = known and set(head) - {"format", "version", "dtype", "tokens", "documents", "checksums"}
     if not whole or strange or not isinstance(head.get("checksums", ""), str):
         raise ConfigError(f"data: {path} does not describe token ids in a way that this version knows")

@@ -58,13 +58,14 @@ def parse_json(text: str | bytes, *, deepest: int = DEEPEST, finite: bool = True
     except MalformedError:
         raise
     except RecursionError:
-        raise MalformedError(f"brackets are within brackets more than {deepest} deep") from None
+        raise MalformedError(f"brackets within brackets, more than {deepest} deep") from None
     except UnicodeDecodeError as error:
         raise MalformedError(f"it is not UTF-8 text (byte {error.start:,})") from None
     except json.JSONDecodeError as error:
-        raise MalformedError(f"it is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from None
+        place = f"at character {error.pos + 1}" if error.lineno == 1 else f"in line {error.lineno}"
+        raise MalformedError(f"this is not JSON: {error.msg} {place}") from None
     except ValueError as error:
-        raise MalformedError(f"it cannot be read: {error}") from None
+        raise MalformedError(f"this cannot be read: {error}") from None
     check_depth(value, text, deepest=deepest)
     _check_characters(text, value)
     return value
@@ -84,7 +85,7 @@ def check_depth(value: Any, text: str | bytes, *, deepest: int = DEEPEST) -> Non
     while brackets > deepest and level:
         depth += 1
         if depth > deepest + 1:
-            raise MalformedError(f"brackets are within brackets more than {deepest} deep")
+            raise MalformedError(f"brackets within brackets, more than {deepest} deep")
         inside: list[Any] = []
         for item in level:
             inside.extend(item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
@@ -113,4 +114,4 @@ def _check_characters(text: str | bytes, value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
-        raise MalformedError(f"a text has {half}, half of a character (an unpaired surrogate)") from None
+        raise MalformedError(f"the text has {half}, half of a character (an unpaired surrogate)") from None

@@ -1,12 +1,13 @@
 """A model by its Hugging Face configuration: by formula where one is exact, else by a dry run on the meta device."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from penstock.config import check_parts
+from penstock.documents.text import MalformedError, parse_json, read_bounded
 from penstock.errors import ConfigError
 from penstock.plan import meta, transformer
 from penstock.plan.meta import Change, Kind
@@ -114,13 +115,13 @@ def _read(file: Path) -> Mapping[str, Any]:
     from penstock.plan.shipped import CONFIGS
 
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(read_bounded(file), finite=False)
     except OSError as error:
         raise ConfigError(
             f"{file}: cannot read this model configuration: {error.strerror}: give a config.json or the folder that it "
             f"is in, or a model that ships with penstock: {', '.join(CONFIGS)}"
         ) from error
-    except ValueError as error:
+    except MalformedError as error:
         raise ConfigError(f"{file}: this model configuration is not JSON ({error})") from error
     return _typed(config, f"{file}")
 
@@ -128,4 +129,5 @@ def _read(file: Path) -> Mapping[str, Any]:
 def _typed(config: object, where: str) -> Mapping[str, Any]:
     if not isinstance(config, Mapping) or not isinstance(config.get("model_type"), str):
         raise ConfigError(f"{where}: this is no model configuration of Hugging Face: it has no model_type")
+    check_parts(config, where)
     return config

@@ -1,12 +1,13 @@
 """Reads ``metrics.jsonl``: one line per step, the last of which a kill may have cut."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.documents.text import parse_json
+from penstock.documents.typed import fits, shown
 from penstock.errors import ConfigError
 
 
@@ -31,11 +32,11 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     found: dict[int, StepMetrics] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            metrics = _metrics(json.loads(line))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            metrics = _metrics(parse_json(line))
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             if number == len(lines):
                 break  # here the run was killed
-            raise ConfigError(f"{path}, line {number}: not a step's metrics ({error!r})") from None
+            raise ConfigError(f"{path}, line {number}: not a step's metrics ({shown(error)})") from None
         found[metrics.step] = metrics
     return [found[step] for step in sorted(found)]
 
@@ -54,8 +55,8 @@ def lines_until(path: Path, last: int) -> tuple[list[str], int]:
     unreadable = 0
     for number, line in enumerate(lines, start=1):
         try:
-            step = _metrics(json.loads(line)).step
-        except (KeyError, TypeError, ValueError, OverflowError):
+            step = _metrics(parse_json(line)).step
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
             unreadable += number < len(lines)
             continue
         if step <= last:
@@ -69,10 +70,10 @@ def merged(lines: Sequence[str], others: Sequence[str], last: int) -> list[str]:
     Raises:
         ConfigError: one of ``others`` is not a step's.
     """
-    found = {json.loads(line)["step"]: line for line in lines}
+    found = {parse_json(line)["step"]: line for line in lines}
     try:
         for line in others:
-            step = _metrics(json.loads(line)).step
+            step = _metrics(parse_json(line)).step
             if step <= last:
                 found.setdefault(step, line)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -90,12 +91,15 @@ def _lines(path: Path) -> list[str]:
 
 
 def _metrics(record: Any) -> StepMetrics:
+    step, tokens = record["step"], record["tokens"]
+    if not (fits(step, int) and fits(tokens, int) and min(step, tokens) >= 0):
+        raise ValueError(f"step {shown(step)}, tokens {shown(tokens)}")
     return StepMetrics(
-        step=int(record["step"]),
+        step=step,
         loss=_finite(record["loss"]),
         validation=_finite(record.get("validation_loss")),
         seconds=_time(record["seconds"]),
-        tokens=int(record["tokens"]),
+        tokens=tokens,
     )
 
 

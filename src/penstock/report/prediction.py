@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.config import TIERS, Tier
+from penstock.documents.text import MalformedError, parse_json, read_text
 from penstock.errors import ConfigError, ScheduleError
 from penstock.report.sentence import bottleneck
 from penstock.report.series import Bar
@@ -16,6 +17,7 @@ from penstock.schedule.op import LANES, Lane, Schedule, parse_schedule
 from penstock.sim.result import Simulation
 
 VERSION = 1
+_LARGEST = 1 << 30  # bytes; some hundred for each op
 Curve = tuple[tuple[float, int], ...]
 """(seconds since the step's start, bytes taken from then on)."""
 
@@ -120,8 +122,8 @@ def parse_prediction(text: str, where: str = "prediction.json") -> Prediction:
         ConfigError: the text is not a prediction, is cut off, or is of another version.
     """
     try:
-        record = json.loads(text)
-    except ValueError as error:
+        record = parse_json(text)
+    except MalformedError as error:
         raise ConfigError(f"{where} is not JSON ({error}): it is cut off or was changed by hand. {_REMEDY}") from None
     if not isinstance(record, dict) or record.get("version") != VERSION:
         raise ConfigError(f"{where} is not a prediction of version {VERSION}. {_REMEDY}")
@@ -140,10 +142,10 @@ def read_prediction(path: Path) -> Prediction | None:
         ConfigError: the file cannot be read, or holds no prediction.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, _LARGEST)
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, MalformedError) as error:
         raise ConfigError(f"{path}: cannot read the prediction: {error}") from error
     return parse_prediction(text, str(path))
 

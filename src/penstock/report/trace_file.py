@@ -5,7 +5,6 @@ A run that is killed leaves a file that ends anywhere; what is there is read, an
 that it is not whole.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,8 @@ from statistics import median
 from typing import Any
 
 from penstock.config import TIERS, Tier
+from penstock.documents.text import MalformedError, parse_json
+from penstock.documents.typed import fits, shown
 from penstock.errors import ConfigError
 from penstock.schedule.op import LANES, Lane
 
@@ -114,8 +115,10 @@ def read_trace(path: Path) -> list[MeasuredStep]:
                     step.step = marker
                     steps.append(step.close(whole=True, file=path.name))
                 step = _Open()
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"{path}, {where}: not a record of a trace that penstock writes ({error!r})") from None
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"{path}, {where}: not a record of a trace that penstock writes ({shown(error)})"
+            ) from None
     if step.ops:
         steps.append(step.close(whole=False, file=path.name))
     return steps
@@ -130,16 +133,22 @@ def _take(step: _Open, record: Mapping[str, Any]) -> int:
                 raise ValueError(f"no lane {record['cat']!r}")
             start, duration = _seconds(record["ts"]), _seconds(record["dur"])
             args = record["args"]
-            step.step = int(args["step"])
-            step.ops.append((str(record["name"]), lane, start, start + duration, int(args["bytes"])))
+            step.step = _count(args["step"])
+            step.ops.append((str(record["name"]), lane, start, start + duration, _count(args["bytes"])))
         case "C":
             tier = next((tier for tier in TIERS if record["name"] == f"{tier} bytes"), None)
             if tier is not None:
-                step.samples.append((_seconds(record["ts"]), tier, int(record["args"]["in use"])))
+                step.samples.append((_seconds(record["ts"]), tier, _count(record["args"]["in use"])))
         case "i":
             if match := _STEP.fullmatch(record["name"]):
                 return int(match[1])
     return 0
+
+
+def _count(value: Any) -> int:
+    if not fits(value, int) or value < 0:
+        raise ValueError(f"{shown(value)} is not a number of steps or bytes")
+    return int(value)
 
 
 def _seconds(microseconds: Any) -> float:
@@ -163,8 +172,8 @@ def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if bare in ("", "]"):
             continue
         try:
-            record = json.loads(bare)
-        except ValueError:
+            record = parse_json(bare)
+        except MalformedError:
             if number == len(lines):
                 return  # here the run was killed
             raise ConfigError(f"{path}, line {number}: not JSON, and not at the file's end: it is damaged") from None

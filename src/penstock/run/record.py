@@ -40,9 +40,11 @@ def check_progress(found: Any, where: str, *, trained: int, seed: int) -> None:
     if unknown := [i for i in found["missed"] if not (i.isdecimal() and len(i) < 10 and int(i) < trained)]:
         raise StoreError(_damaged(where, f"it counts steps of a parameter {shown(unknown[0])}"))
     try:
-        decode(LossScale, found.get("loss_scale"))
+        scale = decode(LossScale, found.get("loss_scale"))
     except MalformedError as error:
         raise StoreError(_damaged(where, f"loss_scale: {error}")) from None
+    if not (2.0**-24 <= scale.value <= 2.0**24 and scale.interval >= 1 and scale.good >= 0):
+        raise StoreError(_damaged(where, f"loss_scale: {shown(scale)}"))
     _check_last(found.get("last"), where)
     if found["seed"] != seed:
         raise ConfigError(

@@ -93,6 +93,9 @@ class Extent:
 _Row = tuple[str, int, int, int, tuple[tuple[int, int], ...]]
 """An extent as JSON has it: name, offset, bytes, slots, and (bytes, block) of each region."""
 
+_LARGEST_BLOCK = 64 << 20
+"""Bytes under one checksum, which are in memory at once when it is compared."""
+
 _MOST = 1 << 54
 """Bytes; more is no size of an extent."""
 
@@ -161,7 +164,9 @@ class Layout:
         if any(not 0 < nbytes < _MOST or not 0 < slots < 256 for _, _, nbytes, slots in rows) or len(cut) != len(rows):
             raise StoreError("layout is damaged: an extent is empty or appears twice")
         for name, _, nbytes, _ in rows:
-            aligned = all(min(n, block) > 0 and n % ALIGN == block % ALIGN == 0 for n, block in cut[name])
+            aligned = all(
+                n > 0 and 0 < block <= _LARGEST_BLOCK and n % ALIGN == block % ALIGN == 0 for n, block in cut[name]
+            )
             if not aligned or sum(n for n, _ in cut[name]) != round_up(nbytes):
                 raise StoreError(f"layout is damaged: {name} is cut into blocks that do not cover it")
         grids = {name: tuple(Region(nbytes=n, block=block) for n, block in pairs) for name, pairs in cut.items()}

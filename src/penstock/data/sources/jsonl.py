@@ -5,7 +5,6 @@ the keys that any other has.
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from penstock.data.sources.reader import FIELDS, Cursor, Example
+from penstock.documents.text import MalformedError, parse_json
 from penstock.errors import ConfigError
+
+LONGEST = 32 << 20
+"""Bytes in a line; a document of more has some millions of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,12 @@ class JsonLines:
             try:
                 with _open(path) as file:
                     file.seek(offset)
-                    for text in file:
+                    while text := file.readline(LONGEST + 1):
+                        if len(text) > LONGEST:
+                            raise ConfigError(
+                                f"{path}, line {line + 1}: it has more than {LONGEST:,} bytes: is the file JSONL? "
+                                "Divide the document"
+                            )
                         offset, line = offset + len(text), line + 1
                         if not text.isspace():
                             place = f"{path}, line {line}"
@@ -46,29 +54,11 @@ def _open(path: Path) -> BinaryIO:
 
 def _fields(text: bytes, place: str) -> Mapping[str, Any]:
     try:
-        value = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: it is not UTF-8 text ({error.reason})") from None
-    except json.JSONDecodeError as error:
+        value = parse_json(text.rstrip(), finite=False)
+    except MalformedError as error:
         whole = text.lstrip()[:1] == b"[" and place.endswith("line 1")
         hint = ": the file is one JSON array; write each of its objects into a line of its own" if whole else ""
-        raise ConfigError(f"{place}: this is not JSON: {error.msg} at character {error.pos + 1}{hint}") from None
-    except RecursionError:
-        raise ConfigError(f"{place}: this is not a document: brackets within brackets without end") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise ConfigError(f"{place}: this cannot be read: {error}") from None
+        raise ConfigError(f"{place}: {error}{hint}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{place}: each line must hold one JSON object, and this one holds a {type(value).__name__}")
-    _check_text(text, value, place)
     return {name: value[name] for name in FIELDS if name in value} or dict.fromkeys(value)
-
-
-def _check_text(text: bytes, value: Any, place: str) -> None:
-    """JSON may hold halves of characters, which no tokenizer takes; they can only be written as escapes."""
-    if b"\\ud" not in text and b"\\uD" not in text:
-        return
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise ConfigError(f"{place}: the text has {half}, half of a character (an unpaired surrogate)") from None

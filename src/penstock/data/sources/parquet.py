@@ -27,7 +27,9 @@ class Parquet:
                 for example in _rows(path, skip):
                     row += 1
                     yield Example(fields=example, place=f"{path}, row {row}"), [index, row]
-            except (OSError, pyarrow.ArrowException) as error:
+            except (OSError, pyarrow.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
+                if isinstance(error, ConfigError):
+                    raise
                 raise ConfigError(f"data: cannot read {path}, after row {row}: {_first_line(error)}") from None
             skip = 0
 

@@ -5,11 +5,15 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
 from penstock.data.sources.reader import Cursor, Example
 from penstock.errors import ConfigError
+
+LONGEST = 1 << 20
+"""Bytes of a line that are in memory at once."""
 
 PART = 1 << 13
 """Bytes of text handled at a time; also how finely a text is divided between training and validation."""
@@ -31,9 +35,9 @@ class TextFiles:
             try:
                 with path.open("rb") as file:
                     file.seek(offset)
-                    ahead = b"".join(file.readlines(PART))
+                    ahead = _part(file)
                     while ahead and (self.limit is None or seen < self.limit):
-                        text, ahead = ahead, b"".join(file.readlines(PART))
+                        text, ahead = ahead, _part(file)
                         begins, offset, seen = offset == 0, offset + len(text), seen + len(text)
                         last = not ahead or (self.limit is not None and seen >= self.limit)
                         fields = {"text": text.decode("utf-8")}
@@ -42,6 +46,20 @@ class TextFiles:
                 reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text ({error.reason})"
                 raise ConfigError(f"data: cannot use {path}: {reason}") from None
             offset = 0
+
+
+def _part(file: BinaryIO) -> bytes:
+    """Whole lines of ``PART`` bytes or a little more; of a line of more than ``LONGEST``, a part between characters."""
+    lines: list[bytes] = []
+    nbytes = 0
+    while nbytes <= PART and (line := file.readline(LONGEST)):
+        if len(line) == LONGEST and not line.endswith(b"\n"):
+            rest = next((n for n in range(1, 4) if line[-n] & 0xC0 == 0xC0), 0)  # where a character has begun
+            file.seek(-rest, os.SEEK_CUR)
+            line = line[: len(line) - rest]
+        lines.append(line)
+        nbytes += len(line)
+    return b"".join(lines)
 
 
 def in_order(files: Mapping[str, Path]) -> tuple[Path, ...]:

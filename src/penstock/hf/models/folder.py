@@ -1,6 +1,5 @@
 """The files of a model: a folder, or a repository of the hub whose files are brought into the hub's own cache."""
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from penstock.documents.text import MalformedError, parse_json, read_bounded
 from penstock.errors import ConfigError
+
+_LONGEST_JSON = 64 << 20  # bytes; the index of the largest models has a few millions
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -101,10 +103,10 @@ def read_json(path: Path) -> dict[str, Any]:
     ConfigError: the file cannot be read, or is no JSON object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_bounded(path, _LONGEST_JSON), finite=False)  # Python's own JSON has NaN
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except MalformedError as error:
         raise ConfigError(f"{path}: is not JSON ({error}): was it copied whole?") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must be a JSON object, not {type(value).__name__}")

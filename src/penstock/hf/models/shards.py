@@ -5,7 +5,6 @@ or reads a tensor whole; either counts as resident memory, and an embedding is t
 bytes are read here, and a header is believed only where it agrees with its file.
 """
 
-import json
 import math
 import os
 import struct
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from penstock.documents.text import MalformedError, parse_json
 from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.models.folder import some
 
@@ -36,6 +36,7 @@ DTYPES = {
 }
 PIECE = 8 << 20  # bytes of a file that are in memory at once
 _LONGEST_HEADER = 100_000_000  # as the package safetensors has it
+_MOST_DIMENSIONS = 64 + 2  # as torch has it, and two offsets
 _MOST = 1 << 62  # more is no size of anything
 _LFS = b"version https://git-lfs"
 
@@ -105,8 +106,8 @@ def _read_header(file: Path) -> Iterator[Stored]:
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text)
+    except MalformedError as error:
         raise _damaged(file, f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(file, "its header is no JSON object")
@@ -135,7 +136,11 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[torch.dtype, torch.Size, 
         numbers = [*sizes, first, end]
     except (TypeError, KeyError, ValueError) as error:
         raise _damaged(file, f"its header does not describe tensor {name!r}") from error
-    if not isinstance(kind, str) or not all(type(n) is int and 0 <= n < _MOST for n in numbers):
+    if (
+        not isinstance(kind, str)
+        or len(numbers) > _MOST_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < _MOST for n in numbers)
+    ):
         raise _damaged(file, f"its header does not describe tensor {name!r}")
     if kind not in DTYPES:
         raise ConfigError(f"{file}: tensor {name!r} is {kind}, which cannot be trained: dequantise the model first")

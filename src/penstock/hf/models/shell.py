@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from penstock.config import check_parts
 from penstock.errors import ConfigError
 from penstock.hf.models.folder import CONFIG, read_json
 
@@ -32,6 +33,7 @@ def config_of(folder: Path, *, trust_remote_code: bool = False) -> Any:
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder}: it has no {CONFIG}: give the folder of a Hugging Face model")
     given = read_json(folder / CONFIG)
+    check_parts(given, str(folder / CONFIG))
     if given.get("auto_map") and not trust_remote_code and given.get("model_type") not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f"{folder}: this model runs Python code of its own. Read it, and if you trust it, set "
@@ -39,7 +41,7 @@ def config_of(folder: Path, *, trust_remote_code: bool = False) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except REFUSED as error:
+    except Exception as error:  # whatever transformers makes of what somebody wrote into it
         raise ConfigError(f"{folder / CONFIG}: transformers cannot read it: {short(error)}") from error
 
 

@@ -1,0 +1,101 @@
+"""What the rendering of one chat may take: a template is a program, and may be somebody else's.
+
+Jinja's sandbox keeps a template from files and from Python's inside, but not from looping, or from growing a text,
+without end. A thread watches the one that renders, and ends it.
+"""
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from penstock.errors import ConfigError
+
+SECONDS = 20.0
+"""A chat renders in milliseconds."""
+
+GROWTH = 2 << 30
+"""Bytes that the process may grow by meanwhile; other threads count, too."""
+
+_LOOKS = 0.05
+_LONGEST_TEMPLATE = 1 << 20
+
+
+class _EndlessError(BaseException):
+    """Raised in the thread that renders; no handler in between takes it for its own."""
+
+
+def check_template(template: object) -> None:
+    """Raises:
+    ConfigError: a chat template is no text, or is larger than any that is one.
+    """
+    each = template.values() if isinstance(template, dict) else (template,)
+    for text in each:
+        if not isinstance(text, str) or len(text) > _LONGEST_TEMPLATE:
+            raise ConfigError(f"the tokenizer's chat template must be text of at most {_LONGEST_TEMPLATE:,} characters")
+
+
+@contextmanager
+def limited(place: Callable[[], str]) -> Iterator[None]:
+    """Ends what is done inside when it takes more than ``SECONDS`` or ``GROWTH``. ``place``: of the chat, for messages.
+
+    Raises:
+        ConfigError: it was ended.
+    """
+    watch = _Watch(threading.get_ident())
+    thread = threading.Thread(target=watch.run, name="penstock chat template", daemon=True)
+    thread.start()
+    try:
+        try:
+            yield
+        except _EndlessError:
+            watch.arrived = True
+            raise
+        finally:
+            watch.stop()
+            thread.join()
+    except _EndlessError:
+        raise ConfigError(
+            f"{place()}: the chat template does not come to an end on this chat: {watch.reason}. Give another "
+            "(data.chat_template)"
+        ) from None
+
+
+class _Watch:
+    """Looks after one rendering. What it raises reaches the other thread before ``stop`` returns."""
+
+    def __init__(self, watched: int) -> None:
+        self._watched = ctypes.c_ulong(watched)
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self.reason = ""
+        self.arrived = False
+
+    def run(self) -> None:
+        began, before = time.monotonic(), _resident()
+        while not self._done.wait(_LOOKS):
+            if time.monotonic() - began > SECONDS:
+                self._end(f"it takes more than {SECONDS:g} seconds")
+                return
+            if _resident() - before > GROWTH:
+                self._end(f"it takes more than {GROWTH >> 30} GiB of memory")
+                return
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if not self._done.is_set():
+                self.reason = reason
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(self._watched, ctypes.py_object(_EndlessError))
+
+    def stop(self) -> None:
+        with self._lock:
+            self._done.set()
+        while self.reason and not self.arrived:  # it has been asked to end, and is so in one of these steps
+            time.sleep(0.001)
+
+
+def _resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
