@@ -356,6 +356,30 @@ def run_cached(model: Stack, x: torch.Tensor) -> torch.Tensor:
     return x + HELD[x.shape[1]]
 
 
+class TakesSparse(Layer):
+    def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (graph @ x[0]).unsqueeze(0)
+
+
+def run_sparse(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    graph = torch.eye(x.shape[1], dtype=x.dtype).to_sparse()
+    for layer in model.layers:
+        x = layer(x, graph)
+    return x
+
+
+def run_nested(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    nested = torch.nested.as_nested_tensor(list(x), layout=torch.jagged)
+    for layer in model.layers:
+        nested = layer(nested)
+    return nested.to_padded_tensor(0.0)
+
+
+def test_sparse_tensors_are_handed_on_and_nested_ones_are_refused() -> None:
+    assert_exact(stack(TakesSparse, run_sparse))
+    assert "is handed a nested tensor: pad it" in refused(stack(Layer, run_nested))
+
+
 def test_what_no_micro_batch_changes_may_be_shared() -> None:
     assert_exact(stack(Cached, run_cached))
     assert_exact(stack(Counts))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from penstock.errors import ModelError
+from penstock.tape import trees
 from penstock.tape.cut import is_cut
 
 EdgeKey = tuple[Node, int]
@@ -215,6 +216,8 @@ class WeightPacker:
         return tensor.untyped_storage()._cdata in self._places
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | WeightView:
+        if not trees.has_storage(tensor):
+            return tensor
         if id(tensor) in self._known:
             return WeightView(parameter=self._known[id(tensor)], geometry=None)
         for p in self._places.get(tensor.untyped_storage()._cdata, ()):

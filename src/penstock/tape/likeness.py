@@ -3,13 +3,17 @@
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from penstock.tape import trees
+
 _SAMPLE = 4096
 _ROUNDING = 16
 """Units of rounding by which a recomputation may differ in the L2 norm: kernels may sum in any order."""
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Up to a few thousand of a tensor's elements, in fp64, unseen by whoever watches ops."""
+    """Up to a few thousand of a tensor's elements, in fp64, unseen by whoever watches ops. Of no storage: none."""
+    if not trees.has_storage(tensor):
+        return torch.zeros(0, dtype=torch.float64)
     with torch.no_grad(), _disable_current_modes():
         flat = tensor.detach().flatten()
         part = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE]
@@ -18,7 +22,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
 
 def alike(before: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a tensor is, but for rounding, the one that ``before`` is a sample of; also where that cannot be told."""
-    if not tensor.is_floating_point() or tensor.is_meta:
+    if not tensor.is_floating_point() or tensor.is_meta or not trees.has_storage(tensor):
         return True
     after = sample(tensor)
     with torch.no_grad(), _disable_current_modes():

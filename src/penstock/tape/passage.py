@@ -182,6 +182,8 @@ class Passage:
         refuse_stacked(site.name, self._stacks)
         args, kwargs = without_caches(site.name, site.forward, args, kwargs)
         self.arrival = Arrival(site=site, tensors=trees.places((args, kwargs)))
+        if any(t.is_nested for t in self.arrival.tensors.values()):
+            raise ModelError(f"block {site.name!r} is handed a nested tensor: pad it, or nest it within the block")
         self._look_beside((args, kwargs))
         self._suspend("call")
         self.arrival = None

@@ -35,7 +35,7 @@ class Smuggled:
     def __init__(self, birth: Callable[[torch.Tensor], Birth | None], micro_batch: Any) -> None:
         """``birth``: that of a tensor's storage, where an op of the probe has made it."""
         self._birth = birth
-        self._own = {_storage(t) for t in trees.tensors(micro_batch)}
+        self._own = {_storage(t) for t in trees.tensors(micro_batch) if trees.has_storage(t)}
         self._views: set[int] = set()  # storages of weights that the leg has taken views of
         self._written: dict[int, tuple[int, str | None]] = {}  # storages from before the probe -> leg and block
         self._leg: int | None = None
@@ -47,7 +47,7 @@ class Smuggled:
     def begin(self, leg: int, block: str | None, handed: Iterable[torch.Tensor]) -> None:
         """A leg of the forward begins: of ``block``, which is ``handed`` these tensors, or of the model's own code."""
         self._leg, self._block = leg, block
-        self._handed = {_storage(t) for t in handed}
+        self._handed = {_storage(t) for t in handed if trees.has_storage(t)}
         if block is not None:
             self._blocks[leg] = block
 

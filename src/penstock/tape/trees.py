@@ -35,6 +35,11 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return list(places(value).values())
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one piece of memory: sparse and nested ones are several, in tensors of their own."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
 def places(value: Any) -> dict[Place, torch.Tensor]:
     """Every distinct tensor in ``value`` under the place where it is first seen, in that order."""
     found: dict[int, tuple[Place, torch.Tensor]] = {}

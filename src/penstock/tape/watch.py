@@ -98,12 +98,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def birth(self, tensor: torch.Tensor) -> Birth | None:
-        return self.births.get(tensor.untyped_storage()._cdata)
+        return self.births.get(tensor.untyped_storage()._cdata) if trees.has_storage(tensor) else None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs = trees.tensors((args, kwargs or {}))
+        inputs = [t for t in trees.tensors((args, kwargs or {})) if trees.has_storage(t)]
         for tensor in inputs:
             group = self._parameters.get(id(tensor))
             if group is not None:
@@ -111,7 +111,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             birth = self.birth(tensor)
             if birth is not None:
                 birth.touched.add(self.leg)
-        written = _written(func, args, kwargs or {})
+        written = [t for t in _written(func, args, kwargs or {}) if trees.has_storage(t)]
         if self._on_write is not None:
             for tensor in written:
                 self._on_write(tensor)
@@ -120,7 +120,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         old = {t.untyped_storage()._cdata for t in inputs}
-        results = trees.tensors(result)
+        results = [t for t in trees.tensors(result) if trees.has_storage(t)]
         for tensor in results:
             storage = tensor.untyped_storage()
             if storage._cdata not in old and storage._cdata not in self.births:
