@@ -103,8 +103,9 @@ def nothing_is_left_behind(own_temporary_folder: Path) -> Iterator[None]:
     assert not left, "in the system's temporary folder"
 
 
-_STAYS = ("wandb-", "torchinductor_")
-"""The socket of wandb's service, gone when the process ends; what torch has compiled, for the next who asks for it."""
+_STAYS = ("wandb-", "playwright", "org.chromium.", "torchinductor_")
+"""What is gone when its process ends: wandb's service, and the browser of a whole file of tests. And what torch has
+compiled, for the next who asks for it."""
 
 
 @pytest.fixture
