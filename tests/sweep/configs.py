@@ -83,6 +83,9 @@ RULES: tuple[tuple[str, Any], ...] = (
 )
 """(what a setting's whole name matches, its value; None leaves it). The first that matches counts."""
 
+_SMOOTH = {"hidden_act": "silu"}
+"""for what has batch norms over few values: where a ReLU's input is all but 0, rounding decides a training"""
+
 _SWIN = {"embed_dim": 24, "depths": [1, 2], "num_heads": [3, 6], "window_size": 4}
 
 EXCEPTIONS: dict[str, Settings] = {
@@ -100,6 +103,16 @@ EXCEPTIONS: dict[str, Settings] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "hunyuan_vl_text": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+    },
+    "perceiver": {"d_model": 32, "d_latents": 32, "num_cross_attention_heads": 1, "num_self_attention_heads": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
@@ -107,7 +120,13 @@ EXCEPTIONS: dict[str, Settings] = {
     "zamba2": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 1},
     "bailing_hybrid": {"num_hidden_layers": 6},
     "bamba": {"attn_layer_indices": [1]},
-    "bit": {"num_groups": 8},
+    "bit": {"num_groups": 8, "depths": [1, 2, 1, 1], **_SMOOTH},
+    "levit": _SMOOTH,
+    "mobilenet_v1": _SMOOTH,
+    "mobilenet_v2": _SMOOTH,
+    "mobilevit": _SMOOTH,
+    "regnet": {"depths": [1, 2, 1, 1], **_SMOOTH},
+    "resnet": {"depths": [1, 2, 1, 1], **_SMOOTH},
     "cohere_compass_text": {"num_hidden_layers": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
     "donut-swin": _SWIN,
