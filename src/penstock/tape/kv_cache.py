@@ -157,11 +157,13 @@ def _is_empty(cache: Any) -> bool:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    elif not trees.is_record(value):
-        yield value
+    """What is in nested tuples, lists and dicts, which may contain themselves."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, tuple | list | dict):
+            if id(item) not in seen:
+                seen.add(id(item))
+                waiting += item.values() if isinstance(item, dict) else item
+        elif not trees.is_record(item):
+            yield item
