@@ -113,6 +113,6 @@ def _buffer(slots: Slots, name: str, shape: Sequence[int], kind: str) -> torch.T
     slab = HostSlab(page_up(nbytes))
     try:
         slots.read(name, 0, slab.bytes.numpy())
-        return slab.bytes[:nbytes].clone().view(dtype).view(*shape)
+        return slab.bytes[:nbytes].clone().view(dtype).view(tuple(shape))
     finally:
         slab.close()
