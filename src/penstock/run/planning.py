@@ -1,7 +1,7 @@
 """From micro-batches to a runner: probe the model once, fit a plan, keep it for every step that it has room for."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -31,6 +31,7 @@ from penstock.schedule.world import World
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 from penstock.tape.passage import Facts, StageFacts
+from penstock.tape.refusals import NOTHING_TRAINS
 
 log = logging.getLogger("penstock")
 
@@ -94,17 +95,8 @@ def _join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, .
                 "different ways: give each step micro-batches of one shape"
             )
         buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
-        call = Facts(output_needs_grad=_any_needs(f.call.output_needs_grad for f in same), buffers=buffers)
-        joined.append(replace(same[0], call=call))
+        joined.append(replace(same[0], call=Facts(buffers=buffers)))
     return tuple(joined)
-
-
-def _any_needs(known: Iterable[tuple[bool, ...] | None]) -> tuple[bool, ...] | None:
-    """Which outputs need a gradient for any micro-batch; None, and so all of them, where one of them could not tell."""
-    found = tuple(known)
-    if any(needs is None for needs in found) or len({len(needs) for needs in found if needs is not None}) > 1:
-        return None
-    return tuple(any(same) for same in zip(*(needs for needs in found if needs is not None), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +205,8 @@ class Planning:
                 self._probed[train, shape] = self._probe(mb, train=train)
         probed = [self._probed[train, shape] for shape in largest]
         stages, facts = _join([p.stages for p in probed]), _join_facts([p.facts for p in probed])
+        if train and not any(stage.gradients for stage in stages):
+            raise ModelError(NOTHING_TRAINS)
         request = self._request(stages, micro_batches, train=train)
         times = _slowest([p.times for p in probed])
         plan = self._fit(request, times)

@@ -68,8 +68,8 @@ class Cuts:
     ``outputs``: what the model gets, and ``leaves`` where the gradients of those come to, in order of first sight.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], wants_gradient: Callable[[int, torch.Tensor], bool]) -> None:
-        """``wants_gradient(position, tensor)``: whether an output may get a gradient."""
+    def __init__(self, inputs: Sequence[torch.Tensor], wants_gradient: Callable[[torch.Tensor], bool]) -> None:
+        """``wants_gradient(tensor)``: whether an output may get a gradient."""
         self.outputs: list[torch.Tensor] = []
         self.leaves: list[Leaf] = []
         self._passed = {id(t): t for t in inputs}
@@ -86,7 +86,7 @@ class Cuts:
     def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
         leaf = Leaf()
         new = tensor.detach()
-        if _can_have_gradient(tensor) and self._wants_gradient(len(self.leaves), tensor):
+        if _can_have_gradient(tensor) and self._wants_gradient(tensor):
             with torch.enable_grad():
                 cut: Any = _Cut.apply
                 new = cut(torch.empty(0, device=tensor.device, requires_grad=True), tensor, leaf)

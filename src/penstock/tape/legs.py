@@ -64,7 +64,6 @@ class Leg:
     outputs: list[Seen] = field(default_factory=list)
     changed: tuple[tuple[nn.Module, str], ...] = ()
     kept_attributes: list["Kept"] = field(default_factory=list)
-    needed: tuple[bool, ...] | None = None
     reached: tuple[bool, ...] = ()
 
 
@@ -111,7 +110,7 @@ class Stages:
         found = []
         for stage, members in enumerate(self.members):
             leg = self._legs[members[0]]
-            call = Facts(output_needs_grad=leg.needed, buffers=leg.changed)
+            call = Facts(buffers=leg.changed)
             boundary = self._boundary(stage)
             offload = tuple(boundary[p].place for p in self._offload[stage])
             found.append(StageFacts(site=leg.site, call=call, offload=offload))

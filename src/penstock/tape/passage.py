@@ -10,7 +10,7 @@ All of it runs in one thread: greenlets are bound to the thread that made them.
 
 import contextvars
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from penstock.tape.likeness import alike, sample
 from penstock.tape.modes import Modes, Stacks, refuse_stacked
 
 Event = Literal["call", "cut", "done"]
+Buffer = tuple[nn.Module, str, torch.Tensor]
 LossFn = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
@@ -36,25 +37,24 @@ _NO_GRAPH = re.compile(r"does not require grad|doesn't require grad|requires_gra
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A block with its own forward, which the boundary stands in front of."""
+    """A block with its own forward, which the boundary stands in front of. ``buffered``: its modules with buffers."""
 
     index: int
     name: str
     module: nn.Module
     forward: Callable[..., Any]
     trainable: bool
+    buffered: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What the probe learned about one block call and a run has to know beforehand.
 
-    ``output_needs_grad``: for each output that is cut, whether it depends on anything that trains
-    (None: not known yet).
-    ``buffers``: the buffers that the call changes, as (module, name).
+    Not which outputs need a gradient: that may depend on the data, and an output without one would lose another
+    micro-batch's. ``buffers``: the buffers that the call changes, as (module, name).
     """
 
-    output_needs_grad: tuple[bool, ...] | None = None
     buffers: tuple[tuple[nn.Module, str], ...] = ()
 
 
@@ -83,7 +83,7 @@ class Call:
     context: contextvars.Context
     modes: Modes
     outputs: tuple[Leaf, ...]
-    buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]
+    buffers: tuple[Buffer, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,8 +240,7 @@ class Passage:
         before = trees.snapshot(live)
         inputs = trees.tensors(before)
         versions = tuple(t._version for t in inputs)
-        buffers = tuple((module, name, module._buffers[name]) for module, name in self.facts.buffers)
-        saved = tuple((module, name, b.clone()) for module, name, b in buffers if b is not None)
+        saved, others = self._buffers(site)
         context.run(_forget, held)
         modes = Modes.capture(self._device_types)
         wanted = modes.grad and (site.trainable or any(t.requires_grad for t in inputs))
@@ -257,8 +256,10 @@ class Passage:
         self._look_beside((output, live))
         if wanted:
             opaque.refuse_outputs(site.name, output, live, hidden)
+            saved += _replaced(site.name, others)
         self.starts[self._stage] = graph.next_number()
-        cuts = Cuts(inputs, self._wants_gradient(modes, wanted))
+        # Without grad mode an output has a gradient only if the block has switched it on.
+        cuts = Cuts(inputs, lambda tensor: wanted if modes.grad else tensor.requires_grad)
         output = trees.replace(output, cuts)
         trees.settle(live, before, cuts)
         self.outputs = cuts.outputs
@@ -283,12 +284,14 @@ class Passage:
             )
         return output
 
-    def _wants_gradient(self, modes: Modes, wanted: bool) -> Callable[[int, torch.Tensor], bool]:
-        """Whether an output of a call may get a gradient. Without grad mode only if the block has switched it on."""
-        if not modes.grad:
-            return lambda _, tensor: tensor.requires_grad
-        known = self.facts.output_needs_grad or ()
-        return lambda position, _: known[position] if position < len(known) else wanted
+    def _buffers(self, site: Site) -> tuple[tuple[Buffer, ...], tuple[tuple[Buffer, int], ...]]:
+        """Copies of the buffers that a call will change, and in a run the others, with their versions."""
+        known = {(id(module), name) for module, name in self.facts.buffers}
+        copies = tuple((m, name, b.clone()) for m, name in self.facts.buffers if (b := m._buffers[name]) is not None)
+        if self.samples is not None:  # a probe finds out which change
+            return copies, ()
+        found = ((m, name, b) for m in site.buffered for name, b in m._buffers.items() if b is not None)
+        return copies, tuple(((m, name, b), b._version) for m, name, b in found if (id(m), name) not in known)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -310,17 +313,14 @@ class Passage:
         call = self.calls.get(stage)
         return () if call is None else tuple(leaf.gradient is not None for leaf in call.outputs)
 
-    def backward_call(self, stage: int) -> tuple[bool, ...] | None:
-        """Recompute a block call with a graph and run it backward.
-
-        Returns for each cut output whether it needed a gradient at all, or None if nothing was recomputed.
-        """
+    def backward_call(self, stage: int) -> None:
+        """Recompute a block call with a graph and run it backward, if a gradient has come to it."""
         call = self.calls.pop(stage, None)
         if call is None:
-            return None
+            return
         gradients = [leaf.take() for leaf in call.outputs]
         if all(g is None for g in gradients):
-            return None
+            return
         fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         made = self._recompute(call, fresh)
         if len(made) != len(gradients):
@@ -331,7 +331,6 @@ class Passage:
         self._compare(stage, call.site, made)
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in made]
         del made
-        needed = tuple(e is not None for e in edges)
         pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
         del edges, gradients
         if pairs:
@@ -341,9 +340,8 @@ class Passage:
             gradient, leaf_input.grad = leaf_input.grad, None
             if gradient is not None:
                 self._route(source, gradient)
-        return needed
 
-    def see_buffers(self, stage: int, buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]) -> None:
+    def see_buffers(self, stage: int, buffers: tuple[Buffer, ...]) -> None:
         """What the buffers that a call has changed held before it, for its recomputation. In a probe."""
         if stage in self.calls:
             self.calls[stage] = replace(self.calls[stage], buffers=buffers)
@@ -406,7 +404,7 @@ class Passage:
             return call.context.run(_run_again, call, live)
 
     @contextmanager
-    def _as_it_was(self, call: Call, buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]) -> Iterator[None]:
+    def _as_it_was(self, call: Call, buffers: tuple[Buffer, ...]) -> Iterator[None]:
         """A block's ``buffers``, and the modes that it was called in."""
         outer = Modes.capture(self._device_types)
         current = [(module, name, module._buffers[name]) for module, name, _ in buffers]
@@ -419,6 +417,25 @@ class Passage:
             outer.apply()
             for module, name, buffer in current:
                 module._buffers[name] = buffer
+
+
+def _replaced(block: str, buffers: Sequence[tuple[Buffer, int]]) -> tuple[Buffer, ...]:
+    """Of buffers that the probe has not seen change: those that a call has put others in the place of, as they were.
+
+    Raises:
+        ModelError: one was written to, and nobody has a copy of what it held.
+    """
+    found = []
+    for (module, name, before), version in buffers:
+        if module._buffers.get(name) is not before:
+            found.append((module, name, before))
+        elif before._version != version:
+            raise ModelError(
+                f"block {block!r} changes its buffer {name!r} for this micro-batch, and did not for the first one of "
+                "its shape, so what the buffer held before is not known where the block is recomputed: write to it in "
+                f"every call, or put a new tensor in its place (self.{name} = ...)"
+            )
+    return tuple(found)
 
 
 @contextmanager

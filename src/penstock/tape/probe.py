@@ -272,7 +272,7 @@ class Probe:
                 with self._measuring(leg.backward, leg.site):
                     self._tape.call_elsewise(passage, index)
                     self._begin(leg.backward)
-                    leg.needed = self._tape.backward_call(passage, index)
+                    self._tape.backward_call(passage, index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,8 +289,8 @@ class _Buffer:
         now = self.module._buffers[self.name]
         if now is not self.tensor:
             return True
-        # On the meta device there are no values: written to is changed.
-        return now._version != self.version if now.is_meta else not torch.equal(now, self.value)
+        # Written to is changed, also where that has left the same value: in another micro-batch it may not.
+        return now._version != self.version or not (now.is_meta or torch.equal(now, self.value))
 
     def put_back(self) -> None:
         self.module._buffers[self.name] = self.tensor

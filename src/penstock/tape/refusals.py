@@ -8,6 +8,11 @@ from torch import nn
 
 from penstock.errors import ModelError
 
+NOTHING_TRAINS = (
+    "the loss does not depend on any parameter that is trained: is requires_grad False everywhere, or does loss_fn "
+    "detach?"
+)
+
 _WRAPPERS = {
     "DataParallel": "it splits batches over devices by itself",
     "DistributedDataParallel": "it sums gradients over processes by itself",

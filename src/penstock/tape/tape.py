@@ -31,6 +31,7 @@ from penstock.tape.losses import Compared
 from penstock.tape.parameters import GradientHooks, refuse_changed
 from penstock.tape.passage import Event, Facts, LossFn, Passage, Site, StageFacts, current_passage, memory_order
 from penstock.tape.probe import Probe
+from penstock.tape.refusals import NOTHING_TRAINS
 
 OnGradient = Callable[[nn.Parameter, int, torch.Tensor], None]
 
@@ -326,10 +327,7 @@ class Tape:
         value = loss.detach()
         if self._train:
             if not loss.requires_grad:
-                raise ModelError(
-                    "the loss does not depend on any parameter that is trained: "
-                    "is requires_grad False everywhere, or does loss_fn detach?"
-                )
+                raise ModelError(NOTHING_TRAINS)
             root = (get_gradient_edge(loss), torch.full_like(value, weight))
             del loss
             last = max(passage.starts)
@@ -348,11 +346,11 @@ class Tape:
         if self.device.type != "meta":
             passage.call_elsewise(stage)
 
-    def backward_call(self, passage: Passage, stage: int) -> tuple[bool, ...] | None:
-        """Recompute a block call and run it backward. Which outputs needed a gradient; None: nothing to do."""
+    def backward_call(self, passage: Passage, stage: int) -> None:
+        """Recompute a block call and run it backward."""
         rng.seed(self._seed, self._step, passage.index, stage, rng.FORWARD, self.device)
         with self._backward_of(stage, "call"):
-            return passage.backward_call(stage)
+            passage.backward_call(stage)
 
     @contextmanager
     def _backward_of(self, stage: int, what: Literal["segment", "call"]) -> Iterator[None]:
@@ -442,7 +440,10 @@ class Boundary:
 
 def _site(index: int, block: Block, forward: Callable[..., Any]) -> Site:
     trainable = any(p.requires_grad for p in block.module.parameters())
-    return Site(index=index, name=block.name, module=block.module, forward=forward, trainable=trainable)
+    buffered = tuple(m for m in block.module.modules() if m._buffers)
+    return Site(
+        index=index, name=block.name, module=block.module, forward=forward, trainable=trainable, buffered=buffered
+    )
 
 
 def _install(site: Site, doing: Doing) -> dict[str, Any]:
