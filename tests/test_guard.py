@@ -27,6 +27,11 @@ STEPS = steps_of(CASE, 2)
 IDS = torch.ones(1, 4, dtype=torch.long)
 USES: dict[str, Callable[[Any], object]] = {
     "forward": lambda model: model(input_ids=IDS),
+    "forward by its name": lambda model: model.forward(input_ids=IDS),
+    "the body": lambda model: model.model(input_ids=IDS),
+    "a block": lambda model: model.model.layers[0](torch.ones(1, 4, 16), position_embeddings=None),
+    "the embedding": lambda model: model.get_input_embeddings()(IDS),
+    "the head": lambda model: model.lm_head(torch.ones(1, 16)),
     "generate": lambda model: model.generate(input_ids=IDS, max_new_tokens=2),
     "state_dict": lambda model: model.state_dict(),
     "a part's state_dict": lambda model: model.model.layers[0].state_dict(),

@@ -126,6 +126,7 @@ class Engine:
         self._residence = self._home.residence
         self._standing = Standing(self._home, self._buffers, self._progress, waits=self._waits, due=Due.of(budget))
         try:
+            guard(model, blocks=[block.module for block in found])  # now: whatever fails from here on, it has no values
             self._settle_in(weights, from_meta=from_meta)
             self._tape = Tape(model, found, self._groups, loss_fn, seed=seed, device=device, compile=compile)
             machinery = Machinery(
@@ -163,7 +164,6 @@ class Engine:
 
     def _settle_in(self, weights: WeightSource | None, *, from_meta: bool) -> None:
         """Bring the model's parameters and buffers to where they live from now on."""
-        guard(self.model)  # now: whatever fails from here on, the model has lost its values
         if from_meta:
             resumed = self._home.resumed is not None
             start.make_buffers(self.model, self.device, self._seed, weights, resumed=resumed)

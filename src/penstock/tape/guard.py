@@ -1,13 +1,12 @@
 """Keeps a model whose weights the engine holds from being used as if it had them: its placeholders read as NaN."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.tape.passage import current_passage
 
 _GUARD = "_penstock_guard"
 _ANYONE = (
@@ -23,12 +22,13 @@ class _Guard:
     def __init__(self) -> None:
         self.instead = _ANYONE
         self.names_only = False
+        self.at_work = False
 
     def refuse(self, *_: Any) -> NoReturn:
         raise ModelError(f"the model's weights are the engine's, and it has none of its own: {self.instead}")
 
     def check_forward(self, *_: Any) -> None:
-        if current_passage() is None:
+        if not self.at_work:
             self.refuse()
 
     def check_state(self, *_: Any) -> None:
@@ -42,8 +42,10 @@ class _Guard:
         self.refuse()
 
 
-def guard(model: nn.Module, instead: str | None = None) -> None:
-    """From now on the model's forward outside of the engine, and its ``state_dict``, are errors that say ``instead``.
+def guard(model: nn.Module, instead: str | None = None, *, blocks: Collection[nn.Module] = ()) -> None:
+    """From now on the model's forward outside of the engine, that of its parts down to ``blocks``, and its
+    ``state_dict`` are errors that say ``instead``. What is within a block is left alone: a hook there would be in the
+    way of compiling it.
 
     For all who get hold of the model: callbacks, code behind the training, and those who have closed the engine. Called
     again, it only changes what is said.
@@ -53,15 +55,23 @@ def guard(model: nn.Module, instead: str | None = None) -> None:
     known.instead = instead or known.instead
     if known is found:
         return
-    below = getattr(model, "get_base_model", None)  # of a model with adapters
-    for module in {model, below() if callable(below) else model}:
-        module.register_forward_pre_hook(known.check_forward)
+    within = {id(module) for block in blocks for module in block.modules() if module is not block}
+    for module in model.modules():
+        if id(module) not in within:
+            module.register_forward_pre_hook(known.check_forward)
     for parameter in model.parameters():
         parameter.grad = None  # left over from before; it would be taken for one of the first step's
     for module in model.modules():
         module.register_state_dict_pre_hook(known.check_state)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(known.refuse)  # type: ignore[no-untyped-call]
         vars(module)[_GUARD] = known
+
+
+def set_at_work(model: nn.Module, at_work: bool) -> None:
+    """Whether the engine is running a guarded model now, and has brought its weights."""
+    known = vars(model).get(_GUARD)
+    if isinstance(known, _Guard):
+        known.at_work = at_work
 
 
 @contextmanager

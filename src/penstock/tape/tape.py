@@ -26,6 +26,7 @@ from penstock.tape import graph, rng, trees
 from penstock.tape.blocks import Block
 from penstock.tape.compiled import compiled_forwards
 from penstock.tape.groups import ParamGroup
+from penstock.tape.guard import set_at_work
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.losses import Compared
 from penstock.tape.parameters import GradientHooks, refuse_changed
@@ -183,6 +184,7 @@ class Tape:
             Passage(model=self.model, loss_fn=self._loss_fn, micro_batch=mb, index=i, train=train, device=self.device)
             for i, mb in enumerate(micro_batches)
         ]
+        set_at_work(self.model, True)
 
     def forward(self, stage: int, mb: int) -> None:
         """Run one stage of one micro-batch; the epilogue's backward too, when training.
@@ -232,6 +234,7 @@ class Tape:
 
     def abort(self) -> None:
         """End the step wherever it is. Suspended forwards are closed; the tape is ready for the next ``begin``."""
+        set_at_work(self.model, False)
         passages, self.passages = self.passages, []
         self._checkpoints.clear()
         if self._random is not None:
