@@ -12,6 +12,7 @@ from penstock.cli import main, run_snapshots
 from penstock.cli.run_snapshots import RunSnapshots, snapshots_of, step_kept
 from penstock.config import Budget
 from penstock.engine import Engine
+from penstock.store.snapshot import SnapshotReader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,3 +85,36 @@ def test_a_damaged_snapshot_is_passed_over_and_a_run_may_say_that_it_keeps_none(
     assert run_snapshots.newest(run) == run / "snapshot-1"
     assert main(["train", str(config), *MEMORY, "--steps", "1", "--overwrite", "--budget.durability", "none"]) == 0
     assert snapshots_of(run) == []
+
+
+def test_a_run_in_memory_is_verified_and_exported_from_its_snapshot_as_it_is_from_a_store(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    few = ["train", str(config), "--steps", "1", "--precision", "bf16"]
+    assert main([*few, "--run", str(disk), "--budget.disk", str(disk / "store")]) == 0
+    assert main([*few, *MEMORY]) == 0
+    for folder in (disk, run):
+        assert main(["export", str(folder), str(folder / "out"), "--dtype", "fp32"]) == 0
+    assert (run / "out/model.safetensors").read_bytes() == (disk / "out/model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(["verify", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "snapshot-1: read" in said
+    assert "Every checksum is right." in said
+    with SnapshotReader(run / "snapshot-1") as snapshot:
+        place = snapshot.layout["master.0"].offset
+    with (run / "snapshot-1/penstock.snapshot").open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    assert main(["verify", str(run)]) == 1
+    assert "damaged in bytes 0 to" in capsys.readouterr().out
+    assert main(["export", str(run), str(run / "again")]) == 1
+    assert not (run / "again").exists()
+    (run / "snapshot-1/penstock.snapshot").unlink()
+    (run / "snapshot-1/snapshot.json").unlink()
+    capsys.readouterr()
+    assert main(["verify", str(run)]) == 2
+    assert "neither on disk (budget.disk) nor in a snapshot" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from penstock.cli.kept_files import kept_of, vouched_by
 from penstock.cli.own_store import require_own_store
 from penstock.cli.run_folder import model_folder, settings_of
+from penstock.cli.run_snapshots import record_in, require_newest
 from penstock.cli.showing.progress import progress
 from penstock.config import Precision, TrainConfig, format_size, parse_size
 from penstock.errors import ConfigError, StoreError
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 EXPORT_HELP = """\
 penstock export: writes the model of a run's last commit as a Hugging Face folder; the run stays as it is
+
+Of a run without a disk, the model of the last snapshot in its folder.
 
   penstock export RUN OUT        RUN is the folder that penstock train wrote; OUT is the new folder
 
@@ -115,18 +119,16 @@ def run_export(arguments: ExportArguments) -> int:
         ModelError: a value is too large for the dtype, or the installed transformers cannot build the model.
         StoreError: the run is in use or its state damaged, or the disk is full or fails.
     """
-    from penstock.run.values import committed
-
     config = settings_of(arguments.run)
     if arguments.merge and config.lora is None:
         raise ConfigError(f"--merge has no effect: {arguments.run} has no adapters (lora)")
-    paths, record = _store(config, arguments.run)
+    state, record = _state(config, arguments.run)
     if (keeps := kept_of(arguments.run, vouched_by(record))) is not None:
         keeps.below(model_folder(arguments.run).name).require(arguments.run)
     # Being ended is no reason to leave half a folder behind: as Ctrl-C does, this unwinds what has been begun.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        with committed(paths) as found, progress("written") as bar:
+        with state as found, progress("written") as bar:
             written, seconds = _write(arguments, config, found, bar.show)
     except StoreError as error:
         if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
@@ -185,9 +187,12 @@ def _write(
     return written, time.perf_counter() - began
 
 
-def _store(config: TrainConfig, run: Path) -> tuple[tuple[Path, ...], Mapping[str, Any] | None]:
-    """The directories of a run's store, and its last commit."""
-    paths = config.budget.disk_paths
-    if not paths:
-        raise ConfigError(f"{run} keeps no state on disk (budget.disk), so there is nothing to export")
-    return paths, require_own_store(run, paths).record
+def _state(config: TrainConfig, run: Path) -> "tuple[AbstractContextManager[Committed], Mapping[str, Any] | None]":
+    """The values of a run's last commit, or of the snapshot that a run without a disk has; and what that says."""
+    from penstock.run.values import committed, kept
+
+    if paths := config.budget.disk_paths:
+        record = require_own_store(run, paths).record
+        return committed(paths), record
+    snapshot = require_newest(run)
+    return kept(snapshot), record_in(snapshot)

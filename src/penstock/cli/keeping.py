@@ -10,7 +10,8 @@ from penstock.store.store import DATA
 def space(budget: Budget) -> str:
     """The disk space that is taken, all of it from the start. The store is there by now."""
     if not budget.disk_paths:
-        return "no state on disk, so that the trained model cannot be exported (budget.disk)"
+        kept = "and no snapshots, so that the trained model cannot be exported" if budget.durability == "none" else ""
+        return f"no state on disk (budget.disk){' ' if kept else ''}{kept}"
     size = sum((path / DATA).stat().st_size for path in budget.disk_paths)
     slots = "twice the state, in two slots" if budget.slots == 2 else "the state in one slot"
     return f"{format_size(size)} of disk taken in {', '.join(map(str, budget.disk_paths))}: {slots}"

@@ -10,13 +10,15 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import INTERVAL, Budget, parse_duration
-from penstock.engine import Engine
-from penstock.errors import StoreError
+from penstock.errors import ConfigError, StoreError
 from penstock.run.due import Due
 from penstock.store.snapshot import SnapshotReader
+
+if TYPE_CHECKING:
+    from penstock.engine import Engine
 
 log = logging.getLogger("penstock")
 
@@ -42,11 +44,33 @@ def newest(folder: Path) -> Path | None:
     return None
 
 
+def require_newest(folder: Path) -> Path:
+    """The same, for a command that needs it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = newest(folder)
+    if path is None:
+        raise ConfigError(
+            f"{folder} keeps its state neither on disk (budget.disk) nor in a snapshot: there is nothing to read. A "
+            "run without a disk has a snapshot after some minutes, and at its end, unless budget.durability is none"
+        )
+    return path
+
+
 def record_kept(folder: Path) -> dict[str, Any] | None:
     """What the newest snapshot says of its step, as a commit does; None: there is none."""
     path = newest(folder)
-    if path is None:
-        return None
+    return None if path is None else record_in(path)
+
+
+def record_in(path: Path) -> dict[str, Any]:
+    """What a snapshot says of its step, as a commit does.
+
+    Raises:
+        StoreError: it is missing or damaged.
+    """
     with SnapshotReader(path) as snapshot:
         return snapshot.meta
 
@@ -69,7 +93,7 @@ class RunSnapshots:
         """None: the run keeps its state on disk, or says that it may end with nothing."""
         return None if budget.disk_paths or budget.durability == "none" else RunSnapshots(folder)
 
-    def after(self, engine: Engine) -> None:
+    def after(self, engine: "Engine") -> None:
         """A step has been done: write a snapshot where one is due. One that cannot be written is said, and due again
         after the next interval."""
         if not self._due.after(engine.step_count):
@@ -81,7 +105,7 @@ class RunSnapshots:
             log.warning("a snapshot of the run could not be written, and training goes on without: %s", error)
         self._due.committed()
 
-    def last(self, engine: Engine) -> None:
+    def last(self, engine: "Engine") -> None:
         """The run ends here.
 
         Raises:
@@ -89,7 +113,7 @@ class RunSnapshots:
         """
         self._write(engine)
 
-    def _write(self, engine: Engine) -> None:
+    def _write(self, engine: "Engine") -> None:
         path = self._folder / f"snapshot-{engine.step_count}"
         engine.save(path, overwrite=True)
         for old in snapshots_of(self._folder):

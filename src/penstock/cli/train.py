@@ -212,7 +212,7 @@ def _train(
         write_settings(folder, config)
         code = run_steps(stretch, missed)
     display.say(closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0))
-    if config.budget.disk_paths:
+    if config.budget.disk_paths or config.budget.durability != "none":
         display.say(f"export   penstock export {folder} OUT writes the model as a Hugging Face folder")
     return code
 

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.cli.kept_files import ADVICE, corpora, kept_of, vouched_by
 from penstock.cli.own_store import require_own_store
 from penstock.cli.run_folder import settings_of
+from penstock.cli.run_snapshots import record_in, require_newest
 from penstock.cli.showing.display import fail
 from penstock.cli.showing.progress import progress
 from penstock.config import format_size
@@ -19,10 +20,13 @@ from penstock.errors import ConfigError, StoreError
 from penstock.run.slots import Slots, whole_commit
 from penstock.store.directory import is_there
 from penstock.store.manifest import DATA, MANIFEST
+from penstock.store.snapshot import SnapshotReader
 from penstock.store.store import Store
 
 VERIFY_HELP = """\
 penstock verify: reads all of the last commit of a run, and checks every checksum; changes nothing
+
+Of a run without a disk, all of the last snapshot in its folder.
 
   penstock verify RUN            RUN is the folder that penstock train wrote: its store, and what it keeps beside that
   penstock verify DIR [DIR ...]  the directories of a store (budget.disk), in their order
@@ -33,10 +37,11 @@ Names every damage that it finds. Exit code 0: whole. 1: damaged, or in use by a
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyArguments:
-    """``paths``: the directories of a store. ``run``: the folder of its run, if that was given. ``record``: the last
-    commit, as it was when the command began."""
+    """``paths``: the directories of a store; empty: the run has a ``snapshot`` instead. ``run``: the folder
+    of its run, if that was given. ``record``: the last commit, as it was when the command began."""
 
     paths: tuple[Path, ...]
+    snapshot: Path | None = None
     run: Path | None = None
     record: Mapping[str, Any] | None = None
 
@@ -59,7 +64,8 @@ def parse_verify(words: Sequence[str]) -> VerifyArguments:
         raise ConfigError(f"penstock verify takes one run's folder, and was given {' and '.join(words)}. {_HINT}")
     config = settings_of(folders[0])
     if not config.budget.disk_paths:
-        raise ConfigError(f"{folders[0]} keeps no state on disk (budget.disk): there is nothing to verify")
+        snapshot = require_newest(folders[0])
+        return VerifyArguments(paths=(), snapshot=snapshot, run=folders[0], record=record_in(snapshot))
     facts = require_own_store(folders[0], config.budget.disk_paths)
     return VerifyArguments(paths=config.budget.disk_paths, run=folders[0], record=facts.record)
 
@@ -74,21 +80,10 @@ def verify(arguments: VerifyArguments) -> int:
         ConfigError: nothing has been committed yet.
         StoreError: the store is in use, cannot be opened, or was stopped within a step.
     """
-    paths = arguments.paths
-    with Store.open(paths, writable=False) as store:
-        last, slots = whole_commit(store, paths[0]), Slots.of(store)
-        current = {extent.name: slots.current(extent.name) for extent in store.layout.extents}
-        began, damage, done = time.perf_counter(), list[str](), 0
-        with progress("read") as bar:
-            for part in store.verify(current):
-                done = part.done
-                damage += part.damage
-                bar.show(part.done, part.total)
-        seconds = time.perf_counter() - began
-    print(
-        f"{', '.join(map(str, paths))}: read {format_size(done)} in {len(current)} extents of step {last['step']}, the "
-        f"last commit, in {seconds:.1f} s ({done / max(seconds, 1e-9) / 1e9:.2g} GB/s)"
-    )
+    if arguments.snapshot is not None:
+        damage = _snapshot(arguments.snapshot)
+    else:
+        damage = _store(arguments.paths)
     beside = [] if arguments.run is None else list(_beside(arguments.run, arguments.record))
     if not damage and not beside:
         print("Every checksum is right.")
@@ -98,10 +93,47 @@ def verify(arguments: VerifyArguments) -> int:
     sys.stdout.flush()
     if damage:
         remedy = "check the drive, and go on from a snapshot"
+        if arguments.snapshot is not None:
+            remedy = "check the drive, and put the snapshot back from a copy"
         fail(f"{_places(damage)} damaged, and this state cannot be trained on: {remedy}")
     if beside:
         fail(f"{_places(beside)} damaged beside the store: {ADVICE[0].lower()}{ADVICE[1:]}")
     return 1
+
+
+def _store(paths: Sequence[Path]) -> list[str]:
+    """Read a store; returns what is damaged."""
+    with Store.open(paths, writable=False) as store:
+        last, slots = whole_commit(store, paths[0]), Slots.of(store)
+        current = {extent.name: slots.current(extent.name) for extent in store.layout.extents}
+        began, damage, done = time.perf_counter(), list[str](), 0
+        with progress("read") as bar:
+            for part in store.verify(current):
+                done = part.done
+                damage += part.damage
+                bar.show(part.done, part.total)
+    places = ", ".join(map(str, paths))
+    _say(f"{places}: read", done, f"in {len(current)} extents of step {last['step']}, the last commit,", began)
+    return damage
+
+
+def _snapshot(path: Path) -> list[str]:
+    """Read a snapshot; returns what is damaged."""
+    with SnapshotReader(path) as snapshot, progress("read") as bar:
+        extents = snapshot.layout.extents
+        total = sum(extent.stride for extent in extents)
+        began, damage, done = time.perf_counter(), list[str](), 0
+        for nbytes, found in snapshot.parts():
+            done += nbytes
+            damage += [str(found)] if found is not None else []
+            bar.show(done, total)
+    _say(f"{path}: read", done, f"in {len(extents)} extents of step {snapshot.meta['step']}, the last snapshot,", began)
+    return damage
+
+
+def _say(what: str, nbytes: int, where: str, began: float) -> None:
+    seconds = time.perf_counter() - began
+    print(f"{what} {format_size(nbytes)} {where} in {seconds:.1f} s ({nbytes / max(seconds, 1e-9) / 1e9:.2g} GB/s)")
 
 
 def _places(damage: Sequence[str]) -> str:

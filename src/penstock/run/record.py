@@ -64,6 +64,15 @@ def check_stored(found: Any, where: str) -> None:
         raise StoreError(_damaged(where, "its step is negative"))
 
 
+def check_kept(found: Any, where: str) -> None:
+    """Check what a snapshot says that is read without its model.
+
+    Raises:
+        StoreError: as above.
+    """
+    _check(found, {"step": int, "model": Mapping[str, Any]}, where)
+
+
 def check_param_groups(saved: Any, mine: Sequence[Mapping[str, Any]], where: str) -> None:
     """Check the settings of an optimizer against those that it has now.
 

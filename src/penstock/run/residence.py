@@ -11,7 +11,7 @@ On disk an array has one slot or two (``run.slots``), and what is written of it 
 array does so between ``begin`` and ``turn``; a step that has been taken says so with ``turn_step``.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +73,26 @@ def parts_of(group: GroupSpec, form: Format, dtype: torch.dtype) -> tuple[Part, 
 def numpy_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """A host tensor's memory as uint8."""
     return tensor.view(torch.uint8).numpy()
+
+
+def fetch(part: Part, read: Callable[[str, int, torch.Tensor], None], offset: int, flat: torch.Tensor) -> None:
+    """Fill ``flat``, 1-D and fp32, with the elements of an array from ``offset`` on, all in its trainable or all in its
+    frozen part; reads all that has a checksum with some of it. ``read``: array, first element, where they go."""
+    if not flat.numel():
+        return
+    end, bounce = offset + flat.numel(), HostSlab(BOUNCE)
+    span = next(s for s in part.spans if s.start <= offset < s.stop)
+    start = span.start + (offset - span.start) // span.step * span.step
+    stop = min(span.start + round_up(end - span.start, span.step), span.stop)
+    step = bounce.nbytes // FP32
+    try:
+        for first in range(start, stop, step):
+            piece = bounce.bytes[: min(step, stop - first) * part.dtype.itemsize].view(part.dtype)
+            read(part.name, first, piece)
+            a, b = max(first, offset), min(first + piece.numel(), end)
+            flat[a - offset : b - offset].copy_(piece[a - first : b - first])
+    finally:
+        bounce.close()
 
 
 Late = Mapping[int, Sequence[range]]
@@ -300,22 +320,7 @@ class Residence:
     def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
         """Fill ``flat``, 1-D and fp32, with the elements of an array from ``offset`` on, all in its trainable or all in
         its frozen part; reads all that has a checksum with some of it."""
-        part, end = self.parts[name], offset + flat.numel()
-        if not flat.numel():
-            return
-        bounce = HostSlab(BOUNCE)
-        span = next(s for s in part.spans if s.start <= offset < s.stop)
-        start = span.start + (offset - span.start) // span.step * span.step
-        stop = min(span.start + round_up(end - span.start, span.step), span.stop)
-        step = bounce.nbytes // FP32
-        try:
-            for first in range(start, stop, step):
-                piece = bounce.bytes[: min(step, stop - first) * part.dtype.itemsize].view(part.dtype)
-                self.read(name, first, piece)
-                a, b = max(first, offset), min(first + piece.numel(), end)
-                flat[a - offset : b - offset].copy_(piece[a - first : b - first])
-        finally:
-            bounce.close()
+        fetch(self.parts[name], self.read, offset, flat)
 
     def settle(self, place: Placement) -> None:
         """Move every array to the tier that a placement gives it, in an order that fills no tier more than it was, or

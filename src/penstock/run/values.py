@@ -1,19 +1,23 @@
-"""A model's values by name, read piece by piece out of wherever its state lives: of an engine, or of a store alone."""
+"""A model's values by name, read piece by piece out of wherever its state lives: of an engine, or of a store or a
+snapshot alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from penstock.run.buffers import Transfer
 from penstock.run.memory import HostSlab
 from penstock.run.precision import DTYPES, format_of
-from penstock.run.residence import Residence
+from penstock.run.record import check_kept
+from penstock.run.residence import Residence, fetch, numpy_bytes, parts_of
 from penstock.run.slots import Slots, whole_commit
-from penstock.schedule.place import page_up
+from penstock.schedule.place import Format, page_up
 from penstock.schedule.program import GroupSpec
+from penstock.store.snapshot import SnapshotReader
 from penstock.store.store import Store
 
 _BUFFER = "buffer."
@@ -31,17 +35,25 @@ class Place:
     trainable: bool
 
 
+class Arrays(Protocol):
+    """What holds all arrays of all groups."""
+
+    @property
+    def form(self) -> Format: ...
+
+    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
+        """As ``Residence.fetch``."""
+
+
 class Values:
     """``parameters``: name -> place. ``buffers``: name -> the persistent buffer itself."""
 
-    def __init__(
-        self, residence: Residence, description: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]
-    ) -> None:
-        """``description``: ``start.describe_model`` of the model that the residence is for."""
-        self._residence = residence
+    def __init__(self, arrays: Arrays, description: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
+        """``description``: ``start.describe_model`` of the model that the arrays are for."""
+        self._arrays = arrays
         self.parameters = {
             name: Place(
-                array=f"master.{g}" if trainable and residence.form.split else f"weights.{g}",
+                array=f"master.{g}" if trainable and arrays.form.split else f"weights.{g}",
                 offset=offset,
                 shape=torch.Size(shape),
                 trainable=trainable,
@@ -59,7 +71,7 @@ class Values:
         """
         place = self.parameters[name]
         assert start + flat.numel() <= place.shape.numel()
-        self._residence.fetch(place.array, place.offset + start, flat)
+        self._arrays.fetch(place.array, place.offset + start, flat)
 
     def parameter(self, name: str) -> torch.Tensor:
         """A parameter as a new fp32 tensor on the CPU.
@@ -73,7 +85,7 @@ class Values:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """The last commit of a store. ``step``: that it is of. ``precision``: of the run."""
+    """The last commit of a store, or a snapshot. ``step``: that it is of. ``precision``: of the run."""
 
     step: int
     precision: str
@@ -91,14 +103,10 @@ def committed(paths: Sequence[Path]) -> Iterator[Committed]:
     with Store.open(paths, writable=False) as store:
         last = whole_commit(store, paths[0])
         model, slots = store.model, Slots.of(store)
-        groups = [
-            GroupSpec(index=g, name=group["name"], trainable=group["trainable"], frozen=group["frozen"])
-            for g, group in enumerate(model["groups"])
-        ]
-        form, dtype = format_of(model["precision"], len(model["optimizer"]) - 1), DTYPES[model["precision"]]
+        groups, form, dtype = _groups(model), _form(model), DTYPES[model["precision"]]
         residence = Residence(groups, form, dtype, torch.device("cpu"), store, slots, host_bytes=0)
         try:
-            buffers = {name: _buffer(slots, name, shape, dtype) for name, shape, dtype in model["buffers"]}
+            buffers = {name: _buffer(slots.read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
             yield Committed(
                 step=int(last["step"]), precision=model["precision"], values=Values(residence, model, buffers)
             )
@@ -106,13 +114,54 @@ def committed(paths: Sequence[Path]) -> Iterator[Committed]:
             residence.close()
 
 
-def _buffer(slots: Slots, name: str, shape: Sequence[int], kind: str) -> torch.Tensor:
+@contextmanager
+def kept(snapshot: Path) -> Iterator[Committed]:
+    """The same of a snapshot.
+
+    Raises:
+        StoreError: it is missing or damaged.
+    """
+    with SnapshotReader(snapshot) as reader:
+        check_kept(reader.meta, str(snapshot))
+        model = reader.meta["model"]
+        buffers = {name: _buffer(reader.read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
+        values = Values(_SnapshotArrays(reader, model), model, buffers)
+        yield Committed(step=int(reader.meta["step"]), precision=model["precision"], values=values)
+
+
+class _SnapshotArrays:
+    """The arrays of a snapshot."""
+
+    def __init__(self, reader: SnapshotReader, model: Mapping[str, Any]) -> None:
+        self.form, dtype = _form(model), DTYPES[model["precision"]]
+        self._reader = reader
+        self._parts = {part.name: part for group in _groups(model) for part in parts_of(group, self.form, dtype)}
+
+    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
+        fetch(self._parts[name], self._read, offset, flat)
+
+    def _read(self, name: str, start: int, out: torch.Tensor) -> None:
+        self._reader.read(name, start * out.itemsize, numpy_bytes(out))
+
+
+def _groups(model: Mapping[str, Any]) -> list[GroupSpec]:
+    return [
+        GroupSpec(index=g, name=group["name"], trainable=group["trainable"], frozen=group["frozen"])
+        for g, group in enumerate(model["groups"])
+    ]
+
+
+def _form(model: Mapping[str, Any]) -> Format:
+    return format_of(model["precision"], len(model["optimizer"]) - 1)
+
+
+def _buffer(read: Transfer, name: str, shape: Sequence[int], kind: str) -> torch.Tensor:
     dtype = getattr(torch, kind.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype)
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     slab = HostSlab(page_up(nbytes))
     try:
-        slots.read(name, 0, slab.bytes.numpy())
+        read(name, 0, slab.bytes.numpy())
         return slab.bytes[:nbytes].clone().view(dtype).view(tuple(shape))
     finally:
         slab.close()

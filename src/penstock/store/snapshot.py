@@ -6,7 +6,7 @@ extents.
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -287,10 +287,21 @@ class SnapshotReader:
         Raises:
             StoreError: the first damage found.
         """
+        for _, damage in self.parts():
+            if damage is not None:
+                raise damage
+
+    def parts(self) -> Iterator[tuple[int, StoreError | None]]:
+        """Read everything and check it; yields the bytes of each part, and what is damaged in it."""
         buffer = aligned_bytes(max(max((r.block for e in self.layout.extents for r in e.grid), default=0), _VERIFIED))
         for extent in self.layout.extents:
             for part in extent.ranges(_VERIFIED):
-                self.read(extent.name, part.start, buffer[: len(part)])
+                damage = None
+                try:
+                    self.read(extent.name, part.start, buffer[: len(part)])
+                except StoreError as error:
+                    damage = error
+                yield len(part), damage
 
     def close(self) -> None:
         self._files.close()
