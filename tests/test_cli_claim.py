@@ -24,7 +24,9 @@ from penstock.errors import ConfigError, StoreError
 from penstock.store.facts import facts_of
 from penstock.store.layout import Layout
 from penstock.store.owner import RUN_FILE, owner_in
+from penstock.store.snapshot import SnapshotWriter
 from penstock.store.store import DATA, Store
+from penstock.store.transfer import aligned_bytes
 
 LAYOUT = Layout.build([("weights.0", 4096, 1)])
 
@@ -127,6 +129,29 @@ def test_a_folder_of_something_else_is_no_place_for_a_run(start: Start, tmp_path
     with pytest.raises(ConfigError, match=r"already holds thesis\.tex"):
         step_found(settings_for(tmp_path), start)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("untouched_store", [False, True])
+def test_a_run_that_has_a_snapshot_does_not_begin_again_for_being_given_a_disk(
+    tmp_path: Path, untouched_store: bool
+) -> None:
+    run = tmp_path / "a"
+    there = run_of(settings_for(run)) if untouched_store else settings_for(run)
+    memory = replace(there, budget=replace(there.budget, disk=None))
+    if not untouched_store:
+        with claimed(memory, "new") as claim:
+            claim.begin(memory)
+            claim.state_made()
+    write_settings(run, memory)
+    with SnapshotWriter(run / "snapshot-3", [("weights.0", 4096)], {"step": 3}) as writer:
+        writer.write("weights.0", 0, aligned_bytes(4096))
+        writer.finish()
+    before = content(run)
+    with pytest.raises(ConfigError, match=r"has its state in .*snapshot-3.*--budget\.disk null"):
+        step_found(there)
+    assert content(run) == before
+    if not untouched_store:
+        assert step_found(memory) == 3
 
 
 # ---- one command that always does

@@ -114,6 +114,8 @@ class Claim:
         if record.pending is not None:
             self._replaces = record.pending.replaces
             return None
+        if self._paths and (facts is None or not facts.step):
+            self._require_no_snapshot()
         if facts is None:
             self._require_not_missing(record, before)
             if not self._paths and (kept := step_kept(self.folder)) is not None:
@@ -134,6 +136,19 @@ class Claim:
         _require_whole(facts, self._paths)
         check_same_data(as_cut_before(config), before)
         return facts.step
+
+    def _require_no_snapshot(self) -> None:
+        """A run that begins removes what is there, and a store takes over no snapshot.
+
+        Raises:
+            ConfigError: the run has one.
+        """
+        for snapshot in snapshots_of(self.folder)[:1]:
+            raise ConfigError(
+                f"run={str(self.folder)!r} has its state in {snapshot}, as it began without a disk, and budget.disk "
+                f"names {self._paths[0]}, which has no step of it: go on without (--budget.disk null), or --overwrite "
+                "to begin again"
+            )
 
     def _without_disk(self, config: TrainConfig, done: int) -> int | None:
         """A run that keeps no state: it is complete, or begins again."""
