@@ -131,6 +131,18 @@ def test_a_folder_of_something_else_is_no_place_for_a_run(start: Start, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_place_that_a_flag_names_is_meant_although_the_folder_was_copied(tmp_path: Path) -> None:
+    """It is looked for in the copy only if the settings say so."""
+    run_of(settings_for(tmp_path / "a"), step=3)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for value, disk in ((str(tmp_path / "a/store"), "a/store"), ("{run}/other", "b/other"), (None, "b/store")):
+        flags = [] if value is None else [("budget.disk", json.dumps(value))]
+        found = settings_of(tmp_path / "b", flags)
+        assert (found.run, found.budget.disk_paths) == (str(tmp_path / "b"), (tmp_path / disk,))
+    with pytest.raises(StoreError, match=f"is a copy of the run in {tmp_path}/a"):
+        step_found(settings_of(tmp_path / "b", [("budget.disk", str(tmp_path / "a/store"))]))
+
+
 @pytest.mark.parametrize("untouched_store", [False, True])
 def test_a_run_that_has_a_snapshot_does_not_begin_again_for_being_given_a_disk(
     tmp_path: Path, untouched_store: bool

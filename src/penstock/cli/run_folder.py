@@ -75,7 +75,7 @@ def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainCon
     itself.
 
     They name the folder as it was called when the run began. If it is called otherwise now (it was moved, or the
-    current directory is another), what they say is in it is looked for where it is now.
+    current directory is another), what they say is in it is looked for where it is now; what flags say is not.
 
     Raises:
         ConfigError: there is no run there, or its settings or the flags cannot be read.
@@ -89,6 +89,8 @@ def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainCon
     before = Path(config.run)
     if before.resolve() == folder.resolve():
         return config
+    if any(key.replace("-", "_") == "budget.disk" and "{run}" not in value for key, value in flags):
+        return replace(config, run=str(folder))  # a place that is named now is meant as it is
     moved = tuple(
         str(folder / path.relative_to(before)) if path.is_relative_to(before) else str(path)
         for path in config.budget.disk_paths
