@@ -69,7 +69,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"(mamba_)?chunk_size|index_topk|num_buckets", 8),
     # ---- images and sound
     (r"image_size|img_size|crop_size|force_image_size|resolution", 32),
-    (r"num_mel_bins|n_mel_bins|input_feat_size", 16),
+    (r"num_mel_bins|n_mel_bins|input_feat_size|input_feat_per_channel", 16),
+    (r"base_channels|conv_channels", 32),
     (r"num_query_tokens|num_latents|latent_query_num|resampler_n(um)?_latents|num_register_tokens", 4),
     # ---- state spaces
     (r"mamba_n_heads|mamba_num_heads", 8),
@@ -98,7 +99,6 @@ EXCEPTIONS: dict[str, Settings] = {
     "fun_asr_nano_adaptor": {"intermediate_size": 8},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 4},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
-    "glm5_next_text": {"num_key_value_heads": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "hunyuan_vl_text": {"head_dim": 8},
@@ -112,12 +112,30 @@ EXCEPTIONS: dict[str, Settings] = {
         "topk_group": 1,
         "topk_method": "greedy",
     },
+    "blip-2": {"image_token_index": 120},
+    "instructblip": {"image_token_index": 120},
+    "cohere_compass_text": {
+        "num_hidden_layers": 4,
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "glm5_next_text": {"num_key_value_heads": 4, "index_kpool": 4},
+    "mobilevitv2": {"image_size": 128, **_SMOOTH},
+    "moonshine": {"pad_token_id": 0},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "neomme": {"head_dim": 16},
+    "zamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "perceiver": {"d_model": 32, "d_latents": 32, "num_cross_attention_heads": 1, "num_self_attention_heads": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh", "local"]},
-    "zamba2": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 1},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "num_mem_blocks": 1,
+    },
     "bailing_hybrid": {"num_hidden_layers": 6},
     "bamba": {"attn_layer_indices": [1]},
     "bit": {"num_groups": 8, "depths": [1, 2, 1, 1], **_SMOOTH},
@@ -127,7 +145,6 @@ EXCEPTIONS: dict[str, Settings] = {
     "mobilevit": _SMOOTH,
     "regnet": {"depths": [1, 2, 1, 1], **_SMOOTH},
     "resnet": {"depths": [1, 2, 1, 1], **_SMOOTH},
-    "cohere_compass_text": {"num_hidden_layers": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
     "donut-swin": _SWIN,
     "swin": _SWIN,
@@ -138,7 +155,14 @@ EXCEPTIONS: dict[str, Settings] = {
     "qwen3_next": {"num_hidden_layers": 4},
     "qwen3_5_text": {"num_hidden_layers": 4},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
-    "qwen4_exp_text": {"num_hidden_layers": 4},
+    "qwen4_exp_text": {
+        "num_hidden_layers": 4,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
     "minicpmv4_6": {"text_config": {"num_hidden_layers": 4}},
     "udop": {"decoder_start_token_id": 1},
     "xmod": {"default_language": "en_XX"},
@@ -186,6 +210,8 @@ def tiny(cls: Any, given: Settings | None = None) -> Any:
     config = cls(**settings)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = SPECIAL["decoder_start"]
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = SPECIAL["pad"]
     rope = vars(config).get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" in inspect.getsource(_modeling(cls)):  # halves of a head's pairs
         pairs = int(settings.get("head_dim", 8) * rope.get("partial_rotary_factor", 1.0)) // 2

@@ -213,6 +213,11 @@ def _pictures(model: nn.Module) -> Iterator[tuple[str, Form]]:
             "image_grid_thw": torch.tensor([[1, side, side]] * rows),
         }
 
+    def flattened(g: torch.Generator, rows: int, _: int) -> MicroBatch:
+        width = _found(model, "patch_embed_hidden_size", channels * patch * patch)
+        at = torch.cartesian_prod(torch.arange(1, 4), torch.arange(1, 4)).float().expand(rows, 9, 2)
+        return {"flattened_patches": torch.cat([at, torch.randn(rows, 9, width, generator=g)], dim=2)}
+
     def flat(g: torch.Generator, rows: int, _: int) -> MicroBatch:
         return {
             "pixel_values": torch.randn(rows, 9, channels * patch * patch, generator=g),
@@ -223,6 +228,7 @@ def _pictures(model: nn.Module) -> Iterator[tuple[str, Form]]:
     yield "images", pixels()
     yield "patches of images", flat
     yield "images in patches", patches
+    yield "images in flattened patches", flattened
     yield "images in tiles", pixels(1)
     yield "images in two tiles", pixels(2)
     yield (
@@ -251,7 +257,7 @@ class _Pictured:
         mask = torch.cat([torch.ones_like(places), made["attention_mask"]], dim=1)
         kinds = (ids == self._token).long()
         given = {"input_ids": ids, "labels": labels, "attention_mask": mask}
-        given |= {"token_type_ids": kinds, "mm_token_type_ids": kinds}
+        given |= {"token_type_ids": kinds, "mm_token_type_ids": kinds, "qformer_input_ids": made["input_ids"]}
         return _cut(self._takes, given | self._pictures(generator, rows, length))
 
 
@@ -259,7 +265,14 @@ class _Pictured:
 
 
 def _sounds(model: nn.Module) -> Iterator[tuple[str, Form]]:
-    names = ("feature_projection_input_dim", "input_dim", "num_mel_bins", "input_feat_size", "feature_size")
+    names = (
+        "feature_projection_input_dim",
+        "input_dim",
+        "num_mel_bins",
+        "input_feat_size",
+        "feature_size",
+        "input_feat_per_channel",
+    )
     mels = next((size for name in names if (size := _found(model, name, None))), 16)
     longest = _found(model, "max_source_positions", 64)
     pictured = _found(model, "max_length", longest)

@@ -202,7 +202,10 @@ def build(job: Job) -> nn.Module:
     """The model of a job, in training mode, with nothing at random."""
     cls = getattr(transformers, job.model)
     torch.manual_seed(0)
-    model = cls._from_config(tiny_of(cls, CONFIG_MAPPING[job.type]), dtype=torch.float32).train()
+    config = tiny_of(cls, CONFIG_MAPPING[job.type])
+    if job.kind == "masked" and getattr(config, "is_decoder", False):
+        config.is_decoder = False
+    model = cls._from_config(config, dtype=torch.float32).train()
     _quiet(model)
     return model
 

@@ -32,6 +32,7 @@ from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 from penstock.tape.passage import Facts, StageFacts
 from penstock.tape.refusals import NOTHING_TRAINS
+from penstock.tape.trees import Place
 
 log = logging.getLogger("penstock")
 
@@ -57,8 +58,8 @@ def _within(shape: batch.Shapes, others: Sequence[batch.Shapes]) -> bool:
     return any(other != shape and batch.covers(other, shape) for other in others)
 
 
-def _join(probed: Sequence[tuple[Stage, ...]]) -> tuple[Stage, ...]:
-    """Stages that have room for each of several micro-batches.
+def _join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, ...]]) -> tuple[Stage, ...]:
+    """Stages that have room for each of several micro-batches, whose ``facts`` are known.
 
     Raises:
         ModelError: they went different ways through the model.
@@ -69,33 +70,36 @@ def _join(probed: Sequence[tuple[Stage, ...]]) -> tuple[Stage, ...]:
             "micro-batches of different shapes take different ways through the model's blocks: give each step "
             "micro-batches that take the same way"
         )
-    return tuple(
-        replace(
+    joined = []
+    for same, known in zip(zip(*probed, strict=True), zip(*facts, strict=True), strict=True):
+        stage = replace(
             same[0],
             forward_reads=tuple(sorted({g for s in same for g in s.forward_reads})),
             backward_reads=tuple(sorted({g for s in same for g in s.backward_reads})),
             gradients=tuple(sorted({g for s in same for g in s.gradients})),
             **{size: max(getattr(s, size) for s in same) for size in _SIZES},
         )
-        for same in zip(*probed, strict=True)
-    )
+        if len({f.offload for f in known}) > 1:  # what only some of them can move stays for the others
+            stage = replace(stage, kept=stage.kept + stage.checkpoint + stage.gradient)
+            if not _movable_for_all(known):
+                stage = replace(stage, checkpoint=0, gradient=0)
+        joined.append(stage)
+    return tuple(joined)
+
+
+def _movable_for_all(known: Sequence[StageFacts]) -> tuple[Place, ...]:
+    """The places of a stage's checkpoint that every micro-batch can move: the size of an output can decide whether it
+    has memory of its own or is a view.
+    """
+    return tuple(place for place in known[0].offload if all(place in f.offload for f in known))
 
 
 def _join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ...]:
-    """What the tape has to know to run each of several micro-batches.
-
-    Raises:
-        ModelError: it would have to do different things for them.
-    """
+    """What the tape has to know to run each of several micro-batches."""
     joined = []
     for same in zip(*probed, strict=True):
-        if len({f.offload for f in same}) > 1:
-            raise ModelError(
-                f"micro-batches of different shapes use the outputs of block {same[0].site and same[0].site.name!r} in "
-                "different ways: give each step micro-batches of one shape"
-            )
         buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
-        joined.append(replace(same[0], call=Facts(buffers=buffers)))
+        joined.append(replace(same[0], call=Facts(buffers=buffers), offload=_movable_for_all(same)))
     return tuple(joined)
 
 
@@ -204,7 +208,8 @@ class Planning:
             if (train, shape) not in self._probed:
                 self._probed[train, shape] = self._probe(mb, train=train)
         probed = [self._probed[train, shape] for shape in largest]
-        stages, facts = _join([p.stages for p in probed]), _join_facts([p.facts for p in probed])
+        known = [p.facts for p in probed]
+        stages, facts = _join([p.stages for p in probed], known), _join_facts(known)
         if train and not any(stage.gradients for stage in stages):
             raise ModelError(NOTHING_TRAINS)
         request = self._request(stages, micro_batches, train=train)

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.schedule.program import Stage
 from penstock.tape import trees
-from penstock.tape.passage import Facts, Site, StageFacts, memory_order
+from penstock.tape.passage import Facts, Site, StageFacts, has_own_memory
 from penstock.tape.watch import Birth
 
 
@@ -68,14 +68,11 @@ class Leg:
 
 
 def see(place: trees.Place, tensor: torch.Tensor, birth: Birth | None) -> Seen:
-    nbytes = tensor.numel() * tensor.element_size()
-    # A view's base would keep the storage alive, whatever becomes of the view.
-    alone = tensor.layout == torch.strided and tensor._base is None and memory_order(tensor) is not None
     return Seen(
         place=place,
         birth=birth,
-        nbytes=nbytes,
-        movable=alone and 0 < nbytes == tensor.untyped_storage().nbytes(),
+        nbytes=tensor.numel() * tensor.element_size(),
+        movable=has_own_memory(tensor),
         needs_grad=tensor.requires_grad,
     )
 

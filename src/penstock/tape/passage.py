@@ -100,6 +100,18 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all that its storage holds, in some order of dimensions, so that memory is free once it is
+    moved. A view's base would keep the storage alive, whatever becomes of the view.
+    """
+    return (
+        tensor.layout == torch.strided
+        and tensor._base is None
+        and memory_order(tensor) is not None
+        and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    )
+
+
 def current_passage() -> "Passage | None":
     """The passage whose forward is running now, or None outside of one, in a recomputation, or inside a block."""
     passage: Passage | None = getattr(getcurrent(), "penstock_passage", None)

@@ -30,7 +30,17 @@ from penstock.tape.guard import set_at_work
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.losses import Compared
 from penstock.tape.parameters import GradientHooks, refuse_changed
-from penstock.tape.passage import Event, Facts, LossFn, Passage, Site, StageFacts, current_passage, memory_order
+from penstock.tape.passage import (
+    Event,
+    Facts,
+    LossFn,
+    Passage,
+    Site,
+    StageFacts,
+    current_passage,
+    has_own_memory,
+    memory_order,
+)
 from penstock.tape.probe import Probe
 from penstock.tape.refusals import NOTHING_TRAINS
 
@@ -50,7 +60,7 @@ class Movable:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Movable":
         order = memory_order(tensor)
-        assert order is not None, "a checkpoint has other strides than in the probe"
+        assert order is not None
         return cls(tensor=tensor, order=order)
 
     def contiguous(self) -> torch.Tensor:
@@ -308,7 +318,9 @@ class Tape:
         if places:
             arrival = passage.arrival
             found = trees.places(passage.outputs) if arrival is None else arrival.tensors
-            self._checkpoints[stage, passage.index] = [Movable.of(found[p]) for p in places if p in found]
+            # What has memory of its own in the largest micro-batches, which were probed, may be a view in this one.
+            tensors = [found[p] for p in places if p in found]
+            self._checkpoints[stage, passage.index] = [Movable.of(t) for t in tensors if has_own_memory(t)]
 
     def run_code(self, passage: Passage, stage: int) -> Event:
         """Let the model's own code run, as a stage of its own."""

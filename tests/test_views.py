@@ -1,0 +1,74 @@
+"""Outputs of a block that have memory of their own in one micro-batch and are views in another."""
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH = 8
+CHUNK = 4
+
+
+class Block(nn.Module):
+    """Its second output is the last of the states of whole chunks, a view, or that of what is left over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.inner(x if state is None else x + state).tanh()
+        made = y.cumsum(1)
+        return x + y, made[:, -1:] if x.shape[1] % CHUNK == 0 else made[:, -1:] + y[:, :1]
+
+
+class Model(nn.Module):
+    def __init__(self, *, read: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(WIDTH, 1)
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, state = self.first(x), None
+        for block in self.blocks:
+            x, found = block(x, state)
+            state = found if self.read else None
+        return self.last(x).square().mean()
+
+
+@pytest.mark.parametrize("read", [True, False], ids=["read", "not-read"])
+@pytest.mark.parametrize("order", [(8, 6), (6, 8), (8,), (6,)], ids=str)
+def test_an_output_may_be_a_view_in_some_micro_batches(order: tuple[int, ...], read: bool, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Whether the largest, which is what is probed, has it as a view or not, or several are probed."""
+    generator = torch.Generator().manual_seed(0)
+    # Fewer rows of what is longer: none is smaller than another in every respect; then one that is.
+    shapes = [(20 - length, length) for length in order] + [(2, 4), (2, 5)]
+    micro_batches = [{"x": torch.randn(rows, length, 2, generator=generator)} for rows, length in shapes]
+    torch.manual_seed(1)
+    model, plain = Model(read=read), Model(read=read)
+    plain.load_state_dict(model.state_dict())
+    for mb in micro_batches:
+        (plain(**mb) / len(micro_batches)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    budget = penstock.Budget(device="1MiB", host="1MiB", disk=tmp_path, checkpoints="host")
+    with penstock.wrap(
+        model,
+        optimizer=penstock.SGD(lr=0.1),
+        budget=budget,
+        precision="fp32",
+        device="cpu",
+        loss_fn=lambda model, mb: model(**mb),
+        clip_grad_norm=None,
+        plan=None,
+    ) as engine:
+        engine.step(micro_batches, loss_weights=[1 / len(micro_batches)] * len(micro_batches))
+        after = dict(engine.master_parameters())
+    for name, wanted in plain.named_parameters():
+        torch.testing.assert_close(
+            after[name], wanted.detach(), rtol=1e-6, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}"
+        )
