@@ -143,6 +143,16 @@ def test_a_place_that_a_flag_names_is_meant_although_the_folder_was_copied(tmp_p
         step_found(settings_of(tmp_path / "b", [("budget.disk", str(tmp_path / "a/store"))]))
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_that_begins_again_says_what_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int
+) -> None:
+    config = run_of(settings_for(tmp_path / "a"), step=0)
+    (tmp_path / "a/metrics.jsonl").write_text("".join(f'{{"step": {n + 1}}}\n' for n in range(steps)))
+    assert step_found(config) is None
+    assert ("what it did is lost" in caplog.text) == (steps > 0)
+
+
 @pytest.mark.parametrize("untouched_store", [False, True])
 def test_a_run_that_has_a_snapshot_does_not_begin_again_for_being_given_a_disk(
     tmp_path: Path, untouched_store: bool

@@ -22,6 +22,7 @@ from penstock.cli import removal
 from penstock.cli.run_folder import (
     Start,
     as_cut_before,
+    has_steps,
     settings_of,
     settings_path,
     steps_written,
@@ -130,6 +131,11 @@ class Claim:
                     "the state of this run was in memory when it was stopped after step %d, and is lost: it begins "
                     "again (budget.durability says what a kill may cost)",
                     facts.record["step"] if facts.record else 0,
+                )
+            elif has_steps(self.folder):
+                log.warning(
+                    "no step of this run was committed before it was stopped, so that what it did is lost: it begins "
+                    "again (budget.durability says what a kill may cost)"
                 )
             self._replaces = (_replaced(facts, self._paths),)
             return None
