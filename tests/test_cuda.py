@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[Where, Setting]] = {
     "host_horizontal": (lambda p: budget(None, weights="host", state="host"), {"schedule": "horizontal"}),
     "device": (lambda p: budget(None, weights="device", state="device"), {}),
     "device_horizontal": (lambda p: budget(None, weights="device", state="device"), {"schedule": "horizontal"}),
-    "planned": (lambda p: budget(p, weights=None, state=None), {}),
+    "planned": (lambda p: budget(p, weights=None, state=None, durability="none"), {}),
 }
 SPLIT_VARIANTS: dict[str, tuple[Where, Setting]] = {
     "weights_on_device": (lambda p: budget(p, weights="device"), {}),
@@ -198,7 +198,7 @@ def test_device_memory_stays_within_the_budget(tmp_path: Path) -> None:
         ),
         micro_batch=causal_lm,
     )
-    where = budget(tmp_path / "store", device="160MiB", host="256MiB", weights=None, state=None)
+    where = budget(tmp_path / "store", device="160MiB", host="256MiB", weights=None, state=None, durability="none")
     model = case.model()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

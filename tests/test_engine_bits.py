@@ -62,7 +62,7 @@ VARIANTS: dict[str, tuple[Where, Setting]] = {
     "on_host_horizontal": (lambda p: budget(None, weights="host", state="host"), {"schedule": "horizontal"}),
     "on_device": (lambda p: budget(None, weights="device", state="device"), {}),
     "on_device_horizontal": (lambda p: budget(None, weights="device", state="device"), {"schedule": "horizontal"}),
-    "planned": (lambda p: budget(p, weights=None, state=None), {}),
+    "planned": (lambda p: budget(p, weights=None, state=None, durability="none"), {}),
     "checkpoints_on_host": (lambda p: budget(p, checkpoints="host"), {}),
     "checkpoints_on_disk": (lambda p: budget(p, checkpoints="disk"), {}),
     "checkpoints_on_disk_horizontal": (lambda p: budget(p, checkpoints="disk"), {"schedule": "horizontal"}),
@@ -115,7 +115,7 @@ def smallest(tier: str, error: BudgetError) -> int:
 
 def partly_resident(path: Path, precision: str) -> penstock.Budget:
     """Room on the device for some of the weights, and on the host for some of the state, beyond what is needed."""
-    tight = {"weights": None, "state": None, "checkpoints": "host", "gradients": "host"}
+    tight = {"weights": None, "state": None, "durability": "none", "checkpoints": "host", "gradients": "host"}
     sizes = {"device": 0, "host": 1 << 40}
     for tier, extra in (("device", 450_000), ("host", 250_000)):
         sizes[tier] = 0

@@ -105,7 +105,7 @@ def test_what_was_pending_when_a_step_broke_does_not_come_back_with_a_snapshot(
 
 
 def test_a_commit_in_the_middle_of_a_step_waits_for_delayed_chunks_in_memory_too(tmp_path: Path) -> None:
-    where = budget(tmp_path, weights=None, state=None, device="300KiB", host="1100KiB")
+    where = budget(tmp_path, weights=None, state=None, durability="none", device="300KiB", host="1100KiB")
     with wrap(CASE, where, delay=1.0, **COMMON) as engine:
         engine.step(STEPS[0])
         in_memory = [n for n in engine._residence.parts if n[0] == "m" and engine._residence.tier_of(n) != "disk"]

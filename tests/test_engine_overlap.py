@@ -36,7 +36,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "weights-device": {"weights": "device"},
     "host": {"weights": "host", "state": "host"},
     "device": {"weights": "device", "state": "device"},
-    "mixed": {"weights": None, "state": None, "device": "700KiB", "host": "1800KiB"},
+    "mixed": {"weights": None, "state": None, "durability": "none", "device": "700KiB", "host": "1800KiB"},
 }
 
 

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = MODELS["llama"]
 STEPS = steps_of(CASE, 3)
-EVERYWHERE: Mapping[str, Any] = {"weights": None, "state": None, "device": 1 << 20, "host": 1 << 20}
+ANYWHERE: Mapping[str, Any] = {"weights": None, "state": None, "durability": "none"}
+"""the plan may keep state in memory"""
+EVERYWHERE: Mapping[str, Any] = ANYWHERE | {"device": 1 << 20, "host": 1 << 20}
 
 
 @pytest.mark.parametrize("after", [0, 4, 8, 12, 16])
@@ -27,7 +29,7 @@ def test_a_drive_that_fails_while_arrays_are_placed_loses_nothing(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step brings state into memory; an error there must not reach what is on disk."""
-    where = budget(tmp_path / "store", weights=None, state=None)
+    where = budget(tmp_path / "store", **ANYWHERE)
     with wrap(CASE, where) as engine:
         before = state_of(engine)
         engine.evaluate(STEPS[0])  # what the probe reads is read now

@@ -102,7 +102,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "weights-host": {"weights": "host"},
     "host": {"weights": "host", "state": "host"},
     "device": {"weights": "device", "state": "device"},
-    "mixed": {"weights": None, "state": None, "device": "260KiB", "host": "300KiB"},
+    "mixed": {"weights": None, "state": None, "durability": "none", "device": "260KiB", "host": "300KiB"},
 }
 
 

@@ -56,7 +56,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "delayed": ({"checkpoints": "host"}, {"delay": 0.5}),
     "waiting on disk": ({"gradients": "disk", "checkpoints": "disk"}, {"speculate": False}),
     "on the host": ({"disk": None, "weights": "host", "state": "host", "host": "64MiB"}, {}),
-    "where there is room": ({"weights": None, "state": None, "host": "4MiB"}, {}),
+    "where there is room": ({"weights": None, "state": None, "durability": "none", "host": "4MiB"}, {}),
 }
 
 

@@ -170,7 +170,7 @@ def test_the_trace_has_every_op_of_the_schedule_once_and_in_lane_order(tmp_path:
 PLACES: dict[str, dict[str, Any]] = {
     "disk": {},
     "all_on_disk": {"checkpoints": "disk", "gradients": "disk"},
-    "planned": {"weights": None, "state": None},
+    "planned": {"weights": None, "state": None, "durability": "none"},
 }
 
 

@@ -57,6 +57,8 @@ def test_a_stall_is_said_while_it_lasts_and_when_it_is_over(
 ) -> None:
     """Several requests of a file that wait together are one stall."""
     caplog.set_level(logging.WARNING, "penstock")
+    if verb == "read":
+        store.write("a", 0, aligned_bytes(SIZE))
     _stalling(call, monkeypatch, lambda: len(caplog.messages) > 0, range(1 if verb == "flush" else 4))
     if verb == "flush":
         store.flush()

@@ -48,7 +48,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "interval": {"weights": "host", "state": "host", "durability": "interval", "interval": 2},
     "weights in memory, interval": {"weights": "host", "durability": "interval", "interval": 2},
     "host": {"weights": "host", "state": "host"},
-    "mixed": {"weights": None, "state": None, "device": "300KiB", "host": "1200KiB"},
+    "mixed": {"weights": None, "state": None, "durability": "none", "device": "300KiB", "host": "1200KiB"},
     "mixed, interval": {
         "weights": None,
         "state": None,

@@ -22,8 +22,8 @@ class Compared:
     """A call of one of torch's losses.
 
     ``targets``: int64 [n], those that are not ignored, in their order, on the CPU; None where they are not known or are
-    no class ids. ``mean``: whether it gives their mean. ``total``: the sum of their losses, where it gives that, or one
-    for each. ``ctc``: it is connectionist: of rows, not of targets.
+    no class ids. ``mean``: whether it gives their mean. ``total``: the sum of their losses, where it gives one for
+    each. ``ctc``: it is connectionist: of rows, not of targets.
     """
 
     targets: torch.Tensor | None
@@ -63,5 +63,6 @@ class Losses(TorchFunctionMode):
         plain = given["weight"] is None and given["size_average"] is None and given["reduce"] is None
         if given["reduction"] == "mean" or not plain:
             return Compared(targets=targets if plain else None, mean=plain)
-        total = None if result.is_meta else float(result.detach().sum())
+        # A sum is divided by what its caller has counted, which may be another number in the next step.
+        total = None if result.is_meta or given["reduction"] == "sum" else float(result.detach().sum())
         return Compared(targets=targets, mean=False, total=total)
