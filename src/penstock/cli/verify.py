@@ -15,6 +15,7 @@ from penstock.cli.showing.display import fail
 from penstock.cli.showing.progress import progress
 from penstock.config import format_size
 from penstock.data.blocks import BlockArray
+from penstock.data.identity import identity_in
 from penstock.data.token_files import open_tokens
 from penstock.errors import ConfigError, StoreError
 from penstock.run.slots import Slots, whole_commit
@@ -142,6 +143,10 @@ def _places(damage: Sequence[str]) -> str:
 
 def _beside(run: Path, record: Mapping[str, Any] | None) -> Iterator[str]:
     """Check what a run keeps beside its store; yields what is damaged, in words. Says what it has read."""
+    try:
+        identity_in(run)
+    except ConfigError as error:
+        yield str(error)
     try:
         kept = kept_of(run, vouched_by(record))
     except StoreError as error:

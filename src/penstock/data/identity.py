@@ -11,10 +11,14 @@ from typing import Any
 
 import xxhash
 
-from penstock.documents.text import MalformedError, parse_json
+from penstock.documents.text import MalformedError, parse_json, read_text
 from penstock.documents.typed import decode
 from penstock.errors import ConfigError
 
+IDENTITY = "data.json"
+"""in a run's folder"""
+
+_LONGEST = 512 << 20  # bytes of it; some hundred for each file of the data
 _CHUNK = 1 << 24
 _ENDS = 1 << 20
 """Bytes at each end that are looked at of a file that is streamed."""
@@ -114,3 +118,19 @@ def _digest(path: Path, size: int, *, whole: bool) -> str:
             file.seek(-_ENDS, 2)
             state.update(file.read(_ENDS))
     return state.hexdigest()
+
+
+def identity_in(run: Path) -> Identity | None:
+    """What a run's folder says of the data that it was on; None: it says nothing.
+
+    Raises:
+        ConfigError: it cannot be read, or is damaged.
+    """
+    path = run / IDENTITY
+    try:
+        return Identity.from_json(read_text(path, _LONGEST)) if path.exists() else None
+    except (OSError, MalformedError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{path}, which says on which data the run was, cannot be read: {said}. Put it back from a copy"
+        ) from None

@@ -13,7 +13,7 @@ from penstock.config.data import DataConfig, SourceConfig, each_source
 from penstock.data import tokenizer as tokenizers
 from penstock.data.encode import Encoder
 from penstock.data.example import kind_of
-from penstock.data.identity import FileFacts, Identity, facts_of, fingerprint
+from penstock.data.identity import IDENTITY, FileFacts, Identity, facts_of, fingerprint, identity_in
 from penstock.data.mixture import Mixture
 from penstock.data.pieces import Cuts, Pieces, continuous_pieces, pieces_of
 from penstock.data.prepare import Opened, prepare
@@ -21,15 +21,12 @@ from penstock.data.sources.find import open_source
 from penstock.data.stream import Prepared, Stream
 from penstock.data.streamed import Streamed, StreamSource
 from penstock.data.token_files import TokenFile
-from penstock.documents.text import MalformedError, read_text
 from penstock.errors import ConfigError, StoreError
 
 STREAM_FROM = 10_000_000_000
 """Bytes of files from which on data are streamed, unless the settings say otherwise."""
 
 _SHUFFLE = 10_000
-_IDENTITY = "data.json"
-_LONGEST_IDENTITY = 512 << 20  # bytes; some hundred for each file of the data
 _VERSION = 1  # of what is written from equal settings
 _PREPARED = 2  # of the form that it is written in
 
@@ -55,7 +52,7 @@ def open_data(config: DataConfig, run: Path, *, seed: int, own: PreTrainedTokeni
     Raises:
         ConfigError: sources, tokenizer or a document will not do; or the data have changed since the run began.
     """
-    known = _known(run)
+    known = identity_in(run)
     stream = _streams(config)
     opened = [Opened(source=s, reader=open_source(s, streaming=stream)) for s in config.each_source]
     held_out = _validation(config)
@@ -86,9 +83,9 @@ def open_data(config: DataConfig, run: Path, *, seed: int, own: PreTrainedTokeni
         used.append(place)
     if known is None or known.to_json() != identity.to_json():
         try:
-            files.replace(run / _IDENTITY, identity.to_json())
+            files.replace(run / IDENTITY, identity.to_json())
         except OSError as error:
-            raise ConfigError(f"{run / _IDENTITY} cannot be written: {error.strerror}") from None
+            raise ConfigError(f"{run / IDENTITY} cannot be written: {error.strerror}") from None
     return Data(
         tokenizer=tokenizer,
         train=train,
@@ -143,15 +140,6 @@ def check_model(config: DataConfig, largest: int, model: Any) -> None:
             f"data.sequence_length={config.sequence_length} is more than the model's max_position_embeddings="
             f"{longest}: lower it"
         )
-
-
-def _known(run: Path) -> Identity | None:
-    path = run / _IDENTITY
-    try:
-        return Identity.from_json(read_text(path, _LONGEST_IDENTITY)) if path.exists() else None
-    except (OSError, MalformedError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}, which says on which data the run was, cannot be read: {said}") from None
 
 
 def _streams(config: DataConfig) -> bool:
