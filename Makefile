@@ -23,11 +23,11 @@ test: $(READY)
 
 # Every fault of docs/reliability.md, as often as it says there; as root, also on a small file system of its own.
 faults: $(READY)
-	$(BIN)/python -m pytest --campaign tests/test_campaign_*.py
+	$(BIN)/python -m pytest --campaign tests/campaigns
 
 # Schedules and plans of many thousands of programs of every kind, other ones in each run.
 proofs: $(READY)
-	$(BIN)/python -m pytest --campaign tests/test_any_program.py
+	$(BIN)/python -m pytest --campaign tests/schedule/test_any_program.py
 
 # Every case of the products of settings of which `make test` runs a sample.
 products: $(READY)

@@ -30,7 +30,7 @@ from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, peak_rss
 from penstock.hf.models.exporting import Source, write_folder
 from penstock.hf.models.folder import INDEX, weight_files
 from penstock.hf.models.shards import read_headers
-from penstock.run.values import committed
+from penstock.state.values import committed
 
 REQUIRED = 2_500_000_000
 TOKENS = 256

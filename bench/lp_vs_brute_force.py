@@ -18,18 +18,18 @@ from typing import Any
 
 from bench.harness import BenchError, write_section
 from penstock.config import Budget, Tier
-from penstock.plan.fit import Family, Request, base_placement, settings_of
-from penstock.plan.lane_loads import GroupClass, Home, Loads, Walk, by_lane
-from penstock.plan.model import ModelShape
-from penstock.plan.profiles import shipped_machine
-from penstock.plan.question import Question
-from penstock.plan.rounding import PATTERNS, Limits, assign
-from penstock.plan.search import search
-from penstock.plan.shipped import CONFIGS
-from penstock.plan.task import Task, free_bytes
-from penstock.plan.transformer import from_config
+from penstock.hardware.profiles import shipped_machine
+from penstock.planner.fit import Family, Request, base_placement, settings_of
+from penstock.planner.lane_loads import GroupClass, Home, Loads, Walk, by_lane
+from penstock.planner.question import Question
+from penstock.planner.rounding import PATTERNS, Limits, assign
+from penstock.planner.search import search
+from penstock.planner.task import Task, free_bytes
 from penstock.schedule.place import Depths, Settings
 from penstock.schedule.world import World
+from penstock.shape.model import ModelShape
+from penstock.shape.shipped import CONFIGS
+from penstock.shape.transformer import from_config
 from penstock.sim.simulate import simulate
 
 WITHIN = 0.03

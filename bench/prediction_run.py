@@ -15,8 +15,8 @@ import torch
 import penstock
 from penstock.cli.model import build_model
 from penstock.cli.settings import load
-from penstock.plan.machine import load_machine
-from penstock.run import moves
+from penstock.hardware.machine import load_machine
+from penstock.runtime import moves
 
 _LENGTH = 256
 

@@ -16,7 +16,7 @@ import penstock
 from bench.harness import BenchError, block_device
 from bench.turns import Job, Measured, Planned, Taken, Variant
 from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Tokens, build, disk_bytes
-from penstock.plan.machine import load_machine
+from penstock.hardware.machine import load_machine
 from penstock.report.causes import measured_bars
 from penstock.report.series import Bar, parse_cause
 from penstock.report.trace_file import MeasuredStep, Ran

@@ -12,7 +12,7 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from penstock.config import Tier
-from penstock.plan.fit import Family
+from penstock.planner.fit import Family
 from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.op import Schedule
 from penstock.schedule.place import Depths, Format, Placement, Settings

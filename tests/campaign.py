@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tests.models import VOCABULARY, Case, causal_lm
-from tests.training import MicroBatches, assert_same_state, budget, state_of, steps_of, wrap
 from torch import nn
 
 import penstock
 from penstock.errors import StoreError
+from tests.models import VOCABULARY, Case, causal_lm
+from tests.training import MicroBatches, assert_same_state, budget, state_of, steps_of, wrap
 
 
 class Net(nn.Module):

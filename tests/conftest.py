@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests import sampling, small_examples
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when it is first imported: nothing is looked up, or reported
@@ -147,9 +148,8 @@ def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that ``penstock train`` has made of three steps, with its store in it. Copy it; it is shared."""
-    from tests.test_cli_train import CONFIG
-
     from penstock.cli import main
+    from tests.cli.test_train import CONFIG
 
     made = tmp_path_factory.mktemp("finished")
     text = made / "text.txt"

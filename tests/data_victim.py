@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import xxhash
-from tests.documents import tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import penstock
 from penstock.config import DataConfig, SourceConfig
 from penstock.data.batches import Batches, Step
 from penstock.data.opening import open_data
+from tests.documents import tokenizer
 
 
 def batches(folder: Path, **changes: Any) -> Batches:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.faults import Call, Go, intercepted
 
 from penstock.store import Store
+from tests.faults import Call, Go, intercepted
 
 E = TypeVar("E", bound="_Event")
 

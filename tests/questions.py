@@ -1,12 +1,12 @@
 """A small machine, and questions to a planner about small programs on it."""
 
 from penstock.config import Budget
-from penstock.plan.fit import Family, Request
-from penstock.plan.machine import Device, Drive, Host, Machine
-from penstock.plan.model import StageTimes
-from penstock.plan.question import Question
+from penstock.hardware.machine import Device, Drive, Host, Machine
+from penstock.planner.fit import Family, Request
+from penstock.planner.question import Question
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
+from penstock.shape.model import StageTimes
 
 DRIVE = Drive(path="/disk", read=2e7, write=1e7, read_both=1.5e7, write_both=0.9e7, free=1 << 40, tbw=100)
 RATES = {"adamw.fp32": 3e6, "adamw.bf16": 3e6}

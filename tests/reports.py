@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
-from tests.programs import transformer
-
 from penstock.cli.settings import dump
 from penstock.config import (
     BatchConfig,
@@ -20,7 +18,7 @@ from penstock.config import (
     TrainConfig,
 )
 from penstock.report.prediction import Prediction
-from penstock.run.trace import MemorySample, TraceEvent, TraceWriter
+from penstock.runtime.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.schedule.op import Op, Schedule
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
@@ -29,6 +27,7 @@ from penstock.schedule.world import World
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
+from tests.programs import transformer
 
 BUDGET: Mapping[Tier, int] = {"device": 1 << 20, "host": 2 << 20}
 

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tests.models import VOCABULARY, Case, causal_lm
 from torch import nn
 from torch.nn import functional
+
+from tests.models import VOCABULARY, Case, causal_lm
 
 WIDTH = 32
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import VOCABULARY, Case, MicroBatch, _tokens
-from tests.tape_reference import Bench, Gradients, Order, plain_step, relative_error, vertical
 from torch import nn
 
 from penstock.errors import ModelError
 from penstock.tape.blocks import Block
+from tests.models import VOCABULARY, Case, MicroBatch, _tokens
+from tests.tape_reference import Bench, Gradients, Order, plain_step, relative_error, vertical
 
 WIDTH = 8
 WEIGHTS = (0.2, 0.3, 0.5)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from tests.models import Case, MicroBatch
 from torch import nn
 
 from penstock.schedule.program import Stage
@@ -18,6 +17,7 @@ from penstock.tape import rng
 from penstock.tape.blocks import Block, find_blocks
 from penstock.tape.groups import group_parameters
 from penstock.tape.tape import Tape
+from tests.models import Case, MicroBatch
 
 CPU = torch.device("cpu")
 Gradients = dict[str, torch.Tensor]

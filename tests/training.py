@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.models import Case, MicroBatch
-from tests.tape_reference import SEED, plain_step
 from torch import nn
 
 import penstock
-from penstock.run.memory import HostSlab
+from penstock.state.memory import HostSlab
 from penstock.tape.blocks import Block
+from tests.models import Case, MicroBatch
+from tests.tape_reference import SEED, plain_step
 
 MicroBatches = list[MicroBatch]
 LENGTHS = (12, 8, 10)
@@ -63,12 +63,12 @@ def wrap(case: Case, where: penstock.Budget, *, model: nn.Module | None = None, 
 def state_of(engine: penstock.Engine) -> dict[str, torch.Tensor]:
     """A copy of every array of an engine's state, and of the model's buffers, with all delayed steps done."""
     engine._rest()
-    residence = engine._residence
+    arrays = engine._arrays
     found = {}
-    for name, part in residence.parts.items():
+    for name, part in arrays.parts.items():
         slab = HostSlab(part.nbytes)
         piece = slab.bytes[: part.nbytes].view(part.dtype)
-        residence.read(name, 0, piece)
+        arrays.read(name, 0, piece)
         found[name] = piece.clone()
         del piece
         slab.close()
@@ -83,7 +83,7 @@ def run_steps(engine: penstock.Engine, steps: Sequence[MicroBatches]) -> Result:
         norms=[s.grad_norm for s in stats],
         state=state_of(engine),
         stats=stats,
-        placed={engine._residence.tier_of(name) for name in engine._residence.parts},
+        placed={engine._arrays.tier_of(name) for name in engine._arrays.parts},
     )
 
 

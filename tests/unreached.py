@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tests.models import VOCABULARY, Case, MicroBatch
-from tests.training import Result
 from torch import nn
 
 import penstock
+from tests.models import VOCABULARY, Case, MicroBatch
+from tests.training import Result
 
 WIDTH = 64
 KINDS = "ftsc"

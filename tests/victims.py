@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+
+from penstock.store import Store
 from tests.campaign import SETTINGS, digests, open_run, step_data
 from tests.faults import Call, Go, intercepted
 from tests.training import state_of
 from tests.warm import server
-
-from penstock.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,19 +7,20 @@ from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError
 from penstock.schedule.op import Schedule
 
 if TYPE_CHECKING:
-    from penstock.engine import Engine
+    from penstock.engine.engine import Engine
+    from penstock.engine.wrap import wrap
     from penstock.optim.spec import SGD, Adam, AdamW, Lion, Override
-    from penstock.plan.ask import plan
-    from penstock.run.stats import StepStats
-    from penstock.wrapping import wrap
+    from penstock.planner.ask import plan
+    from penstock.state.stats import StepStats
 
-_WITH_TORCH = {
-    "Engine": "penstock.engine",
-    "wrap": "penstock.wrapping",
+_LAZY = {
+    "Engine": "penstock.engine.engine",
+    "wrap": "penstock.engine.wrap",
     **dict.fromkeys(("SGD", "Adam", "AdamW", "Lion", "Override"), "penstock.optim.spec"),
-    "StepStats": "penstock.run.stats",
+    "StepStats": "penstock.state.stats",
+    "plan": "penstock.planner.ask",
 }
-"""Name -> module. ``plan`` is not among them: the package ``penstock.plan`` can be called."""
+"""Name -> module that has it."""
 
 __all__ = [
     "SGD",
@@ -46,8 +47,6 @@ def __getattr__(name: str) -> Any:
     """Import what needs torch only when it is asked for: schedules and plans do without."""
     from importlib import import_module
 
-    if name == "plan":
-        return import_module("penstock.plan")
-    if name not in _WITH_TORCH:
+    if name not in _LAZY:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    return getattr(import_module(_WITH_TORCH[name]), name)
+    return getattr(import_module(_LAZY[name]), name)

@@ -27,6 +27,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
+
 from tests.sweep import document, trial
 from tests.sweep.trial import Job, Result
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tests.sweep.configs import FIRST_WORD, LAST_WORD
 from torch import nn
+
+from tests.sweep.configs import FIRST_WORD, LAST_WORD
 
 MicroBatch = dict[str, Any]
 Form = Callable[[torch.Generator, int, int], MicroBatch]

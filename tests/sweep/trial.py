@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from tests.sweep.configs import tiny_of
-from tests.sweep.inputs import KINDS, Form, Forms, MicroBatch, NoFormError, forms_of
 from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import penstock
+from penstock.engine.wrap import wrap
 from penstock.hf.models.loading import load
 from penstock.tape.kv_cache import CachesOff
-from penstock.wrapping import wrap
+from tests.sweep.configs import tiny_of
+from tests.sweep.inputs import KINDS, Form, Forms, MicroBatch, NoFormError, forms_of
 
 Verdict = Literal["equal", "refused", "differs", "crashed", "skipped"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from penstock.cli.showing.display import choose_display
 from penstock.config import format_size
 from penstock.errors import ConfigError
-from penstock.plan.crossing import faster_casts
-from penstock.plan.machine import Crossing, Device, Drive, Host, Machine
-from penstock.plan.profiles import save_profile
+from penstock.hardware.crossing import faster_casts
+from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine
+from penstock.hardware.profiles import save_profile
 
 DOCTOR_HELP = """\
 penstock doctor: measure this machine for plans, store what was found, and say what is wrong with it
@@ -85,7 +85,7 @@ def doctor(arguments: DoctorArguments) -> int:
         StoreError: a disk failed.
     """
     from penstock.doctor import examine  # torch takes seconds to import
-    from penstock.run.device import resolve_device
+    from penstock.engine.device import resolve_device
 
     begun = time.perf_counter()
     examine.check_paths(arguments.paths)

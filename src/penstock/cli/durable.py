@@ -6,8 +6,8 @@ from penstock.cli.keeping import gain_of_none, reason
 from penstock.cli.split import Cut
 from penstock.cli.task import free_here, task_of
 from penstock.config import Precision, TrainConfig
-from penstock.plan.durability import Weighed, settled, undecided, weigh
-from penstock.plan.machine import Machine
+from penstock.hardware.machine import Machine
+from penstock.planner.durability import Weighed, settled, undecided, weigh
 from penstock.schedule.op import Schedule
 
 

@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from penstock.hf.models.exporting import Written
-    from penstock.run.values import Committed
+    from penstock.state.values import Committed
 
 EXPORT_HELP = """\
 penstock export: writes the model of a run's last commit as a Hugging Face folder; the run stays as it is
@@ -189,7 +189,7 @@ def _write(
 
 def _state(config: TrainConfig, run: Path) -> "tuple[AbstractContextManager[Committed], Mapping[str, Any] | None]":
     """The values of a run's last commit, or of the snapshot that a run without a disk has; and what that says."""
-    from penstock.run.values import committed, kept
+    from penstock.state.values import committed, kept
 
     if paths := config.budget.disk_paths:
         record = require_own_store(run, paths).record

@@ -1,8 +1,8 @@
 """What a run keeps on disk, in words: the space it takes, what a kill costs, and what giving that up would gain."""
 
 from penstock.config import INTERVAL, Budget, Durability, format_size, parse_duration
-from penstock.plan.durability import Weighed
-from penstock.plan.fit import Plan
+from penstock.planner.durability import Weighed
+from penstock.planner.fit import Plan
 from penstock.report.sentence import format_time
 from penstock.store.store import DATA
 

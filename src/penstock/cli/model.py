@@ -16,13 +16,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from penstock.config import DataConfig, ModelConfig, Precision, check_parts
 from penstock.data.opening import choose_tokenizer
 from penstock.data.tokenizer import END_OF_TEXT_ID, largest_id
+from penstock.engine.start import WeightSource
 from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.models import kept, shell
 from penstock.hf.models.folder import CONFIG, resolve
 from penstock.hf.models.loading import load
 from penstock.hf.models.shell import parameter_count as parameter_count
 from penstock.hf.models.shift import shifts
-from penstock.run.start import WeightSource
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from penstock.config import TrainConfig
+from penstock.engine.device import resolve_device
 from penstock.errors import StoreError
-from penstock.run.device import resolve_device
 from penstock.store.store import Store
 
 _TORCH = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")

@@ -11,13 +11,13 @@ from penstock.cli.settings import load
 from penstock.cli.task import free_here, shipped_shape, task_of
 from penstock.config import Durability, GradDtype, OptimizerName, Precision, TrainConfig, parse_size
 from penstock.errors import ConfigError
-from penstock.plan.arguments import check_disk
-from penstock.plan.ask import PlanReport, measured, plan, rated, report
-from penstock.plan.fit import Family
-from penstock.plan.machine import Machine
-from penstock.plan.meta import Kind
-from penstock.plan.profiles import check_device, machine_named, on_directories
-from penstock.plan.task import free_bytes, own_budget
+from penstock.hardware.machine import Machine
+from penstock.hardware.profiles import check_device, machine_named, on_directories
+from penstock.planner.arguments import check_disk
+from penstock.planner.ask import PlanReport, measured, plan, rated, report
+from penstock.planner.fit import Family
+from penstock.planner.task import free_bytes, own_budget
+from penstock.shape.meta import Kind
 
 PLAN_HELP = """\
 penstock plan: the best way to run a model on a machine, and what to expect of it

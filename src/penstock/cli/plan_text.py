@@ -4,16 +4,16 @@ from collections.abc import Iterator, Mapping
 
 from penstock.cli.keeping import cost_of_a_kill, gain_of_none, reason
 from penstock.config import Tier, format_size
-from penstock.plan.alternatives import Means
-from penstock.plan.as_json import shares
-from penstock.plan.ask import PlanReport
-from penstock.plan.batches import Point
-from penstock.plan.durability import kill_seconds
-from penstock.plan.forecast import Forecast
-from penstock.plan.means import steps_early
-from penstock.plan.model import EFFICIENCY
+from penstock.planner.alternatives import Means
+from penstock.planner.as_json import shares
+from penstock.planner.ask import PlanReport
+from penstock.planner.batches import Point
+from penstock.planner.durability import kill_seconds
+from penstock.planner.forecast import Forecast
+from penstock.planner.means import steps_early
 from penstock.report.sentence import format_time
 from penstock.schedule.place import FP32
+from penstock.shape.model import EFFICIENCY
 
 _BAR = 24
 _PHASES = ("train", "load", "probe", "place", "save", "resume")

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import INTERVAL, Budget, parse_duration
+from penstock.engine.due import Due
 from penstock.errors import ConfigError, StoreError
-from penstock.run.due import Due
 from penstock.store.snapshot import SnapshotReader
 
 if TYPE_CHECKING:
-    from penstock.engine import Engine
+    from penstock.engine.engine import Engine
 
 log = logging.getLogger("penstock")
 

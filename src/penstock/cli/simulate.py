@@ -12,10 +12,10 @@ from penstock.cli.simulate_case import Case
 from penstock.cli.simulate_source import case_of, described_families
 from penstock.cli.simulate_view import as_json, figures_of, show
 from penstock.errors import ConfigError, ScheduleError
-from penstock.plan.profiles import shipped_names
-from penstock.plan.shipped import CONFIGS
+from penstock.hardware.profiles import shipped_names
 from penstock.report.simulated_page import simulated_page
 from penstock.schedule.check_world import check_world
+from penstock.shape.shipped import CONFIGS
 from penstock.sim.chrome import write_chrome_trace
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate

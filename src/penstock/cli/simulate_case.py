@@ -7,14 +7,14 @@ from typing import Literal
 from penstock.cli.simulate_arguments import Precision, SimulateArguments
 from penstock.config import Tier
 from penstock.errors import ConfigError
-from penstock.plan.costs import machine_costs
-from penstock.plan.huggingface import model_shape
-from penstock.plan.layer_costs import layer_costs
-from penstock.plan.machine import Machine
-from penstock.plan.model import ModelProfile, stage_times
+from penstock.hardware.machine import Machine
+from penstock.planner.costs import machine_costs
+from penstock.planner.layer_costs import layer_costs
 from penstock.schedule.op import Lane
 from penstock.schedule.place import Format
 from penstock.schedule.world import World
+from penstock.shape.huggingface import model_shape
+from penstock.shape.model import ModelProfile, stage_times
 from penstock.sim.costs import Costs
 from penstock.sim.models import CostModel
 

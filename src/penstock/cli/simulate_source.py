@@ -20,9 +20,9 @@ from penstock.cli.simulate_case import (
     training_of,
 )
 from penstock.errors import ConfigError, ScheduleError
-from penstock.plan.layer_costs import check_layers, layer_sizes
-from penstock.plan.machine import Machine
-from penstock.plan.profiles import machine_named
+from penstock.hardware.machine import Machine
+from penstock.hardware.profiles import machine_named
+from penstock.planner.layer_costs import check_layers, layer_sizes
 from penstock.schedule import offload
 from penstock.schedule.distributed import families
 from penstock.schedule.distributed.request import Request

@@ -10,16 +10,16 @@ from pathlib import Path
 from penstock.cli.task import free_here, shape_of, task_of
 from penstock.config import TrainConfig
 from penstock.errors import BudgetError, ConfigError
-from penstock.plan.batches import choose, cuts, splits
-from penstock.plan.durability import settled
-from penstock.plan.fit import Request, fit
-from penstock.plan.machine import Machine
-from penstock.plan.means import with_pinned_gradients
-from penstock.plan.meta import Kind
-from penstock.plan.model import ModelShape
-from penstock.plan.task import DEVICE_TEMPORARIES, MOMENTS, TOKEN_BYTES
+from penstock.hardware.machine import Machine
+from penstock.planner.batches import choose, cuts, splits
+from penstock.planner.durability import settled
+from penstock.planner.fit import Request, fit
+from penstock.planner.means import with_pinned_gradients
+from penstock.planner.task import DEVICE_TEMPORARIES, MOMENTS, TOKEN_BYTES
 from penstock.schedule.op import Schedule
 from penstock.schedule.place import Format
+from penstock.shape.meta import Kind
+from penstock.shape.model import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

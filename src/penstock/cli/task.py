@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import DataConfig, LoraConfig, ModelConfig, TrainConfig
-from penstock.plan.huggingface import model_shape
-from penstock.plan.machine import Machine
-from penstock.plan.means import REPEATS, with_pinned_gradients
-from penstock.plan.meta import Change, Kind
-from penstock.plan.model import ModelShape
-from penstock.plan.shipped import CONFIGS, shipped_name
-from penstock.plan.task import MOMENTS, Task
+from penstock.hardware.machine import Machine
+from penstock.planner.means import REPEATS, with_pinned_gradients
+from penstock.planner.task import MOMENTS, Task
+from penstock.shape.huggingface import model_shape
+from penstock.shape.meta import Change, Kind
+from penstock.shape.model import ModelShape
+from penstock.shape.shipped import CONFIGS, shipped_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +51,7 @@ def shape_of(config: TrainConfig, kind: Kind) -> ModelShape:
     Raises:
         ConfigError: the model is refused.
     """
-    from penstock.plan import transformer
+    from penstock.shape import transformer
 
     given = _configuration(config.model)
     if config.model.init and (config.data.tokenizer is not None or isinstance(config.model.config, Mapping)):

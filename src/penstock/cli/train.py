@@ -35,21 +35,21 @@ from penstock.data.opening import Data, check_model, open_data, prepared_in
 from penstock.data.stream import Prepared
 from penstock.data.tokenizer import pad_id
 from penstock.data.told import told
-from penstock.engine import Engine
+from penstock.engine.device import resolve_device
+from penstock.engine.engine import Engine
+from penstock.engine.start import WeightSource
+from penstock.engine.wrap import wrap
 from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.machine import Machine
+from penstock.hardware.profiles import find_profile, save_profile
 from penstock.hf.lora import BaseWeights, with_adapters
 from penstock.loss.tiled import plain_head, tiled_loss
 from penstock.optim.spec import OptimizerSpec
-from penstock.plan.durability import Weighed
-from penstock.plan.machine import Machine
-from penstock.plan.meta import Kind
-from penstock.plan.profiles import find_profile, save_profile
+from penstock.planner.durability import Weighed
 from penstock.report.sentence import format_time
-from penstock.run.device import resolve_device
-from penstock.run.start import WeightSource
 from penstock.schedule.op import Schedule
+from penstock.shape.meta import Kind
 from penstock.store.facts import facts_of
-from penstock.wrapping import wrap
 
 
 def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:

@@ -18,7 +18,7 @@ from penstock.data.blocks import BlockArray
 from penstock.data.identity import identity_in
 from penstock.data.token_files import open_tokens
 from penstock.errors import ConfigError, StoreError
-from penstock.run.slots import Slots, whole_commit
+from penstock.state.slots import Slots, whole_commit
 from penstock.store.directory import is_there
 from penstock.store.manifest import DATA, MANIFEST
 from penstock.store.snapshot import SnapshotReader

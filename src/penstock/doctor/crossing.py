@@ -7,7 +7,7 @@ import torch
 
 from penstock.doctor import work
 from penstock.doctor.pace import Span, rate
-from penstock.plan.machine import Crossing
+from penstock.hardware.machine import Crossing
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

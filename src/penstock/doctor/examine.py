@@ -16,11 +16,11 @@ from penstock.doctor.mounts import Mount
 from penstock.doctor.pace import Load, Span, rate
 from penstock.doctor.system import System
 from penstock.errors import BudgetError, ConfigError, StoreError
+from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine
 from penstock.optim import agreement, kernels
-from penstock.plan.machine import Crossing, Device, Drive, Host, Machine
-from penstock.run import numa
-from penstock.run.memory import HostSlab
 from penstock.schedule.op import Lane
+from penstock.state import numa
+from penstock.state.memory import HostSlab
 from penstock.store.directory import check_directory
 
 Working = Callable[[str], AbstractContextManager[None]]

@@ -8,7 +8,7 @@ from penstock.config import format_size
 from penstock.doctor.disk import DiskRates
 from penstock.doctor.mounts import Mount
 from penstock.doctor.system import System
-from penstock.plan.machine import Machine
+from penstock.hardware.machine import Machine
 
 SHARED = 1.3
 """Shares of the alone rates that both directions reach at once, added up: 1 is one limit for both, 2 is duplex."""

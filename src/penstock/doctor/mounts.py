@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock.run.numa import node_of
+from penstock.state.numa import node_of
 
 _ROOT = Path("/")
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}

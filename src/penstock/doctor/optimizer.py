@@ -8,7 +8,7 @@ import torch
 from penstock.doctor import work
 from penstock.doctor.pace import Span, rate
 from penstock.optim.formula import Kind
-from penstock.run.precision import DTYPES
+from penstock.optim.precision import DTYPES
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

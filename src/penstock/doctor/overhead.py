@@ -5,9 +5,9 @@ import time
 
 import torch
 
-from penstock.run.executor import Executor
-from penstock.run.pools import Pools
-from penstock.run.streams import HostStreams
+from penstock.runtime.executor import Executor
+from penstock.runtime.pools import Pools
+from penstock.runtime.streams import HostStreams
 from penstock.schedule.op import Op, parse_schedule
 
 _CHUNKS = 200

@@ -14,10 +14,10 @@ from penstock.doctor.pace import Load
 from penstock.optim import kernels
 from penstock.optim.crossing import copy_cast
 from penstock.optim.formula import Hyper, Kind
-from penstock.run.memory import DeviceSlab, HostSlab
-from penstock.run.moves import copy
-from penstock.run.numa import near
+from penstock.runtime.moves import copy
 from penstock.schedule.place import FP32
+from penstock.state.memory import DeviceSlab, HostSlab
+from penstock.state.numa import near
 
 CHUNK = 2 << 20
 """elements of the largest chunk that plans have; 8 MiB of fp32"""
@@ -79,7 +79,7 @@ def copies(name: str, device: torch.device, closing: ExitStack) -> Load:
 def crossings(device: torch.device, closing: ExitStack) -> tuple[Load, ...]:
     """Gradients from the device and weights to it, in bf16 and in fp32; parameters.
 
-    Named as the fields of ``penstock.plan.machine.Crossing``. ``closing``: as in ``copies``.
+    Named as the fields of ``penstock.hardware.machine.Crossing``. ``closing``: as in ``copies``.
     """
     host, there = _both_sides(device, closing)
     host_wide, there_wide = ([piece.view(torch.float32) for piece in side] for side in (host, there))

@@ -10,21 +10,21 @@ from lightning_fabric.plugins.precision import Precision as Plugin
 from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 from torch import nn
 
-from penstock.arguments import check_arguments
 from penstock.config import Budget, GradDtype, Precision
-from penstock.engine import Engine
+from penstock.engine.arguments import check_arguments
+from penstock.engine.device import resolve_device
+from penstock.engine.engine import Engine
+from penstock.engine.start import WeightSource
+from penstock.engine.wrap import wrap
 from penstock.errors import ConfigError, ModelError, NonFiniteError, StoreError
 from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, inputs_of, run, spend
+from penstock.hardware.machine import Machine
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
-from penstock.plan.machine import Machine
-from penstock.run.device import resolve_device
-from penstock.run.precision import precision_of_weights
-from penstock.run.start import WeightSource
+from penstock.optim.precision import precision_of_weights
 from penstock.schedule.op import Schedule
 from penstock.tape import trees
 from penstock.tape.guard import guard
-from penstock.wrapping import wrap
 
 _PRECISIONS: Mapping[str, Precision | None] = {
     "32-true": None,  # Fabric's default: as the model is

@@ -16,7 +16,7 @@ import torch
 
 from penstock import files
 from penstock.config import Budget
-from penstock.engine import Engine
+from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, StoreError
 from penstock.hf.models.exporting import Dtype, export
 from penstock.store.store import Store

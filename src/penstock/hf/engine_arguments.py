@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-from penstock.arguments import check_arguments
 from penstock.config import Budget, GradDtype
+from penstock.engine.arguments import check_arguments
+from penstock.engine.start import WeightSource
 from penstock.errors import ConfigError
-from penstock.plan.machine import Machine
-from penstock.run.start import WeightSource
+from penstock.hardware.machine import Machine
 from penstock.schedule.op import Schedule
 
 

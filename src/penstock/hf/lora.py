@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from penstock.config import LoraConfig
+from penstock.engine.start import WeightSource
 from penstock.errors import ConfigError
-from penstock.run.start import WeightSource
 
 _PREFIX = "base_model.model."
 _COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")

@@ -22,7 +22,9 @@ import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from penstock.engine import Engine
+from penstock.engine import start
+from penstock.engine.engine import Engine
+from penstock.engine.wrap import wrap
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import checkpoint
 from penstock.hf.engine_arguments import EngineArguments
@@ -30,11 +32,9 @@ from penstock.hf.trainer_optimizer import optimizer_of, precision_of
 from penstock.hf.training_arguments import check_arguments
 from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
-from penstock.run import start
-from penstock.run.stats import StepStats
+from penstock.state.stats import StepStats
 from penstock.tape import trees
 from penstock.tape.guard import guard
-from penstock.wrapping import wrap
 
 if TYPE_CHECKING:
     _Mixed = transformers.Trainer

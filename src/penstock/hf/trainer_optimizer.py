@@ -7,8 +7,8 @@ from torch import nn
 from penstock.config import Precision
 from penstock.errors import ConfigError
 from penstock.optim.from_torch import override_for, spec_of
+from penstock.optim.precision import precision_of_weights
 from penstock.optim.spec import Lion, OptimizerSpec, Override
-from penstock.run.precision import precision_of_weights
 
 _SGD_ARGS = frozenset({"momentum", "nesterov"})
 

@@ -3,5 +3,5 @@
 ``meter`` gathers them; ``screen`` and ``terminal`` draw them, ``display`` writes them as lines, ``metrics`` as JSON.
 ``yardstick`` is what they are measured against, ``pace`` warns of slow steps, ``summary`` has the first and last words,
 ``progress`` is for commands that go through many bytes. May import ``config``, ``schedule``, ``plan``, ``report`` and
-what the engine tells of a step (``run.stats``); nothing else of ``cli``.
+what the engine tells of a step (``state.stats``); nothing else of ``cli``.
 """

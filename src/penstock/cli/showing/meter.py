@@ -8,9 +8,9 @@ from typing import Any
 
 from penstock.cli.showing.yardstick import Yardstick
 from penstock.config import Tier
-from penstock.plan.fit import Plan
-from penstock.run.stats import StepStats
+from penstock.planner.fit import Plan
 from penstock.schedule.op import LOCAL_LANES, Lane
+from penstock.state.stats import StepStats
 
 _RECENT = 10  # steps that rates and the time left are taken from
 _DAY = 86400.0

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.cli.showing.meter import LINKS, Meter
-from penstock.run.stats import StepStats
 from penstock.schedule.op import Lane
+from penstock.state.stats import StepStats
 
 
 def metrics_of(stats: StepStats, validation: float | None) -> dict[str, Any]:

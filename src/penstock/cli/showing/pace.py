@@ -1,9 +1,9 @@
 """Steps that take much longer than predicted: which lane was slow, in numbers that a drive's data sheet has."""
 
 from penstock.report.sentence import format_time
-from penstock.run.stats import StepStats
 from penstock.schedule.op import Lane
 from penstock.sim.result import Simulation
+from penstock.state.stats import StepStats
 
 SLOW = 3.0
 """Times its prediction that a step must take to be called slow; a prediction is 10% off at worst."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.config import TrainConfig
-from penstock.plan.machine import Machine
+from penstock.hardware.machine import Machine
 from penstock.schedule.op import Lane
 
 DRIVE_WRITES = 0.3 * 365 * 5

@@ -10,7 +10,7 @@ import torch
 from penstock import files
 from penstock.errors import ModelError
 from penstock.hf.lora import base_name
-from penstock.run.values import Place, Values
+from penstock.state.values import Place, Values
 from penstock.tape.guard import names_of_state
 
 

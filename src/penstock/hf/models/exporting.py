@@ -21,7 +21,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from penstock import files
 from penstock.config import parse_size
 from penstock.data.tokenizer import save
-from penstock.engine import Engine
+from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.adapters import Merged, has_adapters, save_adapter
@@ -29,7 +29,7 @@ from penstock.hf.models.folder import CONFIG, GENERATION, INDEX, TOKENIZER_FILES
 from penstock.hf.models.kept import NOTES, Kept
 from penstock.hf.models.mapping import Step
 from penstock.hf.models.shard_files import ShardFiles, lay_out
-from penstock.run.values import Values
+from penstock.state.values import Values
 from penstock.store.packed import FULL, store_error
 from penstock.store.whole import WholeFolder
 from penstock.tape.kv_cache import as_given

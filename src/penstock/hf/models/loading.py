@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from penstock.engine import start
 from penstock.errors import ConfigError, ModelError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.folder import CONFIG, GENERATION, resolve, some, weight_files
 from penstock.hf.models.shards import Stored, check_index, equal, read_headers, read_into, read_whole
-from penstock.run import start
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

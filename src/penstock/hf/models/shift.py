@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from penstock.engine.labels import LabelCount
 from penstock.errors import ModelError
 from penstock.hf.models.shell import short
-from penstock.run.labels import LabelCount
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.losses import Losses
 from penstock.tape.values import Values

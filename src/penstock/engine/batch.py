@@ -1,0 +1,128 @@
+"""Micro-batches: checked, measured, and moved to the device."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock.engine.labels import IGNORED
+from penstock.errors import ConfigError, ModelError
+
+MicroBatch = Mapping[str, Any]
+Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
+MOST_POSITION = 1 << 16
+"""Bytes of JSON that a position in the data may take: every commit writes it."""
+
+
+def check(micro_batches: Sequence[MicroBatch]) -> None:
+    """Raises ModelError for a list that is empty, or whose members are no mappings or differ in their keys."""
+    if isinstance(micro_batches, Mapping) or not isinstance(micro_batches, Sequence):
+        raise ModelError(
+            f"step() takes a list of micro-batches (mappings of tensors), not {type(micro_batches).__name__}"
+        )
+    if not micro_batches:
+        raise ModelError("step() was given no micro-batches: give a list of at least one mapping of tensors")
+    for m, mb in enumerate(micro_batches):
+        if not isinstance(mb, Mapping):
+            raise ModelError(f"micro-batch {m} is a {type(mb).__name__}: it must be a mapping of names to tensors")
+        if not any(isinstance(value, torch.Tensor) and value.numel() for value in mb.values()):
+            raise ModelError(f"micro-batch {m} holds no tensor with elements")
+        if set(mb) != set(micro_batches[0]):
+            extra = sorted(set(mb) ^ set(micro_batches[0]))
+            raise ModelError(f"micro-batch {m} differs from micro-batch 0 in {', '.join(map(repr, extra))}")
+
+
+def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A copy of a position in the data as it will be read back.
+
+    Raises:
+        ConfigError: JSON does not hold it, or it is too large for every commit to have it.
+    """
+    if position is None:
+        return None
+    try:
+        text = json.dumps(position, allow_nan=False)
+        copy = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"position={position!r}: a commit holds what JSON holds: {error}") from None
+    if copy != position:
+        raise ConfigError(f"position={position!r}: JSON would give back another one, {copy!r}: use lists and text keys")
+    if len(text) > MOST_POSITION:
+        raise ConfigError(f"position: {len(text):,} bytes of JSON, and a commit takes {MOST_POSITION:,} at most")
+    assert isinstance(copy, dict)
+    return copy
+
+
+def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Copy tensors to the device; floating-point ones (pixels, audio features) in the compute dtype."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else None, non_blocking=True)
+
+    return {name: move(value) for name, value in micro_batch.items()}
+
+
+def all_to_device(
+    micro_batches: Sequence[MicroBatch], device: torch.device, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    return [to_device(mb, device, dtype) for mb in micro_batches]
+
+
+def shapes(micro_batch: MicroBatch) -> Shapes:
+    """What a plan depends on: names, shapes and dtypes of the tensors.
+
+    A mask that hides something is as one with another dimension: models drop masks that hide nothing, and what they
+    make of the others takes memory.
+    """
+    tensors = ((n, v) for n, v in sorted(micro_batch.items()) if isinstance(v, torch.Tensor))
+    return tuple((name, (*value.shape, *_hides(name, value)), str(value.dtype)) for name, value in tensors)
+
+
+def _hides(name: str, value: torch.Tensor) -> tuple[int, ...]:
+    return (int(not bool(value.all())),) if name.endswith("attention_mask") and not value.is_meta else ()
+
+
+def covers(planned: Shapes, wanted: Shapes) -> bool:
+    """Whether a plan made for one micro-batch has room for another: same tensors, no dimension larger."""
+    return len(planned) == len(wanted) and all(
+        a[0] == b[0]
+        and a[2] == b[2]
+        and len(a[1]) == len(b[1])
+        and all(x >= y for x, y in zip(a[1], b[1], strict=True))
+        for a, b in zip(planned, wanted, strict=True)
+    )
+
+
+def nbytes(micro_batch: MicroBatch) -> int:
+    return sum(v.numel() * v.itemsize for v in micro_batch.values() if isinstance(v, torch.Tensor))
+
+
+def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | None = None) -> list[float] | None:
+    """What each micro-batch's loss counts, where the caller says so; None: it follows from labels (``engine.labels``).
+
+    Raises:
+        ModelError: the weights are not one finite number for each micro-batch; or none are given, and a micro-batch has
+            labels of which none counts, so that its mean is undefined.
+    """
+    if given is not None:
+        if len(given) != len(micro_batches) or not all(math.isfinite(weight) for weight in given):
+            raise ModelError(f"loss_weights={given!r} for {len(micro_batches)} micro-batches: give a number for each")
+        return [float(weight) for weight in given]
+    for m, mb in enumerate(micro_batches):
+        labels = mb.get("labels")
+        if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and bool((labels == IGNORED).all()):
+            raise ModelError(f"micro-batch {m} has no label that counts (all are {IGNORED}): leave it out of the step")
+    return None
+
+
+def tokens(micro_batch: MicroBatch) -> int:
+    """Tokens of a micro-batch for throughput: positions of ``input_ids``, else examples of the first tensor."""
+    ids = micro_batch.get("input_ids")
+    if isinstance(ids, torch.Tensor):
+        return ids.numel()
+    first = next(v for v in micro_batch.values() if isinstance(v, torch.Tensor))
+    return int(first.shape[0]) if first.ndim else 1

@@ -1,0 +1,372 @@
+"""From micro-batches to a runner: probe the model once, fit a plan, keep it for every step that it has room for."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from penstock.config import Budget, GradDtype, Tier
+from penstock.engine import batch
+from penstock.engine.labels import LabelCount
+from penstock.engine.runner import Machinery, Runner
+from penstock.engine.timing import time_stages
+from penstock.engine.visiting import VisitingWeights
+from penstock.errors import BudgetError, ModelError
+from penstock.optim.agreement import KINDS, other_bits
+from penstock.optim.fallback import DEVICE_TEMPORARIES
+from penstock.planner.costs import machine_costs
+from penstock.planner.fit import Family, Plan, Request, fit, off_device
+from penstock.planner.means import REPEATS
+from penstock.planner.own_schedule import cast_of, means_of, with_schedule
+from penstock.planner.search import best
+from penstock.schedule.check import check
+from penstock.schedule.op import Schedule
+from penstock.schedule.place import Placement
+from penstock.schedule.program import Program, Stage
+from penstock.schedule.world import World
+from penstock.shape.model import StageTimes
+from penstock.sim.result import Simulation
+from penstock.sim.simulate import simulate
+from penstock.tape.passage import Facts, StageFacts
+from penstock.tape.refusals import NOTHING_TRAINS
+from penstock.tape.trees import Place
+
+log = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A plan, what the tape has to know to run it, and the largest shapes of micro-batch that it was made for."""
+
+    plan: Plan
+    facts: tuple[StageFacts, ...]
+    shapes: tuple[batch.Shapes, ...]
+    prediction: Simulation | None
+
+    def covers(self, wanted: Sequence[batch.Shapes]) -> bool:
+        """Whether these micro-batches need no more than the plan has."""
+        return len(wanted) == self.plan.settings.micro_batches and all(
+            any(batch.covers(planned, shape) for planned in self.shapes) for shape in wanted
+        )
+
+
+def _within(shape: batch.Shapes, others: Sequence[batch.Shapes]) -> bool:
+    """Whether a micro-batch is smaller than another one in every respect."""
+    return any(other != shape and batch.covers(other, shape) for other in others)
+
+
+def _join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, ...]]) -> tuple[Stage, ...]:
+    """Stages that have room for each of several micro-batches, whose ``facts`` are known.
+
+    Raises:
+        ModelError: they went different ways through the model.
+    """
+    ways = {tuple((s.kind, s.name) for s in stages) for stages in probed}
+    if len(ways) > 1:
+        raise ModelError(
+            "micro-batches of different shapes take different ways through the model's blocks: give each step "
+            "micro-batches that take the same way"
+        )
+    joined = []
+    for same, known in zip(zip(*probed, strict=True), zip(*facts, strict=True), strict=True):
+        stage = replace(
+            same[0],
+            forward_reads=tuple(sorted({g for s in same for g in s.forward_reads})),
+            backward_reads=tuple(sorted({g for s in same for g in s.backward_reads})),
+            gradients=tuple(sorted({g for s in same for g in s.gradients})),
+            **{size: max(getattr(s, size) for s in same) for size in _SIZES},
+        )
+        if len({f.offload for f in known}) > 1:  # what only some of them can move stays for the others
+            stage = replace(stage, kept=stage.kept + stage.checkpoint + stage.gradient)
+            if not _movable_for_all(known):
+                stage = replace(stage, checkpoint=0, gradient=0)
+        joined.append(stage)
+    return tuple(joined)
+
+
+def _movable_for_all(known: Sequence[StageFacts]) -> tuple[Place, ...]:
+    """The places of a stage's checkpoint that every micro-batch can move: the size of an output can decide whether it
+    has memory of its own or is a view.
+    """
+    return tuple(place for place in known[0].offload if all(place in f.offload for f in known))
+
+
+def _join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ...]:
+    """What the tape has to know to run each of several micro-batches."""
+    joined = []
+    for same in zip(*probed, strict=True):
+        buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
+        joined.append(replace(same[0], call=Facts(buffers=buffers), offload=_movable_for_all(same)))
+    return tuple(joined)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What one shape of micro-batch has shown. ``times``: only where there is a machine to predict for. ``flops``: of
+    the model, forward and backward, without what is computed again; ``tokens``: of the micro-batch.
+    """
+
+    stages: tuple[Stage, ...]
+    facts: tuple[StageFacts, ...]
+    times: StageTimes | None
+    flops: float
+    tokens: int
+
+
+def _model_flops(stages: Sequence[Stage], flops: Sequence[tuple[int, int]]) -> float:
+    """FLOP of (forward, backward) of each stage, without the forwards that the backward of calls runs again."""
+    again = (
+        forward for stage, (forward, backward) in zip(stages, flops, strict=True) if stage.kind == "call" and backward
+    )
+    return float(sum(map(sum, flops)) - sum(again))
+
+
+def _slowest(times: Sequence[StageTimes | None]) -> StageTimes | None:
+    """Times of the stages that cover each of several micro-batches."""
+    known = [t for t in times if t is not None]
+    if not known:
+        return None
+    return StageTimes(
+        forward=tuple(max(same) for same in zip(*(t.forward for t in known), strict=True)),
+        backward=tuple(max(same) for same in zip(*(t.backward for t in known), strict=True)),
+    )
+
+
+@cache
+def warn_of_other_bits(device: torch.device, optimizer: str) -> None:
+    """Say so, once, if steps of an optimizer (``"adamw.bf16"``) on the device do not have the host's bits."""
+    kind, precision = optimizer.split(".")
+    if other_bits(device, [k for k in KINDS if k == kind], [precision]):
+        log.warning(
+            "%s steps on this device differ from the host's in some bits, so where the optimizer state lives changes "
+            "the numbers: budget.state='host' or 'disk' keeps it on one side",
+            optimizer,
+        )
+
+
+_WINDOW = 50
+"""steps after which it is looked at how many were over the limit of the norm"""
+_OTHER = 0.1
+"""a share of steps that differs by more than this from what was expected is worth another plan"""
+_OFTEN = 0.5
+_SIZES = ("checkpoint", "gradient", "kept", "forward_peak", "backward_peak")
+
+
+class Planning:
+    """Holds the plans made so far (one for training, one for evaluation) and the one runner that has memory."""
+
+    def __init__(
+        self,
+        machinery: Machinery,
+        budget: Budget,
+        schedule: Family | Schedule,
+        *,
+        wait: bool,
+        speculate: bool | None = False,
+        delay: float | None = 0.0,
+        grad_dtype: GradDtype = "fp32",
+        repeats: float = REPEATS,
+        before_change: Callable[[], None],
+    ) -> None:
+        """``wait``: whether a step's numbers need the global gradient norm. ``speculate``, ``delay``,
+        ``grad_dtype``: as in ``Request``; ``repeats``: as in ``Question``. ``before_change``: called before a runner
+        gives its memory back: what it has left to do is to be done now.
+        """
+        self._before_change = before_change
+        self.runner: Runner | None = None
+        self.labels = LabelCount()
+        self._shared = machinery
+        self._budget = budget
+        self._schedule = schedule
+        self._wait = wait
+        self._speculate = speculate
+        self._delay = delay
+        self._grad_dtype = grad_dtype
+        self._repeats = repeats
+        self._over: list[bool] = []
+        self._plans: dict[bool, Ready] = {}
+        self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
+        self._placed: Placement | None = None
+
+    def runner_for(self, micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Runner:
+        """The runner for these micro-batches; plans anew when they are more, larger or others than planned for.
+
+        Raises:
+            BudgetError: they do not fit.
+            ModelError: the model cannot be run block by block on them.
+        """
+        shapes = [batch.shapes(mb) for mb in micro_batches]
+        ready = self._plans.get(train)
+        if ready is not None and ready.covers(shapes):
+            return self._use(ready)
+        self.close()
+        largest = {s: mb for s, mb in zip(shapes, micro_batches, strict=True) if not _within(s, shapes)}
+        for shape, mb in largest.items():
+            if (train, shape) not in self._probed:
+                self._probed[train, shape] = self._probe(mb, train=train)
+        probed = [self._probed[train, shape] for shape in largest]
+        known = [p.facts for p in probed]
+        stages, facts = _join([p.stages for p in probed], known), _join_facts(known)
+        if train and not any(stage.gradients for stage in stages):
+            raise ModelError(NOTHING_TRAINS)
+        request = self._request(stages, micro_batches, train=train)
+        times = _slowest([p.times for p in probed])
+        plan = self._fit(request, times)
+        check(plan.schedule)
+        if train and plan.settings.place != self._placed:
+            self._placed = plan.settings.place
+            self._plans.pop(not train, None)  # it was made for arrays in other places
+        prediction = None if times is None else self._predict(plan, times)
+        self._plans[train] = Ready(plan=plan, facts=facts, shapes=tuple(largest), prediction=prediction)
+        return self._use(self._plans[train])
+
+    def flops_of(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
+        """What the model computes in a step of these, which it has a plan for. A micro-batch that is smaller than what
+        was probed counts by its tokens.
+        """
+        total = 0.0
+        for mb in micro_batches:
+            shape = batch.shapes(mb)
+            known = self._probed.get((True, shape)) or next(
+                found for (train, other), found in self._probed.items() if train and batch.covers(other, shape)
+            )
+            total += known.flops * batch.tokens(mb) / max(known.tokens, 1)
+        return total
+
+    def observe(self, *, over: bool) -> None:
+        """Whether a step's norm was over the limit. Every so many steps the share of those that were is compared with
+        what the plan was made for; where it is another one, the next step is planned anew: speculating pays as long as
+        few steps have to be run again.
+        """
+        self._over.append(over)
+        if len(self._over) < _WINDOW:
+            return
+        share = sum(self._over) / _WINDOW
+        self._over.clear()
+        if abs(share - self._repeats) > _OTHER and self._speculate is None and self._wait:
+            self._repeats = share
+            self._plans.pop(True, None)
+
+    def prediction_of(self, plan: Plan) -> Simulation | None:
+        """What was predicted of a plan that is in use."""
+        return next((ready.prediction for ready in self._plans.values() if ready.plan is plan), None)
+
+    def _predict(self, plan: Plan, times: StageTimes) -> Simulation:
+        shared = self._shared
+        assert shared.machine is not None
+        costs = machine_costs(
+            shared.machine,
+            plan.program,
+            plan.settings.form,
+            times,
+            shared.optimizer,
+            io_threads=shared.io_threads,
+            grad_dtype=plan.settings.grad_dtype,
+            narrow=plan.narrow,
+        )
+        return simulate(World.of(plan.schedule), costs)
+
+    def close(self) -> None:
+        """Give the runner's memory back; the plans stay."""
+        if self.runner is not None:
+            self._before_change()
+            self.runner.close()
+            self.runner = None
+
+    def _use(self, ready: Ready) -> Runner:
+        if self.runner is None or self.runner.plan is not ready.plan:
+            self.close()
+            self._shared.arrays.settle(ready.plan.settings.place)
+            if self._shared.device.type == "cuda":
+                torch.cuda.empty_cache()  # what the probe and the move have freed makes room for the plan's slabs
+            if self._shared.device.type == "cuda" and "device" in ready.plan.settings.place.state:
+                warn_of_other_bits(self._shared.device, self._shared.optimizer)
+            self.runner = Runner(ready.plan, ready.facts, self._shared)
+        return self.runner
+
+    def _request(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
+        name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
+        program = Program(groups=tuple(g.spec for g in self._shared.groups), stages=tuple(stages))
+        speculate, delay, cast = self._speculate, self._delay, None
+        if train and isinstance(self._schedule, Schedule):  # what is left open is as the schedule has it
+            early, share = means_of(self._schedule, program, wait=self._wait)
+            speculate, delay = early if speculate is None else speculate, share if delay is None else delay
+            cast = cast_of(self._schedule)
+        if speculate is None and self._shared.machine is None and self._repeats > _OFTEN:
+            speculate = False  # there is no profile to tell what a step and what waiting costs
+        return Request(
+            program=program,
+            budget=self._budget,
+            form=self._shared.arrays.form,
+            micro_batches=len(micro_batches),
+            wait=self._wait,
+            speculate=speculate,
+            delay=delay,
+            grad_dtype=self._grad_dtype,
+            cast=cast,
+            train=train,
+            family="horizontal" if name == "horizontal" else "vertical",
+            inputs=len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches),
+            step_temporaries=0 if self._shared.device.type == "cpu" else DEVICE_TEMPORARIES,
+        )
+
+    def _fit(self, request: Request, times: StageTimes | None) -> Plan:
+        plan = self._best(request, times)
+        own = self._schedule if isinstance(self._schedule, Schedule) and request.train else None
+        return plan if own is None else with_schedule(request, plan, own)
+
+    def _best(self, request: Request, times: StageTimes | None) -> Plan:
+        """The plan for a request; what is resident stays where it is if it can."""
+        keep = self._placed
+        on_disk = self._shared.arrays.store is not None
+        if (
+            keep is None and not request.train and on_disk
+        ):  # nothing has been placed: evaluate from where the state is at home
+            disk: Tier = "disk"
+            home = (disk,) * len(request.program.groups)
+            keep = Placement(weights=home, state=home, gradients="host", checkpoints="device")
+        if keep is not None:
+            keep = off_device(keep, request.program, request.form)
+        try:
+            return self._plan(request, times, keep)
+        except BudgetError:
+            if keep is None:
+                raise
+            return self._plan(request, times, None)
+
+    def _plan(self, request: Request, times: StageTimes | None, keep: Placement | None) -> Plan:
+        machine = self._shared.machine
+        if machine is None or times is None:
+            return fit(request, keep)
+        shared = self._shared
+        return best(
+            request, machine, times, shared.optimizer, keep, io_threads=shared.io_threads, repeats=self._repeats
+        )
+
+    def _probe(self, micro_batch: Mapping[str, Any], *, train: bool) -> Probed:
+        """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them
+        when there is a machine to predict for.
+        """
+        shared = self._shared
+        weights = VisitingWeights(shared.groups, shared.arrays)
+        micro_batch = self.labels.to_probe(micro_batch)
+        try:
+            inputs = batch.to_device(micro_batch, shared.device, shared.arrays.dtype)
+            stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
+            self.labels.learn(micro_batch, *shared.tape.compared)
+            facts, times = shared.tape.facts, None
+            if train and shared.machine is not None:
+                program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
+                times = time_stages(shared.tape, program, facts, inputs, weights.load, weights.unload)
+            return Probed(
+                stages=stages,
+                facts=facts,
+                times=times,
+                flops=_model_flops(stages, shared.tape.flops),
+                tokens=batch.tokens(micro_batch),
+            )
+        finally:
+            weights.close()

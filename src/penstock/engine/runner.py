@@ -1,0 +1,301 @@
+"""A plan made executable: its pools, its lanes, and the one thing they all run."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.errors import StoreError
+from penstock.hardware.machine import Machine
+from penstock.optim.facade import StreamedOptimizer
+from penstock.planner.fit import Plan
+from penstock.runtime.context import StepContext
+from penstock.runtime.executor import Executor
+from penstock.runtime.moves import Moves
+from penstock.runtime.pools import Pools
+from penstock.runtime.serial import SerialExecutor
+from penstock.runtime.streams import CudaStreams, HostStreams
+from penstock.runtime.trace import MemorySample, TraceEvent
+from penstock.schedule.op import LOCAL_LANES, Lane, Op, Schedule
+from penstock.schedule.place import BF16, FP32, chunks, grain
+from penstock.schedule.program import ALIGN
+from penstock.state.arrays import Late, StateArrays
+from penstock.state.numa import binding_for
+from penstock.store.layout import Layout, Region
+from penstock.store.store import Store
+from penstock.tape.groups import ParamGroup
+from penstock.tape.passage import StageFacts
+from penstock.tape.tape import Tape
+
+Run = tuple[int, int, int]
+"""(first element, end, index of hyper-parameters): a range of a group's buffer that one torch param group rules."""
+
+
+def hyper_runs(group: ParamGroup, optimizer: StreamedOptimizer) -> tuple[Run, ...]:
+    """Ranges of a group's buffer by torch param group; padding goes with what precedes it."""
+    runs: list[list[int]] = []
+    for s in (s for s in group.slices if s.trainable):
+        hyper = optimizer.group_of(s.parameter)
+        if runs and runs[-1][2] == hyper:
+            continue
+        if runs:
+            runs[-1][1] = s.offset
+        runs.append([s.offset, group.spec.trainable, hyper])
+    return tuple((first, end, hyper) for first, end, hyper in runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machinery:
+    """What every plan of an engine shares."""
+
+    tape: Tape
+    groups: tuple[ParamGroup, ...]
+    arrays: StateArrays
+    runs: Mapping[int, Sequence[Run]]
+    device: torch.device
+    streams: HostStreams | CudaStreams
+    scratch_paths: tuple[Path, ...]
+    io_threads: int
+    threads: int
+    """of the optimizer"""
+    overlap: bool
+    machine: Machine | None
+    """what plans are made for; None: nothing is predicted"""
+    optimizer: str
+    """the machine's name for the rate of this optimizer in this precision"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Bytes that each lane has moved in a run, and seconds that it was busy."""
+
+    moved: Mapping[Lane, int]
+    busy: Mapping[Lane, float]
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(
+            moved={lane: n + other.moved[lane] for lane, n in self.moved.items()},
+            busy={lane: s + other.busy[lane] for lane, s in self.busy.items()},
+        )
+
+
+class Runner:
+    """Runs steps of one plan. Holds all memory that the plan's pools need until it is closed."""
+
+    def __init__(self, plan: Plan, facts: tuple[StageFacts, ...], shared: Machinery) -> None:
+        self.plan = plan
+        self._facts = facts
+        self._shared = shared
+        self._scratch = _scratch(plan, shared)
+        self._streams = shared.streams
+        self.pools = Pools(plan.schedule, shared.device)
+        self.moves = Moves(
+            plan.program,
+            plan.settings,
+            self.pools,
+            shared.groups,
+            shared.arrays,
+            shared.tape,
+            self._scratch,
+            self._streams,
+            shared.runs,
+            shared.threads,
+            plan.schedule,
+            plan.narrow,
+        )
+        self._executor = self._executor_of(plan.schedule)
+        self._partials = {
+            g.index: np.zeros(g.trainable // ALIGN, dtype=np.float64) for g in plan.program.groups if g.trainable
+        }
+
+    def _executor_of(self, schedule: Schedule, order: Sequence[Op] | None = None) -> Executor | SerialExecutor:
+        shared = self._shared
+        if not shared.overlap:
+            return SerialExecutor(schedule, self.pools, self.moves, self._streams, order)
+        return Executor(
+            schedule,
+            self.pools,
+            self.moves,
+            self._streams,
+            io_workers=max(1, shared.io_threads // 2),
+            binding=binding_for(shared.device),
+        )
+
+    @property
+    def stepped(self) -> tuple[int, ...]:
+        """Groups in the order in which a step changes them."""
+        return tuple(dict.fromkeys(op.word.group for op in self.plan.schedule.ops if op.word.kind in ("OP", "OD")))
+
+    @property
+    def delays(self) -> bool:
+        """Whether a step leaves chunks to the next one."""
+        return bool(self.moves.late)
+
+    @cached_property
+    def late(self) -> Late:
+        """The elements that a step leaves to the next one, by group."""
+        late: dict[int, list[range]] = {}
+        for name in sorted(self.moves.late):
+            group, chunk = map(int, name.split("."))
+            c = chunks(self.plan.program.groups[group], self.plan.settings.chunk)[chunk]
+            late.setdefault(group, []).append(range(c.start, c.start + c.numel))
+        return late
+
+    def flush(self, context: StepContext) -> None:
+        """Step the chunks that ``context.previous`` has left to the next step, and commit it.
+
+        Raises:
+            BaseException: what the first failing op raised; the step before cannot be completed any more.
+        """
+        self.moves.context = context
+        schedule = _rest_of(self.plan.schedule, self.moves.late)
+        executor = self._executor_of(schedule, schedule.ops)
+        try:
+            executor.run()
+        finally:
+            executor.close()
+            self.pools.reset()
+        if not context.complete and context.commit is not None:
+            context.commit()
+
+    def run(
+        self, context: StepContext, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float]
+    ) -> list[float]:
+        """One step or one evaluation; the loss of each micro-batch.
+
+        Raises:
+            BaseException: what the first failing op raised. Nothing is in flight any more.
+        """
+        tape, train = self._shared.tape, self.plan.settings.train
+        for partials in self._partials.values():
+            partials.fill(0.0)
+        context.partials = self._partials if train else {}
+        if not context.known:
+            context.grad_scale = 1.0 / context.loss_scale
+        self.moves.context = context
+        tape.facts = self._facts
+        tape.begin(
+            context.step,
+            micro_batches,
+            loss_weights,
+            stages=self.plan.program.stages,
+            scale=context.loss_scale,
+            train=train,
+        )
+        try:
+            self._executor.run()
+            losses = [float(loss) for loss in torch.stack(tape.losses()).tolist()]
+            tape.finish()
+        except BaseException:
+            tape.abort()
+            self.moves.release()
+            raise
+        if train and context.norm is None:
+            self.moves.collect_norm()
+        return losses
+
+    @property
+    def scratch_written(self) -> int:
+        """Bytes of checkpoints and gradients that have gone to disk so far."""
+        return 0 if self._scratch is None else self._scratch.written
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a step writes before it knows the norm that its numbers depend on."""
+        return self.plan.schedule.speculative
+
+    def totals(self) -> Totals:
+        """What the last run has moved, and how long that took."""
+        moved: dict[Lane, int] = dict.fromkeys(LOCAL_LANES, 0)
+        busy: dict[Lane, float] = dict.fromkeys(LOCAL_LANES, 0.0)
+        for mark in self._executor.marks.values():
+            moved[mark.lane] += mark.moved
+            busy[mark.lane] += mark.end - mark.start
+        return Totals(moved=moved, busy=busy)
+
+    def trace(self, step: int, origin: float) -> list[TraceEvent]:
+        """What the last run did, op by op; ``origin`` is the run's start in ``perf_counter`` seconds."""
+        return [
+            TraceEvent(
+                step=step,
+                op=name,
+                lane=mark.lane,
+                start=mark.start - origin,
+                end=mark.end - origin,
+                bytes=mark.moved,
+            )
+            for name, mark in self._executor.marks.items()
+        ]
+
+    def samples(self, origin: float) -> list[MemorySample]:
+        """Bytes in use per tier over the last run."""
+        return [MemorySample(time=t - origin, tier=tier, bytes=n) for t, tier, n in self.pools.samples]
+
+    def close(self) -> None:
+        """Give back threads, memory and scratch space; each happens whatever the others raise."""
+        with ExitStack() as all_of_it:  # last in, first out
+            if self._scratch is not None:
+                all_of_it.callback(_remove, self._scratch, self._shared.scratch_paths)
+            all_of_it.callback(self.pools.close)
+            all_of_it.callback(self.moves.release)
+            all_of_it.callback(self._executor.close)
+
+
+_REST = frozenset({"RG", "RS", "OP", "WS", "WW", "UN", "CM"})
+
+
+def _rest_of(schedule: Schedule, late: frozenset[str]) -> Schedule:
+    """What a step does for the one before, by itself: delayed chunks are stepped and brought home, and committed."""
+    ops = [op for op in schedule.ops if op.id == "CM" or (op.word.kind in _REST and op.id[2:] in late)]
+    names = {op.id for op in ops}
+    alone = (replace(op, after=tuple(n for n in op.after if n in names)) for op in ops)
+    return replace(schedule, name=f"{schedule.name}-rest", ops=tuple(alone), carried=())
+
+
+def _remove(scratch: Store, paths: Sequence[Path]) -> None:
+    scratch.close()
+    Store.delete(paths)
+    for path in paths:
+        with suppress(OSError):  # something else is in it: not ours to remove
+            path.rmdir()
+
+
+def _scratch(plan: Plan, shared: Machinery) -> Store | None:
+    """A store for what a step puts on disk and needs no longer than the step: waiting gradients, checkpoints."""
+    wanted = _scratch_entries(plan.schedule, plan)
+    if not wanted:
+        return None
+    paths = shared.scratch_paths
+    if Store.exists(paths) and not Store.delete(paths, only=lambda facts: facts.passing):
+        # What is passing was left behind by a run that was killed; a live one holds its lock.
+        raise StoreError(f"{paths[0]} is needed for what lives no longer than a step, and holds a run's state: move it")
+    grids = {
+        f"gradient.{g.index}": (Region(nbytes=g.trainable * width, block=grain(g.trainable) * width),)
+        for g in plan.program.groups
+        if g.trainable and (width := _gradient_bytes(plan, g.index))
+    }
+    layout = Layout.build(((name, nbytes, 1) for name, nbytes in wanted), grids)
+    model = {"scratch": True}
+    return Store.create(paths, layout, model=model, io_threads=shared.io_threads, passing=True)
+
+
+def _gradient_bytes(plan: Plan, g: int) -> int:
+    """Of an element of a gradient that waits on disk."""
+    return BF16 if g in plan.narrow else FP32
+
+
+def _scratch_entries(schedule: Schedule, plan: Plan) -> list[tuple[str, int]]:
+    entries: dict[str, int] = {}
+    for op in schedule.lanes["write"]:
+        if op.word.kind == "WG":
+            entries[f"gradient.{op.word.group}"] = plan.program.groups[op.word.group].trainable * _gradient_bytes(
+                plan, op.word.group
+            )
+        elif op.word.kind == "WC":
+            entries[f"checkpoint.{op.word.stage}.{op.word.micro_batch}"] = op.nbytes
+    return list(entries.items())

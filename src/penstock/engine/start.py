@@ -1,0 +1,162 @@
+"""Getting a model into its groups' homes, group by group: from its own parameters, from a source of weights such as a
+folder's files, or by its own initialisation."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.optim.spec import OptimizerSpec
+from penstock.schedule.place import FP32
+from penstock.state.arrays import StateArrays, parts_of
+from penstock.state.buffers import Buffers
+from penstock.state.memory import BOUNCE, HostSlab
+from penstock.tape.groups import ParamGroup
+from penstock.tape.init import initialise, materialise_buffers
+
+
+class WeightSource(Protocol):
+    """Where the values of a model on the meta device come from. Names are those of ``named_parameters`` and
+    ``named_buffers``; whoever makes a source refuses a model that it does not fit.
+    """
+
+    def __contains__(self, name: str) -> bool:
+        """Whether it has the values of a parameter or persistent buffer; the model initialises the others itself."""
+        ...
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        """Fill ``out``: contiguous, on the CPU, of the parameter's shape in fp32, or the buffer's shape and dtype."""
+        ...
+
+
+_WAITING = "_penstock_weights_wait"
+
+
+def expect_weights(model: nn.Module, where: str) -> None:
+    """A model without values has them waiting: whoever wraps it must hand them on, or say that he wants others.
+
+    ``where``: what to hand on, in words.
+    """
+    vars(model)[_WAITING] = where
+
+
+def waiting_weights(model: nn.Module) -> str | None:
+    """What ``expect_weights`` was told of a model, or of a part of it."""
+    return next((str(vars(m)[_WAITING]) for m in model.modules() if _WAITING in vars(m)), None)
+
+
+def built_on_meta(model: nn.Module) -> bool:
+    """Whether the model's parameters are on the meta device and have to be initialised.
+
+    Raises:
+        ModelError: some are and some are not: which values are meant is not clear.
+    """
+    meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if meta and len(meta) < sum(1 for _ in model.parameters()):
+        raise ModelError(
+            f"some parameters are on the meta device ({meta[0]!r} is one) and some have values: load them all, or "
+            "build the whole model under torch.device('meta')"
+        )
+    return bool(meta)
+
+
+def fill(
+    model: nn.Module,
+    groups: Sequence[ParamGroup],
+    arrays: StateArrays,
+    *,
+    from_meta: bool,
+    seed: int,
+    weights: WeightSource | None = None,
+) -> None:
+    """Write every group's weights (and master copy) to its home. At most one group is in memory besides the model.
+
+    Afterwards no parameter owns memory. Moments are zero.
+    """
+    for group in groups:
+        slab = HostSlab(group.spec.numel * FP32)
+        flat = slab.bytes[: group.spec.numel * FP32].view(torch.float32)
+        if from_meta:
+            given = [s for s in group.slices if weights is not None and s.name in weights]
+            if len(given) < len(group.slices):
+                group.attach(flat)
+                initialise(model, group, seed)
+            for s in given:
+                assert weights is not None
+                weights.fill(s.name, flat[s.offset : s.offset + s.numel].view(s.shape))
+        else:
+            for s in group.slices:
+                flat[s.offset : s.offset + s.numel].view(s.shape).copy_(s.parameter.detach())
+        group.detach(arrays.dtype, arrays.device)
+        _write_group(group, flat, arrays)
+        del flat
+        slab.close()
+
+
+def _write_group(group: ParamGroup, flat: torch.Tensor, arrays: StateArrays) -> None:
+    bounce = HostSlab(BOUNCE)
+    for part in parts_of(group.spec, arrays.form, arrays.dtype):
+        if part.name.startswith("moment"):
+            arrays.zero(part.name)
+            continue
+        arrays.begin(part.name)
+        for start, piece in arrays.pieces(part.name, bounce):
+            piece.copy_(flat[start : start + piece.numel()])
+            arrays.write(part.name, start, piece)
+        arrays.turn(part.name)
+    bounce.close()
+
+
+def make_buffers(
+    model: nn.Module, device: torch.device, seed: int, weights: WeightSource | None, *, resumed: bool
+) -> None:
+    """Give every buffer of a model on the meta device its memory and its value.
+
+    ``resumed``: a store goes on, and the persistent ones will be read from it.
+
+    Raises:
+        ModelError: a buffer that neither ``weights`` nor an initialiser fills, by name.
+    """
+    given: list[tuple[str, torch.Tensor]] = []
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if buffer is None or not buffer.is_meta or key in module._non_persistent_buffers_set:
+                continue
+            if resumed or (weights is not None and name in weights):
+                module._buffers[key] = real = torch.empty(buffer.shape, dtype=buffer.dtype)
+                given.append((name, real))
+    materialise_buffers(model, device, seed)
+    if weights is not None and not resumed:
+        for name, buffer in given:  # last: an initialiser that makes one buffer of a module may write to the others
+            weights.fill(name, buffer)
+
+
+def buffers_to(model: nn.Module, device: torch.device) -> None:
+    """Move a model's buffers to the device; they are small and stay there."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def describe_model(
+    groups: Sequence[ParamGroup], buffers: Buffers, precision: str, optimizer: OptimizerSpec
+) -> dict[str, Any]:
+    """What a store or a snapshot is made for; two that are equal can be exchanged."""
+    return {
+        "precision": precision,
+        "optimizer": [type(optimizer).__name__, *optimizer.moment_names],
+        "groups": [
+            {
+                "name": group.spec.name,
+                "trainable": group.spec.trainable,
+                "frozen": group.spec.frozen,
+                "parameters": [[s.name, list(s.shape), s.offset, s.trainable] for s in group.slices],
+            }
+            for group in groups
+        ],
+        "buffers": buffers.describe(),
+    }

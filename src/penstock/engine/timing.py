@@ -1,0 +1,132 @@
+"""How long each stage of a model computes: one micro-batch, forward and backward, once more after the probe.
+
+The probe watches every operation and is slowed down by it. A pass of this runs the same stages as a step does, with
+gradients added up, and nothing beside them.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.schedule.program import Program, Stage
+from penstock.shape.model import StageTimes
+from penstock.state.buffers import Buffers
+from penstock.tape.passage import StageFacts
+from penstock.tape.tape import Tape
+
+
+def time_stages(
+    tape: Tape,
+    program: Program,
+    facts: tuple[StageFacts, ...],
+    micro_batch: Mapping[str, Any],
+    load: Callable[[int], None],
+    unload: Callable[[int], None],
+) -> StageTimes:
+    """Seconds of every stage for ``micro_batch``, whose tensors are on the device. Changes nothing of the model.
+
+    ``load(group)`` attaches a group's weights on the device, ``unload(group)`` detaches them. Stages that are alike
+    (the blocks of a transformer) count with their median, so that one interruption does not tell; a short pass is made
+    up to three times and the fastest counts, so that a slow spell of the machine does not, either.
+    """
+    if tape.compiled:  # what is compiled on the way is compiled once
+        _pass(tape, program, facts, micro_batch, load, unload)
+    began, passes = time.perf_counter(), [_pass(tape, program, facts, micro_batch, load, unload)]
+    while len(passes) < _PASSES and time.perf_counter() - began < _SHORT:
+        passes.append(_pass(tape, program, facts, micro_batch, load, unload))
+    return min(passes, key=lambda times: sum(times.forward) + sum(times.backward))
+
+
+_PASSES = 3
+_SHORT = 2.0
+"""Seconds after which no further pass is begun."""
+
+
+def _pass(
+    tape: Tape,
+    program: Program,
+    facts: tuple[StageFacts, ...],
+    micro_batch: Mapping[str, Any],
+    load: Callable[[int], None],
+    unload: Callable[[int], None],
+) -> StageTimes:
+    stages = program.stages
+    forward, backward = [0.0] * len(stages), [0.0] * len(stages)
+    buffers = Buffers(tape.model)
+    before = buffers.copies()
+    on_gradient, tape.on_gradient = tape.on_gradient, _Sink(program, tape.device)
+    tape.facts = facts
+    tape.begin(0, [micro_batch], [1.0], stages=stages)
+    try:
+        for k, stage in enumerate(stages):
+            forward[k] = _timed(tape.device, partial(tape.forward, k, 0), _needs(stage, k, stages), load, unload)
+        for k, stage in reversed(list(enumerate(stages[:-1]))):
+            reads = (*stage.backward_reads, *stage.gradients)
+            backward[k] = _timed(tape.device, partial(tape.backward, k, 0), reads, load, unload)
+    finally:
+        tape.finish()
+        tape.on_gradient = on_gradient
+        buffers.put_back(before)
+    return StageTimes(forward=_typical(stages, program, forward), backward=_typical(stages, program, backward))
+
+
+def _needs(stage: Stage, k: int, stages: Sequence[Stage]) -> tuple[int, ...]:
+    """The epilogue runs backward at once, so it needs what its backward reads, too."""
+    return stage.forward_reads if k < len(stages) - 1 else (*stage.forward_reads, *stage.backward_reads)
+
+
+def _timed(
+    device: torch.device,
+    work: Callable[[], None],
+    groups: Sequence[int],
+    load: Callable[[int], None],
+    unload: Callable[[int], None],
+) -> float:
+    """Seconds of ``work`` with the groups' weights on the device."""
+    wanted = sorted(set(groups))
+    for g in wanted:
+        load(g)
+    try:
+        _settle(device)
+        began = time.perf_counter()
+        work()
+        _settle(device)
+        return time.perf_counter() - began
+    finally:
+        for g in wanted:
+            unload(g)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _typical(stages: Sequence[Stage], program: Program, seconds: Sequence[float]) -> tuple[float, ...]:
+    """The median over stages that are alike: calls with the same sizes on as many parameters."""
+
+    def kind(stage: Stage) -> tuple[object, ...]:
+        if stage.kind == "segment":
+            return (stage.index,)
+        sizes = tuple(program.groups[g].numel for g in stage.forward_reads)
+        return (sizes, stage.checkpoint, stage.gradient, stage.forward_peak, stage.backward_peak)
+
+    alike: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    for stage, value in zip(stages, seconds, strict=True):
+        alike[kind(stage)].append(value)
+    return tuple(statistics.median(alike[kind(stage)]) for stage in stages)
+
+
+class _Sink:
+    """Adds gradients up as a step does, into memory that nobody reads."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._flat = torch.zeros(max(g.trainable for g in program.groups), dtype=torch.float32, device=device)
+
+    def __call__(self, parameter: torch.nn.Parameter, stage: int, gradient: torch.Tensor) -> None:
+        self._flat[: gradient.numel()].view_as(gradient).add_(gradient)

@@ -1,0 +1,126 @@
+"""What gradients and weights take between the device and the optimizer on the host, by which side casts them.
+
+Casting on the device sends 2 bytes per parameter and not 4, and takes time on the device. Casting on the host costs no
+pass over memory, because the optimizer rounds what it reads and writes anyway. Which is faster depends on the link, and
+changes no bit (docs/numerics.md). SuperOffload (arXiv 2509.21271) found that fp32 should cross where the link is
+NVLink-C2C; but a cast on its host is a pass of its own.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+from penstock.hardware.machine import Crossing, Machine
+from penstock.schedule.place import Side
+
+Reads = Literal["fp32", "bf16", "rounded"]
+"""How a step on the host meets its gradient: as it is, in fp32 or in bf16, or in fp32 to be rounded to bf16."""
+
+_FP32, _BF16 = 4, 2
+_STEP = 30
+"""bytes per parameter that an AdamW step touches beside bf16 weights: the fp32 gradient, state in and out, the copy"""
+_CASTS_PER_STEP = 3
+"""A plain SGD step of torch in fp32 moves 48 bytes per parameter through the memory of a GPU; a cast, in three kernels
+(the rounding, and NaNs to one pattern), 16."""
+_AS_FAST = 1.03
+"""ratio of two times up to which one is not called less: repeated measurements differ by as much"""
+_CAST = 6
+"""bytes per parameter that a cast in host memory moves; a copy moves each of its bytes twice"""
+
+
+def crossing_of(machine: Machine) -> Crossing:
+    """As measured; for a profile that does not tell, derived from its rates of links, copies and optimizer steps.
+
+    A GPU's cast is taken from its rate of SGD steps, and to cost nothing where there is none; the processor's from its
+    copies, and the steps from the AdamW step by the bytes that they touch.
+    """
+    if machine.crossing is not None:
+        return machine.crossing
+    device, host = machine.device, machine.host
+    step = host.optimizer.get("adamw.bf16", 2 * host.copy / _STEP)
+    down, up = _BF16 / device.d2h, _FP32 / device.h2d
+    if device.kind == "cpu":  # one memory: the cast is the copy
+        down = up = _CAST / (2 * host.copy)
+    elif "sgd.fp32" in device.optimizer:
+        cast = 1 / (_CASTS_PER_STEP * device.optimizer["sgd.fp32"])
+        down, up = down + cast, up + cast
+    return Crossing(
+        grad_bf16=1 / down,
+        grad_fp32=device.d2h / _FP32,
+        weights_bf16=device.h2d / _BF16,
+        weights_fp32=1 / up,
+        step=step,
+        step_grad_bf16=step * _STEP / (_STEP - _BF16),
+        step_grad_rounded=step,
+        step_no_copy=step * _STEP / (_STEP - _BF16),
+    )
+
+
+def gradient_seconds(crossing: Crossing) -> dict[Side, float]:
+    """Seconds per parameter from the device through an AdamW step, by the side that rounds the gradient to bf16."""
+    return {
+        "device": 1 / crossing.grad_bf16 + 1 / crossing.step_grad_bf16,
+        "host": 1 / crossing.grad_fp32 + 1 / crossing.step_grad_rounded,
+    }
+
+
+def weights_seconds(crossing: Crossing) -> dict[Side, float]:
+    """Seconds per parameter of an AdamW step and of its weights' way to the device, by the side that casts them."""
+    return {
+        "device": 1 / crossing.step_no_copy + 1 / crossing.weights_fp32,
+        "host": 1 / crossing.step + 1 / crossing.weights_bf16,
+    }
+
+
+def faster_casts(crossing: Crossing) -> str:
+    """Which side had better cast gradients and weights between fp32 and bf16, in one line."""
+    return f"{_faster('gradients', gradient_seconds(crossing))}; {_faster('weights', weights_seconds(crossing))}"
+
+
+def _faster(what: str, seconds: dict[Side, float]) -> str:
+    """The side with which the link and the step together take less, and how much less."""
+    ratio = seconds["host"] / seconds["device"]
+    if max(ratio, 1 / ratio) < _AS_FAST:
+        return f"{what} are as fast either way"
+    return f"{what} are {max(ratio, 1 / ratio):.2f}x as fast if the {'device' if ratio > 1 else 'optimizer'} casts them"
+
+
+def step_rate(machine: Machine, optimizer: str, reads: Reads) -> float:
+    """Parameters/s of a step on the host of ``optimizer`` (a key of the host's rates, ``"lion.bf16"``).
+
+    What another way to meet the gradient costs or saves per parameter is what it does for AdamW: these steps are bound
+    by memory, and it is the same bytes for all of them.
+
+    Raises:
+        KeyError: the machine has no rate for this optimizer.
+    """
+    base = machine.host.optimizer[optimizer]
+    if reads == "fp32":
+        return base
+    crossing = crossing_of(machine)
+    other = crossing.step_grad_bf16 if reads == "bf16" else crossing.step_grad_rounded
+    adamw = machine.host.optimizer.get("adamw.bf16", crossing.step)
+    more = (crossing.step / other - 1) / adamw
+    return 1 / max(1 / base + more, 1 / (2 * base))  # never better than twice as fast, whatever the noise
+
+
+def with_faster_link(machine: Machine, factor: float) -> Machine:
+    """The machine with a link between host and device ``factor`` times as fast; casts take as long as before."""
+    old, crossing = machine.device, crossing_of(machine)
+    rates = ("h2d", "d2h", "h2d_both", "d2h_both")
+    device = replace(old, **{name: factor * getattr(old, name) for name in rates})
+    if old.kind == "cpu":  # what is copied and cast in one memory crosses no link
+        return replace(machine, device=device)
+    spared = 1 - 1 / factor
+
+    def faster(rate: float, link: float) -> float:
+        """Less time by what the bytes on the link take less, but never more than all of it at the new speed."""
+        return 1 / max(1 / rate - spared * link, 1 / (factor * rate))
+
+    scaled = replace(
+        crossing,
+        grad_bf16=faster(crossing.grad_bf16, _BF16 / old.d2h),
+        grad_fp32=faster(crossing.grad_fp32, _FP32 / old.d2h),
+        weights_bf16=faster(crossing.weights_bf16, _BF16 / old.h2d),
+        weights_fp32=faster(crossing.weights_fp32, _FP32 / old.h2d),
+    )
+    return replace(machine, device=device, crossing=scaled)

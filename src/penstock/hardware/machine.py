@@ -1,0 +1,270 @@
+"""A machine profile: what each link and each unit of a machine can do. Measured by ``penstock doctor``, or shipped.
+
+All rates are bytes, FLOP or parameters per second; sizes are bytes. ``*_both`` is a rate while the opposite direction
+is busy too, so that a duplex link has the same two rates and a shared one has about half.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.errors import ConfigError
+from penstock.schedule.op import LANES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """A directory of the disk tier, or one drive of a machine that is only described."""
+
+    path: str
+    read: float
+    write: float
+    read_both: float
+    write_both: float
+    free: int
+    """bytes that may be used"""
+    kind: Literal["ssd", "hdd", "tmpfs", "network", "unknown"] = "ssd"
+    tbw: float | None = None
+    """the maker's rating: terabytes (1e12 bytes) that may be written in the drive's life"""
+    node: int | None = None
+    """the NUMA node of its controller, where the machine has several and tells"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Host memory and processor. ``optimizer``: parameters/s of a step, by ``"adamw.fp32"``, ``"adamw.bf16"``, ..."""
+
+    cores: int
+    memory: int
+    """bytes that this process may use: the least of what is installed and every cgroup's limit"""
+    lockable: int
+    """bytes that may be page-locked (``ulimit -l``)"""
+    copy: float
+    """bytes/s of a copy in host memory, counted once"""
+    optimizer: Mapping[str, float]
+    nodes: int = 1
+    """NUMA nodes that have cores"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What computes. ``flops``: FLOP/s of a large matrix product, by dtype (``fp32``, ``bf16``, ``fp16``)."""
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory: int
+    flops: Mapping[str, float]
+    h2d: float
+    d2h: float
+    h2d_both: float
+    d2h_both: float
+    optimizer: Mapping[str, float] = field(default_factory=dict)
+    """parameters/s of an optimizer step on the device, as ``Host.optimizer``"""
+    node: int | None = None
+    """the NUMA node that it is on, where the machine has several and tells"""
+    other_bits: tuple[str, ...] | None = None
+    """optimizers, as in ``optimizer``, whose steps here differ from the host's in some bit; None: nobody has looked"""
+
+    def differs(self, optimizer: str) -> str | None:
+        """What is to be said of a plan that lets ``optimizer`` step here: that the bits are not known to be the host's;
+        None: they are."""
+        if self.kind == "cpu" or (self.other_bits is not None and optimizer not in self.other_bits):
+            return None
+        if self.other_bits is None:
+            return (
+                f"whether {optimizer} steps on {self.name} have the host's bits has not been looked at: penstock "
+                "doctor does"
+            )
+        return (
+            f"{optimizer} steps on {self.name} differ from the host's in some bits, so where the state lives changes "
+            "the numbers: budget.state: host or disk keeps it on one side"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """Parameters/s between the device's buffers and the optimizer on the host, by where fp32 becomes bf16.
+
+    The first four are the link's: of a gradient and of weights, by the dtype that crosses. The others are of an AdamW
+    step on the host beside bf16 weights, by what it reads and writes. A plan that casts gradients on the device takes
+    ``grad_bf16`` and ``step_grad_bf16``; one that lets the optimizer round them, ``grad_fp32`` and
+    ``step_grad_rounded``. Weights that the optimizer casts: ``step``, then ``weights_bf16``; that the device casts:
+    ``step_no_copy``, then ``weights_fp32``.
+    """
+
+    grad_bf16: float
+    """cast on the device, then 2 bytes over d2h; one after the other"""
+    grad_fp32: float
+    """4 bytes over d2h"""
+    weights_bf16: float
+    """2 bytes over h2d"""
+    weights_fp32: float
+    """4 bytes over h2d, then cast on the device"""
+    step: float
+    """reads an fp32 gradient as it is, writes the bf16 copy"""
+    step_grad_bf16: float
+    """reads a bf16 gradient, writes the bf16 copy"""
+    step_grad_rounded: float
+    """reads an fp32 gradient and rounds it to bf16, writes the bf16 copy"""
+    step_no_copy: float
+    """reads an fp32 gradient as it is, writes no copy beside the master"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Links between ranks. ``bandwidth``: bytes/s that a rank sends, and receives; ``latency``: seconds."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine (one rank's view of it).
+
+    ``contention["a+b"]``: see ``penstock.sim.costs.Costs.contention``, for the pairs that the rates above do not tell:
+    on a machine without a GPU, ``compute``, ``cpu``, ``h2d`` and ``d2h`` share cores and memory.
+    ``crossing``: None in a profile that does not tell; ``penstock.hardware.crossing`` derives it then.
+    ``overhead``: seconds that an op costs besides its work. ``warnings``: what doctor found wrong, in words.
+    """
+
+    name: str
+    host: Host
+    device: Device
+    drives: tuple[Drive, ...] = ()
+    crossing: Crossing | None = None
+    network: Network | None = None
+    contention: Mapping[str, float] = field(default_factory=dict)
+    overhead: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+
+
+def parse_machine(text: str, where: str) -> Machine:
+    """The inverse of ``Machine.to_json``. ``where``: what the text is from, for messages.
+
+    Raises:
+        ConfigError: names the key that is missing, unknown, twice there, of a wrong type, or out of range.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
+            raise ConfigError(f"{where}: key {twice[0]} is there twice in one object: keep one")
+        return dict(pairs)
+
+    try:
+        data = json.loads(text, object_pairs_hook=once)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, thousands of brackets
+        raise ConfigError(f"{where}: this is not JSON ({error}). penstock doctor makes a machine profile") from None
+    machine: Machine = _build(Machine, data, where, "")
+    return machine
+
+
+def load_machine(path: Path) -> Machine:
+    """Read a profile; raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read this machine profile: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: this is not text. penstock doctor makes a machine profile") from None
+    return parse_machine(text, str(path))
+
+
+_PARTS: dict[str, type] = {"host": Host, "device": Device, "network": Network, "crossing": Crossing}
+_MAY_BE_NULL = {"network", "crossing"}
+_KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
+_WHOLE = {"cores", "memory", "lockable", "free", "node", "nodes"}
+_MAY_BE_ZERO = {"latency", "overhead", "free", "lockable", "node", "contention"}
+_MOST = {"latency": 1e6, "overhead": 1e6, "contention": 1e6}
+_MOST_OF_OTHERS = 1e21
+"""No machine is near these limits, and what is within them neither overflows nor takes for ever to simulate."""
+
+
+def _build(kind: type, data: Any, where: str, at: str) -> Any:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: {at or 'the profile'} must be an object with keys, not {_shown(data)}")
+    known = {f.name: f for f in fields(kind)}
+    prefix = f"{at}." if at else ""
+    if unknown := sorted(data.keys() - known.keys()):
+        raise ConfigError(f"{where}: unknown key {prefix}{unknown[0]}. Known: {', '.join(known)}")
+    values = {}
+    for name in known:
+        if name in data:
+            values[name] = _value(kind, name, data[name], where, f"{prefix}{name}")
+    try:
+        return kind(**values)
+    except TypeError:
+        needed = [n for n in known if n not in data]
+        raise ConfigError(f"{where}: key {prefix}{needed[0]} is missing") from None
+
+
+def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
+    if name in _PARTS:
+        return None if value is None and name in _MAY_BE_NULL else _build(_PARTS[name], value, where, at)
+    if name == "drives":
+        return tuple(_build(Drive, drive, where, f"{at}[{i}]") for i, drive in enumerate(_list(value, where, at)))
+    if name == "other_bits":
+        return None if value is None else tuple(str(item) for item in _list(value, where, at))
+    if name == "warnings":
+        return tuple(str(item) for item in _list(value, where, at))
+    if name in ("flops", "optimizer", "contention"):
+        if not isinstance(value, dict) or (name == "flops" and not value):
+            raise ConfigError(f"{where}: {at} must be an object of numbers, not {_shown(value)}")
+        if name == "contention" and (wrong := [key for key in value if not _is_pair(key)]):
+            raise ConfigError(f"{where}: {at}.{wrong[0]}: a pair of lanes is written 'cpu+read'")
+        return {key: _number(v, where, f"{at}.{key}", name) for key, v in value.items()}
+    if name in ("name", "path"):
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: {at}={_shown(value)} is not a text")
+        return value
+    if name == "kind":
+        if value not in _KINDS[kind]:
+            raise ConfigError(f"{where}: {at}={_shown(value)} is not {' or '.join(_KINDS[kind])}")
+        return value
+    if name in ("tbw", "node") and value is None:
+        return None
+    return _number(value, where, at, name)
+
+
+def _is_pair(key: str) -> bool:
+    first, plus, second = key.partition("+")
+    return bool(plus) and {first, second} <= set(LANES) and first != second
+
+
+def _list(value: Any, where: str, at: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigError(f"{where}: {at} must be a list, not {_shown(value)}")
+    return value
+
+
+def _number(value: Any, where: str, at: str, name: str) -> float:
+    """A number in the range of a key called ``name``; a whole one is an int."""
+    shown, most = _shown(value), _MOST.get(name, _MOST_OF_OTHERS)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == math.inf:
+        raise ConfigError(f"{where}: {at}={shown} is not a number")
+    zero = name in _MAY_BE_ZERO
+    if value < 0 or (value == 0 and not zero):
+        raise ConfigError(f"{where}: {at}={shown} must be {'at least' if zero else 'more than'} 0: measure it anew")
+    if value > most or (value < 1 and not zero):
+        raise ConfigError(f"{where}: {at}={shown} must be from {0 if zero else 1} to {most:g}: measure it anew")
+    if name in _WHOLE and value != int(value):
+        raise ConfigError(f"{where}: {at}={shown} must be a whole number")
+    return int(value) if name in _WHOLE else float(value)
+
+
+def _shown(value: Any) -> str:
+    """As Python writes it, or its beginning: it may be anything."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+_SHOWN = 60

@@ -1,0 +1,210 @@
+"""Where machine profiles are: those that ``penstock doctor`` has measured here, and those that ship with the package.
+
+    $XDG_CACHE_HOME or ~/.cache
+      penstock/machines/HOST/PATHS-KIND-xxxxxxxx.json    one for each kind of device (cpu, cuda) and each set of
+                                                         directories that was measured together
+
+A cache folder is often shared by the machines of a cluster, so profiles are kept by host. A drive is found again for
+any directory on its file system, because a drive is as fast in one directory as in another.
+"""
+
+import hashlib
+import os
+import re
+import socket
+import tempfile
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import get_args
+
+from penstock.errors import ConfigError
+from penstock.hardware.machine import Drive, Machine, load_machine, parse_machine
+from penstock.shape.meta import Kind
+
+_HOW = "penstock doctor --path DIR measures this machine"
+
+
+def profile_folder() -> Path:
+    """Where the profiles of this host are. The XDG standard says that a relative ``$XDG_CACHE_HOME`` does not count."""
+    asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cache = asked if asked.is_absolute() else Path.home() / ".cache"
+    return cache / "penstock" / "machines" / re.sub(r"[^\w.-]", "-", socket.gethostname())
+
+
+def save_profile(machine: Machine) -> Path:
+    """Write a measured profile to where ``find_profile`` looks; an older one of the same directories and kind of
+    device is replaced.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    target = profile_folder() / _file_name([drive.path for drive in machine.drives], machine.device.kind)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
+    except OSError as error:
+        raise ConfigError(_not_stored(target, error)) from error
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(machine.to_json())
+        Path(name).replace(target)
+    except BaseException as error:
+        with suppress(OSError):
+            os.unlink(name)
+        if isinstance(error, OSError):
+            raise ConfigError(_not_stored(target, error)) from error
+        raise
+    return target
+
+
+def _not_stored(target: Path, error: OSError) -> str:
+    return f"the profile cannot be stored as {target}: {error.strerror}. Set XDG_CACHE_HOME to a folder you may write"
+
+
+def _file_name(paths: Sequence[str], kind: Kind) -> str:
+    """Readable, and different for different sets of directories and kinds of device."""
+    words = "-".join(re.sub(r"[^A-Za-z0-9]+", "-", path).strip("-") for path in paths) or "no-disk"
+    digest = hashlib.sha256("\0".join(sorted(paths)).encode()).hexdigest()[:8]
+    return f"{words[:80]}-{kind}-{digest}.json"
+
+
+def find_profile(paths: Sequence[Path] = (), *, kind: Kind | None = None) -> Machine | None:
+    """What was measured here, newest first, with a drive for each of ``paths``, in that order; None if there is none.
+
+    A profile that has all directories is taken before several that have some each. Without ``paths``: the newest
+    profile with its own drives. Directories need not exist yet. ``kind``: of the device that computes; None: any. What
+    is damaged or from another version is left out with a warning, unless it is of just these directories.
+
+    Raises:
+        ConfigError: the stored profile of these directories is damaged or from another version: names it.
+    """
+    kinds: tuple[Kind, ...] = get_args(Kind) if kind is None else (kind,)
+    asked = {_file_name([str(path.resolve()) for path in paths], one) for one in kinds}
+    machines = [machine for machine in _stored(asked) if machine.device.kind in kinds]
+    if not machines:
+        return None
+    if not paths:
+        return machines[0]
+    for machine in machines:
+        drives = [_drive_for(path, machine.drives) for path in paths]
+        if None not in drives:
+            return replace(machine, drives=tuple(drive for drive in drives if drive is not None))
+    every = [drive for machine in machines for drive in machine.drives]
+    found = [_drive_for(path, every) for path in paths]
+    if None in found:
+        return None
+    return replace(machines[0], drives=tuple(drive for drive in found if drive is not None))
+
+
+def _stored(needed: Collection[str]) -> Iterator[Machine]:
+    """Every stored profile that can be read, newest first. ``needed``: names of files that must be readable."""
+    files = sorted(profile_folder().glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    for file in files:
+        try:
+            machine = load_machine(file)
+        except ConfigError as error:
+            if file.name in needed:
+                raise
+            warnings.warn(f"a stored machine profile is left out: {error}", stacklevel=3)
+        else:
+            yield machine
+
+
+def _drive_for(path: Path, drives: Sequence[Drive]) -> Drive | None:
+    """The drive that was measured in this directory, or else on its file system; its path is then ``path``."""
+    real = path.resolve()
+    same = next((drive for drive in drives if Path(drive.path) == real), None)
+    if same is None:
+        here = _file_system(real)
+        same = next((drive for drive in drives if _file_system(Path(drive.path)) == here), None)
+    return None if same is None else replace(same, path=str(real))
+
+
+def on_directories(machine: Machine, paths: Sequence[Path]) -> Machine:
+    """A machine that was named, with as many of its drives as a budget has directories, in their order.
+
+    A directory is on the drive that was measured there, else on one of its file system, else on the next that is left:
+    the machine may be another one. Without ``paths`` the machine keeps its drives.
+
+    Raises:
+        ConfigError: it has fewer drives.
+    """
+    if not paths:
+        return machine
+    if len(paths) > len(machine.drives):
+        there = f"{len(machine.drives) or 'no'} drive{'s' * (len(machine.drives) != 1)}"
+        wanted = "a directory is" if len(paths) == 1 else f"{len(paths)} directories are"
+        raise ConfigError(
+            f"the profile of {machine.name} has {there}, but {wanted} given as budget.disk: give one directory for "
+            "each drive, or plan for a machine with more drives"
+        )
+    left, found = list(machine.drives), dict[int, Drive]()
+    for fits in (_is_there, _is_beside, lambda path, drive: True):
+        for i, path in enumerate(paths):
+            drive = next((drive for drive in left if i not in found and fits(path.resolve(), drive)), None)
+            if drive is not None:
+                left.remove(drive)
+                found[i] = replace(drive, path=str(path.resolve()))
+    return replace(machine, drives=tuple(found[i] for i in range(len(paths))))
+
+
+def _is_there(path: Path, drive: Drive) -> bool:
+    return Path(drive.path) == path
+
+
+def _is_beside(path: Path, drive: Drive) -> bool:
+    return Path(drive.path).is_dir() and _file_system(Path(drive.path)) == _file_system(path)
+
+
+def check_device(machine: Machine, device: str) -> None:
+    """Refuse to plan for a machine that computes on another kind of device than ``device`` (``"cpu"``, ``"cuda:0"``).
+
+    Raises:
+        ConfigError: it does.
+    """
+    if device.partition(":")[0] != machine.device.kind:
+        raise ConfigError(
+            f"device={device!r}, but the profile of {machine.name} is of a machine that computes on "
+            f"{machine.device.kind}: choose another device or another machine"
+        )
+
+
+def _file_system(path: Path) -> int | None:
+    """The number of the file system that a directory is on, or will be on once it is made."""
+    for folder in (path, *path.parents):
+        with suppress(OSError):
+            return folder.stat().st_dev
+    return None
+
+
+def shipped_names() -> tuple[str, ...]:
+    """The machines whose profiles ship with the package."""
+    folder = resources.files("penstock.hardware") / "machines"
+    return tuple(sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json")))
+
+
+def shipped_machine(name: str) -> Machine:
+    """A shipped profile by its name, such as ``a100-40g``. What its figures are from: docs/machines.md.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in shipped_names():
+        raise ConfigError(f"there is no machine {name!r}. Known: {', '.join(shipped_names())}; {_HOW}")
+    text = (resources.files("penstock.hardware") / "machines" / f"{name}.json").read_text(encoding="utf-8")
+    return parse_machine(text, f"machine {name}")
+
+
+def machine_named(word: str) -> Machine:
+    """What ``--machine`` means: a profile's file, if there is one or the word looks like one, else a shipped name.
+
+    Raises:
+        ConfigError: neither, or the file is no profile.
+    """
+    if word.endswith(".json") or "/" in word or Path(word).is_file():
+        return load_machine(Path(word))
+    return shipped_machine(word)

@@ -1,0 +1,281 @@
+"""What would help, in numbers: the plan is made again with one thing changed, and compared.
+
+First by the linear program, on both sides for one chunk size. The best few of these are then searched for and simulated
+like the plan itself, if its schedule is small enough for that to take no time; it can be less than the program promises
+where a step is so short that filling and draining the lanes counts. Where nothing fits, the smallest change that makes
+it fit is found by bisection.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from penstock.config import TIERS, Tier, format_size
+from penstock.errors import BudgetError
+from penstock.hardware.crossing import with_faster_link
+from penstock.hardware.machine import Drive, Machine
+from penstock.planner.fit import Family
+from penstock.planner.question import Question
+from penstock.planner.search import Choice, estimate, fits, hopeless, search, smallest_programs
+from penstock.planner.task import Task
+
+WORTH_SAYING = 1.02
+_SIMULATED, _SMALL, _OPS = 3, 4_000, 8_000
+"""advice to simulate, ops of a plan up to which it is, and ops for each"""
+_MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
+_MOST = 1 << 52
+"""bytes beyond which a tier is no answer"""
+_STEPS = 16
+_KINDS = ("weights", "state", "gradients", "checkpoints")
+_DRIVE = Drive(path="a drive", read=1e9, write=1e9, read_both=1e9, write_both=1e9, free=_MOST)
+"""stands for one that is not there, when all that is asked is whether something would fit"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A change, and the factor on tokens/s that it gives. ``simulated``: by the simulator, not the linear program."""
+
+    change: str
+    gain: float
+    simulated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variant:
+    change: str
+    task: Task
+    micro_batch_size: int
+    micro_batches: int
+    family: Family | None = None
+
+    @property
+    def sequences(self) -> int:
+        return self.micro_batch_size * self.micro_batches
+
+    def question(self, chosen: Family) -> Question:
+        task = replace(self.task, families=(self.family or chosen,))
+        return task.question(self.micro_batch_size, self.micro_batches)
+
+
+def advice(task: Task, micro_batch_size: int, choice: Choice) -> tuple[Advice, ...]:
+    """What would raise tokens/s by 2% or more over a choice, best first."""
+    request = choice.request
+    now = _Variant(change="", task=task, micro_batch_size=micro_batch_size, micro_batches=request.micro_batches)
+    before = estimate(now.question(request.family), request.family)
+    if before is None:
+        return ()
+    promised = []
+    for variant in _variants(task, micro_batch_size, request.micro_batches, request.family):
+        seconds = estimate(variant.question(request.family), variant.family or request.family)
+        if seconds is not None:
+            promised.append((before / seconds * variant.sequences / now.sequences, variant))
+    promised.sort(key=lambda item: -item[0])
+    worth = [item for item in promised if item[0] >= WORTH_SAYING]
+    count = _SIMULATED if len(choice.plan.schedule.ops) <= _SMALL else 0
+    found = [a for _, variant in worth[:count] if (a := _simulated(variant, now, choice)) is not None]
+    found += [Advice(change=variant.change, gain=gain, simulated=False) for gain, variant in worth[count:]]
+    return tuple(sorted((a for a in found if a.gain >= WORTH_SAYING), key=lambda a: -a.gain))
+
+
+def _simulated(variant: _Variant, now: _Variant, choice: Choice) -> Advice | None:
+    """The advice with a simulated gain; None where shares would fit, but no whole groups do."""
+    try:
+        seconds = search(replace(variant.question(choice.request.family), simulated_ops=_OPS)).expected_seconds
+    except BudgetError:
+        return None
+    gain = choice.expected_seconds / seconds * variant.sequences / now.sequences
+    return Advice(change=variant.change, gain=gain, simulated=True)
+
+
+def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Variant]:
+    def variant(change: str, changed: Task, size: int = size, count: int = count) -> _Variant:
+        return _Variant(change=change, task=changed, micro_batch_size=size, micro_batches=count)
+
+    budget, machine = task.budget, task.machine
+    more = _more(budget.host_bytes, _MORE_HOST)
+    yield variant(
+        f"{format_size(more)} more host memory", replace(task, budget=replace(budget, host=budget.host_bytes + more))
+    )
+    more = _more(budget.device_bytes, _MORE_DEVICE)
+    bigger = replace(budget, device=budget.device_bytes + more)
+    yield variant(f"{format_size(more)} more device memory", replace(task, budget=bigger))
+    if budget.disk_paths:
+        n = len(machine.drives)
+        drives = replace(machine, drives=machine.drives * 2)
+        words = "a second drive like the first" if n == 1 else f"{2 * n} such drives instead of {n}"
+        yield variant(words, replace(task, machine=drives, disk_free=2 * task.disk_free))
+    if machine.device.kind == "cuda":
+        yield variant(
+            "a link between host and device twice as fast", replace(task, machine=with_faster_link(machine, 2.0))
+        )
+    yield variant("a device that computes twice as fast", replace(task, machine=_faster_device(machine)))
+    rates = {name: 2 * rate for name, rate in machine.host.optimizer.items()}
+    faster = replace(machine, host=replace(machine.host, optimizer=rates))
+    yield variant("an optimizer on the host twice as fast (more cores, faster memory)", replace(task, machine=faster))
+    more_m = max(count + 1, count * 3 // 2)
+    yield variant(f"M = {more_m} micro-batches instead of {count}", task, count=more_m)
+    if count % 2 == 0:
+        words = f"{count // 2} micro-batches of {2 * size} sequences instead of {count} of {size}"
+        yield variant(words, task, size=2 * size, count=count // 2)
+    if size % 2 == 0:
+        words = f"{2 * count} micro-batches of {size // 2} sequences instead of {count} of {size}"
+        yield variant(words, task, size=size // 2, count=2 * count)
+    if task.waits and task.precision != "fp16":
+        yield variant("no gradient clipping, so that the optimizer need not wait", _unclipped(task))
+    kinds = ("weights", "gradients", "checkpoints") if budget.durability == "step" else _KINDS
+    pins = [kind for kind in kinds if getattr(budget, kind) is not None]
+    if pins:
+        free = replace(budget, weights=None, state=None, gradients=None, checkpoints=None).with_pins(task.precision)
+        words = ", ".join(f"budget.{kind}" for kind in pins)
+        yield variant(f"tiers chosen by the planner instead of {words}", replace(task, budget=free))
+    if task.grad_dtype == "fp32":
+        words = "grad_dtype bf16: gradients are rounded before norm and optimizer, which changes the numbers"
+        yield variant(words, replace(task, grad_dtype="bf16"))
+    if task.speculate is False and task.may_speculate:
+        yield variant("speculate: steps before the norm is known", replace(task, speculate=None))
+    if task.delay is not None and chosen == "vertical":
+        yield variant("a delay that the planner chooses", replace(task, delay=None))
+    if chosen == "horizontal":
+        yield replace(variant("schedule: vertical instead of horizontal", task), family="vertical")
+
+
+def _unclipped(task: Task) -> Task:
+    return replace(task, waits=False, speculate=None)
+
+
+def _more(now: int, step: int) -> int:
+    """A step that is worth a thought: the usual one, or as much again of a small budget."""
+    return step if now >= step else now
+
+
+def _faster_device(machine: Machine) -> Machine:
+    flops = {precision: 2 * rate for precision, rate in machine.device.flops.items()}
+    return replace(machine, device=replace(machine.device, flops=flops))
+
+
+# ---- what does not fit
+
+
+def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetError) -> BudgetError:
+    """The error for what does not fit: each tier's smallest growth that makes it fit, the smallest one first."""
+    growth: list[tuple[int, str]] = []
+    question = task.question(micro_batch_size, micro_batches)
+    if (never := hopeless(question)) is not None:
+        return BudgetError(f"{_cut(task, micro_batch_size, micro_batches)} cannot be planned: {never}")
+    for tier in _tiers(task):
+        given = _given(task, tier)
+        needed = _verified(task, micro_batch_size, micro_batches, tier, smallest(question, tier))
+        if needed is not None and needed > given:
+            more = round_up(needed - given)
+            growth.append((more, f"{format_size(more)} more {tier} ({format_size(needed)} in all)"))
+    if not growth:
+        words = " More of one tier alone does not help."
+        if _fits_on_disk(task, micro_batch_size, micro_batches):
+            words += " A directory on disk (budget.disk) does."
+        return BudgetError(f"{_does_not_fit(task, micro_batch_size, micro_batches)}{words} {why}")
+    first, *others = [words for _, words in sorted(growth)]
+    text = f"{_does_not_fit(task, micro_batch_size, micro_batches)} The smallest change that makes it fit: {first}"
+    if _fits_on_disk(task, micro_batch_size, micro_batches):
+        others.append("a directory on disk (budget.disk)")
+    return BudgetError(text + (f"; or {', or '.join(others)}" if others else ""))
+
+
+def _verified(task: Task, size: int, count: int, tier: Tier, needed: int | None) -> int | None:
+    """A size of a tier as it is printed, not below ``needed``, with which the search does find something."""
+    for _ in range(_STEPS):
+        if needed is None:
+            return None
+        needed = round_up(needed)
+        if fits(_with(task, tier, needed).question(size, count)):
+            return needed
+        needed += max(needed // 64, 1)
+    return None
+
+
+def round_up(nbytes: int) -> int:
+    """The least size with three digits in the unit in which it is printed that is no smaller."""
+    unit = 1
+    while nbytes / unit >= 999.5 and unit < 1 << 40:
+        unit *= 1024
+    digits = max(2 - math.floor(math.log10(max(nbytes / unit, 1))), 0)
+    return nbytes if unit == 1 else int(math.ceil(nbytes / unit * 10**digits) / 10**digits * unit)
+
+
+def _with(task: Task, tier: Tier, nbytes: int) -> Task:
+    if tier == "disk":
+        return replace(task, disk_free=nbytes)
+    device, host = (nbytes if tier == name else _given(task, name) for name in TIERS[:2])
+    return replace(task, budget=replace(task.budget, device=device, host=host))
+
+
+def _fits_on_disk(task: Task, size: int, count: int) -> bool:
+    """Whether a directory on disk, where there is none, makes it fit: on the machine's drives, or on one with room."""
+    if task.budget.disk_paths:
+        return False
+    known = bool(task.machine.drives)
+    drives = task.machine.drives or (_DRIVE,)
+    there = replace(
+        task,
+        machine=replace(task.machine, drives=drives),
+        budget=replace(task.budget, disk=[drive.path for drive in drives]),
+        disk_free=task.disk_free if known else _MOST,
+    )
+    return fits(there.question(size, count))
+
+
+def _tiers(task: Task) -> tuple[Tier, ...]:
+    """Those that a plan may use."""
+    return TIERS if task.budget.disk_paths else TIERS[:2]
+
+
+def _does_not_fit(task: Task, size: int, count: int) -> str:
+    given = ", ".join(f"{format_size(_given(task, tier))} of {tier}" for tier in _tiers(task))
+    question = task.question(size, count)
+    large = fits(replace(question, most_ops=None))
+    but = f" with a schedule of at most {question.most_ops:,} ops, and larger ones are not planned" if large else ""
+    return f"{_cut(task, size, count)} does not fit in {given}{but}."
+
+
+def _cut(task: Task, size: int, count: int) -> str:
+    cut = f"{count} micro-batches" if count > 1 else "one micro-batch"
+    return f"{task.shape.name} with {cut} of {size} x {task.sequence_length} tokens"
+
+
+def _given(task: Task, tier: Tier) -> int:
+    return {"device": task.budget.device_bytes, "host": task.budget.host_bytes, "disk": task.disk_free}[tier]
+
+
+def smallest(question: Question, tier: Tier) -> int | None:
+    """The smallest size of a tier with which something fits, to one part in 256 upwards; None if none does."""
+    programs = smallest_programs(question)
+    if not programs:
+        return None
+    index = TIERS.index(tier)
+
+    def enough(nbytes: int, *, integer: bool = False) -> bool:
+        for lp in programs:
+            lp.budget[index] = nbytes
+            for tiers in product(lp.checkpoint_tiers, lp.gradient_tiers):
+                if lp.solve(*tiers, integer=integer) is not None:
+                    return True
+        return False
+
+    size = _bisect(enough, max(int(programs[0].budget[index]), 1 << 20))
+    for _ in range(_STEPS):  # shares fit in a little less than whole groups
+        if size is None or enough(size, integer=True):
+            return size
+        size += size // 256
+    return size
+
+
+def _bisect(fits: Callable[[int], bool], low: int) -> int | None:
+    if not fits(_MOST):
+        return None
+    high = low
+    while not fits(high):
+        low, high = high, 2 * high
+    while high - low > high // 256:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

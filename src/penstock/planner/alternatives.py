@@ -1,0 +1,159 @@
+"""The means by which a plan's step comes to its numbers, beside those that it could have had instead, and their costs.
+
+Where the schedule is small each alternative is searched for and simulated like the plan itself; else the linear program
+places it anew for the plan's own chunks, and its estimate has to do.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from penstock.errors import BudgetError
+from penstock.planner.fit import Request
+from penstock.planner.lane_loads import Loads, by_lane
+from penstock.planner.means import steps_early
+from penstock.planner.proposals import Proposals
+from penstock.planner.question import Question
+from penstock.planner.search import Choice, search
+from penstock.schedule.place import Settings
+from penstock.schedule.provision import Provision
+from penstock.sim.costs import Costs
+
+Way = Literal["speculate", "wait, gradients in host memory", "wait, gradients on disk", "no norm needed"]
+
+_SMALL, _OPS = 4_000, 5_000
+"""ops of a plan up to which alternatives are simulated, and ops for each"""
+_BYTES = Costs(name="bytes", seconds=lambda op: float(op.nbytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """One way to come to a step's numbers, and what it costs.
+
+    ``seconds``: of a step on average, and ``disk_bytes``: read and written by one on average: steps that are run twice
+    count as often as is expected. ``held_bytes``: host memory for gradients that wait there, for the norm or for the
+    next step's forward. ``delay``: the delay ratio. ``simulated``: by the simulator, not the linear program.
+    """
+
+    way: Way
+    delay: float
+    seconds: float
+    held_bytes: int
+    disk_bytes: int
+    simulated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternatives:
+    """``chosen``: the plan's own means. ``others``: the other ways that fit, fastest first, with delays chosen as for
+    the plan. ``undelayed``: the same way without a delay, where the plan has one and that fits. ``gain_of_delay``: the
+    factor on tokens/s over that, both by the simulator or both by the linear program."""
+
+    chosen: Means
+    others: tuple[Means, ...]
+    undelayed: Means | None
+    gain_of_delay: float | None
+
+
+def alternatives(choice: Choice) -> Alternatives:
+    """A choice's means, and what the others would cost."""
+    request, settings = choice.request, choice.plan.settings
+    own = way_of(request, settings)
+    moved = choice.plan.schedule.bytes_per_lane()
+    chosen = Means(
+        way=own,
+        delay=settings.delay,
+        seconds=choice.expected_seconds,
+        held_bytes=_held_bytes(request, settings),
+        disk_bytes=round(choice.question.expected(float(moved["read"] + moved["write"]), settings)),
+        simulated=True,
+    )
+    others = [found for other in _ways(request) if other.way != own and (found := _cost(choice, other)) is not None]
+    undelayed = gain = None
+    if settings.delay:
+        undelayed = _cost(choice, _Way(way=own, request=replace(_pinned(request, own), delay=0.0)))
+    if undelayed is not None:
+        gain = undelayed.seconds / (chosen.seconds if undelayed.simulated else choice.estimate)
+    others.sort(key=lambda means: means.seconds)
+    return Alternatives(chosen=chosen, others=tuple(others), undelayed=undelayed, gain_of_delay=gain)
+
+
+def way_of(request: Request, settings: Settings) -> Way:
+    """The way that a request's settings come to a step's numbers."""
+    if not request.wait:
+        return "no norm needed"
+    if steps_early(request.program, settings):
+        return "speculate"
+    return "wait, gradients on disk" if settings.place.gradients == "disk" else "wait, gradients in host memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """A way, and the request that forces it."""
+
+    way: Way
+    request: Request
+
+
+def _ways(request: Request) -> Iterator[_Way]:
+    if not request.wait:
+        return
+    names: list[Way] = ["speculate"] * request.may_speculate
+    if request.budget.gradients != "disk":
+        names.append("wait, gradients in host memory")
+    if request.budget.gradients != "host" and request.bottom == "disk":
+        names.append("wait, gradients on disk")
+    for way in names:
+        yield _Way(way=way, request=_pinned(request, way))
+
+
+def _pinned(request: Request, way: Way) -> Request:
+    if way in ("speculate", "no norm needed"):
+        return replace(request, speculate=way == "speculate")
+    tier: Literal["host", "disk"] = "disk" if way == "wait, gradients on disk" else "host"
+    return replace(request, speculate=False, budget=replace(request.budget, gradients=tier))
+
+
+def _cost(choice: Choice, other: _Way) -> Means | None:
+    """What a way costs; None if it does not fit, or turns out to be another one (nothing is left to speculate)."""
+    question = replace(choice.question, request=other.request, families=(other.request.family,))
+    simulated = len(choice.plan.schedule.ops) <= _SMALL
+    found = _searched(question) if simulated else _estimated(question, choice.plan.settings)
+    if found is None or way_of(other.request, found[0]) != other.way:
+        return None
+    settings, seconds = found
+    lanes = by_lane(Loads(other.request, settings, _BYTES).of(settings.place))
+    return Means(
+        way=other.way,
+        delay=settings.delay,
+        seconds=seconds,
+        held_bytes=_held_bytes(other.request, settings),
+        disk_bytes=round(question.expected(lanes["read"] + lanes["write"], settings)),
+        simulated=simulated,
+    )
+
+
+def _searched(question: Question) -> tuple[Settings, float] | None:
+    try:
+        choice = search(replace(question, simulated_ops=_OPS))
+    except BudgetError:
+        return None
+    return choice.plan.settings, choice.expected_seconds
+
+
+def _estimated(question: Question, like: Settings) -> tuple[Settings, float] | None:
+    """The linear program's best for the chunks of a plan."""
+    proposals = Proposals(question)
+    (request,) = question.requests
+    delay = like.delay if request.delay is None else request.delay
+    found = proposals.at(request, like.chunk, delay)
+    if not found:
+        return None
+    best = min(found, key=lambda proposal: proposal.estimate)
+    return best.settings, best.estimate
+
+
+def _held_bytes(request: Request, settings: Settings) -> int:
+    provision = Provision(request.route, settings)
+    uses = ((g, use) for g in provision.streamed() for use in range(len(request.route.uses[g])))
+    return sum(provision.held_count(g, use) for g, use in uses) * settings.chunk * provision.widest_gradient

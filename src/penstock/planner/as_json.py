@@ -1,0 +1,138 @@
+"""A plan's report as plain data."""
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.config import TIERS, Tier
+from penstock.planner.alternatives import Alternatives, Means
+from penstock.planner.durability import kill_seconds
+from penstock.planner.forecast import Forecast
+from penstock.planner.means import steps_early
+
+if TYPE_CHECKING:
+    from penstock.planner.ask import PlanReport
+
+
+def as_json(report: "PlanReport") -> dict[str, Any]:
+    """Seconds, bytes, tokens, sequences; shares and factors as plain numbers."""
+    f, task = report.forecast, report.forecast.task
+    return {
+        "model": {"name": task.shape.name, "parameters": f.parameters},
+        "machine": task.machine.name,
+        "fits": f.beyond_machine is None,
+        "step": {
+            "seconds": f.step_seconds,
+            "expected_seconds": f.choice.expected_seconds,
+            "repeats": f.repeats,
+            "tokens": f.tokens,
+            "tokens_per_second": f.tokens_per_second,
+            "mfu": f.mfu,
+            "peak_flops": f.peak_flops,
+            "limit_seconds": f.limit_seconds,
+            "bottleneck": f.bottleneck,
+            "phases": {phase: {"lane": lane, "seconds": s} for phase, (lane, s) in f.phases.items()},
+        },
+        "plan": _plan(f),
+        "means": _means(report.alternatives),
+        "lanes": {
+            lane: {"bytes": x.nbytes, "work_seconds": x.work, "busy_seconds": x.busy} for lane, x in f.lanes.items()
+        },
+        "memory": {
+            "budget": {
+                "device": task.budget.device_bytes,
+                "host": task.budget.host_bytes,
+                "disk": task.disk_free,
+            },
+            **{phase: dict(sizes) for phase, sizes in f.memory.items()},
+            "simulated_peak": dict(f.simulated_peak),
+        },
+        "disk": {
+            "space": f.disk_bytes,
+            "at_home": f.choice.plan.disk_bytes,
+            "scratch": f.scratch_bytes,
+            "snapshot": f.snapshot_bytes,
+            "written_per_step": f.wear.written_bytes,
+            "written_per_parameter": f.wear.per_parameter,
+            "tbw": f.wear.tbw,
+            "days": f.wear.days,
+            "steps": f.wear.steps,
+        },
+        "durability": _durability(report),
+        "batches": [
+            {"sequences": p.batch, "tokens": p.tokens, "tokens_per_second": dict(p.tokens_per_second)}
+            for p in report.curve
+        ],
+        "roofline": {
+            "compute_tokens_per_second": report.roofline.compute_tokens_per_second,
+            "disk_seconds": report.roofline.disk_seconds,
+            "host_seconds": report.roofline.host_seconds,
+            "link_seconds": report.roofline.link_seconds,
+            "balance_tokens": report.roofline.balance_tokens,
+            "disk_tokens": report.roofline.disk_tokens,
+        },
+        "advice": [{"change": a.change, "gain": a.gain, "simulated": a.simulated} for a in report.advice],
+        "notes": list(report.notes),
+        "search": {
+            "estimate_seconds": f.choice.estimate,
+            "considered": f.choice.considered,
+            "simulated": f.choice.simulated,
+        },
+    }
+
+
+def _durability(report: "PlanReport") -> dict[str, Any]:
+    task, weighed = report.forecast.task, report.weighed
+    return {
+        "kept": task.budget.durability,
+        "kill_seconds": kill_seconds(task, report.forecast.choice),
+        "step_seconds": None
+        if weighed is None
+        else {"step": weighed.step, "interval": weighed.interval, "none": weighed.none},
+    }
+
+
+def _plan(f: Forecast) -> dict[str, Any]:
+    settings, task = f.choice.plan.settings, f.task
+    place = settings.place
+    return {
+        "schedule": f.choice.request.family,
+        "micro_batches": f.micro_batches,
+        "micro_batch_size": f.micro_batch_size,
+        "sequence_length": task.sequence_length,
+        "delay": settings.delay,
+        "precision": task.precision,
+        "grad_dtype": task.grad_dtype,
+        "cast": settings.cast if task.grad_dtype != "fp32" else None,
+        "optimizer": task.optimizer,
+        "waits_for_norm": task.waits,
+        "speculates": steps_early(f.choice.plan.program, settings),
+        "chunk": settings.chunk,
+        "depths": {name: getattr(settings.depths, name) for name in settings.depths.__dataclass_fields__},
+        "weights": shares(f, place.weights, frozen=True),
+        "state": shares(f, place.state, frozen=False),
+        "checkpoints": place.checkpoints,
+        "gradients": place.gradients if f.gradients_wait else None,
+        "ops": len(f.choice.plan.schedule.ops),
+    }
+
+
+def _means(found: Alternatives) -> dict[str, Any]:
+    return {
+        "chosen": _one_means(found.chosen),
+        "others": [_one_means(means) for means in found.others],
+        "undelayed": None if found.undelayed is None else _one_means(found.undelayed),
+        "gain_of_delay": found.gain_of_delay,
+    }
+
+
+def _one_means(means: Means) -> dict[str, Any]:
+    return {name: getattr(means, name) for name in Means.__dataclass_fields__}
+
+
+def shares(f: Forecast, tiers: tuple[Tier, ...], *, frozen: bool) -> dict[Tier, float]:
+    """Share of the elements on each tier that has any; ``frozen``: count those that are not trained, too."""
+    groups = f.choice.request.program.groups
+    sizes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+    for group, tier in zip(groups, tiers, strict=True):
+        sizes[tier] += group.numel if frozen else group.trainable
+    total = max(sum(sizes.values()), 1)
+    return {tier: n / total for tier, n in sizes.items() if n}

@@ -1,0 +1,320 @@
+"""``penstock.plan(...)``: the best way to run a model on a machine, and what to expect of it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Budget, GradDtype, OptimizerName, Precision, Tier, format_size
+from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.machine import Machine
+from penstock.hardware.profiles import find_profile, machine_named, on_directories
+from penstock.planner.advice import Advice, advice, refusal
+from penstock.planner.alternatives import Alternatives, alternatives
+from penstock.planner.arguments import (
+    check_amounts,
+    check_asked_means,
+    check_choices,
+    check_disk,
+    check_sources,
+    check_split,
+)
+from penstock.planner.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
+from penstock.planner.durability import Weighed, settled, undecided, weigh
+from penstock.planner.fit import Family, Plan
+from penstock.planner.forecast import Forecast, forecast
+from penstock.planner.means import REPEATS, with_pinned_gradients
+from penstock.planner.roofline import Roofline, roofline
+from penstock.planner.search import Choice, search
+from penstock.planner.task import MOMENTS, Task, free_bytes, own_budget
+from penstock.shape.huggingface import model_shape
+from penstock.shape.meta import Kind
+from penstock.shape.model import ModelShape
+
+_FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanReport:
+    """The best plan found, and what to expect of it.
+
+    | attribute | meaning |
+    |---|---|
+    | ``forecast`` | the plan's step: time, tokens/s, MFU, bottleneck, bytes, memory, wear |
+    | ``curve`` | vertical and horizontal over the global batch, by the linear program |
+    | ``roofline`` | what compute, disk, host and link allow with all state on disk |
+    | ``alternatives`` | how a step comes to its numbers (waiting, speculating, a delay), and other ways |
+    | ``advice`` | what would make it faster, best first |
+    | ``notes`` | what to know about the machine's profile and the budget |
+    | ``weighed`` | what a step takes by durability, where there is a choice; None: there is none |
+    """
+
+    forecast: Forecast
+    curve: tuple[Point, ...]
+    roofline: Roofline
+    alternatives: Alternatives
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+    weighed: Weighed | None
+
+    def __repr__(self) -> str:
+        f = self.forecast
+        return (
+            f"<PlanReport of {f.task.shape.name} on {f.task.machine.name}: {f.step_seconds:.3g} s a step, "
+            f"{f.tokens_per_second:,.0f} tokens/s, bound by {f.bottleneck}>"
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """Schedule, placement, chunk size and depths."""
+        return self.forecast.choice.plan
+
+    @cached_property
+    def json(self) -> dict[str, Any]:
+        """Everything as plain data, in seconds, bytes and tokens."""
+        from penstock.planner.as_json import as_json
+
+        return as_json(self)
+
+
+def plan(
+    model: str | Path | Mapping[str, Any] | ModelShape,
+    *,
+    machine: str | Path | Machine | None = None,
+    budget: Budget | None = None,
+    batch: int | None = None,
+    micro_batches: int | None = None,
+    micro_batch_size: int | None = None,
+    sequence_length: int = 2048,
+    precision: Precision | None = None,
+    grad_dtype: GradDtype = "fp32",
+    optimizer: OptimizerName = "adamw",
+    momentum: bool = False,
+    clip_grad_norm: float | None = None,
+    schedule: Family | None = None,
+    speculate: bool | None = None,
+    delay: float | None = None,
+    disk_free: int | None = None,
+    tbw: float | None = None,
+) -> PlanReport:
+    """Plan the training of a model on a machine. Loads no weights; needs neither the machine nor a GPU.
+
+    Args:
+        model: the name of a model that ships (``"gpt-65b"``), the path of a Hugging Face ``config.json`` or of its
+            folder, such a configuration as a mapping, or a ``ModelShape`` (``penstock.shape.meta.from_callable`` makes
+            one of any module).
+        machine: a profile, its file, or the name of one that ships (``"a100-40g"``); None: what ``penstock doctor`` has
+            stored for this host and the budget's directories. It computes with as many of its drives as the budget has
+            directories.
+        budget: memory and directories; None: most of the machine's memory, and its drives.
+        batch: sequences in a step; it is cut into micro-batches as is best. None with no ``micro_batches``: the
+            smallest batch with which more would gain less than 3%.
+        micro_batches, micro_batch_size: how a step is cut, instead of ``batch``; both or neither.
+        sequence_length: tokens in a sequence.
+        precision: None: bf16 on a GPU, fp32 on a CPU.
+        grad_dtype: what gradients are rounded to before norm and optimizer. With ``"bf16"`` they are rounded on the
+            device, where that is faster, and half as many bytes go to the host.
+        optimizer: its name; ``momentum``: whether ``"sgd"`` has it.
+        clip_grad_norm: None: no clipping, and the optimizer overlaps with the backward without more ado.
+        schedule: a family; None: the better one.
+        speculate: whether what is on disk is stepped before the gradients' norm is known, and a step that is clipped is
+            run again (5% are expected to be); None: if that is faster than waiting. Only with clipping or fp16.
+        delay: the share of the optimizer's steps that is taken in the next step's forward, 0 to 1; None: the fastest.
+        disk_free: bytes on disk that may be used; None: what the profile says is free.
+        tbw: terabytes that each drive is rated for; None: as in the profile.
+
+    Raises:
+        ConfigError: an argument, the model, or the machine's profile is not usable; says which and why.
+        BudgetError: it does not fit; says the smallest change that makes it fit.
+        ModelError: the model cannot be run block by block.
+    """
+    check_sources(model, machine, budget)
+    check_choices(precision=precision, grad_dtype=grad_dtype, optimizer=optimizer, momentum=momentum, schedule=schedule)
+    check_split(
+        batch=batch,
+        micro_batches=micro_batches,
+        micro_batch_size=micro_batch_size,
+        sequence_length=sequence_length,
+    )
+    check_amounts(clip_grad_norm=clip_grad_norm, disk_free=disk_free, tbw=tbw)
+    check_asked_means(speculate=speculate, delay=delay)
+    found = _machine(machine, budget)
+    if budget is None:
+        budget = own_budget(found, device=None, host=None)
+    check_disk(budget, disk_free=disk_free, tbw=tbw)
+    if tbw is not None:
+        found = rated(found, tbw)
+    if precision is None:
+        precision = "bf16" if found.device.kind == "cuda" else "fp32"
+    waits = clip_grad_norm is not None or precision == "fp16"
+    if budget.gradients is not None and not (waits or delay):
+        raise ConfigError(
+            f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a norm"
+        )
+    speculate = with_pinned_gradients(speculate, delay, budget)
+    task = Task(
+        shape=_shape_of(model, found),
+        machine=found,
+        budget=budget,
+        sequence_length=sequence_length,
+        precision=precision,
+        optimizer=optimizer,
+        moments=MOMENTS[optimizer] + momentum,
+        waits=waits,
+        families=_FAMILIES if schedule is None else (schedule,),
+        disk_free=free_bytes(found) if disk_free is None else disk_free,
+        speculate=speculate,
+        delay=delay,
+        grad_dtype=grad_dtype,
+        repeats=REPEATS if clip_grad_norm is not None else 0.0,
+    )
+    return report(task, batch=batch, split=None if micro_batches is None else (micro_batch_size or 1, micro_batches))
+
+
+def rated(machine: Machine, tbw: float) -> Machine:
+    """The machine with another rating of its drives, in terabytes."""
+    return replace(machine, drives=tuple(replace(drive, tbw=tbw) for drive in machine.drives))
+
+
+def _machine(machine: str | Path | Machine | None, budget: Budget | None) -> Machine:
+    paths = () if budget is None else budget.disk_paths
+    if machine is None:
+        return measured(paths)
+    return on_directories(machine if isinstance(machine, Machine) else machine_named(str(machine)), paths)
+
+
+def measured(paths: tuple[Path, ...], *, kind: Kind | None = None) -> Machine:
+    """The stored profile of this host and the directories. ``kind``: of the device that computes; None: any.
+
+    Raises:
+        ConfigError: there is none; says how to make one.
+    """
+    found = find_profile(paths, kind=kind)
+    if found is None and kind is not None and find_profile(paths) is not None:
+        raise ConfigError(
+            f"what is stored of this machine is for another kind of device than {kind}: penstock train measures it "
+            "anew when it starts, or plan for another machine with --machine"
+        )
+    if found is None:
+        where = " ".join(f"--path {path}" for path in paths)
+        raise ConfigError(
+            "this machine has not been measured"
+            + (f" with {', '.join(map(str, paths))}" if paths else "")
+            + (f" and device={kind!r}" if kind else "")
+            + f": run penstock doctor{' ' + where if where else ''}, or plan for another machine with --machine"
+        )
+    return found
+
+
+def _shape_of(model: str | Path | Mapping[str, Any] | ModelShape, machine: Machine) -> ModelShape:
+    if isinstance(model, str | Path | Mapping):
+        return model_shape(model, kind=machine.device.kind)
+    return model
+
+
+def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | None = None) -> PlanReport:
+    """Plan a task. ``batch``: sequences; ``split``: (sequences in a micro-batch, micro-batches), instead of ``batch``.
+
+    Raises:
+        BudgetError: it does not fit; says the smallest change that makes it fit.
+    """
+    task, choice, size, weighed = _settled(task, batch, split)
+    found = forecast(task, choice, size)
+    batch = size * choice.request.micro_batches
+    points = curve(task, size, until=4 * batch, also=batch)
+    return PlanReport(
+        forecast=found,
+        curve=tuple(points),
+        roofline=roofline(choice.question, task.profile(size).tokens),
+        alternatives=alternatives(choice),
+        advice=advice(task, size, choice),
+        notes=(*_notes(task), *_beyond(found)),
+        weighed=weighed,
+    )
+
+
+def _settled(task: Task, batch: int | None, split: tuple[int, int] | None) -> tuple[Task, Choice, int, Weighed | None]:
+    """The task with the durability that it names, or gets; the plan, its sequences in a micro-batch, and what each
+    durability takes, where there is a choice.
+
+    Every step is durable unless that costs too much: which is known once it is known how the batch is cut.
+    """
+    if not undecided(task):
+        named = settled(task)
+        choice, size = _found(named, batch, split)
+        may = task.budget.may_keep_every_step(task.precision)
+        return named, choice, size, weigh(task, size, choice.request.micro_batches) if may else None
+    named = settled(task, "step")
+    try:
+        choice, size = _found(named, batch, split)
+    except BudgetError as error:
+        named = settled(task, "interval")
+        try:
+            choice, size = _found(named, batch, split)
+        except BudgetError:
+            raise error from None
+    weighed = weigh(task, size, choice.request.micro_batches)
+    if weighed.default == "interval" and named.budget.durability == "step":
+        named = settled(task, "interval")
+        choice, size = _found(named, batch, split)
+    return named, choice, size, weighed
+
+
+def _found(task: Task, batch: int | None, split: tuple[int, int] | None) -> tuple[Choice, int]:
+    """The best plan for a batch, or for one way to cut it, and the sequences in a micro-batch."""
+    if split is None:
+        choice, chosen = _chosen(task, batch)
+        return choice, chosen.micro_batch_size
+    if split[1] > MOST_MICRO_BATCHES:
+        raise ConfigError(f"{split[1]} micro-batches: at most {MOST_MICRO_BATCHES} can be planned; use larger ones")
+    try:
+        return search(task.question(*split)), split[0]
+    except BudgetError as error:
+        raise refusal(task, *split, error) from None
+
+
+def _chosen(task: Task, batch: int | None) -> tuple[Choice, Split]:
+    try:
+        if batch is None:
+            batch = saturating(task)
+        return choose(task, batch)
+    except BudgetError as error:
+        refused = refusal(task, *cuts(batch or 1)[0], error)
+        smaller = next((n for n in _halves(batch or 1) if splits(task, n)), None)
+        more = "" if smaller is None else f". Or a smaller batch: {smaller} sequences fit"
+        raise BudgetError(f"{refused}{more}") from None
+
+
+def _halves(batch: int) -> Iterator[int]:
+    while batch > 1:
+        batch //= 2
+        yield batch
+
+
+def _beyond(found: Forecast) -> Iterator[str]:
+    """What loading, saving or resuming takes beyond the budget that training keeps to."""
+    if found.beyond_machine is not None:
+        yield f"it does not fit into the machine: {found.beyond_machine}"
+    given: dict[Tier, int] = {"device": found.task.budget.device_bytes, "host": found.task.budget.host_bytes}
+    for tier, size in given.items():
+        for phase, sizes in found.memory.items():
+            if sizes[tier] > size:
+                yield f"{phase} takes {format_size(sizes[tier] - size)} of {tier} memory beyond the budget"
+
+
+def _notes(task: Task) -> tuple[str, ...]:
+    """What a user should know before trusting the numbers."""
+    machine, budget = task.machine, task.budget
+    notes = list(machine.warnings)
+    for tier, given, there in (
+        ("device", budget.device_bytes, machine.device.memory),
+        ("host", budget.host_bytes, machine.host.memory),
+    ):
+        if given > there:
+            notes.append(f"budget.{tier} is {format_size(given)}, but the machine has {format_size(there)}")
+    if machine.device.kind == "cuda" and budget.host_bytes > machine.host.lockable:
+        notes.append(
+            f"host memory has to be page-locked, and only {format_size(machine.host.lockable)} may be: raise ulimit -l"
+        )
+    return tuple(notes)

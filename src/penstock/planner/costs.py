@@ -1,0 +1,143 @@
+"""From a machine profile and a model's stage times to the costs that the simulator needs."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from penstock.config import GradDtype
+from penstock.errors import ConfigError
+from penstock.hardware.crossing import crossing_of, step_rate
+from penstock.hardware.machine import Drive, Machine
+from penstock.schedule.op import LANES, Lane, Op
+from penstock.schedule.place import BF16, FP32, Format
+from penstock.schedule.program import Program
+from penstock.shape.model import StageTimes
+from penstock.sim.costs import Costs, Pair
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """What all drives of the disk tier do together, striped: bytes/s, alone and in both directions at once."""
+
+    read: float
+    write: float
+    read_both: float
+    write_both: float
+
+    @staticmethod
+    def of(drives: tuple[Drive, ...]) -> "Disk | None":
+        """Extents are striped evenly, so that the slowest drive sets the pace of all."""
+        if not drives:
+            return None
+        count = len(drives)
+        return Disk(
+            read=count * min(d.read for d in drives),
+            write=count * min(d.write for d in drives),
+            read_both=count * min(d.read_both for d in drives),
+            write_both=count * min(d.write_both for d in drives),
+        )
+
+
+def machine_costs(
+    machine: Machine,
+    program: Program,
+    form: Format,
+    times: StageTimes,
+    optimizer: str,
+    *,
+    io_threads: int = 4,
+    grad_dtype: GradDtype = "fp32",
+    narrow: Collection[int] = (),
+) -> Costs:
+    """The costs of a schedule of ``program`` on ``machine``.
+
+    ``optimizer``: key of the machine's optimizer rates, ``"adamw.bf16"``. ``io_threads``: as ``penstock.wrap``.
+    ``grad_dtype``: as in ``Settings``; ``narrow``: groups whose gradients are rounded to it on the device
+    (``schedule.provision``).
+
+    A transfer takes its bytes over the lane's rate, compute what ``times`` say, an optimizer step its parameters over
+    the measured rate; a gradient that is rounded on its way what doctor has measured of that (``crossing``); sums and
+    norms on the host are bound by memory like the step, and take its bytes per second.
+
+    Raises:
+        ConfigError: the machine has no rate for this optimizer.
+    """
+    touched = form.step_bytes()
+    if optimizer not in machine.host.optimizer:
+        known = ", ".join(sorted(machine.host.optimizer)) or "none"
+        raise ConfigError(
+            f"the profile of {machine.name} has no optimizer rate {optimizer}, only {known}: measure it "
+            "with penstock doctor"
+        )
+    steps = {False: step_rate(machine, optimizer, "rounded" if grad_dtype == "bf16" else "fp32") * touched}
+    rounded_down = 0.0
+    if narrow:
+        steps[True] = step_rate(machine, optimizer, "bf16") * form.step_bytes(BF16)
+        rounded_down = BF16 * crossing_of(machine).grad_bf16
+    host = machine.host.optimizer[optimizer] * touched
+    device = machine.device.optimizer.get(optimizer, 0.0) or host / touched
+    disk = Disk.of(machine.drives)
+    rates: dict[Lane, float] = {"h2d": machine.device.h2d, "d2h": machine.device.d2h, "cpu": host}
+    if disk is not None:
+        rates |= {"read": disk.read, "write": disk.write}
+    if machine.network is not None:
+        rates |= {"net": machine.network.bandwidth, "send": machine.network.bandwidth}
+    latency = 0.0 if machine.network is None else machine.network.latency
+    groups = program.groups
+
+    def compute(op: Op) -> float:
+        word = op.word
+        if word.kind in ("F", "E"):
+            return times.forward[word.stage] * op.items
+        if word.kind == "B":
+            return times.backward[word.stage] * op.items
+        if word.kind in ("I", "W"):
+            return times.backward[word.stage] * op.items / 2
+        share = FP32 / touched if word.kind == "ND" else 1.0
+        return groups[word.group].trainable * share / device
+
+    def seconds(op: Op) -> float:
+        lane = op.lane
+        if lane == "compute":
+            return machine.overhead + compute(op)
+        if lane == "recv":
+            return 0.0
+        if lane not in rates:
+            raise KeyError(f"op {op.id} of lane {lane}: {machine.name} has none")
+        word = op.word
+        if word.kind == "OP":
+            return machine.overhead + op.nbytes / steps[word.group in narrow]
+        if word.kind == "DG" and word.group in narrow:
+            return machine.overhead + op.nbytes / rounded_down
+        return machine.overhead + op.nbytes / rates[lane] + (latency if lane in ("net", "send") else 0.0)
+
+    workers = max(1, io_threads // 2)
+    return Costs(
+        name=machine.name,
+        seconds=seconds,
+        contention=contention(machine, disk),
+        widths={"read": workers, "write": workers},
+    )
+
+
+def contention(machine: Machine, disk: Disk | None) -> dict[Pair, float]:
+    """Which lanes slow each other down: measured pairs, and links that do less in both directions at once."""
+    found: dict[Pair, float] = {}
+    lanes: dict[str, Lane] = {lane: lane for lane in LANES}
+    for pair, value in machine.contention.items():
+        a, _, b = pair.partition("+")
+        if a in lanes and b in lanes and value > 0:
+            found[lanes[a], lanes[b]] = value
+    device = machine.device
+    _share(found, ("h2d", "d2h"), (device.h2d, device.d2h), (device.h2d_both, device.d2h_both))
+    if disk is not None:
+        _share(found, ("read", "write"), (disk.read, disk.write), (disk.read_both, disk.write_both))
+    return found
+
+
+def _share(
+    found: dict[Pair, float], lanes: tuple[Lane, Lane], alone: tuple[float, float], both: tuple[float, float]
+) -> None:
+    a, b = lanes
+    for pair, one, two in (((a, b), alone[0], both[0]), ((b, a), alone[1], both[1])):
+        if one > two:
+            found[pair] = one / two - 1

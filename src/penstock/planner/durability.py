@@ -1,0 +1,99 @@
+"""How durable a run is where its settings do not say, and what that costs: with a disk, every step can be, which keeps
+all that is trained there; state in memory is faster where there is room for it, and a kill costs more.
+
+Weighed by the linear program, so that ``penstock plan`` and ``penstock train`` come to the same answer in no time.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from penstock.config import Budget, Durability
+from penstock.errors import ConfigError
+from penstock.planner.search import Choice, estimate
+from penstock.planner.task import Task
+
+TOO_MUCH = 0.10
+"""Share of a step's time that durable steps may cost before a commit every few minutes is enough."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed:
+    """Expected seconds of a step by durability: with all that is trained on disk, with commits of what is in memory now
+    and then, and with none. None: there is no such plan, or it does not fit.
+    """
+
+    step: float | None
+    interval: float | None
+    none: float | None
+
+    @property
+    def default(self) -> Durability:
+        """The durability of a run whose settings name none."""
+        return "interval" if self._cost(self.step, self.interval) > TOO_MUCH else "step"
+
+    def gain(self, durability: Durability) -> tuple[float, float] | None:
+        """What giving ``durability`` up altogether would gain: seconds a step, and their share of it. None: unknown."""
+        now = getattr(self, durability)
+        if now is None or self.none is None or durability == "none":
+            return None
+        return max(now - self.none, 0.0), max(1 - self.none / now, 0.0) if now else 0.0
+
+    @staticmethod
+    def _cost(one: float | None, other: float | None) -> float:
+        if other is None:
+            return 0.0
+        return math.inf if one is None else one / other - 1
+
+
+def weigh(task: Task, micro_batch_size: int, micro_batches: int) -> Weighed:
+    """What each durability takes. The task's budget says where state may live, whatever its durability is."""
+
+    def seconds(durability: Durability) -> float | None:
+        budget = _named(task.budget, durability)
+        try:
+            question = replace(task, budget=budget.with_pins(task.precision)).question(micro_batch_size, micro_batches)
+            found = [estimate(question, family) for family in task.families]
+        except ConfigError:  # a pin or speculate=True is in the way
+            return None
+        return min((s for s in found if s is not None), default=None)
+
+    return Weighed(step=seconds("step"), interval=seconds("interval"), none=seconds("none"))
+
+
+def kill_seconds(task: Task, choice: Choice) -> float | None:
+    """Seconds of work that a kill costs at most; None: all of it.
+
+    A commit of what is in memory begins after a step, soon enough that one step more and the writing end in time, and
+    not before the one before is written.
+    """
+    budget, plan, step = task.budget, choice.plan, choice.expected_seconds
+    if budget.durability == "step":
+        return step * (2 if plan.settings.delay else 1)
+    if budget.durability != "interval":
+        return None
+    written = plan.state_bytes - plan.disk_bytes
+    writing = written / sum(drive.write for drive in task.machine.drives)
+    if budget.interval_seconds is None:
+        assert budget.interval_steps is not None
+        return budget.interval_steps * step + writing
+    return max(budget.interval_seconds, step + 2 * writing)
+
+
+def undecided(task: Task) -> bool:
+    """Whether the planner is to choose between durable steps and state in memory."""
+    return task.budget.durability is None and task.budget.may_keep_every_step(task.precision)
+
+
+def settled(task: Task, chosen: Durability = "step") -> Task:
+    """The task with the durability that its run will have. ``chosen``: where it is ``undecided``."""
+    budget = task.budget
+    if undecided(task):
+        budget = _named(budget, chosen)
+    elif budget.durability is None and budget.disk_paths and budget.slots == 2:  # state is pinned in memory
+        budget = _named(budget, "interval")
+    return replace(task, budget=budget.with_pins(task.precision))
+
+
+def _named(budget: Budget, durability: Durability) -> Budget:
+    interval = budget.interval if durability == "interval" else None
+    return replace(budget, durability=durability, interval=interval)

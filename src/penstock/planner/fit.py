@@ -1,0 +1,429 @@
+"""Fits one step of a program into a budget: what stays on which tier, how large chunks are, how far lanes run ahead.
+
+The order of preference is by bytes saved on the slowest link per byte of memory: checkpoints stay on the device,
+waiting gradients stay in host memory, then weights move up from disk, then optimizer state, as long as there is room.
+Peak memory is not estimated: it is what the schedule's own pools add up to.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Literal
+
+from penstock.config import Budget, GradDtype, Tier, format_size
+from penstock.errors import BudgetError, ConfigError
+from penstock.planner.means import check_means, no_speculation, steps_early
+from penstock.schedule.horizontal import horizontal, horizontal_route
+from penstock.schedule.op import Schedule, peak_bytes
+from penstock.schedule.place import BF16, FP32, Depths, Format, Placement, Settings, Side, checksum_bytes, page_up
+from penstock.schedule.program import ALIGN, Program
+from penstock.schedule.provision import Provision, fixed_bytes, narrow_groups
+from penstock.schedule.route import Route
+from penstock.schedule.vertical import vertical, vertical_route
+
+Family = Literal["vertical", "horizontal"]
+_CHUNKS = tuple(2**power for power in range(21, 15, -1))  # elements: 8 MiB down to 256 KiB of fp32
+_DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
+_HOST_DEPTHS = (Depths(), Depths(stage_in=3, stage_out=3, state=3), Depths(stage_in=2, stage_out=2, state=2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A schedule with what it was built from, and the memory it may use per tier (bytes)."""
+
+    program: Program
+    settings: Settings
+    schedule: Schedule
+    state_bytes: int
+    """weights, fp32 gradients and optimizer state of the whole model"""
+    disk_bytes: int
+    narrow: frozenset[int] = frozenset()
+    """groups whose gradients cross to the host, and wait, in bf16"""
+
+    @property
+    def device_bytes(self) -> int:
+        return self.schedule.peak_bytes("device")
+
+    @property
+    def host_bytes(self) -> int:
+        return self.schedule.peak_bytes("host")
+
+    def describe(self) -> str:
+        """A few lines for people: what lives where, and the peak of each tier."""
+        place = self.settings.place
+
+        def shares(tiers: tuple[Tier, ...]) -> str:
+            sizes: dict[Tier, int] = dict.fromkeys(tiers, 0)
+            for group, tier in zip(self.program.groups, tiers, strict=True):
+                sizes[tier] += group.numel
+            total = sum(sizes.values())
+            return ", ".join(f"{100 * n / total:.0f}% {tier}" for tier, n in sizes.items() if n)
+
+        waiting = [self.settings.waits(g.index) for g in self.program.groups if g.trainable]
+        wait = f"wait on {place.gradients}" if any(waiting) else "are stepped as they come"
+        return "\n".join(
+            (
+                f"state {format_size(self.state_bytes)}",
+                f"weights {shares(place.weights)}; optimizer {shares(place.state)}",
+                f"checkpoints on {place.checkpoints}; gradients {wait}",
+                f"{self.schedule.name}, {self.settings.micro_batches} micro-batches, {len(self.schedule.ops)} ops",
+                f"chunks of {format_size(self.settings.chunk * FP32)} of fp32",
+                f"peak device {format_size(self.device_bytes)}, host {format_size(self.host_bytes)}",
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be fitted.
+
+    ``wait``, ``speculate``, ``delay``: as in ``Settings``; of the latter two None leaves the choice to the planner,
+    and where there is nothing to choose by (``fit``) what can speculates, and nothing is delayed. ``grad_dtype``,
+    ``cast``: likewise; None is the device where there is nothing to choose by: fewer bytes cross and wait. ``inputs``:
+    bytes of all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the device besides
+    the state, where state steps there.
+    """
+
+    program: Program
+    budget: Budget
+    form: Format
+    micro_batches: int
+    wait: bool
+    speculate: bool | None = False
+    delay: float | None = 0.0
+    grad_dtype: GradDtype = "fp32"
+    cast: Side | None = None
+    train: bool = True
+    family: Family = "vertical"
+    inputs: int = 0
+    step_temporaries: int = 0
+
+    def build(self, settings: Settings) -> Schedule:
+        build: Callable[..., Schedule] = horizontal if self.one_by_one else vertical
+        return build(self.program, settings, self.fixed(settings.place))
+
+    def peak_bytes(self, settings: Settings, tier: Tier) -> int:
+        """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
+        return peak_bytes(Provision(self.route, settings).pools.values(), self.fixed(settings.place), tier)
+
+    def peaks(self, settings: Settings) -> tuple[int, int]:
+        """``peak_bytes`` of device and host together."""
+        pools, fixed = Provision(self.route, settings).pools.values(), self.fixed(settings.place)
+        return peak_bytes(pools, fixed, "device"), peak_bytes(pools, fixed, "host")
+
+    @cached_property
+    def route(self) -> Route:
+        if self.one_by_one:
+            return horizontal_route(self.program, self.micro_batches)
+        return vertical_route(self.program, self.micro_batches, train=self.train)
+
+    @cached_property
+    def speculates(self) -> bool:
+        """Whether groups with all state on disk step before the norm is known."""
+        return self.speculate is not False and self.may_speculate
+
+    @cached_property
+    def may_speculate(self) -> bool:
+        """Whether anything could, if it is not forbidden."""
+        return self.train and no_speculation(self.budget, self.form, wait=self.wait) is None
+
+    @cached_property
+    def casts_on_device(self) -> bool:
+        """Whether gradients that are complete on the device are rounded there."""
+        return self.cast != "host" and self.may_cast_on_device
+
+    @property
+    def may_cast_on_device(self) -> bool:
+        """Whether any gradient could be, if the choice is free."""
+        return self.grad_dtype == "bf16" and bool(self.route.whole)
+
+    @property
+    def narrow(self) -> frozenset[int]:
+        """Groups whose gradients are, wherever they live."""
+        return self.route.whole if self.casts_on_device else frozenset()
+
+    def check_means(self) -> None:
+        """As ``means.check_means``; an evaluation steps nothing and has no means."""
+        if self.train:
+            check_means(self.speculate, self.delay, self.budget, self.form, wait=self.wait, horizontal=self.one_by_one)
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether the weights of trained groups stay on disk because every step is durable, and they are state."""
+        return self.budget.durability == "step" and not self.form.split
+
+    @property
+    def one_by_one(self) -> bool:
+        return self.train and self.family == "horizontal"
+
+    @property
+    def bottom(self) -> Literal["host", "disk"]:
+        """The lowest tier there is."""
+        return "disk" if self.budget.disk_paths else "host"
+
+    def scratch_bytes(self, settings: Settings) -> int:
+        """Bytes on disk that a step needs besides the state: checkpoints and gradients that wait there."""
+        place, stages, stay = settings.place, self.program.stages, self.route.stay(settings.depths.weights)
+        gradients = checkpoints = 0
+        if place.gradients == "disk":
+            # with a delay alone, a share of each: but the extents are as large as the gradients
+            stepped = (
+                g
+                for g in self.program.groups
+                if place.state[g.index] != "device" and (settings.waits(g.index) or settings.delay)
+            )
+            narrow = narrow_groups(self.route, settings)
+            gradients = sum(g.trainable * (BF16 if g.index in narrow else FP32) for g in stepped)
+        if self.train and place.checkpoints == "disk":
+            checkpoints = sum(page_up(s.checkpoint) * stay.leaving(s.index, settings.depths.inputs) for s in stages)
+        return gradients + checkpoints
+
+    def space_bytes(self, settings: Settings) -> int:
+        """Bytes of disk that a run takes: the store has room for all weights and state, wherever they are at home, in
+        every slot, and for two tables of checksums.
+        """
+        if self.bottom != "disk":
+            return 0
+        width, moments = self.form.weight_bytes, self.form.moments + self.form.split
+        groups = self.program.groups
+        stored = sum(page_up(g.numel * width) + moments * page_up(g.trainable * FP32) for g in groups)
+        checksums = 2 * checksum_bytes(groups, moments, self.budget.slots)
+        return self.budget.slots * stored + checksums + self.scratch_bytes(settings)
+
+    def disk_bytes(self, place: Placement) -> int:
+        """Bytes of weights and state whose home is on disk."""
+        width = FP32 * (self.form.moments + self.form.split)
+        return sum(
+            (g.numel * self.form.weight_bytes * (place.weights[g.index] == "disk"))
+            + g.trainable * width * (place.state[g.index] == "disk")
+            for g in self.program.groups
+        )
+
+    def roomiest(self, settings: Settings) -> Settings:
+        """The settings with as many inputs of the last block on the device, from its forward to its backward, as the
+        budget has room for: they need not leave, and come back at once.
+        """
+        last, depths = len(self.program.stages) - 3, settings.depths
+        away = settings.train and settings.place.checkpoints != "device"
+        leaving = self.route.stay(depths.weights).leaving(last, depths.inputs) if away else 0
+        if not leaving:
+            return settings
+        free = self.budget.device_bytes - self.peak_bytes(settings, "device")
+        more = min(free // max(stage.checkpoint for stage in self.program.stages[:-1]), leaving)
+        return replace(settings, depths=replace(depths, inputs=depths.inputs + max(more, 0)))
+
+    def plan(self, settings: Settings) -> Plan:
+        """The plan with these settings; whether it fits is the caller's to know."""
+        trained = sum(g.trainable for g in self.program.groups)
+        total = sum(g.numel for g in self.program.groups)
+        per_element = FP32 * (1 + self.form.moments + self.form.split)
+        return Plan(
+            program=self.program,
+            settings=settings,
+            schedule=self.build(settings),
+            state_bytes=total * self.form.weight_bytes + trained * per_element,
+            disk_bytes=self.disk_bytes(settings.place),
+            narrow=narrow_groups(self.route, settings),
+        )
+
+    def fixed(self, place: Placement) -> tuple[tuple[Tier, str, int], ...]:
+        """(tier, what, bytes) that the whole step holds besides its pools."""
+        return fixed_bytes(
+            self.program,
+            self.form,
+            place,
+            self.route.at_once,
+            inputs=self.inputs,
+            step_temporaries=self.step_temporaries,
+        )
+
+
+def fit(request: Request, keep: Placement | None = None) -> Plan:
+    """The best plan that fits, by the order of preference above; arguments and errors as ``fitted``."""
+    return request.plan(request.roomiest(fitted(request, keep)))
+
+
+def fitted(request: Request, keep: Placement | None = None) -> Settings:
+    """The settings of ``fit``'s plan, without building its schedule.
+
+    ``keep``: a placement of weights and state that is already in memory and is not to be changed.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budget of each tier that works.
+        ConfigError: the budget pins what cannot be combined, or nothing can speculate or be delayed as asked.
+    """
+    request.check_means()
+    settings = _fit_device(request, base_placement(request) if keep is None else keep)
+    if keep is None:
+        settings = _to_device(request, settings)
+    settings = _fit_host(request, settings)
+    if keep is None:
+        settings = _to_host(request, settings)
+    if request.speculate is None and not steps_early(request.program, settings):
+        settings = replace(settings, speculate=False)
+    return settings
+
+
+def tied_groups(program: Program) -> set[int]:
+    """Groups that more than one stage produces gradients for."""
+    counts = Counter(g for stage in program.stages for g in stage.gradients)
+    return {g for g, count in counts.items() if count > 1}
+
+
+def off_device(place: Placement, program: Program, form: Format) -> Placement:
+    """A placement, with the state of tied groups in host memory instead of on the device: a step of another program may
+    have put it there, in which they were not tied."""
+    moved = {g for g in tied_groups(program) if place.state[g] == "device"}
+    weights = tuple("host" if g in moved and not form.split else tier for g, tier in enumerate(place.weights))
+    state = tuple("host" if g in moved else tier for g, tier in enumerate(place.state))
+    return replace(place, weights=weights, state=state)
+
+
+def base_placement(request: Request) -> Placement:
+    """Everything as low as it may go; pins of the budget are kept.
+
+    A tied group cannot step on the device (its gradient comes in parts, at different times): a pin to the device
+    leaves it in host memory.
+    """
+    budget, form, groups = request.budget, request.form, request.program.groups
+    weights: Tier = budget.weights or ("device" if budget.state == "device" else request.bottom)
+    state: Tier = budget.state or ("device" if weights == "device" and not form.split else request.bottom)
+    if (state == "device" and weights != "device") or (not form.split and (weights == "device") != (state == "device")):
+        raise ConfigError(
+            f"budget.weights={weights!r} with budget.state={state!r} cannot work"
+            + ("" if form.split else " in fp32, where the master copy is the weights")
+            + ": state on the device needs weights on the device"
+            + ("" if form.split else ", and the other way round")
+        )
+    tied = tied_groups(request.program) if state == "device" else set()
+    return Placement(
+        weights=tuple("host" if g.index in tied and not form.split else weights for g in groups),
+        state=tuple("host" if g.index in tied else state for g in groups),
+        gradients=budget.gradients or "host",
+        checkpoints=budget.checkpoints or "device",
+    )
+
+
+def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) -> Settings:
+    largest = max(max(g.trainable, g.frozen) for g in request.program.groups)
+    return Settings(
+        micro_batches=request.micro_batches,
+        chunk=min(chunk, max(largest, ALIGN)),
+        form=request.form,
+        place=place,
+        depths=depths,
+        wait=request.wait and request.train,
+        speculate=request.speculates,
+        train=request.train,
+        delay=(request.delay or 0.0) if request.train else 0.0,
+        grad_dtype=request.grad_dtype,
+        cast="device" if request.casts_on_device else "host",
+    )
+
+
+def _fit_device(request: Request, base: Placement) -> Settings:
+    """Choose what decides device memory: whether checkpoints leave, and the depth of weights and gradients."""
+    away: tuple[Tier, ...] = ("device", "host") if request.budget.checkpoints is None else (base.checkpoints,)
+    needs = []
+    for tier, (weights, gradients) in product(away if request.train else ("device",), _DEVICE_DEPTHS):
+        depths = Depths(weights=weights, gradients=gradients)
+        settings = settings_of(request, replace(base, checkpoints=tier), _CHUNKS[0], depths)
+        needs.append(request.peak_bytes(settings, "device"))
+        if needs[-1] <= request.budget.device_bytes:
+            return settings
+    working = max(max(s.forward_peak, s.backward_peak) for s in request.program.stages)
+    raise BudgetError(
+        f"budget.device={request.budget.device} is too small for this model: the smallest that works is "
+        f"{format_size(min(needs))} ({min(needs)} bytes), of which {format_size(working)} are temporaries of the "
+        f"largest stage. Raise budget.device, or use smaller or fewer micro-batches"
+    )
+
+
+def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
+    place, budget = settings.place, request.budget
+    checkpoints: list[Tier] = [place.checkpoints]
+    if place.checkpoints == "host" and budget.checkpoints is None and request.bottom == "disk":
+        checkpoints.append("disk")
+    gradients: list[Literal["host", "disk"]] = [place.gradients]
+    waiting = settings.delay > 0 or any(settings.waits(g.index) for g in request.program.groups if g.trainable)
+    if place.gradients == "host" and budget.gradients is None and request.bottom == "disk" and waiting:
+        gradients.append("disk")
+    for spill, away in product(gradients, checkpoints):
+        for chunk, depths in product(_CHUNKS, _HOST_DEPTHS):
+            device = settings.depths
+            yield settings_of(
+                request,
+                replace(place, gradients=spill, checkpoints=away),
+                chunk,
+                replace(depths, weights=device.weights, gradients=device.gradients),
+            )
+
+
+def _fit_host(request: Request, settings: Settings) -> Settings:
+    """Choose what decides host memory: chunk size, buffers in flight, and what goes to disk."""
+    needs = []
+    for option in _host_options(request, settings):
+        needs.append(request.peak_bytes(option, "host"))
+        if needs[-1] <= request.budget.host_bytes:
+            return option
+    advice = "" if request.bottom == "disk" else ", or give budget.disk a directory"
+    raise BudgetError(
+        f"budget.host={request.budget.host} is too small for this model: the smallest that works is "
+        f"{format_size(min(needs))} ({min(needs)} bytes). Raise budget.host{advice}"
+    )
+
+
+def _raise(request: Request, settings: Settings, tier: Tier, moves: Iterable[tuple[int, bool, bool]]) -> Settings:
+    """Move groups up to a tier, in the given order, each if the step still fits.
+
+    ``moves``: (group, whether its weights move, whether its state moves).
+    """
+    limit = request.budget.device_bytes if tier == "device" else request.budget.host_bytes
+    for g, weights, state in moves:
+        place = settings.place
+        higher = replace(
+            place,
+            weights=(*place.weights[:g], tier, *place.weights[g + 1 :]) if weights else place.weights,
+            state=(*place.state[:g], tier, *place.state[g + 1 :]) if state else place.state,
+        )
+        option = replace(settings, place=higher)
+        if request.peak_bytes(option, tier) <= limit:
+            settings = option
+    return settings
+
+
+def _to_device(request: Request, settings: Settings) -> Settings:
+    """Give what is left of device memory to weights, then to state; last blocks first (their backward comes first)."""
+    place, split, groups = settings.place, request.form.split, request.program.groups[::-1]
+    if request.budget.weights is None:
+        free_state, tied = request.budget.state is None, tied_groups(request.program)
+        # In fp32 the weights are the master copy: weights and state move together or not at all.
+        moves = [
+            (g.index, True, bool(g.trainable) and not split)
+            for g in groups
+            if place.weights[g.index] != "device" and (split or not g.trainable or (free_state and g.index not in tied))
+        ]
+        settings = _raise(request, settings, "device", moves)
+    if split and request.budget.state is None:
+        place, tied = settings.place, tied_groups(request.program)
+        stays = (g for g in groups if g.trainable and g.index not in tied and place.state[g.index] != "device")
+        moves = [(g.index, False, True) for g in stays if place.weights[g.index] == "device"]
+        settings = _raise(request, settings, "device", moves)
+    return settings
+
+
+def _to_host(request: Request, settings: Settings) -> Settings:
+    """Give what is left of host memory to weights, then to state."""
+    place, groups = settings.place, request.program.groups[::-1]
+    # In fp32 the weights are the master copy: a group that speculates has all of its state on disk, or nothing.
+    together = request.speculates and not request.form.split and request.budget.state is None
+    if request.budget.weights is None:
+        free = (g for g in groups if not (g.trainable and request.holds_weights))
+        moves = [(g.index, True, together and g.trainable > 0) for g in free if place.weights[g.index] == "disk"]
+        settings = _raise(request, settings, "host", moves)
+    if request.budget.state is None:
+        moves = [(g.index, False, True) for g in groups if g.trainable and place.state[g.index] == "disk"]
+        settings = _raise(request, settings, "host", moves)
+    return settings

@@ -1,0 +1,222 @@
+"""What a plan will do, in numbers: time, bottleneck, bytes on every link, memory of every tier, life of the drives."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.config import Tier, format_size
+from penstock.planner.lane_loads import Loads, limits_of
+from penstock.planner.outside import peaks_outside_steps
+from penstock.planner.search import Choice
+from penstock.planner.task import Task
+from penstock.schedule.op import LOCAL_LANES, Lane
+from penstock.schedule.place import FP32, Depths
+
+MODEL_FLOP = 6
+"""FLOP per parameter and token that model FLOPs utilisation counts: forward 2, backward 4, no recomputation."""
+FROZEN_FLOP = 4
+"""The same of a parameter that is not trained: the backward has no gradient of it to compute."""
+
+_DAY = 86400.0
+_TB = 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneForecast:
+    """One lane of a step. ``work``: seconds of its ops alone; ``busy``: seconds in which it does something."""
+
+    nbytes: int
+    work: float
+    busy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wear:
+    """What a step writes that is run once, and how long the drives last, with repeated steps. ``days``: of training
+    without a break; ``steps``: in them."""
+
+    written_bytes: int
+    per_parameter: float
+    tbw: float | None
+    """terabytes that each drive is rated for; None: not known"""
+    days: float | None
+    steps: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A chosen plan and what follows from it. Seconds, bytes, tokens per second.
+
+    ``micro_batch_size``: sequences in a micro-batch; ``tokens``: of a step.
+    """
+
+    task: Task
+    choice: Choice
+    micro_batch_size: int
+    tokens: int
+    parameters: int
+
+    @property
+    def micro_batches(self) -> int:
+        return self.choice.request.micro_batches
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step that is run once."""
+        return self.choice.seconds
+
+    @property
+    def repeats(self) -> float:
+        """The share of steps that is expected to be run twice."""
+        return self.choice.repeats
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether any gradient waits, for the norm or for the next step's forward."""
+        settings, groups = self.choice.plan.settings, self.choice.plan.program.groups
+        return settings.delay > 0 or any(group.trainable and settings.waits(group.index) for group in groups)
+
+    @property
+    def blocks_on_device(self) -> tuple[str, ...]:
+        """Blocks whose optimizer state lives on the device and steps there, in order: their names."""
+        place, stages = self.choice.plan.settings.place, self.choice.request.program.stages
+        blocks = (stage for stage in stages if stage.kind == "call" and stage.gradients)
+        return tuple(block.name for block in blocks if all(place.state[g] == "device" for g in block.gradients))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Steps that are run twice counted."""
+        return self.tokens / self.choice.expected_seconds
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of a large matrix product in the plan's precision."""
+        return self.task.machine.device.flops[self.task.precision]
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: 6 FLOP per parameter and token, 4 of frozen ones, over what the device could do."""
+        padded = sum(group.frozen for group in self.choice.plan.program.groups)
+        frozen = min(padded, self.parameters)
+        flop = MODEL_FLOP * (self.parameters - frozen) + FROZEN_FLOP * frozen
+        return flop * self.tokens_per_second / self.peak_flops
+
+    @cached_property
+    def lanes(self) -> Mapping[Lane, LaneForecast]:
+        """Lanes with anything to do."""
+        simulation = self.choice.simulation
+        nbytes, work, busy = simulation.bytes_per_lane(), simulation.work(0), simulation.busy(0)
+        return {
+            lane: LaneForecast(nbytes=nbytes.get(lane, 0), work=work[lane], busy=busy[lane])
+            for lane in LOCAL_LANES
+            if work.get(lane)
+        }
+
+    @property
+    def bottleneck(self) -> Lane:
+        """The lane with the most work."""
+        return max(self.lanes, key=lambda lane: self.lanes[lane].work)
+
+    @property
+    def limit_seconds(self) -> float:
+        """The bottleneck's work: no order of the same ops is faster."""
+        return self.choice.simulation.lower_bound
+
+    @cached_property
+    def phases(self) -> Mapping[str, tuple[Lane, float]]:
+        """Phase -> the lane that bounds it, and its seconds with what other lanes take from it."""
+        question, plan = self.choice.question, self.choice.plan
+        costs = question.costs_of(self.choice.request)
+        loads = Loads(self.choice.request, plan.settings, costs)
+        own = loads.of(plan.settings.place)
+        own[1] += own[-1]  # what may fall into the start as well as into the forward
+        shared = own @ limits_of(costs, Depths())[: len(LOCAL_LANES)].T * (own > 0)
+        return {
+            phase: (LOCAL_LANES[int(np.argmax(row))], float(row.max()))
+            for phase, row in zip(loads.walk.phases, shared[:-1], strict=True)
+        }
+
+    # ---- memory
+
+    @cached_property
+    def memory(self) -> Mapping[str, Mapping[Tier, int]]:
+        """The most bytes of each tier while training, and in the phases outside of steps (``outside``).
+
+        Training: what the plan's pools and fixed memory take, which is reserved.
+        """
+        plan, task = self.choice.plan, self.task
+        train: dict[Tier, int] = {"device": plan.device_bytes, "host": plan.host_bytes, "disk": self.disk_bytes}
+        outside = peaks_outside_steps(
+            plan.program,
+            plan.settings.form,
+            plan.settings.place,
+            step=train,
+            disk=self.choice.request.bottom == "disk",
+            host_bytes=task.budget.host_bytes,
+            slots=task.budget.slots,
+            scratch=self.scratch_bytes,
+        )
+        return {"train": train} | {str(phase): sizes for phase, sizes in outside.items()}
+
+    @property
+    def beyond_machine(self) -> str | None:
+        """What takes more memory than the machine has, a step or a phase outside of it; None: nothing does."""
+        machine = self.task.machine
+        sizes_there: Mapping[Tier, int] = {"device": machine.device.memory, "host": machine.host.memory}
+        for tier, there in sizes_there.items():
+            for phase, sizes in self.memory.items():
+                if sizes[tier] > there:
+                    return f"{phase} takes {format_size(sizes[tier])} of {tier}, and it has {format_size(there)}"
+        return None
+
+    @cached_property
+    def simulated_peak(self) -> Mapping[Tier, int]:
+        """The worst moment of a step: all that is reserved, and the activations that are alive then."""
+        return self.choice.simulation.peak(0)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes on disk for checkpoints and gradients that wait there."""
+        return self.choice.request.scratch_bytes(self.choice.plan.settings)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on disk in all: room for all weights and state, and scratch space."""
+        return self.choice.request.space_bytes(self.choice.plan.settings)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one saved snapshot: all weights and state."""
+        groups = self.choice.request.program.groups
+        return self.choice.plan.state_bytes - sum(group.trainable for group in groups) * FP32
+
+    @property
+    def wear(self) -> Wear:
+        """What the drives go through, snapshots not counted."""
+        written = self.lanes["write"].nbytes if "write" in self.lanes else 0
+        ratings = [drive.tbw for drive in self.task.machine.drives]
+        known = [rating for rating in ratings if rating is not None]
+        tbw = min(known) if known and len(known) == len(ratings) else None
+        each = written * (1 + self.repeats)
+        steps = None if tbw is None or not written else len(ratings) * tbw * _TB / each
+        return Wear(
+            written_bytes=written,
+            per_parameter=written / self.parameters,
+            tbw=tbw,
+            steps=steps,
+            days=None if steps is None else steps * self.choice.expected_seconds / _DAY,
+        )
+
+
+def forecast(task: Task, choice: Choice, micro_batch_size: int) -> Forecast:
+    """What a choice means for a task."""
+    profile = task.profile(micro_batch_size)
+    return Forecast(
+        task=task,
+        choice=choice,
+        micro_batch_size=micro_batch_size,
+        tokens=profile.tokens * choice.request.micro_batches,
+        parameters=profile.parameters,
+    )

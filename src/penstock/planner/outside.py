@@ -1,0 +1,176 @@
+"""Memory outside of steps: what each tier holds at most while a model is loaded, probed, placed, saved and resumed.
+
+Everything moves through one bounce buffer, so a phase takes what is resident then, and little more. Counted as the
+engine counts: arrays, pools and slabs. Not counted: a model's own parameters where it was not built on the meta device
+(they are given up group by group), its persistent buffers, the records beside the packed files (under 1 MiB), and the
+libraries.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.config import TIERS, Tier, format_size
+from penstock.schedule.place import BOUNCE, FP32, Format, Placement, checksum_bytes, page_up
+from penstock.schedule.program import Program
+
+Phase = Literal["load", "probe", "place", "save", "resume", "close"]
+Peaks = dict[Tier, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Array:
+    """One array of a group: weights, master copy or a moment. See ``state.arrays``."""
+
+    group: int
+    nbytes: int
+    state: bool
+
+
+def arrays(program: Program, form: Format) -> tuple[Array, ...]:
+    """As ``state.arrays.parts_of``, in its order."""
+    found = []
+    for group in program.groups:
+        found.append(Array(group=group.index, nbytes=group.numel * form.weight_bytes, state=False))
+        if group.trainable:
+            state = Array(group=group.index, nbytes=group.trainable * FP32, state=True)
+            found += [state] * (form.moments + form.split)
+    return tuple(found)
+
+
+def move_order(sizes: Sequence[int], now: Sequence[Tier], wanted: Sequence[Tier]) -> tuple[int, ...]:
+    """The order in which arrays move so that no tier holds more than it does now or will, if there is one."""
+    held = _held(sizes, now)
+    final = _held(sizes, wanted)
+    most = {tier: max(held[tier], final[tier]) for tier in TIERS} | {"disk": sum(sizes)}
+    pending = [i for i in range(len(sizes)) if now[i] != wanted[i]]
+    order: list[int] = []
+    while pending:
+        fits = (i for i in pending if held[wanted[i]] + sizes[i] <= most[wanted[i]])
+        i = next(fits, pending[0])
+        held[now[i]] -= sizes[i]
+        held[wanted[i]] += sizes[i]
+        pending.remove(i)
+        order.append(i)
+    return tuple(order)
+
+
+def peaks_outside_steps(
+    program: Program,
+    form: Format,
+    place: Placement,
+    *,
+    step: Mapping[Tier, int],
+    disk: bool,
+    host_bytes: int,
+    slots: int,
+    scratch: int = 0,
+    from_meta: bool = True,
+) -> dict[Phase, Peaks]:
+    """Bytes that each tier holds at most in each phase outside of steps.
+
+    Args:
+        step: the step's own peaks of device and host, pools and resident arrays included (``Plan.device_bytes``,
+            ``Plan.host_bytes``). Pools live on between steps.
+        disk: whether there is a disk tier; all arrays have their extents there.
+        host_bytes: the budget of host memory, which is filled first where there is no disk.
+        slots: copies of every array on disk (``Budget.slots``); a snapshot has one. The checksums of all are there too,
+            in a store twice.
+        scratch: bytes on disk for checkpoints and gradients that wait there, from the first step on
+            (``Request.scratch_bytes``).
+        from_meta: whether the engine initialises the model. The check that everything was filled takes one byte for
+            each element of a parameter; the group's largest is taken to be all of it.
+
+    Returns:
+        ``load``: a fresh start (``engine.start.fill``, ``_write_group``): a group in fp32, then written to its home.
+        ``probe``: the first step's probe (``engine.planning.Planning._probe``): the weights of a stage at a time, all
+        checkpoints of one micro-batch.
+        ``place``: arrays move to their tiers (``state.arrays.StateArrays.settle``); an array is in both places while
+        it moves.
+        ``save``: ``state.snapshots.save``, between steps. ``disk`` counts the new snapshot, wherever it is written; one
+        that it replaces stays until it is complete.
+        ``resume``: a snapshot is loaded (``state.snapshots.opened``, which reads and checks all of it, and
+        ``restore``), before the first step or between steps. Continuing a store takes less: nothing but what is placed.
+        ``close``: memory is written to the store (``state.arrays.StateArrays.to_disk``); pools are gone.
+    """
+    parts = arrays(program, form)
+    sizes = [part.nbytes for part in parts]
+    stored = sum(page_up(n) for n in sizes)
+    wanted: list[Tier] = [place.state[p.group] if p.state else place.weights[p.group] for p in parts]
+    first: list[Tier] = ["disk"] * len(parts) if disk else _start_in_memory(sizes, host_bytes)
+    start, final = _held(sizes, first), _held(sizes, wanted)
+    moments = form.moments + form.split
+    checksums = 2 * checksum_bytes(program.groups, moments, slots)
+    saved = stored + checksum_bytes(program.groups, moments, 1)
+    base = {tier: slots * stored + checksums if tier == "disk" and disk else 0 for tier in TIERS}
+
+    def peaks(device: int, host: int, more_disk: int = 0) -> Peaks:
+        return {"device": device, "host": host, "disk": base["disk"] + more_disk}
+
+    filling = max(g.numel * FP32 + max(BOUNCE, g.numel if from_meta else 0) for g in program.groups)
+    placing = _moving(sizes, first, wanted)
+    return {
+        "load": peaks(start["device"], start["host"] + filling),
+        "probe": peaks(start["device"] + _probing(program, form, first, parts), start["host"] + BOUNCE),
+        "place": peaks(placing["device"], placing["host"] + (BOUNCE if first != wanted else 0)),
+        "save": peaks(step["device"], step["host"] + BOUNCE, saved + scratch),
+        "resume": peaks(max(start["device"], step["device"]), max(start["host"], step["host"]) + BOUNCE, scratch),
+        "close": peaks(final["device"], final["host"] + (BOUNCE if disk else 0)),
+    }
+
+
+def beyond(peaks: Mapping[Phase, Peaks], room: Mapping[Tier, int]) -> str | None:
+    """The first phase that takes more of a tier than there is room for, in words; None: there is room for all."""
+    for phase, sizes in peaks.items():
+        for tier, there in room.items():
+            if sizes[tier] > there:
+                taken = format_size(sizes[tier])
+                return f"{phase} takes {taken} of {tier} memory, and the machine has {format_size(there)}"
+    return None
+
+
+def _held(sizes: Sequence[int], tiers: Sequence[Tier]) -> Peaks:
+    held: Peaks = dict.fromkeys(TIERS, 0)
+    for nbytes, tier in zip(sizes, tiers, strict=True):
+        held[tier] += nbytes
+    return held
+
+
+def _start_in_memory(sizes: Sequence[int], room: int) -> list[Tier]:
+    """Where arrays start without a disk: what fits into host memory there, the rest on the device (``StateArrays``)."""
+    tiers: list[Tier] = []
+    for nbytes in sizes:
+        fits = nbytes <= room
+        room -= nbytes * fits
+        tiers.append("host" if fits else "device")
+    return tiers
+
+
+def _moving(sizes: Sequence[int], now: Sequence[Tier], wanted: Sequence[Tier]) -> Peaks:
+    held = _held(sizes, now)
+    most = dict(held)
+    for i in move_order(sizes, now, wanted):
+        held[wanted[i]] += sizes[i]
+        most[wanted[i]] = max(most[wanted[i]], held[wanted[i]])
+        held[now[i]] -= sizes[i]
+    return most
+
+
+def _probing(program: Program, form: Format, first: Sequence[Tier], parts: Sequence[Array]) -> int:
+    """Device bytes of one micro-batch on its way through the model and back, with the weights of a stage at a time."""
+    there = {p.group for p, tier in zip(parts, first, strict=True) if not p.state and tier == "device"}
+
+    def weights(groups: Sequence[int]) -> int:
+        return sum(program.groups[g].numel * form.weight_bytes for g in groups if g not in there)
+
+    most = alive = 0
+    for stage in program.stages:
+        gradient = program.stages[stage.index - 1].gradient if stage.index == len(program.stages) - 1 else 0
+        alive += stage.checkpoint + stage.kept + gradient
+        most = max(most, alive + stage.forward_peak + weights(stage.forward_reads))
+    for stage in program.stages[-2::-1]:
+        alive -= stage.checkpoint  # its reader is done
+        below = program.stages[stage.index - 1].gradient if stage.index else 0
+        most = max(most, alive + below + stage.backward_peak + weights(stage.backward_reads))
+        alive += below - stage.kept - stage.gradient
+    return most

@@ -1,0 +1,404 @@
+"""The linear program: which share of weights, optimizer state, checkpoints and waiting gradients lives on which tier.
+
+Given a family of schedules, M, the delay ratio, the chunk size and the depths of all pools, minimise the sum of the
+phases' times. After the configuration search of GreedySnake (arXiv 2512.17570), and beyond it with the device as a tier
+for weights and state, links that are duplex or shared as measured, gradients that wait for a norm, and horizontal.
+
+Variables, all >= 0:
+
+    T[p]            seconds of phase p (see ``lane_loads``); the last, seconds more of start and forward together
+    y[k, w, s, q]   how many groups of class k have weights on tier w, state on tier s, and gradients that wait on q
+    c[t]            share of the checkpoints on tier t
+    z[q]            share of the waiting gradients on tier q
+
+Minimise sum_p T[p] + epsilon * (all seconds of all lanes), the second so that of equal times the one that moves less
+wins, subject to
+
+    T[p] >= sum_b W[i, b] * load[p, b]    for every phase p and limit i: each lane with what other busy lanes cost it,
+                                          and each pool (``lane_loads.limits_of``); the load is linear in y and c
+    T[start] + T[forward] + T[last] >= the same of their loads and the last row's (``lane_loads.Load``)
+    sum_(w,s) y[k, w, s, q] = n[k] * z[q] for every class k and tier q; n[k]: groups of the class
+    sum c = 1, sum z = 1
+    base[m](c, z) + sum y * bytes[m] <= budget[m]   for every tier m, in units of its budget
+
+``base`` is what the step's own pools (``schedule.provision``) and fixed memory take with everything at the bottom, so
+that a solution that the schedule can express is one that fits, up to pools that vanish when nothing needs them.
+
+With y in whole numbers it is a mixed integer program, which HiGHS solves for these sizes in some 20 ms.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Literal
+
+import highspy
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.config import TIERS, Tier
+from penstock.planner.fit import Request, base_placement
+from penstock.planner.lane_loads import GroupClass, Home, Load, Loads, Walk, limits_of, step_bound
+from penstock.schedule.place import FP32, Settings, chunk_count
+from penstock.schedule.provision import Provision
+from penstock.sim.costs import Costs
+
+Waits = Literal["host", "disk"]
+Sizes = NDArray[np.float64]
+"""Bytes by tier, in the order of ``TIERS``."""
+
+_EPSILON = 1e-4
+_GAP, _NODES = 2e-3, 200
+_FEASIBLE = int(highspy.SolutionStatus.kSolutionStatusFeasible)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """A solution. ``homes[k]``: home -> number of groups of class k, not whole. ``seconds``: of the step."""
+
+    homes: tuple[Mapping[Home, float], ...]
+    checkpoints: Mapping[Tier, float]
+    gradients: Mapping[Waits, float]
+    seconds: float
+
+    @property
+    def whole(self) -> bool:
+        """Whether checkpoints and waiting gradients have one tier each, as a schedule wants it."""
+        return all(max(shares.values()) > 1 - 1e-6 for shares in (self.checkpoints, self.gradients))
+
+    @property
+    def checkpoint_tier(self) -> Tier:
+        """The tier of most of the checkpoints."""
+        return max(self.checkpoints, key=lambda tier: self.checkpoints[tier])
+
+    @property
+    def gradient_tier(self) -> Waits:
+        """The tier of most of the gradients that wait."""
+        return max(self.gradients, key=lambda tier: self.gradients[tier])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Column:
+    """A choice for one group of a class: its variable y."""
+
+    kind: int
+    home: Home
+    gradients: Waits
+    load: Load
+    sizes: Sizes
+
+
+class PlacementLP:
+    """The linear program of one request with the family, chunk, depths and delay of ``settings``."""
+
+    def __init__(
+        self,
+        request: Request,
+        settings: Settings,
+        costs: Costs,
+        *,
+        disk_free: int | None = None,
+        walk: Walk | None = None,
+    ) -> None:
+        """``disk_free``: bytes that may be used on disk; None: enough. ``walk``: the request's, if there is one."""
+        self.request = request
+        self.s = settings
+        self.loads = Loads(request, settings, costs, walk)
+        self.limits = limits_of(costs, settings.depths)
+        self.base = base_placement(request)
+        self._bases: dict[tuple[Tier, Waits], Sizes] = {}
+        self.budget: Sizes = np.array(
+            [request.budget.device_bytes, request.budget.host_bytes, np.inf if disk_free is None else disk_free],
+            dtype=np.float64,
+        )
+
+    @property
+    def classes(self) -> tuple[GroupClass, ...]:
+        return self.loads.walk.classes
+
+    @cached_property
+    def checkpoint_tiers(self) -> tuple[Tier, ...]:
+        if self.request.budget.checkpoints is not None:
+            return (self.request.budget.checkpoints,)
+        if not self.request.train:
+            return ("device",)
+        return TIERS if self.request.bottom == "disk" else TIERS[:2]
+
+    @cached_property
+    def gradient_tiers(self) -> tuple[Waits, ...]:
+        pinned = self.request.budget.gradients
+        if pinned is not None or not (self.s.wait or self.s.delay) or self.request.bottom != "disk":
+            return (pinned or "host",)
+        return ("host", "disk")
+
+    # ---- bytes
+
+    def group_sizes(self, g: int, home: Home, gradients: Waits) -> Sizes:
+        """Bytes that follow a group to its home: weights, state, and its gradients while they wait.
+
+        On disk weights and state have their place anyway; there only the gradients count.
+        """
+        group, form = self.request.program.groups[g], self.s.form
+        by_tier: dict[Tier, float] = dict.fromkeys(TIERS, 0.0)
+        weights, state = home
+        by_tier[weights] += group.numel * form.weight_bytes
+        by_tier[state] += group.trainable * FP32 * (form.moments + form.split)
+        by_tier["disk"] = 0.0
+        if group.trainable and g in self.loads.route.gradient_visits:
+            if state == "device":
+                by_tier["device"] += group.trainable * FP32
+            else:
+                held = chunk_count(group.trainable, self.s.chunk) * self.s.chunk * self._widest_gradient
+                by_tier["host"] += held * self._uses_held(g, home, gradients)
+                by_tier["disk"] += group.trainable * self.loads.gradient_bytes(g) * (gradients == "disk")
+        return np.array([by_tier[tier] for tier in TIERS])
+
+    @cached_property
+    def _widest_gradient(self) -> int:
+        """``Provision.widest_gradient``: groups whose gradients cross in fp32 are all or none, but for tied ones, which
+        always step in host memory."""
+        return max(map(self.loads.gradient_bytes, self.loads.route.gradient_visits), default=FP32)
+
+    def _uses_held(self, g: int, home: Home, gradients: Waits) -> float:
+        """How many gradients of a group are held in host memory: one for each stage that uses it, or a share."""
+        provision, late, waits = self._provisions[gradients], self.loads.late(g), self.loads.waits(home)
+        return sum(
+            late * provision.held(g, use, waits=True) + (1 - late) * provision.held(g, use, waits=waits)
+            for use in range(len(self.loads.route.uses[g]))
+        )
+
+    @cached_property
+    def _provisions(self) -> dict[Waits, Provision]:
+        return {q: Provision(self.loads.route, self._settings("device", q)) for q in self.gradient_tiers}
+
+    def _settings(self, checkpoints: Tier, gradients: Waits) -> Settings:
+        return replace(self.s, place=replace(self.base, checkpoints=checkpoints, gradients=gradients))
+
+    def base_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
+        """Bytes that are there wherever the groups are: pools, inputs, working memory, checkpoints."""
+        key = (checkpoints, gradients)
+        if key not in self._bases:
+            self._bases[key] = self._base_sizes(checkpoints, gradients)
+        return self._bases[key]
+
+    def _base_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
+        option = self._settings(checkpoints, gradients)
+        total = np.array([*self.request.peaks(option), self.request.space_bytes(option)], dtype=np.float64)
+        if self.s.speculate and gradients == "disk":  # with a group's state in memory, gradients come back from disk
+            total[1] += self.s.depths.stage_out * self.s.chunk * self._widest_gradient
+        found: Sizes = total - self._at_the_bottom(gradients)
+        return found
+
+    def _at_the_bottom(self, gradients: Waits) -> Sizes:
+        """Bytes of all groups as low as they go."""
+        homes = tuple(zip(self.base.weights, self.base.state, strict=True))
+        total = np.zeros(len(TIERS))
+        for kind in self.classes:
+            g = kind.members[0]
+            total += len(kind.members) * self.group_sizes(g, homes[g], gradients)
+        return total
+
+    @cached_property
+    def device_is_full(self) -> bool:
+        """Whether the device is too small even with everything as low as it goes."""
+        pairs = product(self.checkpoint_tiers, self.gradient_tiers)
+        return all(self.base_sizes(c, q)[0] + self._at_the_bottom(q)[0] > self.budget[0] for c, q in pairs)
+
+    # ---- solving
+
+    def solve(
+        self, checkpoints: Tier | None = None, gradients: Waits | None = None, *, integer: bool = False
+    ) -> Shares | None:
+        """The best shares, or None if nothing fits. With tiers given, all checkpoints and gradients are there.
+
+        ``integer``: in whole groups (a MILP).
+        """
+        on = self.checkpoint_tiers if checkpoints is None else (checkpoints,)
+        waits = self.gradient_tiers if gradients is None else (gradients,)
+        model = _Model(self, on, waits)
+        values = model.solve(integer=integer)
+        if values is None:
+            return None
+        homes: list[dict[Home, float]] = [{} for _ in self.classes]
+        for column, value in zip(model.columns, values[model.first_y :], strict=True):
+            homes[column.kind][column.home] = homes[column.kind].get(column.home, 0.0) + value
+        shares_c = dict(zip(on, values[model.first_c : model.first_z], strict=True))
+        shares_z = dict(zip(waits, values[model.first_z : model.first_y], strict=True))
+        seconds = float(values[: model.first_c].sum()) * model.unit
+        return Shares(homes=tuple(homes), checkpoints=shares_c, gradients=shares_z, seconds=seconds)
+
+    @cached_property
+    def relaxed(self) -> Shares | None:
+        """The optimum with shares of everything; None if nothing fits."""
+        return self.solve()
+
+    def solve_whole(self) -> list[Shares]:
+        """Solutions whose checkpoints and gradients have one tier each, best first; empty if nothing fits."""
+        if self.relaxed is None:
+            return []
+        pairs = list(product(self.checkpoint_tiers, self.gradient_tiers))
+        solved = [self.relaxed] if len(pairs) == 1 else [self.solve(c, q) for c, q in pairs]
+        return sorted((s for s in solved if s is not None), key=lambda s: s.seconds)
+
+
+class _Model:
+    """The program's matrix. Columns in the order T, c, z, y; times in units of ``unit`` seconds."""
+
+    def __init__(self, lp: PlacementLP, on: Sequence[Tier], waits: Sequence[Waits]) -> None:
+        self.lp = lp
+        self.on = on
+        self.waits = waits
+        self.columns = [
+            _Column(
+                kind=k,
+                home=home,
+                gradients=q,
+                load=lp.loads.of_class(kind, home, q),
+                sizes=lp.group_sizes(kind.members[0], home, q),
+            )
+            for k, kind in enumerate(lp.classes)
+            for home in kind.homes
+            for q in waits
+        ]
+        self.first_c = len(lp.loads.walk.phases) + 1
+        self.first_z = self.first_c + len(on)
+        self.first_y = self.first_z + len(waits)
+        self.width = self.first_y + len(self.columns)
+        self.unit = max(step_bound(lp.loads.of_compute, lp.limits), 1e-9)
+        self.rows: list[NDArray[np.float64]] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def solve(self, *, integer: bool) -> NDArray[np.float64] | None:
+        """The variables' values, or None if nothing fits."""
+        self._times()
+        self._wholes()
+        self._sizes()
+        return _optimum(
+            np.array(self.rows),
+            self._cost(),
+            np.array(self.low),
+            np.array(self.high),
+            self.first_y if integer else None,
+        )
+
+    def _row(self, row: NDArray[np.float64], low: float, high: float) -> None:
+        self.rows.append(row)
+        self.low.append(low)
+        self.high.append(high)
+
+    def _loads(self) -> NDArray[np.float64]:
+        """Shape (columns, phases, lanes), in units: what each variable but T adds to each lane's load."""
+        none = np.zeros_like(self.lp.loads.of_compute)
+        parts = [self.lp.loads.of_checkpoints(tier) for tier in self.on]
+        parts += [none for _ in self.waits]
+        parts += [column.load for column in self.columns]
+        return np.array(parts) / self.unit
+
+    def _times(self) -> None:
+        shared = self._loads() @ self.lp.limits.T
+        fixed = self.lp.loads.of_compute @ self.lp.limits.T / self.unit
+        home = self.first_c - 1
+        for phases in (*([p] for p in range(home)), [0, 1, home]):
+            for limit in range(fixed.shape[1]):
+                row = np.zeros(self.width)
+                row[phases] = 1.0
+                row[self.first_c :] = -shared[:, phases, limit].sum(axis=1)
+                self._row(row, float(fixed[phases, limit].sum()), highspy.kHighsInf)
+
+    def _cost(self) -> NDArray[np.float64]:
+        cost = np.zeros(self.width)
+        cost[: self.first_c] = 1.0
+        cost[self.first_c :] = _EPSILON * self._loads().sum(axis=(1, 2))
+        return cost
+
+    def _wholes(self) -> None:
+        for first, last in ((self.first_c, self.first_z), (self.first_z, self.first_y)):
+            row = np.zeros(self.width)
+            row[first:last] = 1.0
+            self._row(row, 1.0, 1.0)
+        for k, kind in enumerate(self.lp.classes):
+            for i, q in enumerate(self.waits):
+                row = np.zeros(self.width)
+                row[self.first_z + i] = -float(len(kind.members))
+                for j, column in enumerate(self.columns):
+                    row[self.first_y + j] = float(column.kind == k and column.gradients == q)
+                self._row(row, 0.0, 0.0)
+
+    def _sizes(self) -> None:
+        """Memory rows. What checkpoints and gradients take adds up: their pools have nothing to do with each other."""
+        first = self.lp.base_sizes(self.on[0], self.waits[0])
+        by_c = [self.lp.base_sizes(c, self.waits[0]) for c in self.on]
+        by_z = [self.lp.base_sizes(self.on[0], q) - first for q in self.waits]
+        for tier, limit in enumerate(self.lp.budget):
+            if not np.isfinite(limit):
+                continue
+            row = np.zeros(self.width)
+            row[self.first_c :] = [sizes[tier] for sizes in (*by_c, *by_z, *(c.sizes for c in self.columns))]
+            scale = max(limit, 1.0)
+            self._row(row / scale, -highspy.kHighsInf, limit / scale)
+
+
+_SOLVED: dict[bytes, NDArray[np.float64] | None] = {}
+"""Optima by the digest of their program: a search comes back to some of its programs, and the advice that follows, a
+plan in another form or for the next shape of batch, to most of them. An integer program takes a tenth of a second."""
+_KEPT = 4096
+
+
+def _optimum(
+    matrix: NDArray[np.float64],
+    cost: NDArray[np.float64],
+    low: NDArray[np.float64],
+    high: NDArray[np.float64],
+    first_integer: int | None,
+) -> NDArray[np.float64] | None:
+    """The x >= 0 of the least ``cost @ x`` with ``low <= matrix @ x <= high``, shape (columns,), not to be written to;
+    None if there is none. Columns from ``first_integer`` on are whole numbers; None: none has to be."""
+    digest = xxhash.xxh3_128(repr((matrix.shape, first_integer)).encode())
+    for array in (matrix, cost, low, high):
+        digest.update(array.tobytes())
+    key = digest.digest()
+    if key not in _SOLVED:
+        if len(_SOLVED) >= _KEPT:
+            _SOLVED.clear()
+        _SOLVED[key] = _solved(matrix, cost, low, high, first_integer)
+    return _SOLVED[key]
+
+
+def _solved(
+    matrix: NDArray[np.float64],
+    cost: NDArray[np.float64],
+    low: NDArray[np.float64],
+    high: NDArray[np.float64],
+    first_integer: int | None,
+) -> NDArray[np.float64] | None:
+    height, width = matrix.shape
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = width, height
+    lp.col_cost_ = cost
+    lp.col_lower_ = np.zeros(width)
+    lp.col_upper_ = np.full(width, highspy.kHighsInf)
+    lp.row_lower_, lp.row_upper_ = low, high
+    if first_integer is not None:
+        kinds = [highspy.HighsVarType.kContinuous] * first_integer
+        lp.integrality_ = kinds + [highspy.HighsVarType.kInteger] * (width - first_integer)
+    filled = matrix != 0
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(filled.sum(axis=1)))).astype(np.int32)
+    lp.a_matrix_.index_ = np.nonzero(filled)[1].astype(np.int32)
+    lp.a_matrix_.value_ = matrix[filled]
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    if first_integer is not None:
+        solver.setOptionValue("mip_rel_gap", _GAP)
+        solver.setOptionValue("mip_max_nodes", _NODES)  # nodes, not seconds: the same answer on any machine
+    solver.passModel(lp)
+    solver.run()
+    if solver.getInfo().primal_solution_status != _FEASIBLE:
+        return None
+    found = np.array(solver.getSolution().col_value)
+    found.setflags(write=False)
+    return found

@@ -1,0 +1,288 @@
+"""What the linear programs propose for a question: settings that fit, each with an estimate of its seconds."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from penstock.config import format_size
+from penstock.errors import BudgetError
+from penstock.planner.fit import Family, Request, base_placement, fitted, settings_of
+from penstock.planner.lane_loads import Loads, Walk, step_bound
+from penstock.planner.placement_lp import PlacementLP, Shares
+from penstock.planner.question import Question
+from penstock.planner.rounding import PATTERNS, Limits, Pattern, Rounding
+from penstock.schedule.place import Depths, Settings
+from penstock.sim.costs import Costs
+
+CHUNKS = tuple(2**power for power in range(16, 29))
+EQUAL = 1.005
+"""Estimates that differ by no more than this are as good as each other."""
+FIRST = 4
+"""proposals of the linear programs that are simulated before the neighbours of the best"""
+
+_FEW_CHUNKS = (2**24, 2**20, 2**18, 2**16)
+"""where one size has to do: the first that fits"""
+_DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
+"""of weights and gradients, from the best to the smallest"""
+_HOST_DEPTHS = (4, 3, 2, 1)
+_SHALLOWEST = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, checkpoints=1)
+_TIERS_TRIED = 2
+"""combinations of tiers for checkpoints and gradients that are proposed for each size of chunks"""
+_PROMISING = 1.05
+Promising = Sequence[tuple[Request, tuple[float, ...]]]
+"""Requests, each with delays"""
+
+_ONE_EACH = Costs(name="number of ops", seconds=lambda op: 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Settings that fit. ``estimate``: the sum of the phases' busiest lanes (seconds), with the repeats expected."""
+
+    request: Request
+    settings: Settings
+    pattern: Pattern
+    estimate: float
+
+
+class Proposals:
+    """The linear programs of one question, each made and solved once."""
+
+    def __init__(self, question: Question) -> None:
+        self.q = question
+        self.limits = Limits.of(question.request, question.disk_free)
+        self.considered = 0
+        self._programs: dict[tuple[object, ...], PlacementLP] = {}
+        self._walks: dict[tuple[Family, bool], Walk] = {}
+        self._counters: dict[tuple[object, ...], Loads] = {}
+
+    # ---- what is worth proposing
+
+    def promising(self) -> Promising:
+        """Requests that fit and are not clearly worse than another one, each with the delays that are worth a try.
+
+        By the relaxed optimum of one size of chunks.
+        """
+        screened = [(request, self._screened(request, self.q.delays_of(request))) for request in self.q.requests]
+        bar = min((found[0][0] for _, found in screened if found), default=math.inf) * _PROMISING
+        return [(request, _best_delays(found)) for request, found in screened if found and found[0][0] <= bar]
+
+    def _screened(self, request: Request, delays: Iterable[float]) -> list[tuple[float, float]]:
+        """(expected seconds of the relaxed optimum, delay), least first, of the delays from small to large that fit,
+        for as long as more delay is no worse and there is more to gain than what compute takes."""
+        found: list[tuple[float, float]] = []
+        for delay in delays:
+            lp = self._first_fitting(request, delay)
+            if lp is None or lp.relaxed is None:
+                continue
+            expected, compute = lp.relaxed.seconds * self._runs(request), step_bound(lp.loads.of_compute, lp.limits)
+            best = min(found, default=(math.inf, 0.0))[0]
+            found.append((expected, delay))
+            if expected > best * EQUAL or lp.relaxed.seconds <= compute * EQUAL:
+                break
+        return sorted(found)
+
+    def least(self, request: Request) -> float:
+        """Expected seconds of the best shares, for the first chunk size that fits and the better of a few delays;
+        infinite if none does."""
+        delays = self.q.delays_of(request)
+        few = delays if len(delays) < 3 else (delays[0], delays[len(delays) // 2])
+        for delay in _best_delays(self._screened(request, few)):
+            lp = self._first_fitting(request, delay)
+            solved = [] if lp is None else lp.solve_whole()
+            if solved:
+                return solved[0].seconds * self._runs(request)
+        return math.inf
+
+    def _first_fitting(self, request: Request, delay: float) -> PlacementLP | None:
+        """The program for the first of a few chunk sizes with which anything fits."""
+        smallest = None if self.q.unstartable else self.smallest(request)
+        if smallest is None or smallest.relaxed is None:
+            return None
+        base = base_placement(request)
+        for chunk in (*(c for c in _FEW_CHUNKS if c > smallest.s.chunk), smallest.s.chunk):
+            option = replace(settings_of(request, base, chunk, Depths()), delay=delay)
+            settings = self._deepest(option, request)
+            if settings is not None:
+                return self.program(settings, request)
+        return None
+
+    def _runs(self, request: Request) -> float:
+        """How often a step is run, on average, if anything speculates that may."""
+        return 1 + self.q.repeats * request.speculates
+
+    def of(self, request: Request, delays: Iterable[float]) -> list[Proposal]:
+        """What the linear programs propose for these delays and every chunk size."""
+        return [p for d, chunk in product(delays, self._chunk_sizes(request)) for p in self.at(request, chunk, d)]
+
+    def at(self, request: Request, chunk: int, delay: float) -> list[Proposal]:
+        """What the linear program proposes for one delay and chunk size."""
+        option = replace(settings_of(request, base_placement(request), chunk, Depths()), delay=delay)
+        settings = self._deepest(option, request)
+        if settings is None:
+            return []
+        lp = self.program(settings, request)
+        return [p for shares in lp.solve_whole()[:_TIERS_TRIED] for p in self.rounded(lp, shares, PATTERNS)]
+
+    def small(self, request: Request, delay: float) -> list[Proposal]:
+        """Proposals for the largest chunks that fit, where those of which several can be simulated do not."""
+        least = self.least_chunk(request)
+        sizes = [] if least is None else [chunk for chunk in CHUNKS[::-1] if chunk >= least]
+        return next((found for chunk in sizes if (found := self.at(request, chunk, delay))), [])
+
+    def fits(self) -> bool:
+        """Whether the search would find anything, without a simulation."""
+        if self.q.unstartable is not None:
+            return False
+        for request in self.q.requests:
+            least = self.least_chunk(request)
+            if least is not None and self.at(request, least, request.delay or 0.0):
+                return True
+        try:
+            return bool(self.greedy(self.q.requests, needed=True))
+        except BudgetError:
+            return False
+
+    def smallest(self, request: Request) -> PlacementLP | None:
+        """The linear program that asks for the least memory of those that may be used: the smallest chunks, and no more
+        buffers than a step needs. None: even the largest chunks make too many ops.
+        """
+        chunk = self.least_chunk(request)
+        if chunk is None:
+            return None
+        return self.program(settings_of(request, base_placement(request), chunk, _SHALLOWEST), request)
+
+    def greedy(self, requests: Iterable[Request], *, needed: bool) -> list[Proposal]:
+        """What ``fit`` takes, so that no choice is worse.
+
+        Raises:
+            BudgetError: it takes nothing, and something is ``needed``: nothing else has been found.
+        """
+        found, refusal = [], None
+        for request in requests:
+            try:
+                settings = fitted(request)
+            except BudgetError as error:
+                refusal = error
+                continue
+            if self.limits.exceeded(request, settings) is not None:
+                refusal = BudgetError(_too_little_disk(request, settings, self.limits))
+            elif self.q.most_ops is not None and self.size(request, settings) > self.q.most_ops:
+                refusal = BudgetError(self.too_many_ops())
+            else:
+                found.append(self.proposal(settings, request, "last"))
+        if refusal is not None and not found and needed:
+            raise refusal
+        return found
+
+    # ---- programs
+
+    def _deepest(self, settings: Settings, request: Request) -> Settings | None:
+        """The settings with the most buffers, up to the usual ones, with which anything fits."""
+        for weights, gradients in _DEVICE_DEPTHS:
+            for n in _HOST_DEPTHS:
+                depths = Depths(weights=weights, gradients=gradients, stage_in=n, stage_out=n, state=n, checkpoints=n)
+                option = replace(settings, depths=depths)
+                lp = self.program(option, request)
+                if lp.device_is_full:
+                    break
+                if lp.relaxed is not None:
+                    return option
+        return None
+
+    def rounded(self, lp: PlacementLP, shares: Shares, patterns: Iterable[Pattern]) -> Iterator[Proposal]:
+        """Whole groups for the tiers that shares have for checkpoints and gradients, as near to the optimum as fits."""
+        whole = lp.solve(shares.checkpoint_tier, shares.gradient_tier, integer=True)
+        rounding = Rounding(lp, whole or shares, self.limits)
+        for pattern in patterns:
+            placed = rounding.settings(pattern)
+            if placed is not None:
+                yield self.proposal(placed, lp.request, pattern)
+
+    def program(self, settings: Settings, request: Request) -> PlacementLP:
+        """The linear program of a request with the chunks, depths and delay of some settings."""
+        key = (
+            request.family,
+            request.speculates,
+            request.casts_on_device,
+            settings.chunk,
+            settings.depths,
+            settings.delay,
+        )
+        if key not in self._programs:
+            walk = self._walk(request)
+            costs = self.q.costs_of(request)
+            self._programs[key] = PlacementLP(request, settings, costs, disk_free=self.q.disk_free, walk=walk)
+        return self._programs[key]
+
+    def _walk(self, request: Request) -> Walk:
+        key = request.family, request.speculates
+        if key not in self._walks:
+            self._walks[key] = Walk(request, wait=request.wait and request.train, speculate=request.speculates)
+        return self._walks[key]
+
+    def proposal(self, settings: Settings, request: Request, pattern: Pattern) -> Proposal:
+        """A proposal of settings that fit."""
+        self.considered += 1
+        lp = self.program(settings, request)
+        seconds = step_bound(lp.loads.of(settings.place), lp.limits)
+        expected = self.q.expected(seconds, settings)
+        return Proposal(request=request, settings=settings, pattern=pattern, estimate=expected)
+
+    # ---- sizes of schedules
+
+    def _chunk_sizes(self, request: Request) -> Sequence[int]:
+        """Chunk sizes whose schedules can be simulated a few times, from small to large; or the largest, if it may."""
+        base = settings_of(request, base_placement(request), CHUNKS[-1], Depths())
+        sizes = sorted({min(chunk, base.chunk) for chunk in CHUNKS})
+        few = [s for s in sizes if self.size(request, replace(base, chunk=s)) <= self.q.simulated_ops // FIRST]
+        return few or [size for size in sizes[-1:] if self._allowed(request, size)]
+
+    def least_chunk(self, request: Request) -> int | None:
+        """The smallest chunks whose schedule is allowed; None if even that of the largest is not."""
+        first: int = bisect_left(CHUNKS, True, key=lambda chunk: self._allowed(request, chunk))
+        return CHUNKS[first] if first < len(CHUNKS) else None
+
+    def _allowed(self, request: Request, chunk: int) -> bool:
+        """Whether a schedule with such chunks, and everything as low as it goes, has few enough ops."""
+        most = self.q.most_ops
+        if most is None:
+            return True
+        if 2 * request.micro_batches * len(request.program.stages) > most:  # forwards and backwards alone
+            return False
+        return self.size(request, settings_of(request, base_placement(request), chunk, Depths())) <= most
+
+    def too_many_ops(self) -> str:
+        """Why nothing is planned."""
+        return (
+            f"{self.q.request.micro_batches} micro-batches make a schedule of more than {self.q.most_ops:,} ops, the "
+            "most that is planned: use fewer and larger micro-batches"
+        )
+
+    def size(self, request: Request, settings: Settings) -> int:
+        """Number of ops of a schedule."""
+        key = (request.family, request.speculates, settings.chunk, settings.delay)
+        if key not in self._counters:
+            self._counters[key] = Loads(request, settings, _ONE_EACH, self._walk(request))
+        return round(float(self._counters[key].of(settings.place).sum()))
+
+
+def _best_delays(screened: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """Of (seconds, delay): the middle of those that are as good as the best, which leaves lanes the most room, and none
+    at all beside it."""
+    if not screened:
+        return ()
+    least = min(screened)[0]
+    good = sorted(delay for seconds, delay in screened if seconds <= least * EQUAL)
+    return tuple(dict.fromkeys((good[len(good) // 2], *(delay for _, delay in screened if not delay))))
+
+
+def _too_little_disk(request: Request, settings: Settings, limits: Limits) -> str:
+    needed = request.space_bytes(settings)
+    assert limits.disk is not None
+    return (
+        f"{format_size(needed)} ({needed} bytes) of disk are needed for weights, state and scratch space, and "
+        f"{format_size(limits.disk)} are free. Free {format_size(needed - limits.disk)} more, or add a drive"
+    )

@@ -1,0 +1,122 @@
+"""What is asked of the search for a plan."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from penstock.config import Tier
+from penstock.hardware.machine import Machine
+from penstock.planner.costs import machine_costs
+from penstock.planner.fit import Family, Request, base_placement
+from penstock.planner.means import DELAYS, REPEATS, steps_early
+from penstock.planner.outside import Peaks, Phase, beyond, peaks_outside_steps
+from penstock.schedule.place import Placement, Settings, Side
+from penstock.shape.model import StageTimes
+from penstock.sim.costs import Costs
+
+SIMULATED_OPS = 50_000
+"""How many ops all simulations of one search may have together; the first is done whatever it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked: a request, the machine's costs, and how far the search may go.
+
+    The request's ``speculate`` and ``delay`` are forced, or None to be chosen: ``delays`` are those to begin with, and
+    ``repeats`` is the share of steps that is expected to be run again if anything speculates. ``disk_free``: bytes that
+    may be used on disk; None: enough. ``most_ops``: ops of the largest schedule that may be chosen; None: any.
+    ``room``: bytes of device and host memory for what comes before and after steps (``outside``); None: enough.
+    """
+
+    request: Request
+    machine: Machine
+    times: StageTimes
+    optimizer: str
+    families: tuple[Family, ...] = ("vertical", "horizontal")
+    delays: tuple[float, ...] = DELAYS
+    repeats: float = REPEATS
+    disk_free: int | None = None
+    io_threads: int = 4
+    most_ops: int | None = None
+    room: Mapping[Tier, int] | None = None
+    simulated_ops: int = SIMULATED_OPS
+
+    @cached_property
+    def requests(self) -> tuple[Request, ...]:
+        """The request in each family, waiting for the norm and speculating, and with gradients that are rounded on
+        either side of the link, as far as these may be chosen.
+
+        Raises:
+            ConfigError: what is forced cannot be.
+        """
+        late = bool(self.request.delay)
+        families = [f for f in self.families if f == "vertical" or not late] or list(self.families)
+        free = self.request.speculate is None and self.request.may_speculate
+        means = (False, True) if free else (self.request.speculates,)
+        forced = replace(self.request, family=families[0])
+        forced.check_means()
+        asked = (replace(forced, family=family, speculate=early) for family in families for early in means)
+        return tuple(replace(request, cast=side) for request in asked for side in _sides(request))
+
+    def delays_of(self, request: Request) -> tuple[float, ...]:
+        """The delay ratios to begin with: the one that is forced, or those that the family can have."""
+        if request.delay is not None:
+            return (request.delay,)
+        # With one slot a step that is pending leaves the store in pieces between steps, where it is whole otherwise.
+        in_place = request.bottom == "disk" and request.budget.slots == 1
+        return (0.0,) if request.one_by_one or in_place else self.delays
+
+    def expected(self, seconds: float, settings: Settings) -> float:
+        """Seconds of a step on average, where one with these settings takes ``seconds``: some are run twice."""
+        return seconds * (1 + self.repeats) if steps_early(self.request.program, settings) else seconds
+
+    @cached_property
+    def unstartable(self) -> str | None:
+        """Why no step would ever begin, wherever things are placed: loading or probing takes too much memory."""
+        peaks = self.peaks(base_placement(self.request), {"device": 0, "host": 0})
+        why = beyond({"load": peaks["load"], "probe": peaks["probe"]}, self.room or {})
+        return why and f"{why}: use smaller micro-batches or shorter sequences, or lower budget.host"
+
+    def peaks(self, place: Placement, step: Mapping[Tier, int]) -> Mapping[Phase, Peaks]:
+        """What phases outside of steps take; ``step``: bytes of device and host that steps take."""
+        request = self.request
+        return peaks_outside_steps(
+            request.program,
+            request.form,
+            place,
+            step=step,
+            disk=request.bottom == "disk",
+            host_bytes=request.budget.host_bytes,
+            slots=request.budget.slots,
+        )
+
+    def costs_of(self, request: Request) -> Costs:
+        """What the ops of a request's schedules take, which depends on where gradients are rounded."""
+        if request.narrow not in self._costs:
+            self._costs[request.narrow] = machine_costs(
+                self.machine,
+                request.program,
+                request.form,
+                self.times,
+                self.optimizer,
+                io_threads=self.io_threads,
+                grad_dtype=request.grad_dtype,
+                narrow=request.narrow,
+            )
+        return self._costs[request.narrow]
+
+    @property
+    def costs(self) -> Costs:
+        """``costs_of`` what is asked."""
+        return self.costs_of(self.request)
+
+    @cached_property
+    def _costs(self) -> dict[frozenset[int], Costs]:
+        return {}
+
+
+def _sides(request: Request) -> tuple[Side, ...]:
+    """Where a request's gradients may be rounded, if that is worth a choice."""
+    if request.cast is None and request.may_cast_on_device:
+        return ("device", "host")
+    return ("device" if request.casts_on_device else "host",)

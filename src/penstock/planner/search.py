@@ -1,0 +1,367 @@
+"""The search for the best plan: linear programs propose, the simulator decides.
+
+1. For every family, with and without speculation, and every delay one linear program tells which promise anything.
+2. For each of these and every chunk size, the linear program gives the placement with the least estimated time for each
+   tier of checkpoints and gradients (``placement_lp``); the best of them are found again in whole groups (the same
+   program, integer), and which groups these are is a matter of pattern (``rounding``).
+3. The best few are built and simulated, along with what ``fit`` would take.
+4. From the simulated best, its neighbours are: the other pattern, other tiers for checkpoints and gradients, chunks
+   twice and half as large, a little more and less delay, each depth one more and one less, one group up or down. A
+   neighbour whose estimate is well above the best simulated time is not simulated. As long as one wins, its neighbours
+   are next; it is over when the best takes as long as the least estimate, to 1%.
+
+All seconds that are compared count a step that is run twice as often as is expected. What is simulated is counted in
+ops, not seconds, so that the same question has the same answer on any machine.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from penstock.config import Tier
+from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.machine import Machine
+from penstock.planner.fit import Family, Plan, Request, fit, fitted
+from penstock.planner.means import DELAY_STEP, REPEATS, steps_early
+from penstock.planner.outside import beyond
+from penstock.planner.placement_lp import PlacementLP, Waits
+from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promising, Proposal, Proposals
+from penstock.planner.question import Question
+from penstock.planner.rounding import PATTERNS, Pattern
+from penstock.schedule.place import Placement, Settings
+from penstock.schedule.program import ALIGN
+from penstock.schedule.world import World
+from penstock.shape.model import StageTimes
+from penstock.sim.result import Simulation
+from penstock.sim.simulate import simulate
+
+SIMULATIONS = 24
+
+_DEEPEST = 8
+_BETTER = 0.998
+"""A neighbour must take less than this share of the best time to be worth a change."""
+_HOPELESS = 1.02
+"""Above so much of the best simulated time an estimate, which takes phases one after the other, rules a plan out."""
+_GOOD_ENOUGH = 1.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The best plan found, and its simulation.
+
+    ``settled``: it takes as long as the least estimate, to 1%. ``considered``: settings weighed; ``simulated``: how
+    many of them were built and simulated.
+    """
+
+    question: Question
+    request: Request
+    plan: Plan
+    simulation: Simulation
+    pattern: Pattern
+    estimate: float
+    settled: bool
+    considered: int
+    simulated: int
+
+    @property
+    def seconds(self) -> float:
+        """Simulated seconds of a step that is run once."""
+        return self.simulation.time
+
+    @property
+    def expected_seconds(self) -> float:
+        """Seconds of a step on average: some are run twice if anything speculates."""
+        return self.question.expected(self.seconds, self.plan.settings)
+
+    @property
+    def repeats(self) -> float:
+        """The share of steps that is expected to be run twice; 0 if nothing speculates."""
+        return self.question.repeats * steps_early(self.plan.program, self.plan.settings)
+
+
+def best(
+    request: Request,
+    machine: Machine,
+    times: StageTimes,
+    optimizer: str,
+    keep: Placement | None = None,
+    *,
+    io_threads: int = 4,
+    repeats: float = REPEATS,
+) -> Plan:
+    """The plan that ``search`` chooses for a request in its family, cheap enough for the start of a run.
+
+    ``keep``: a placement of weights and state that is already in memory and is not to be changed: only what else there
+    is to choose is chosen, by the estimate alone. ``io_threads``: as ``penstock.wrap``. ``repeats``: as ``Question``.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budget of each tier that works.
+        ConfigError: the budget has a directory on disk, and the machine's profile has no drive; or the request asks for
+            speculation or a delay that cannot be.
+    """
+    if request.bottom == "disk" and not machine.drives:
+        raise ConfigError(f"the profile of {machine.name} has no drives, but budget.disk is given: run penstock doctor")
+    if not request.train:
+        return fit(request, keep)
+    question = Question(
+        request=request,
+        machine=machine,
+        times=times,
+        optimizer=optimizer,
+        families=(request.family,),
+        io_threads=io_threads,
+        repeats=repeats,
+    )
+    return search(question).plan if keep is None else _kept(question, keep)
+
+
+def _kept(question: Question, keep: Placement) -> Plan:
+    """The best plan with a placement that stays: speculating or not, and with a delay only if that is faster."""
+    proposals, refusal = Proposals(question), None
+    found: list[Proposal] = []
+    for request in question.requests:
+        for delay in question.delays_of(request):
+            try:
+                settings = fitted(replace(request, delay=delay), keep)
+            except BudgetError as error:
+                refusal = refusal or error
+                continue
+            found.append(proposals.proposal(settings, request, "last"))
+    if not found:
+        assert refusal is not None
+        raise refusal
+    least = min(p.estimate for p in found)
+    chosen = next(p for p in found if p.estimate <= least * EQUAL)
+    return chosen.request.plan(chosen.request.roomiest(chosen.settings))
+
+
+def search(question: Question) -> Choice:
+    """The best plan for a question.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budget of each tier that works.
+        ConfigError: the request asks for speculation or a delay that cannot be.
+    """
+    return _Search(question).run()
+
+
+def estimate(question: Question, family: Family) -> float | None:
+    """Expected seconds of the linear program's optimum for a family, for one size of chunks; None if nothing fits."""
+    proposals = Proposals(replace(question, families=(family,)))
+    seconds = min(proposals.least(request) for request in proposals.q.requests)
+    return None if math.isinf(seconds) else seconds
+
+
+def fits(question: Question) -> bool:
+    """Whether the search would find anything, without a simulation."""
+    return Proposals(question).fits()
+
+
+def hopeless(question: Question) -> str | None:
+    """Why nothing fits whatever the sizes of tiers are, and what to do; None: their sizes decide."""
+    proposals = Proposals(question)
+    if question.unstartable is None and all(proposals.smallest(request) is None for request in question.requests):
+        return proposals.too_many_ops()
+    return question.unstartable
+
+
+def smallest_programs(question: Question) -> list[PlacementLP]:
+    """The linear programs that ask for the least memory of those that the search may use: the smallest chunks, and no
+    more buffers than a step needs. Empty: even the largest chunks make too many ops.
+    """
+    proposals = Proposals(question)
+    return [lp for request in question.requests if (lp := proposals.smallest(request)) is not None]
+
+
+class _Search:
+    """What one search has simulated so far."""
+
+    def __init__(self, question: Question) -> None:
+        self.q = question
+        self.proposals = Proposals(question)
+        self.ops = 0
+        self.seen: set[tuple[Family, Settings]] = set()
+        self.best: tuple[float, Proposal, Plan, Simulation] | None = None
+        self.delays: tuple[float, ...] = ()
+        self.misplaced: str | None = None
+
+    def run(self) -> Choice:
+        if self.q.unstartable is not None:
+            raise BudgetError(self.q.unstartable)
+        if all(self.proposals.least_chunk(request) is None for request in self.q.requests):
+            raise BudgetError(self.proposals.too_many_ops())
+        promising = self.proposals.promising()
+        self.delays = tuple(dict.fromkeys(delay for _, delays in promising for delay in delays))
+        proposals = self._proposed(promising)
+        possible = min((p.estimate for p in proposals), default=math.inf)
+        # Of estimates that are as good as equal first those without a delay, which costs something at the start and at
+        # each evaluation. Then the fewest ops: large chunks let the lanes run further ahead, and leave more simulations
+        # to come.
+        proposals.sort(key=lambda p: (p.estimate > possible * EQUAL, p.settings.delay > 0, self._size(p), p.estimate))
+        for proposal in _different(proposals, FIRST):
+            if not self._settled(possible):
+                self._try(proposal)
+        if not self._settled(possible):
+            worth = self.q.requests if self.best is None else [request for request, _ in promising]
+            for proposal in self.proposals.greedy(worth, needed=self.best is None):
+                self._try(proposal)
+        while self.best is not None and not self._settled(possible) and self._improve():
+            pass
+        if self.best is None:
+            raise BudgetError(self.misplaced or "nothing fits")
+        _, proposal, plan, simulation = self.best
+        return Choice(
+            question=self.q,
+            request=proposal.request,
+            plan=plan,
+            simulation=simulation,
+            pattern=proposal.pattern,
+            estimate=proposal.estimate,
+            settled=self._settled(possible),
+            considered=self.proposals.considered,
+            simulated=len(self.seen),
+        )
+
+    def _proposed(self, promising: Promising) -> list[Proposal]:
+        found = [p for request, delays in promising for p in self.proposals.of(request, delays)]
+        return found or [p for request, delays in promising for p in self.proposals.small(request, delays[0])]
+
+    def _settled(self, possible: float) -> bool:
+        """Whether the best takes as long as the least estimate says that it must."""
+        return self.best is not None and self.best[0] <= possible * _GOOD_ENOUGH
+
+    def _size(self, proposal: Proposal) -> int:
+        return self.proposals.size(proposal.request, proposal.settings)
+
+    # ---- simulation
+
+    def _try(self, proposal: Proposal) -> bool:
+        """Simulate a proposal unless that is known or hopeless; whether it is the best now."""
+        key = (proposal.request.family, proposal.settings)
+        hopeless = self.best is not None and proposal.estimate >= self.best[0] * _HOPELESS
+        if key in self.seen or hopeless or self._spent(self._size(proposal)):
+            return False
+        settings = proposal.request.roomiest(proposal.settings)
+        if self._beyond(proposal.request, settings) is not None:
+            settings = proposal.settings
+        if (why := self._beyond(proposal.request, settings)) is not None:
+            self.misplaced = why
+            return False
+        plan = proposal.request.plan(settings)
+        simulation = simulate(World.of(plan.schedule), self.q.costs_of(proposal.request))
+        self.ops += len(plan.schedule.ops)
+        self.seen.add(key)
+        expected = self.q.expected(simulation.time, proposal.settings)
+        if self.best is not None and expected >= self.best[0] * _BETTER:
+            return False
+        self.best = (expected, proposal, plan, simulation)
+        return True
+
+    def _beyond(self, request: Request, settings: Settings) -> str | None:
+        """Why the machine has no room for these settings, whatever the budget says."""
+        if self.q.room is None:
+            return None
+        device, host = request.peaks(settings)
+        return beyond(self.q.peaks(settings.place, {"device": device, "host": host}), self.q.room)
+
+    def _spent(self, ops: int) -> bool:
+        """Whether another simulation of so many ops would be too many; the first never is."""
+        return self.best is not None and (self.ops + ops > self.q.simulated_ops or len(self.seen) >= SIMULATIONS)
+
+    def _improve(self) -> bool:
+        """Simulate the neighbours of the best until one is better."""
+        assert self.best is not None
+        of, size = self.best[1], len(self.best[2].schedule.ops)
+        # A neighbour has as many ops, or half of them with chunks twice as large.
+        return any(self._try(neighbour) for neighbour in self._affordable(of, size // 2))
+
+    def _affordable(self, of: Proposal, ops: int) -> Iterator[Proposal]:
+        """Neighbours as long as there is something left to simulate them with: each costs an integer program."""
+        neighbours = self._neighbours(of)
+        while not self._spent(ops) and (neighbour := next(neighbours, None)) is not None:
+            yield neighbour
+
+    def _neighbours(self, proposal: Proposal) -> Iterator[Proposal]:
+        settings, request = proposal.settings, proposal.request
+        place = settings.place
+        for pattern in PATTERNS:
+            if pattern != proposal.pattern:
+                yield from self._again(settings, request, (pattern,), place.checkpoints, place.gradients)
+        lp = self.proposals.program(settings, request)
+        for tier, waits in product(lp.checkpoint_tiers, lp.gradient_tiers):
+            if (tier, waits) != (place.checkpoints, place.gradients):
+                yield from self._again(settings, request, (proposal.pattern,), tier, waits)
+        for changed in _changes(settings, self._delays_near(settings.delay, request)):
+            yield from self._again(changed, request, (proposal.pattern,), place.checkpoints, place.gradients)
+        yield from self._moved(proposal)
+
+    def _delays_near(self, delay: float, request: Request) -> list[float]:
+        """A little more and less delay, and the others that promise something."""
+        if len(self.q.delays_of(request)) < 2:
+            return []
+        near = [round(delay + step, 6) for step in (DELAY_STEP, -DELAY_STEP)]
+        return [d for d in dict.fromkeys((*self.delays, *near)) if 0 <= d <= 1 and d != delay]
+
+    def _again(
+        self, settings: Settings, request: Request, patterns: Iterable[Pattern], checkpoints: Tier, gradients: Waits
+    ) -> Iterator[Proposal]:
+        """The same tiers of checkpoints and gradients, placed anew for changed settings."""
+        lp = self.proposals.program(settings, request)
+        waits = gradients if gradients in lp.gradient_tiers else lp.gradient_tiers[0]
+        shares = lp.solve(checkpoints, waits)
+        if shares is not None:
+            yield from self.proposals.rounded(lp, shares, patterns)
+
+    def _moved(self, proposal: Proposal) -> Iterator[Proposal]:
+        """One group of the largest class up or down."""
+        settings, request, place = proposal.settings, proposal.request, proposal.settings.place
+        lp = self.proposals.program(settings, request)
+        kind = max(lp.classes, key=lambda kind: len(kind.members))
+        for home in kind.homes:
+            others = [g for g in kind.members if (place.weights[g], place.state[g]) != home]
+            for g in dict.fromkeys((*others[-1:], *others[:1])):
+                option = replace(settings, place=_with_home(place, g, *home))
+                if self.proposals.limits.exceeded(request, option) is None:
+                    yield self.proposals.proposal(option, request, proposal.pattern)
+
+
+def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placement:
+    return replace(
+        place,
+        weights=(*place.weights[:g], weights, *place.weights[g + 1 :]),
+        state=(*place.state[:g], state, *place.state[g + 1 :]),
+    )
+
+
+def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
+    """The best proposals, each with another combination of family, speculation, cast, tiers or pattern."""
+    chosen: list[Proposal] = []
+    kinds: set[tuple[object, ...]] = set()
+    for p in proposals:
+        kind = (
+            p.request.family,
+            p.settings.speculate,
+            p.settings.cast,
+            p.settings.place.checkpoints,
+            p.settings.place.gradients,
+            p.pattern,
+        )
+        if kind not in kinds:
+            kinds.add(kind)
+            chosen.append(p)
+    return chosen[:count]
+
+
+def _changes(settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
+    """Settings one step away, placement aside, or with one of some delays."""
+    for chunk in (settings.chunk * 2, settings.chunk // 2 // ALIGN * ALIGN):
+        if CHUNKS[0] <= chunk <= CHUNKS[-1]:
+            yield replace(settings, chunk=chunk)
+    for delay in delays:
+        yield replace(settings, delay=delay)
+    for name in ("weights", "state", "gradients", "stage_out", "stage_in", "checkpoints"):  # likeliest to help first
+        depth = getattr(settings.depths, name)
+        for other in (depth + 1, depth - 1):
+            if 1 <= other <= _DEEPEST:
+                yield replace(settings, depths=replace(settings.depths, **{name: other}))

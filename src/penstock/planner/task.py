@@ -1,0 +1,172 @@
+"""What is to be trained, on which machine, within which budget: the input of a plan, before batch sizes are chosen."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from penstock.config import Budget, GradDtype, OptimizerName, Precision, Tier, format_size
+from penstock.errors import ConfigError
+from penstock.hardware.machine import Machine
+from penstock.planner.fit import Family, Request
+from penstock.planner.means import REPEATS, check_means, no_speculation
+from penstock.planner.question import Question
+from penstock.schedule.place import BOUNCE, Format
+from penstock.shape.model import ModelProfile, ModelShape, stage_times
+
+MOMENTS: Mapping[OptimizerName, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
+"""fp32 tensors of state beside the master copy; SGD with momentum has one more."""
+
+DEVICE_TEMPORARIES = 32 << 20
+"""Bytes that an optimizer step on an accelerator needs besides its arguments (``optim.fallback`` has the same)."""
+
+MOST_OPS = 80_000
+"""Ops of the largest schedule that is planned: it takes some 3 s to build and simulate."""
+
+TOKEN_BYTES = 2 * 8
+"""int64 token and label"""
+
+_OWN_SHARE = {"cuda": (0.95, 0.9), "cpu": (0.25, 0.5)}
+"""Shares of device and host memory that a budget takes if none is given; a CPU's two are the same memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model, a machine and a budget.
+
+    ``waits``: the optimizer waits for the global gradient norm (clipping, or fp16's overflow check). ``families``:
+    schedules that may be chosen. ``disk_free``: bytes on disk that may be used. ``speculate``, ``delay``: forced, or
+    None to be chosen; ``repeats``: the share of steps that is expected to be run again if anything speculates, which is
+    none where nothing is clipped: a step that overflows in fp16 is dropped. ``grad_dtype``: as in ``Settings``.
+    """
+
+    shape: ModelShape
+    machine: Machine
+    budget: Budget
+    sequence_length: int
+    precision: Precision
+    optimizer: OptimizerName
+    moments: int
+    waits: bool
+    families: tuple[Family, ...]
+    disk_free: int
+    speculate: bool | None = None
+    delay: float | None = None
+    repeats: float = REPEATS
+    grad_dtype: GradDtype = "fp32"
+    profiles: dict[int, ModelProfile] = field(default_factory=dict, compare=False, repr=False)
+    """those made so far, by sequences in a micro-batch"""
+
+    def __post_init__(self) -> None:
+        if self.rate_name not in self.machine.host.optimizer:
+            known = ", ".join(sorted(self.machine.host.optimizer)) or "none"
+            raise ConfigError(
+                f"the profile of {self.machine.name} has no optimizer rate {self.rate_name}, only {known}: measure it "
+                "with penstock doctor"
+            )
+        check_means(
+            self.speculate,
+            self.delay,
+            self.budget,
+            self.form,
+            wait=self.waits,
+            horizontal="vertical" not in self.families,
+        )
+        if self.budget.disk_paths and not self.machine.drives:
+            raise ConfigError(f"the profile of {self.machine.name} has no drives, but a directory on disk is given")
+
+    @property
+    def form(self) -> Format:
+        return Format(weight_bytes=4 if self.precision == "fp32" else 2, moments=self.moments)
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether anything could, if it is not forbidden."""
+        return no_speculation(self.budget, self.form, wait=self.waits) is None
+
+    @property
+    def rate_name(self) -> str:
+        """Key of the machine's optimizer rates; Nesterov's momentum takes as long as the other."""
+        kind = "momentum" if self.optimizer == "sgd" and self.moments else self.optimizer
+        return f"{kind}.{self.precision}"
+
+    def profile(self, micro_batch_size: int) -> ModelProfile:
+        """The model's profile for micro-batches of so many sequences."""
+        if micro_batch_size not in self.profiles:
+            found = self.shape.profile(micro_batch_size, self.sequence_length, self.form)
+            self.profiles[micro_batch_size] = found
+        return self.profiles[micro_batch_size]
+
+    def question(self, micro_batch_size: int, micro_batches: int) -> Question:
+        """The question for one way to cut a batch into micro-batches.
+
+        Raises:
+            ConfigError: the machine has no rate for the precision, or the model does not take such micro-batches.
+        """
+        profile = self.profile(micro_batch_size)
+        request = Request(
+            program=profile.program,
+            budget=self.step_budget,
+            form=self.form,
+            micro_batches=micro_batches,
+            wait=self.waits,
+            speculate=self.speculate,
+            delay=self.delay,
+            grad_dtype=self.grad_dtype,
+            family=self.families[0],
+            inputs=micro_batches * profile.tokens * TOKEN_BYTES,
+            step_temporaries=0 if self.machine.device.kind == "cpu" else DEVICE_TEMPORARIES,
+        )
+        return Question(
+            request=request,
+            machine=self.machine,
+            times=stage_times(profile, self.machine, self.precision),
+            optimizer=self.rate_name,
+            families=self.families,
+            repeats=self.repeats,
+            disk_free=self.disk_free,
+            most_ops=MOST_OPS,
+            room=self.room,
+        )
+
+    @property
+    def room(self) -> Mapping[Tier, int]:
+        """Bytes of memory that phases outside of steps may take: the machine's, or a budget that is larger."""
+        machine, budget = self.machine, self.budget
+        return {
+            "device": max(budget.device_bytes, machine.device.memory),
+            "host": max(budget.host_bytes, machine.host.memory),
+        }
+
+    @property
+    def step_budget(self) -> Budget:
+        """The budget, with room in host memory for the buffer through which a snapshot goes."""
+        most = self.room["host"] - BOUNCE
+        return self.budget if self.budget.host_bytes <= most else replace(self.budget, host=max(most, 1))
+
+
+def own_budget(machine: Machine, *, device: str | int | None, host: str | int | None) -> Budget:
+    """A budget from what a machine has: its drives, and the shares ``_OWN_SHARE`` of memory that are not given.
+
+    Raises:
+        ConfigError: more is given than there is.
+    """
+    shares = _OWN_SHARE[machine.device.kind]
+    budget = Budget(
+        device=int(machine.device.memory * shares[0]) if device is None else device,
+        host=int(machine.host.memory * shares[1]) if host is None else host,
+        disk=[drive.path for drive in machine.drives] or None,
+    )
+    for tier, given, there in (
+        ("device", budget.device_bytes, machine.device.memory),
+        ("host", budget.host_bytes, machine.host.memory),
+    ):
+        if given > there:
+            raise ConfigError(
+                f"{tier}={format_size(given)}: {machine.name} has {format_size(there)} of {tier} memory. To see what "
+                "more would do, change the machine's profile"
+            )
+    return budget
+
+
+def free_bytes(machine: Machine) -> int:
+    """Bytes that a striped disk tier may use: every drive gets the same."""
+    return len(machine.drives) * min((drive.free for drive in machine.drives), default=0)

@@ -1,0 +1,53 @@
+"""The oracle: the same schedule and actions with no overlap at all, one op at a time in the caller's thread."""
+
+from collections.abc import Callable, Sequence
+
+from penstock.runtime.pools import Pools
+from penstock.runtime.streams import CudaStreams, HostStreams, Mark
+from penstock.schedule.op import Op, Schedule
+from penstock.schedule.order import run_order
+
+
+class SerialExecutor:
+    """Runs a schedule in one order that is known to be possible. Same interface as ``Executor``."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        pools: Pools,
+        act: Callable[[Op], int],
+        streams: HostStreams | CudaStreams,
+        order: Sequence[Op] | None = None,
+    ) -> None:
+        """``order``: one in which the ops can run; None: found."""
+        self.schedule = schedule
+        self.pools = pools
+        self.marks: dict[str, Mark] = {}
+        self._act = act
+        self._streams = streams
+        self._order = tuple(run_order(schedule) if order is None else order)
+
+    def run(self) -> None:
+        """Run every op once, waiting for each before the next."""
+        self.marks = {}
+        self.pools.start_step()
+        self._streams.restart()
+        for op in self._order:
+            self.pools.take(op)
+            try:
+                with self._streams.run(op.lane, ()) as mark:
+                    mark.moved = self._act(op)
+            except BaseException as error:
+                error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
+                self._streams.synchronize()
+                self.pools.reset()
+                raise
+            self._streams.synchronize()
+            self.marks[op.id] = mark
+            self.pools.give(op)
+        self._streams.resolve(self.marks.values())
+        if self.schedule.carried:
+            self.pools.end_step()
+
+    def close(self) -> None:
+        """Nothing runs in the background."""

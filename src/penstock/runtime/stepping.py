@@ -1,0 +1,88 @@
+"""The optimizer's arithmetic on a range of a param group, parameter by parameter as their hyper-parameters differ."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.optim import kernels
+from penstock.runtime.context import StepContext
+from penstock.tape.groups import ParamGroup
+
+
+class Stepping:
+    """Steps ranges of groups with the hyper-parameters that rule them."""
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        runs: Mapping[int, Sequence[tuple[int, int, int]]],
+        threads: int,
+        grad_dtype: torch.dtype,
+    ) -> None:
+        """``runs``: for each group, (first element, end, index of hyper-parameters) in order of elements.
+        ``grad_dtype``: what gradients are rounded to as they are read."""
+        self._groups = groups
+        self._runs = runs
+        self._threads = threads
+        self._grad_dtype = grad_dtype
+
+    def step(
+        self,
+        context: StepContext,
+        g: int,
+        start: int,
+        gradient: torch.Tensor,
+        master: torch.Tensor,
+        moments: tuple[torch.Tensor, ...],
+        out: torch.Tensor | None,
+        norms: NDArray[np.float64] | None,
+    ) -> None:
+        """The optimizer on elements ``[start, start + n)`` of a group, run by run of equal hyper-parameters.
+
+        ``context``: of the step whose gradient it is. ``norms``: receives the gradient's partial sums of squares.
+        """
+        n = master.numel()
+        spans = [
+            (max(first, start) - start, min(end, start + n) - start, hyper, count)
+            for first, end, hyper, count in self._runs_now(context, g)
+            if max(first, start) < min(end, start + n)
+        ]
+        whole = sum(b - a for a, b, _, _ in spans) == n
+        if out is not None and not whole:
+            kernels.cast(out, master, self._threads)  # what is not stepped keeps its value
+        if norms is not None and not (whole and len(spans) == 1):
+            kernels.partial_norms(gradient, norms, self._threads, grad_dtype=self._grad_dtype)
+            norms = None
+        for a, b, hyper, count in spans:
+            kernels.step(
+                context.hypers[hyper],
+                count,
+                grad=gradient[a:b],
+                master=master[a:b],
+                moments=tuple(m[a:b] for m in moments),
+                out=None if out is None else out[a:b],
+                grad_dtype=self._grad_dtype,
+                grad_scale=context.grad_scale,
+                partials=norms,
+                threads=self._threads,
+            )
+
+    def _runs_now(self, context: StepContext, g: int) -> list[tuple[int, int, int, int]]:
+        """The group's runs in a step: (first element, end, index of hyper-parameters, number of the update).
+
+        A parameter that no micro-batch gave a gradient stays as it is, moments and weight decay included, and counts
+        one update less from then on: torch's optimizers pass over a parameter without a gradient.
+        """
+        slices = [s for s in self._groups[g].slices if s.trainable]
+        if all(id(s.parameter) in context.touched and s.name not in context.missed for s in slices):
+            return [(first, end, hyper, context.count) for first, end, hyper in self._runs[g]]
+        ends = [s.offset for s in slices[1:]] + [self._groups[g].spec.trainable]  # with padding
+        return [
+            (max(first, s.offset), min(end, stop), hyper, context.count - context.missed.get(s.name, 0))
+            for s, stop in zip(slices, ends, strict=True)
+            if id(s.parameter) in context.touched
+            for first, end, hyper in self._runs[g]
+            if first < stop and s.offset < end
+        ]

@@ -1,0 +1,10 @@
+"""What a model is to a planner: its program for one shape of micro-batch, and the arithmetic of each stage.
+
+    model                 the types
+    meta                  runs a module on the meta device and reads both off it
+    transformer           four architectures by formula
+    huggingface, shipped  configurations of Hugging Face's models; those that ship by name
+
+Nothing here imports torch at module level. May import: ``config``, ``errors``, ``documents``, ``schedule``,
+``hardware``; ``tape`` and ``loss`` when a model is run on the meta device.
+"""

@@ -1,0 +1,133 @@
+"""A model by its Hugging Face configuration: by formula where one is exact, else by a dry run on the meta device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.config import check_parts
+from penstock.documents.text import MalformedError, parse_json, read_bounded
+from penstock.errors import ConfigError
+from penstock.schedule.place import FP32, Format
+from penstock.shape import meta, transformer
+from penstock.shape.meta import Change, Kind
+from penstock.shape.model import ModelProfile
+
+_LAYERS = ("num_hidden_layers", "n_layer")
+_POSITIONS = ("max_position_embeddings", "n_positions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceModel:
+    """A causal language model. A ``ModelShape``.
+
+    ``kind``: of the device that it is planned for, as kernels differ in what they keep. ``exact``: always a dry run,
+    which imports torch and transformers. ``loss_tile``: tokens whose logits are alive at a time in the loss; None: all.
+    ``change``: what is done to the model once it is built, such as adapters; there is no formula then.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    kind: Kind = "cuda"
+    exact: bool = False
+    loss_tile: int | None = None
+    change: Change | None = None
+
+    def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
+        """See ``ModelShape.profile``. Weights of 2 bytes are bf16.
+
+        Raises:
+            ConfigError: the configuration is none that Hugging Face knows, or its positions are fewer than asked for.
+            ModelError: the model cannot be run without values.
+        """
+        longest = next((n for key in _POSITIONS if isinstance(n := self.config.get(key), int)), sequence_length)
+        if sequence_length > longest:
+            raise ConfigError(
+                f"sequence_length={sequence_length}: {self.name} takes at most {longest} tokens at a time. Lower it, "
+                "or plan for a model with more positions"
+            )
+        formula = (
+            None if self.exact or self.change is not None else transformer.from_config(self.config, name=self.name)
+        )
+        tokens = micro_batch_size * sequence_length
+        if formula is None or not self._holds(formula, sequence_length, form, tokens):
+            return self._run.profile(micro_batch_size, sequence_length, form)
+        return formula.profile(micro_batch_size, sequence_length, form, loss_tile=self.loss_tile)
+
+    def with_layers(self, layers: int) -> "HuggingFaceModel":
+        """The same model with another number of layers.
+
+        Raises:
+            ConfigError: its configuration does not say how many it has.
+        """
+        key = next((key for key in _LAYERS if key in self.config), None)
+        if key is None:
+            raise ConfigError(
+                f"{self.name}: its configuration has no {_LAYERS[0]}, so that the number of layers cannot be changed"
+            )
+        return replace(self, config={**self.config, key: layers})
+
+    @cached_property
+    def _run(self) -> meta.MetaModel:
+        return meta.from_config(
+            self.config, name=self.name, kind=self.kind, loss_tile=self.loss_tile, change=self.change
+        )
+
+    def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format, tokens: int) -> bool:
+        """Whether the formulas are right to the byte for this model and device."""
+        # On GPUs torch has no fused kernel for grouped queries in fp32.
+        fused = self.kind == "cpu" or form.weight_bytes != FP32 or formula.kv_heads == formula.heads
+        return (
+            fused and formula.is_usual and sequence_length <= formula.window and self._tiles_are_most(formula, tokens)
+        )
+
+    def _tiles_are_most(self, formula: transformer.Transformer, tokens: int) -> bool:
+        """Whether a tile of logits is what an epilogue takes most for, rather than its hidden states."""
+        alive = min(self.loss_tile or tokens, tokens)
+        return self.loss_tile is None or alive * formula.vocabulary >= 4 * tokens * formula.hidden
+
+
+def model_shape(
+    source: str | Path | Mapping[str, Any], *, kind: Kind = "cuda", exact: bool = False, loss_tile: int | None = None
+) -> HuggingFaceModel:
+    """A model from a configuration, from a ``config.json`` or the folder that it is in, or by a name that ships, also
+    under the name that it has on the hub, which is not asked.
+
+    Raises:
+        ConfigError: there is none; says what was looked for.
+    """
+    from penstock.shape.shipped import CONFIGS, named, shipped_name
+
+    if isinstance(source, Mapping):
+        config = _typed(source, "the model's configuration")
+        return HuggingFaceModel(name=config["model_type"], config=config, kind=kind, exact=exact, loss_tile=loss_tile)
+    path, is_path = Path(source), isinstance(source, Path) or source.endswith(".json") or "/" in source
+    shipped = shipped_name(str(source))
+    if str(source) in CONFIGS or not (path.exists() or (is_path and shipped is None)):
+        return replace(named(shipped or str(source), kind=kind), exact=exact, loss_tile=loss_tile)
+    file = (path / "config.json" if path.is_dir() else path).resolve()
+    name = file.parent.name if file.name == "config.json" else file.stem
+    return HuggingFaceModel(name=name, config=_read(file), kind=kind, exact=exact, loss_tile=loss_tile)
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    from penstock.shape.shipped import CONFIGS
+
+    try:
+        config = parse_json(read_bounded(file), finite=False)
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot read this model configuration: {error.strerror}: give a config.json or the folder that it "
+            f"is in, or a model that ships with penstock: {', '.join(CONFIGS)}"
+        ) from error
+    except MalformedError as error:
+        raise ConfigError(f"{file}: this model configuration is not JSON ({error})") from error
+    return _typed(config, f"{file}")
+
+
+def _typed(config: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(config, Mapping) or not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{where}: this is no model configuration of Hugging Face: it has no model_type")
+    check_parts(config, where)
+    return config

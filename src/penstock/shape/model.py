@@ -1,0 +1,99 @@
+"""What planning has to know of a model: its program for one shape of micro-batch, and the arithmetic of each stage.
+
+    shape    a model of which nothing is loaded: its name, and how to profile it
+    profile  the program (groups, stages, bytes) and the FLOP of every stage, for one micro-batch
+
+Three sources give a shape: a name that ships with the package (``shipped.named``), a Hugging Face configuration
+(``huggingface.model_shape``), and a callable that builds a module (``meta.from_callable``).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.errors import ConfigError
+from penstock.hardware.machine import Machine
+from penstock.schedule.place import Format
+from penstock.schedule.program import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model and one of its micro-batches. FLOP count a multiplication and an addition as two.
+
+    ``forward_flops[stage]``: the stage's forward; of the epilogue, whose backward runs at once, forward and backward.
+    ``backward_flops[stage]``: the stage's backward, the recomputation of a call's forward included; 0 for the epilogue.
+    ``tokens``: of one micro-batch. ``parameters``: elements without padding, tied ones counted once.
+    """
+
+    program: Program
+    forward_flops: tuple[float, ...]
+    backward_flops: tuple[float, ...]
+    tokens: int
+    parameters: int
+
+    def __post_init__(self) -> None:
+        assert len(self.forward_flops) == len(self.backward_flops) == len(self.program.stages)
+
+    @property
+    def flops(self) -> float:
+        """All that one micro-batch computes."""
+        return sum(self.forward_flops) + sum(self.backward_flops)
+
+    @property
+    def model_flops(self) -> float:
+        """``flops`` without what is computed a second time: what model FLOPs utilisation (MFU) counts."""
+        again = (f for f, s in zip(self.forward_flops, self.program.stages, strict=True) if s.kind == "call")
+        return self.flops - sum(again)
+
+
+class ModelShape(Protocol):
+    """A model of which nothing is loaded."""
+
+    @property
+    def name(self) -> str: ...
+
+    def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
+        """The profile of micro-batches of ``micro_batch_size`` sequences of ``sequence_length`` tokens.
+
+        Raises:
+            ConfigError: the model does not take such micro-batches.
+            ModelError: it cannot be run block by block, or not without values.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Seconds of compute per micro-batch; index = stage. The epilogue's ``forward`` holds its backward too."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+EFFICIENCY = {"cuda": 0.7, "cpu": 0.7}
+"""What a stage reaches of the rate of a large matrix product, by kind of device.
+
+An estimate: the rest of the time goes to what is not a matrix product (norms, activations, softmax, casts: bound by
+memory), to smaller products, and to attention.
+"""
+
+
+def stage_times(profile: ModelProfile, machine: Machine, precision: str, efficiency: float | None = None) -> StageTimes:
+    """Seconds of each stage on a machine: FLOP over the rate of ``precision`` times ``efficiency``.
+
+    ``efficiency``: None is ``EFFICIENCY`` of the machine's kind of device.
+
+    Raises:
+        ConfigError: the machine's profile has no rate for ``precision``.
+    """
+    rate = machine.device.flops.get(precision)
+    if rate is None:
+        known = ", ".join(sorted(machine.device.flops))
+        raise ConfigError(
+            f"precision={precision!r}: the profile of {machine.name} has no rate for it, only for {known}. "
+            "Choose one of these, or measure it: penstock doctor"
+        )
+    rate *= EFFICIENCY[machine.device.kind] if efficiency is None else efficiency
+    return StageTimes(
+        forward=tuple(f / rate for f in profile.forward_flops), backward=tuple(f / rate for f in profile.backward_flops)
+    )

@@ -1,0 +1,454 @@
+"""Decoder-only transformers whose program follows from a few numbers by formula: in microseconds, without torch.
+
+Known are the Hugging Face types gpt2, llama, mistral and qwen3, with fused (flash) attention and without dropout. What
+they give equals a dry run of the model (``meta``) on a GPU in 16 bits, and on a CPU in fp32. Only a stage's peaks count
+on the moments at which models of usual proportions hold most (``Transformer.is_usual``); with others they may be low.
+
+T tokens in a micro-batch of sequences of length s, width h, q = heads x head_dim, k = kv_heads x head_dim, f the MLP's
+width, V the vocabulary, all matrices of a block W elements: a block's forward is 2·T·W + 4·T·s·q FLOP (for GPT,
+24·T·h² + 4·T·s·h), its backward the recomputed forward, and twice the products (2.5 times attention's, whose scores
+are not kept).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.schedule.place import FP32, Format
+from penstock.schedule.program import LARGE_END, GroupSpec, Program, Stage, flat_numel
+from penstock.shape.model import ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """A module outside the blocks: the elements of its parameters, and where its weights are used."""
+
+    name: str
+    sizes: tuple[int, ...]
+    first: bool
+    """in the prologue"""
+    last: bool
+    """in the epilogue"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """The numbers that a decoder's program follows from. A ``ModelShape``.
+
+    ``gated``: Llama's block (RMS norms, rotary positions, SwiGLU), else GPT-2's. ``qk_norm``: queries and keys are
+    normed too. ``positions``: the longest sequence; ``window``: the longest whose attention is plain causal.
+    """
+
+    name: str
+    path: str
+    """name of the list of blocks in the model"""
+    ends: tuple[End, ...]
+    block: tuple[int, ...]
+    """elements of each parameter of a block"""
+    matrices: int
+    """elements of a block's weight matrices"""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    gated: bool
+    qk_norm: bool
+    positions: int
+    window: int
+
+    def profile(
+        self, micro_batch_size: int, sequence_length: int, form: Format, *, loss_tile: int | None = None
+    ) -> ModelProfile:
+        """See ``ModelShape.profile``. Weights of 2 bytes are bf16. ``loss_tile``: as in ``loss.tiles``; None: whole.
+
+        Raises:
+            ConfigError: sequences longer than the model takes.
+        """
+        if sequence_length > self.positions:
+            raise ConfigError(
+                f"sequence_length={sequence_length}: {self.name} takes at most {self.positions} tokens at a time. "
+                "Lower it, or plan for a model with more positions"
+            )
+        sizes = _Sizes(shape=self, rows=micro_batch_size, length=sequence_length, weight_bytes=form.weight_bytes)
+        epilogue = sizes.epilogue() if loss_tile is None else sizes.epilogue_in_tiles(loss_tile)
+        stages = (sizes.prologue(), *(sizes.call(i) for i in range(self.layers)), epilogue)
+        block, head = sizes.block_flops(), 2 * sizes.tokens * self.hidden * self.vocabulary
+        attention = 4 * sizes.tokens * sequence_length * self.heads * self.head_dim
+        backward = block + 2 * block + attention / 2
+        return ModelProfile(
+            program=Program(groups=self.groups, stages=stages),
+            forward_flops=(0.0, *(float(block),) * self.layers, (3.0 if loss_tile is None else 4.0) * head),
+            backward_flops=(0.0, *(float(backward),) * self.layers, 0.0),
+            tokens=sizes.tokens,
+            parameters=sum(n for end in self.ends for n in end.sizes) + self.layers * sum(self.block),
+        )
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the proportions are those for which peaks are exact: what is wide, and what is much wider."""
+        width = max(self.hidden, self.heads * self.head_dim)
+        words = self.vocabulary >= 2 * width and (self.gated or self.vocabulary >= self.positions)
+        return words and 2 * self.intermediate >= 5 * width
+
+    @cached_property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """As ``tape.groups.group_parameters`` makes them: large ends, small ends, blocks."""
+        small = [n for end in self.ends if not _large(end) for n in end.sizes]
+        named = [(f"ends.{end.name}", end.sizes) for end in self.ends if _large(end)]
+        named += [("ends.small", tuple(small))] if small else []
+        named += [(f"blocks.{self.path}.{i}", self.block) for i in range(self.layers)]
+        return tuple(
+            GroupSpec(index=i, name=name, trainable=flat_numel(sizes), frozen=0)
+            for i, (name, sizes) in enumerate(named)
+        )
+
+    def readers(self, *, first: bool) -> tuple[int, ...]:
+        """The groups of ends that the prologue (``first``) or the epilogue reads."""
+        index = {g.name: g.index for g in self.groups}
+        ends = (end for end in self.ends if (end.first if first else end.last))
+        return tuple(sorted({index[f"ends.{end.name}" if _large(end) else "ends.small"] for end in ends}))
+
+
+def _large(end: End) -> bool:
+    return sum(end.sizes) >= LARGE_END
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """Bytes and FLOP of one micro-batch: what the Hugging Face code holds at the moments when it holds most.
+
+    ``u``: bytes of the hidden states of all tokens; ``w``: of an MLP's inner states.
+    """
+
+    shape: Transformer
+    rows: int
+    length: int
+    weight_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    @property
+    def u(self) -> int:
+        return self.tokens * self.shape.hidden * self.weight_bytes
+
+    @property
+    def w(self) -> int:
+        return self.tokens * self.shape.intermediate * self.weight_bytes
+
+    def block_flops(self) -> int:
+        shape = self.shape
+        return 2 * self.tokens * shape.matrices + 4 * self.tokens * self.length * shape.heads * shape.head_dim
+
+    def prologue(self) -> Stage:
+        shape, e, positions = self.shape, self.weight_bytes, 8 * self.length
+        reads = shape.readers(first=True)
+        packed = 17 * self.tokens + 8 * self.rows  # a search for packed sequences in the positions
+        embedding = shape.vocabulary * shape.hidden * e
+        if shape.gated:
+            rotary = 2 * self.length * shape.head_dim * e
+            kept, forward = positions + rotary, max(packed, 18 * self.length * shape.head_dim) - rotary
+            backward = embedding + e
+        else:
+            kept, forward = positions + self.u + self.length * shape.hidden * e, packed
+            backward = embedding - positions + 2 * e
+        return Stage(
+            index=0,
+            kind="segment",
+            name="prologue",
+            forward_reads=reads,
+            backward_reads=(),
+            gradients=reads,
+            checkpoint=self.u,
+            gradient=self.u,
+            kept=kept,
+            forward_peak=forward,
+            backward_peak=max(backward, 0),
+        )
+
+    def call(self, layer: int) -> Stage:
+        shape = self.shape
+        group = len(shape.groups) - shape.layers + layer
+        forward, backward = self._gated_peaks() if shape.gated else self._gpt_peaks()
+        return Stage(
+            index=1 + layer,
+            kind="call",
+            name=f"{shape.path}.{layer}",
+            forward_reads=(group,),
+            backward_reads=(group,),
+            gradients=(group,),
+            checkpoint=self.u,
+            gradient=self.u,
+            kept=0,
+            forward_peak=forward,
+            backward_peak=backward,
+        )
+
+    def epilogue(self) -> Stage:
+        shape, e = self.shape, self.weight_bytes
+        reads = shape.readers(first=False)
+        logits = self.tokens * shape.vocabulary
+        norm = self._rms_norm(self.tokens, shape.hidden, output=True) if shape.gated else self.u + 8 * self.tokens
+        loss = 3 * FP32 * logits  # softmax, its gradient and the one of what went in
+        head = e * logits + shape.vocabulary * shape.hidden * e + self.u
+        # Not its own: the gradient that it leaves, and what it frees of the prologue's (GPT-2's two embeddings).
+        others = self.u if shape.gated else 2 * self.u + self.length * shape.hidden * e
+        return Stage(
+            index=1 + shape.layers,
+            kind="segment",
+            name="epilogue",
+            forward_reads=reads,
+            backward_reads=(),
+            gradients=reads,
+            checkpoint=0,
+            gradient=0,
+            kept=0,
+            forward_peak=norm + 8 - others + max(loss, head),
+            backward_peak=0,
+        )
+
+    def epilogue_in_tiles(self, tile: int) -> Stage:
+        """The peak is in the backward of a slice of the vocabulary: its logits, their slope in fp32 and, in 16 bits,
+        the slope once more; beside what has been summed up for the hidden states, in fp32, and for the head.
+        """
+        shape, e, tokens = self.shape, self.weight_bytes, self.tokens
+        width = max(1, tile * shape.vocabulary // max(tokens, tile))
+        logits = (2 * FP32 if e == FP32 else 2 * e + 2 * FP32) * tokens * width
+        norm = self._rms_norm(tokens, shape.hidden, output=True) if shape.gated else self.u + 8 * tokens
+        others = self.u if shape.gated else 2 * self.u + self.length * shape.hidden * e
+        summed = FP32 * tokens * shape.hidden + shape.vocabulary * shape.hidden * e
+        # Sums, factors and places of each token, and labels; a single row's are not copied when they are shifted.
+        labels = (46 if e == FP32 else 38) * tokens + (20 if self.rows == 1 else 12)
+        return replace(self.epilogue(), forward_peak=norm - others + summed + labels + logits)
+
+    def _rms_norm(self, rows: int, width: int, *, output: bool) -> int:
+        """Bytes that an RMS norm keeps for its backward, besides its input, which stays anyway where it is fp32.
+
+        In 16 bits it computes in fp32. ``output``: whether what it returns is kept too, as the input of a product.
+        """
+        e, elements = self.weight_bytes, rows * width
+        copy = FP32 * elements if e != FP32 else 0
+        return copy + FP32 * rows + elements * e + (elements * e if output else 0)
+
+    def _attention(self) -> int:
+        """Bytes of what attention returns, and of each row's sum, which its backward starts from."""
+        shape = self.shape
+        sums = FP32 * self.tokens * shape.heads + (24 if self.weight_bytes != FP32 else 0)
+        return self.tokens * shape.heads * shape.head_dim * self.weight_bytes + sums
+
+    def _gpt_peaks(self) -> tuple[int, int]:
+        """Forward: in the tanh form of GELU. Backward: there, or when the gradient of the second MLP matrix is made."""
+        shape, e, u, w = self.shape, self.weight_bytes, self.u, self.w
+        saved = 6 * u + 16 * self.tokens + self._attention()
+        matrix = (shape.intermediate + 1) * shape.hidden * e
+        return 2 * u + 4 * w, saved - u + max(6 * w + matrix, 7 * w)
+
+    def _gated_peaks(self) -> tuple[int, int]:
+        """Forward: in the MLP, or while rotating queries. Backward: at the MLP's product, or at its last matrix."""
+        shape, e, u, w = self.shape, self.weight_bytes, self.u, self.w
+        q, k = (self.tokens * n * shape.head_dim * e for n in (shape.heads, shape.kv_heads))
+        saved = 2 * self._rms_norm(self.tokens, shape.hidden, output=True) + q + 2 * k + self._attention()
+        if shape.qk_norm:
+            saved += self._rms_norm(self.tokens * (shape.heads + shape.kv_heads), shape.head_dim, output=False)
+        if e == FP32:  # norms keep their inputs; the first one's is the checkpoint
+            saved += u + (q + k if shape.qk_norm else 0)
+        matrix = shape.intermediate * shape.hidden * e
+        return max(u + 3 * w, 4 * q + 2 * k), saved - u + max(5 * w + matrix, 6 * w)
+
+
+# ---- from a Hugging Face configuration
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "torch_dtype", "dtype"),
+        *("transformers_version", "use_cache", "rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_scaling"),
+        *(
+            "rope_parameters",
+            "pretraining_tp",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "_name_or_path",
+        ),
+        *("summary_proj_to_labels", "summary_first_dropout", "task_specific_params", "max_window_layers"),
+    }
+)
+"""Settings that change neither sizes nor FLOP."""
+
+_ENDLESS = 1 << 62
+
+
+def from_config(config: Mapping[str, Any], *, name: str) -> Transformer | None:
+    """The shape of a Hugging Face configuration; None where no formula is exact for it (``meta.from_config`` then).
+
+    That is: another ``model_type``, a setting that is not known here, dropout, or another attention than fused.
+
+    Raises:
+        ConfigError: a size is no positive number.
+    """
+    build = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen3": _qwen3}.get(str(config.get("model_type")))
+    if build is None:
+        return None
+    given = {k: v for k, v in config.items() if k not in _WITHOUT_EFFECT and k != "model_type"}
+    return build(_Given(given), name)
+
+
+class _Given:
+    """The settings of a configuration, each taken once; what is left over is unknown."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._left = dict(settings)
+
+    def size(self, key: str, default: int, *, null: int | None = None) -> int:
+        """A positive number. ``default`` is what the type takes where the key is missing, ``null`` where it is null."""
+        value = self._left.pop(key, default)
+        if value is None and null is not None:
+            return null
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"model.config.{key}={value!r} must be a positive whole number")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self._left.pop(key, default))
+
+    def are(self, **wanted: object) -> bool:
+        """Whether these settings, where they are given at all, have the only values that the formulas are for."""
+        return all(self._left.pop(key, value) == value for key, value in wanted.items())
+
+    def without(self, *dropouts: str) -> bool:
+        """Whether these settings, which are on by default, are all switched off."""
+        return all(self._left.pop(key, 0.1) == 0.0 for key in dropouts)
+
+    @property
+    def all_taken(self) -> bool:
+        return not self._left
+
+
+def _gpt2(given: _Given, name: str) -> Transformer | None:
+    h, layers, heads = given.size("n_embd", 768), given.size("n_layer", 12), given.size("n_head", 12)
+    positions, vocabulary = given.size("n_positions", 1024), given.size("vocab_size", 50257)
+    f = given.size("n_inner", 4 * h, null=4 * h)
+    tied = given.flag("tie_word_embeddings", True)
+    plain = given.are(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False)
+    plain &= given.are(add_cross_attention=False, activation_function="gelu_new", attn_implementation="sdpa")
+    plain &= given.without("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    if not (plain and given.all_taken) or h % heads:
+        return None
+    return Transformer(
+        name=name,
+        path="transformer.h",
+        ends=(
+            End(name="transformer.wte", sizes=(vocabulary * h,), first=True, last=tied),
+            End(name="transformer.wpe", sizes=(positions * h,), first=True, last=False),
+            End(name="transformer.ln_f", sizes=(h, h), first=False, last=True),
+            *_head(h, vocabulary, tied),
+        ),
+        block=(h, h, 3 * h * h, 3 * h, h * h, h, h, h, h * f, f, f * h, h),
+        matrices=4 * h * h + 2 * h * f,
+        layers=layers,
+        hidden=h,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=h // heads,
+        intermediate=f,
+        vocabulary=vocabulary,
+        gated=False,
+        qk_norm=False,
+        positions=positions,
+        window=_ENDLESS,
+    )
+
+
+def _llama(given: _Given, name: str) -> Transformer | None:
+    attention_bias, mlp_bias = given.flag("attention_bias", False), given.flag("mlp_bias", False)
+    return _decoder(given, name, head_dim=None, intermediate=11008, attention_bias=attention_bias, mlp_bias=mlp_bias)
+
+
+def _mistral(given: _Given, name: str) -> Transformer | None:
+    window = given.size("sliding_window", 4096, null=_ENDLESS)
+    return _decoder(given, name, head_dim=None, intermediate=14336, kv_heads=8, positions=131072, window=window)
+
+
+def _qwen3(given: _Given, name: str) -> Transformer | None:
+    if not given.are(use_sliding_window=False):
+        return None
+    given.flag("sliding_window", False)  # has no effect then
+    given.are(layer_types=None)  # nor has this
+    attention_bias = given.flag("attention_bias", False)
+    return _decoder(
+        given,
+        name,
+        head_dim=128,
+        intermediate=22016,
+        vocabulary=151936,
+        kv_heads=32,
+        positions=32768,
+        attention_bias=attention_bias,
+        qk_norm=True,
+    )
+
+
+def _decoder(
+    given: _Given,
+    name: str,
+    *,
+    head_dim: int | None,
+    intermediate: int,
+    vocabulary: int = 32000,
+    kv_heads: int | None = None,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    positions: int = 2048,
+    window: int = _ENDLESS,
+) -> Transformer | None:
+    """The Llama family: RMS norms, rotary positions, grouped queries, SwiGLU. The keywords are a type's defaults."""
+    h, layers, heads = (
+        given.size("hidden_size", 4096),
+        given.size("num_hidden_layers", 32),
+        given.size("num_attention_heads", 32),
+    )
+    kv_heads = given.size("num_key_value_heads", kv_heads or heads)
+    d = given.size("head_dim", head_dim or max(h // heads, 1))
+    f, vocabulary = given.size("intermediate_size", intermediate), given.size("vocab_size", 32000)
+    longest = given.size("max_position_embeddings", positions)
+    tied = given.flag("tie_word_embeddings", False)
+    plain = given.are(hidden_act="silu", attention_dropout=0.0, attn_implementation="sdpa")
+    uneven = heads % kv_heads or (h % heads and head_dim is None) or d % 2  # Hugging Face refuses most of these
+    if not (plain and given.all_taken) or uneven:
+        return None
+    q, k = heads * d, kv_heads * d
+    attention = (q * h, k * h, k * h, h * q, *((q, k, k, h) if attention_bias else ()))
+    mlp = (f * h, f * h, h * f, *((f, f, h) if mlp_bias else ()))
+    return Transformer(
+        name=name,
+        path="model.layers",
+        ends=(
+            End(name="model.embed_tokens", sizes=(vocabulary * h,), first=True, last=tied),
+            End(name="model.norm", sizes=(h,), first=False, last=True),
+            *_head(h, vocabulary, tied),
+        ),
+        block=(*attention, *((d, d) if qk_norm else ()), *mlp, h, h),
+        matrices=2 * q * h + 2 * k * h + 3 * f * h,
+        layers=layers,
+        hidden=h,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=d,
+        intermediate=f,
+        vocabulary=vocabulary,
+        gated=True,
+        qk_norm=qk_norm,
+        positions=longest,
+        window=window,
+    )
+
+
+def _head(hidden: int, vocabulary: int, tied: bool) -> Sequence[End]:
+    return () if tied else (End(name="lm_head", sizes=(vocabulary * hidden,), first=False, last=True),)

@@ -1,0 +1,411 @@
+"""Where each group's weights and optimizer state are at home: arrays in device or host memory, or extents of the store.
+
+    weights   compute dtype, trainable and frozen part     "weights.{g}"
+    master    fp32, trainable part; only beside 16-bit     "master.{g}"
+    moments   fp32, trainable part, one array each         "moment{i}.{g}"
+
+In fp32 the trainable part of the weights *is* the master copy. A group's arrays move between tiers only here, between
+steps, chunk by chunk, so that no tier ever holds more than it has to.
+
+On disk an array has one slot or two (``state.slots``), and what is written of it is noted there. Whoever writes all of
+an array does so between ``begin`` and ``turn``; a step that has been taken says so with ``turn_step``.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.config import Tier
+from penstock.errors import StoreError
+from penstock.optim import kernels
+from penstock.planner.outside import move_order
+from penstock.schedule.place import FP32, Format, Placement, grain
+from penstock.schedule.program import GroupSpec, round_up
+from penstock.state.memory import BOUNCE, DeviceSlab, HostSlab
+from penstock.state.numa import near
+from penstock.state.slots import Slots
+from penstock.store.layout import Grid, Region
+from penstock.store.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One array of a group: ``numel`` elements of ``dtype``, the first ``trainable`` of them with optimizer state."""
+
+    name: str
+    group: int
+    numel: int
+    trainable: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        """The elements of the trainable and the frozen part, in steps of what has one checksum on disk."""
+        cut = ((0, self.trainable), (self.trainable, self.numel))
+        return tuple(range(start, stop, grain(stop - start)) for start, stop in cut if start < stop)
+
+    @property
+    def grid(self) -> Grid:
+        """The same in bytes: how the array's extent is cut."""
+        size = self.dtype.itemsize
+        return tuple(Region(nbytes=(s.stop - s.start) * size, block=s.step * size) for s in self.spans)
+
+
+def parts_of(group: GroupSpec, form: Format, dtype: torch.dtype) -> tuple[Part, ...]:
+    """A group's arrays, weights first."""
+    g = group.index
+    parts = [Part(name=f"weights.{g}", group=g, numel=group.numel, trainable=group.trainable, dtype=dtype)]
+    if group.trainable:
+        names = ([f"master.{g}"] if form.split else []) + [f"moment{i}.{g}" for i in range(form.moments)]
+        n, dtype = group.trainable, torch.float32
+        parts += [Part(name=name, group=g, numel=n, trainable=n, dtype=dtype) for name in names]
+    return tuple(parts)
+
+
+def numpy_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """A host tensor's memory as uint8."""
+    return tensor.view(torch.uint8).numpy()
+
+
+def fetch(part: Part, read: Callable[[str, int, torch.Tensor], None], offset: int, flat: torch.Tensor) -> None:
+    """Fill ``flat``, 1-D and fp32, with the elements of an array from ``offset`` on, all in its trainable or all in its
+    frozen part; reads all that has a checksum with some of it. ``read``: array, first element, where they go."""
+    if not flat.numel():
+        return
+    end, bounce = offset + flat.numel(), HostSlab(BOUNCE)
+    span = next(s for s in part.spans if s.start <= offset < s.stop)
+    start = span.start + (offset - span.start) // span.step * span.step
+    stop = min(span.start + round_up(end - span.start, span.step), span.stop)
+    step = bounce.nbytes // FP32
+    try:
+        for first in range(start, stop, step):
+            piece = bounce.bytes[: min(step, stop - first) * part.dtype.itemsize].view(part.dtype)
+            read(part.name, first, piece)
+            a, b = max(first, offset), min(first + piece.numel(), end)
+            flat[a - offset : b - offset].copy_(piece[a - first : b - first])
+    finally:
+        bounce.close()
+
+
+Late = Mapping[int, Sequence[range]]
+"""Elements of groups that a step leaves to the next one: delayed chunks."""
+
+
+class Changes(Protocol):
+    """Somebody who is still reading arrays in memory."""
+
+    def before_change(self, name: str, start: int, numel: int) -> None:
+        """Returns when elements ``[start, start + numel)`` of an array may be changed."""
+
+
+class StateArrays:
+    """All arrays of all groups, each in exactly one place.
+
+    ``tier_of`` says where an array is, ``array`` gives it when it is
+    in memory, and ``read`` / ``write`` work on a range of elements wherever it is.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        form: Format,
+        dtype: torch.dtype,
+        device: torch.device,
+        store: Store | None,
+        slots: Slots,
+        *,
+        host_bytes: int,
+    ) -> None:
+        """``slots``: of the store's extents. ``host_bytes``: what may start in host memory where there is no store; the
+        rest starts on the device.
+        """
+        self.groups = tuple(groups)
+        self.form = form
+        self.dtype = dtype
+        self.device = device
+        self.store = store
+        self.slots = slots
+        self.parts = {part.name: part for group in groups for part in parts_of(group, form, dtype)}
+        self.background: Changes | None = None
+        """who has to know before an array in memory is changed"""
+        self._kept: set[str] = set()
+        """arrays in memory whose frozen part is in their extent's current slot as well"""
+        self._arrays: dict[str, torch.Tensor] = {}
+        self._slabs: dict[str, HostSlab | DeviceSlab] = {}
+        if store is None:
+            room = host_bytes
+            for name, part in self.parts.items():
+                fits = part.nbytes <= room
+                room -= part.nbytes * fits
+                self._slabs[name], self._arrays[name] = self._allocate(name, "host" if fits else "device")
+
+    def tier_of(self, name: str) -> Tier:
+        if name not in self._arrays:
+            return "disk"
+        return "host" if isinstance(self._slabs[name], HostSlab) else "device"
+
+    def array(self, name: str) -> torch.Tensor:
+        """A resident array, flat, in its dtype, on the host or on the device."""
+        return self._arrays[name]
+
+    def read(self, name: str, start: int, out: torch.Tensor, *, before: bool = False) -> None:
+        """Copy elements from ``start`` on into ``out``, a page-aligned host tensor of the array's dtype.
+
+        ``before``: on disk, of what a step has left to the next one: as it was before that step.
+        """
+        if name in self._arrays:
+            out.copy_(self._arrays[name][start : start + out.numel()])
+        else:
+            self.slots.read(name, start * out.itemsize, numpy_bytes(out), before=before)
+
+    def write(self, name: str, start: int, data: torch.Tensor) -> None:
+        """The opposite of ``read``. On disk with two slots it goes beside what ``read`` gives, until ``turn``."""
+        if name in self._arrays:
+            self._arrays[name][start : start + data.numel()].copy_(data)
+            if start + data.numel() > self.parts[name].trainable:
+                self._kept.discard(name)
+        else:
+            self.slots.write(name, start * data.itemsize, numpy_bytes(data))
+
+    def begin(self, name: str) -> None:
+        """All of an array is about to be written, whatever was written of it before."""
+        if name in self.slots:
+            self.slots.drop((name,))
+
+    def turn(self, name: str) -> None:
+        """All of an array has been written: on disk, it is read from there now.
+
+        Raises:
+            StoreError: not all of it was.
+        """
+        if name in self.slots:
+            self.slots.turn((name,))
+
+    def zero(self, name: str) -> None:
+        """Make an array zeros."""
+        if name in self._arrays:
+            self._arrays[name].zero_()
+        else:
+            self.begin(name)
+            self.slots.zero(name)
+            self.turn(name)
+
+    def drop_step(self) -> None:
+        """What a step has written beside what counts is for nothing."""
+        self.slots.drop(self._trained_on_disk())
+
+    def complete_step(self, late: Late) -> None:
+        """Bring what a step has not written of the arrays that it has written, such as their frozen parts, so that
+        ``turn_step`` may follow. ``late``: what it leaves to the next one.
+
+        Raises:
+            StoreError: the drive failed. What is read is what was read before.
+        """
+        self._complete(self._written(late), late)
+
+    def turn_step(self, late: Late, reached: Collection[int]) -> None:
+        """A step counts: arrays on disk that it has written, or leaves to the next one, are read from there, and the
+        others from where they were. ``reached``: groups with a gradient in this step.
+
+        Raises:
+            StoreError: a group was reached, and nothing of it was written; or not all of an array was. Nothing counts.
+        """
+        written = self._written(late)
+        for name in self._trained_on_disk():
+            if self.parts[name].group in reached and name not in written:
+                raise StoreError(f"{name}: the step has a gradient for it, and has not written it")
+        self.slots.turn(written, {name: self._late_bytes(name, late) for name in written})
+
+    def _trained_on_disk(self) -> list[str]:
+        """Arrays on disk that a step may write."""
+        trained = {g.index for g in self.groups if g.trainable}
+        return [name for name, part in self.parts.items() if part.group in trained and self.tier_of(name) == "disk"]
+
+    def _written(self, late: Late) -> list[str]:
+        """Arrays on disk that a step has written some of, or leaves to the next one."""
+        return [
+            name for name in self._trained_on_disk() if self.parts[name].group in late or self.slots.is_touched(name)
+        ]
+
+    def _late_bytes(self, name: str, late: Late) -> list[range]:
+        part = self.parts[name]
+        size = part.dtype.itemsize
+        return [range(r.start * size, r.stop * size) for r in late.get(part.group, ())]
+
+    def _complete(self, names: Sequence[str], late: Late) -> None:
+        lacking = {name: later for name in names if self.slots.lacks(name, later := self._late_bytes(name, late))}
+        if not lacking:
+            return
+        bounce = HostSlab(BOUNCE)
+        try:
+            for name, later in lacking.items():
+                self.slots.complete(name, numpy_bytes(bounce.bytes), later)
+        finally:
+            bounce.close()
+
+    def is_kept(self, part: Part) -> bool:
+        """Whether a commit of what is in memory finds all of an array on disk already: no step changes any of it."""
+        return part.trainable == 0 and part.name in self._kept
+
+    def keep(self, names: Iterable[str]) -> None:
+        """All of these arrays, which are in memory, has been written to the extents that are read from now on."""
+        self._kept.update(names)
+
+    def keep_frozen(self) -> None:
+        """Write what no step changes, of what is in memory, where its extent has something else.
+
+        Raises:
+            StoreError: the drive failed. What is read is what was read before.
+        """
+        changed = [n for n in self._arrays if self.parts[n].trainable < self.parts[n].numel and n not in self._kept]
+        if changed:
+            self._write_extents(changed)
+
+    def about_to_change(self, g: int, start: int, numel: int) -> None:
+        """Elements of a group's arrays are about to be changed: what is written in the background comes first."""
+        if self.background is not None:
+            for part in parts_of(self.groups[g], self.form, self.dtype):
+                self.background.before_change(part.name, start, numel)
+
+    def stale(self) -> list[str]:
+        """Weights that are in memory while their master copy is on disk: their own extents are out of date."""
+        return [
+            f"weights.{g.index}"
+            for g in self.groups
+            if self.form.split
+            and g.trainable
+            and self.tier_of(f"master.{g.index}") == "disk"
+            and self.tier_of(f"weights.{g.index}") != "disk"
+        ]
+
+    def state_on_disk(self) -> bool:
+        """Whether all that is trained lives on disk, or follows from what does: weights from their master copy."""
+        follows = {f"weights.{g.index}" for g in self.groups if self.form.split or not g.trainable}
+        return all(name in follows or self.tier_of(name) == "disk" for name in self.parts)
+
+    def any_state_on_disk(self) -> bool:
+        """Whether any array that a step changes lives on disk."""
+        return bool(self._trained_on_disk())
+
+    def recast(self, names: Sequence[str]) -> None:
+        """Make trained 16-bit weights, wherever they are, what their master copies on disk say."""
+        if not names:
+            return
+        bounce, cast = HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 4)
+        try:
+            for name in names:
+                self.begin(name)
+                master = f"master.{self.parts[name].group}"
+                for start, piece in self.pieces(master, bounce):
+                    self.read(master, start, piece)
+                    out = cast.bytes[: piece.numel() * self.dtype.itemsize].view(self.dtype)
+                    kernels.cast(out, piece)
+                    self.write(name, start, out)
+        finally:
+            bounce.close()
+            cast.close()
+        on_disk = [name for name in names if self.tier_of(name) == "disk"]
+        self._complete(on_disk, {})
+        for name in on_disk:
+            self.turn(name)
+
+    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
+        """Fill ``flat``, 1-D and fp32, with the elements of an array from ``offset`` on, all in its trainable or all in
+        its frozen part; reads all that has a checksum with some of it."""
+        fetch(self.parts[name], self.read, offset, flat)
+
+    def settle(self, place: Placement) -> None:
+        """Move every array to the tier that a placement gives it, in an order that fills no tier more than it was, or
+        will be, if there is one."""
+        wanted: dict[str, Tier] = {}
+        for group in self.groups:
+            first, *state = parts_of(group, self.form, self.dtype)
+            wanted[first.name] = place.weights[group.index]
+            wanted |= {part.name: place.state[group.index] for part in state}
+        names = list(wanted)
+        sizes = [self.parts[name].nbytes for name in names]
+        for i in move_order(sizes, [self.tier_of(name) for name in names], list(wanted.values())):
+            self._move(names[i], wanted[names[i]])
+
+    def to_disk(self) -> None:
+        """Write what is in memory to its extents, and keep it in memory. Needs a store."""
+        self._write_extents([name for name in self._arrays if not self.is_kept(self.parts[name])])
+
+    def _write_extents(self, names: Sequence[str]) -> None:
+        bounce = HostSlab(BOUNCE)
+        try:
+            for name in names:
+                array = self._arrays[name]
+                self.begin(name)
+                for start, piece in self.pieces(name, bounce):
+                    piece.copy_(array[start : start + piece.numel()])
+                    self.slots.write(name, start * piece.itemsize, numpy_bytes(piece))
+                self.turn(name)
+        finally:
+            bounce.close()
+        self.keep(names)
+
+    def pieces(self, name: str, bounce: HostSlab) -> Iterator[tuple[int, torch.Tensor]]:
+        """Cut an array into ranges that fit the bounce buffer: (first element, a view to fill or to read)."""
+        part, step = self.parts[name], bounce.nbytes // FP32
+        for span in part.spans:
+            assert step % span.step == 0, f"{bounce.nbytes} bytes are less than what has one checksum"
+            for start in range(span.start, span.stop, step):
+                numel = min(step, span.stop - start)
+                yield start, bounce.bytes[: numel * part.dtype.itemsize].view(part.dtype)
+
+    def _move(self, name: str, tier: Tier) -> None:
+        """Copy an array to another tier, and only then let go of where it was: an error on the way loses nothing."""
+        if self.tier_of(name) == tier:
+            return
+        new = None if tier == "disk" else self._allocate(name, tier)
+        self.begin(name)
+        bounce = HostSlab(BOUNCE)
+        try:
+            for start, piece in self.pieces(name, bounce):
+                self.read(name, start, piece)
+                if new is not None:
+                    new[1][start : start + piece.numel()].copy_(piece)
+                else:
+                    self.slots.write(name, start * piece.itemsize, numpy_bytes(piece))
+        except BaseException:
+            if new is not None:
+                new[0].close()
+            raise
+        finally:
+            bounce.close()
+        old = self._slabs.get(name)
+        if new is not None:
+            self._slabs[name], self._arrays[name] = new
+            if old is None:
+                self.keep((name,))
+        else:
+            del self._arrays[name], self._slabs[name]
+            self.turn(name)
+        if old is not None:
+            old.close()
+
+    def _allocate(self, name: str, tier: Tier) -> tuple[HostSlab | DeviceSlab, torch.Tensor]:
+        """Memory for an array, and its view as the array."""
+        part = self.parts[name]
+        pin = self.device.type == "cuda"
+        with near(self.device):
+            slab = HostSlab(part.nbytes, pin=pin) if tier == "host" else DeviceSlab(part.nbytes, self.device)
+        array = slab.bytes[: part.nbytes].view(part.dtype)
+        if tier == "device":
+            array.zero_()
+        return slab, array
+
+    def close(self) -> None:
+        self._arrays.clear()
+        for slab in self._slabs.values():
+            slab.close()
+        self._slabs.clear()

@@ -1,0 +1,217 @@
+"""The commits of a run: its arrays, the store below them, and the record of how far it got."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.config import Budget, format_size
+from penstock.errors import BudgetError, StoreError
+from penstock.schedule.place import Format
+from penstock.schedule.program import GroupSpec
+from penstock.state.arrays import StateArrays, parts_of
+from penstock.state.buffers import Buffers
+from penstock.state.record import check_stored
+from penstock.state.slots import Slots
+from penstock.store.layout import Layout
+from penstock.store.owner import Owner
+from penstock.store.store import Store
+
+Progress = Mapping[str, Any]
+
+
+class Home:
+    """Opens or makes the store, and says at each moment whether it is whole.
+
+    A store is *whole* when its last commit names one step's state, and only a whole store is continued. What is
+    promised (``budget.durability``):
+
+    | | state on disk in two slots | in one slot | state in memory |
+    |---|---|---|---|
+    | ``step``, None | every step is a commit | whole between steps | whole when it is closed |
+    | ``interval`` | the last commit stands | | the last commit stands |
+    | ``none`` | whole when it is closed | the same | the same |
+
+    Weights in 16 bits may live in memory all the same: they follow from their master copy, and a commit says so.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        groups: Sequence[GroupSpec],
+        form: Format,
+        dtype: torch.dtype,
+        device: torch.device,
+        buffers: Buffers,
+        *,
+        model: dict[str, Any],
+        io_threads: int,
+        owner: Owner | None = None,
+    ) -> None:
+        """``owner``: the run that the store is to belong to; None: to none.
+
+        Raises:
+            BudgetError: there is no disk, and memory cannot hold the state.
+            StoreError: the disk cannot be used, or holds a store of another run or model, or of a run that was
+                stopped within a step.
+        """
+        self._budget = budget
+        self._buffers = buffers
+        self._owner = owner
+        store, resumed = None, None
+        parts = [part for group in groups for part in parts_of(group, form, dtype)]
+        if budget.disk_paths:
+            sizes = [(p.name, p.nbytes) for p in parts] + buffers.sizes()
+            entries = [(name, nbytes, budget.slots) for name, nbytes in sizes]
+            layout = Layout.build(entries, {p.name: p.grid for p in parts})
+            store, resumed = self._open(layout, model, io_threads)
+        elif (need := sum(p.nbytes for p in parts)) > (have := budget.host_bytes + budget.device_bytes):
+            raise BudgetError(
+                f"weights and optimizer state take {format_size(need)}, and the budget gives {format_size(have)} of "
+                "memory: give budget.disk a directory, or raise budget.host"
+            )
+        self.resumed: Progress | None = resumed
+        """Where the store that was found had got to; None for a fresh one."""
+        self.store: Store | None = store
+        self.slots = Slots.none() if self.store is None else Slots.of(self.store)
+        self.arrays = StateArrays(groups, form, dtype, device, self.store, self.slots, host_bytes=budget.host_bytes)
+        self._started = False
+        if self.resumed is not None:
+            self.arrays.recast(self.resumed["stale"])
+
+    def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
+        paths = self._budget.disk_paths
+        if not Store.exists(paths):
+            return Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner), None
+        store = Store.open(paths, io_threads=io_threads)
+        try:
+            store.require_owner(self._owner)
+            store.require_model(model)
+            record = store.last_commit()
+            if record is not None:
+                check_stored(record, f"the last commit in {paths[0]}")
+            if record is not None and not record["whole"]:
+                raise StoreError(
+                    f"{paths[0]}: the run that used this store was stopped in or before step {record['step'] + 1}, and "
+                    "what is on disk is not one step's state. Remove the directory to start over (and load a snapshot "
+                    "if there is one)"
+                )
+        except BaseException:
+            store.close()
+            raise
+        return store, record
+
+    @property
+    def written(self) -> int:
+        """Bytes written to the store so far."""
+        return 0 if self.store is None else self.store.written
+
+    @property
+    def writes_beside(self) -> bool:
+        """Whether what a step writes to disk lies beside what counts."""
+        return self.store is not None and self.slots.two and self._budget.durability != "interval"
+
+    @property
+    def discardable(self) -> bool:
+        """Whether all that a step writes lies beside what counts, so that it can be dropped."""
+        return self.writes_beside and self.arrays.state_on_disk()
+
+    @property
+    def always_whole(self) -> bool:
+        """Whether every step is a commit, and the last one stands whatever happens in a step."""
+        return self.discardable and self._budget.durability != "none"
+
+    def note(
+        self,
+        progress: Callable[[], Progress],
+        *,
+        between_steps: bool,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Record how far the state has got, or that a step is about to change it; writes only where that matters.
+
+        ``buffers``: the model's, as they were at the end of the step; None: as they are.
+        """
+        if self.store is None:
+            return
+        if not between_steps:
+            self._before_step(progress)
+        elif self.always_whole or self._whole_between_steps or (not self._started and self.arrays.state_on_disk()):
+            self.arrays.keep_frozen()
+            self._buffers.write_changed(self._write_buffer, buffers)
+            self._commit(progress, whole=True, stale=self.arrays.stale())
+        elif self._budget.durability != "interval":
+            self.slots.committed()  # no commit promises anything: a step may overwrite what the one before it had read
+
+    def complete(self, progress: Callable[[], Progress], buffers: Mapping[str, torch.Tensor] | None) -> None:
+        """Within a step, the one before is complete: commit it where every step is a commit.
+
+        ``progress``, ``buffers``: as they were at its end. Nothing of the step under way may have been written yet.
+        """
+        self.slots.complete_owed()
+        if self.always_whole:
+            self.note(progress, between_steps=True, buffers=buffers)
+        elif self.store is not None and self._budget.durability != "interval":
+            self.slots.committed()
+
+    def note_pending(self) -> None:
+        """A step begins while the one before has delayed chunks to step. If all of them are in memory, what is on disk
+        is that step's already, and this one writes beside it; otherwise it does so once they are written: ``complete``.
+        """
+        if self.store is not None and not self.slots.owes and self._budget.durability != "interval":
+            assert not self.always_whole, "all state is on disk, and nothing of what is delayed is"
+            self.slots.committed()
+
+    def _before_step(self, progress: Callable[[], Progress]) -> None:
+        self._started = True
+        assert self.store is not None
+        if self.always_whole:
+            if not self.slots.all_durable:  # arrays have moved to disk since the last commit
+                self.note(progress, between_steps=True)
+        elif self._budget.durability != "interval":
+            last = self.store.last_commit()
+            if last is None or last["whole"]:
+                self._commit(progress, whole=False, stale=[])
+            self.slots.committed()
+
+    @property
+    def _whole_between_steps(self) -> bool:
+        return self._budget.durability is None and self.arrays.state_on_disk()
+
+    def _commit(self, progress: Callable[[], Progress], *, whole: bool, stale: Sequence[str]) -> None:
+        assert self.store is not None
+        self.store.commit({**progress(), "whole": whole, "slots": self.slots.record(), "stale": list(stale)})
+        self.slots.committed()
+
+    def write_buffers(self) -> None:
+        """Write the model's buffers that have changed; the next commit names them."""
+        self._buffers.write_changed(self._write_buffer)
+
+    def commit_interval(self, progress: Progress) -> None:
+        """Commit a step all of whose state has been written, wherever it lives."""
+        self._commit(lambda: progress, whole=True, stale=[])
+
+    def read_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
+        """Fill ``pages`` with those of a model's buffer."""
+        self.slots.read(name, offset, pages)
+
+    def _write_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
+        """Write a model's buffer: all of it at once."""
+        assert offset == 0
+        self.slots.drop((name,))
+        self.slots.write(name, 0, pages)
+        self.slots.turn((name,))
+
+    def close(self, progress: Callable[[], Progress] | None) -> None:
+        """Bring what is in memory to disk and record it; with None the state is not fit to be continued."""
+        try:
+            if self.store is not None and progress is not None:
+                self.arrays.to_disk()
+                self._buffers.write_changed(self._write_buffer)
+                self._commit(progress, whole=True, stale=[])
+        finally:
+            if self.store is not None:
+                self.store.close()
+            self.arrays.close()

@@ -1,0 +1,165 @@
+"""A model's values by name, read piece by piece out of wherever its state lives: of an engine, or of a store or a
+snapshot alone."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from penstock.optim.precision import DTYPES, format_of
+from penstock.schedule.place import Format, page_up
+from penstock.schedule.program import GroupSpec
+from penstock.state.arrays import StateArrays, fetch, numpy_bytes, parts_of
+from penstock.state.buffers import Transfer
+from penstock.state.memory import HostSlab
+from penstock.state.record import check_kept
+from penstock.state.slots import Slots, whole_commit
+from penstock.store.snapshot import SnapshotReader
+from penstock.store.store import Store
+
+_BUFFER = "buffer."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a parameter lies: the array that holds its master copy (its only one, if it is frozen), and its first
+    element there.
+    """
+
+    array: str
+    offset: int
+    shape: torch.Size
+    trainable: bool
+
+
+class Arrays(Protocol):
+    """What holds all arrays of all groups."""
+
+    @property
+    def form(self) -> Format: ...
+
+    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
+        """As ``StateArrays.fetch``."""
+
+
+class Values:
+    """``parameters``: name -> place. ``buffers``: name -> the persistent buffer itself."""
+
+    def __init__(self, arrays: Arrays, description: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
+        """``description``: ``start.describe_model`` of the model that the arrays are for."""
+        self._arrays = arrays
+        self.parameters = {
+            name: Place(
+                array=f"master.{g}" if trainable and arrays.form.split else f"weights.{g}",
+                offset=offset,
+                shape=torch.Size(shape),
+                trainable=trainable,
+            )
+            for g, group in enumerate(description["groups"])
+            for name, shape, offset, trainable in group["parameters"]
+        }
+        self.buffers = {name.removeprefix(_BUFFER): tensor for name, tensor in buffers.items()}
+
+    def read(self, name: str, start: int, flat: torch.Tensor) -> None:
+        """Fill ``flat``, 1-D and fp32, on the CPU, with the elements of a parameter from ``start`` on.
+
+        Raises:
+            StoreError: the drive failed, or what is there is damaged.
+        """
+        place = self.parameters[name]
+        assert start + flat.numel() <= place.shape.numel()
+        self._arrays.fetch(place.array, place.offset + start, flat)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """A parameter as a new fp32 tensor on the CPU.
+
+        Raises: as ``read``.
+        """
+        out = torch.empty(self.parameters[name].shape)
+        self.read(name, 0, out.view(-1))
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """The last commit of a store, or a snapshot. ``step``: that it is of. ``precision``: of the run."""
+
+    step: int
+    precision: str
+    values: Values
+
+
+@contextmanager
+def committed(paths: Sequence[Path]) -> Iterator[Committed]:
+    """The values of a store's last commit, without an engine and without its model.
+
+    Raises:
+        ConfigError: there is none yet.
+        StoreError: the store is in use, damaged, or was stopped within a step.
+    """
+    with Store.open(paths, writable=False) as store:
+        last = whole_commit(store, paths[0])
+        model, slots = store.model, Slots.of(store)
+        groups, form, dtype = _groups(model), _form(model), DTYPES[model["precision"]]
+        arrays = StateArrays(groups, form, dtype, torch.device("cpu"), store, slots, host_bytes=0)
+        try:
+            buffers = {name: _buffer(slots.read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
+            yield Committed(step=int(last["step"]), precision=model["precision"], values=Values(arrays, model, buffers))
+        finally:
+            arrays.close()
+
+
+@contextmanager
+def kept(snapshot: Path) -> Iterator[Committed]:
+    """The same of a snapshot.
+
+    Raises:
+        StoreError: it is missing or damaged.
+    """
+    with SnapshotReader(snapshot) as reader:
+        check_kept(reader.meta, str(snapshot))
+        model = reader.meta["model"]
+        buffers = {name: _buffer(reader.read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
+        values = Values(_SnapshotArrays(reader, model), model, buffers)
+        yield Committed(step=int(reader.meta["step"]), precision=model["precision"], values=values)
+
+
+class _SnapshotArrays:
+    """The arrays of a snapshot."""
+
+    def __init__(self, reader: SnapshotReader, model: Mapping[str, Any]) -> None:
+        self.form, dtype = _form(model), DTYPES[model["precision"]]
+        self._reader = reader
+        self._parts = {part.name: part for group in _groups(model) for part in parts_of(group, self.form, dtype)}
+
+    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
+        fetch(self._parts[name], self._read, offset, flat)
+
+    def _read(self, name: str, start: int, out: torch.Tensor) -> None:
+        self._reader.read(name, start * out.itemsize, numpy_bytes(out))
+
+
+def _groups(model: Mapping[str, Any]) -> list[GroupSpec]:
+    return [
+        GroupSpec(index=g, name=group["name"], trainable=group["trainable"], frozen=group["frozen"])
+        for g, group in enumerate(model["groups"])
+    ]
+
+
+def _form(model: Mapping[str, Any]) -> Format:
+    return format_of(model["precision"], len(model["optimizer"]) - 1)
+
+
+def _buffer(read: Transfer, name: str, shape: Sequence[int], kind: str) -> torch.Tensor:
+    dtype = getattr(torch, kind.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    slab = HostSlab(page_up(nbytes))
+    try:
+        read(name, 0, slab.bytes.numpy())
+        return slab.bytes[:nbytes].clone().view(dtype).view(tuple(shape))
+    finally:
+        slab.close()

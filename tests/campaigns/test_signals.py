@@ -1,0 +1,159 @@
+"""Signals to a real ``penstock train``: the first ends it after its step, the second at once; both lose nothing."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.store import Store
+from tests.cli.test_train import CONFIG
+from tests.conftest import Campaign
+from tests.faults import Call, Go, fill, intercepted
+from tests.victims import Victims, victims_of_one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SENT: dict[str, tuple[signal.Signals, signal.Signals | None]] = {
+    "SIGHUP": (signal.SIGHUP, None),
+    "SIGTERM twice": (signal.SIGTERM, signal.SIGTERM),
+    "SIGINT": (signal.SIGINT, None),
+    "SIGTERM": (signal.SIGTERM, None),
+    "SIGINT twice": (signal.SIGINT, signal.SIGINT),
+    "SIGHUP, then SIGTERM": (signal.SIGHUP, signal.SIGTERM),
+}
+IN_EVERY_SUITE = ("SIGHUP", "SIGTERM twice")
+
+
+def _command(words: list[str], folder: Path, slow: float, ready: Connection) -> None:
+    """``penstock WORDS``, with what it says in files and each call on its disk taking ``slow`` seconds longer."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup hand it on ignored
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+
+    def wait(call: Call, go: Go) -> Any:
+        time.sleep(slow)
+        return go()
+
+    with intercepted(folder / "run" / "store", wait):
+        ready.send(None)
+        sys.exit(main(words))
+
+
+def _numbers(run: Path) -> list[tuple[Any, ...]]:
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in lines]
+
+
+def _until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _settings(folder: Path, run: Path) -> tuple[Path, Path]:
+    """A settings file, and the run's folder that it names."""
+    text, config = folder / "text.txt", folder / "config.yaml"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(400)))
+    config.write_text(CONFIG.format(run=run, text=text))
+    return config, run
+
+
+def _check_resumed(config: Path, run: Path, folder: Path) -> None:
+    """Two steps more, and every step has its line, with the numbers of a run that was never stopped."""
+    with Store.open([run / "store"]) as store:
+        last = store.last_commit()
+    assert last is not None
+    steps = str(last["step"] + 2)
+    assert main(["resume", str(run), "--steps", steps]) == 0
+    words = [
+        "train",
+        str(config),
+        "--evaluate",
+        "null",
+        "--data.validation",
+        "null",
+        "--steps",
+        steps,
+        "--run",
+        str(folder / "whole"),
+    ]
+    assert main([*words, "--budget.disk", str(folder / "whole" / "store")]) == 0
+    assert _numbers(run) == _numbers(folder / "whole")
+
+
+@pytest.mark.parametrize("sent", SENT)
+def test_a_signal_ends_a_run_and_nothing_is_lost(sent: str, tmp_path: Path, campaign: Campaign) -> None:
+    if sent not in IN_EVERY_SUITE and not campaign.full:
+        pytest.skip("make faults sends it")
+    first, second = SENT[sent]
+    config, run = _settings(tmp_path, tmp_path / "run")
+
+    def send(pid: int) -> None:
+        _until(lambda: len(_numbers(run)) >= 2)
+        os.kill(pid, first)
+        if second is not None:
+            _until(lambda: "Stopping after this step" in (tmp_path / "err").read_text())
+            os.kill(pid, second)
+
+    words = ["train", str(config), "--evaluate", "null", "--data.validation", "null", "--steps", "1000"]
+    with victims_of_one_thread():
+        code = Victims("", 0).call(_command, words, tmp_path, 0.02 if second else 0.0, meanwhile=send)
+    assert code == 128 + (second or first)
+    said = (tmp_path / "out").read_text() + (tmp_path / "err").read_text()
+    assert "Traceback" not in said
+    done = len(_numbers(run))
+    with Store.open([run / "store"]) as store:
+        last = store.last_commit()
+    assert last is not None
+    assert done <= last["step"] <= done + 1 if second else last["step"] == done
+    assert ("in the middle of a step" if second else f"Stopped after step {done} of 1000") in said
+
+    _check_resumed(config, run, tmp_path)
+    campaign.found(f"{sent} after step {done}: exit code {code}, resumed after step {last['step']} bit-equal")
+
+
+@pytest.mark.parametrize("trace", [0, 1000])
+def test_a_run_whose_folder_is_on_a_full_disk_says_so_and_goes_on_with_space_again(
+    trace: int, small_disk: Path, tmp_path: Path, campaign: Campaign
+) -> None:
+    """Its metrics and its trace grow: a step is not lost for it, nor counted twice."""
+    if trace and not campaign.full:
+        pytest.skip("make faults does it")
+    config, run = _settings(tmp_path, small_disk / "run")
+    words = [
+        "train",
+        str(config),
+        "--evaluate",
+        "null",
+        "--data.validation",
+        "null",
+        "--steps",
+        "1000",
+        "--trace_steps",
+        str(trace),
+    ]
+
+    def crowd(pid: int) -> None:
+        _until(lambda: len(_numbers(run)) >= 2)
+        fill(small_disk / "hog")
+
+    with victims_of_one_thread():
+        code = Victims("", 0).call(_command, words, tmp_path, 0.0, meanwhile=crowd)
+    said = (tmp_path / "err").read_text()
+    assert code == 1
+    assert "Traceback" not in said
+    assert re.search(rf"penstock: .*{run}/(metrics\.jsonl|trace\.json).*No space left on device.*free some space", said)
+    (small_disk / "hog").unlink()
+    _check_resumed(config, run, tmp_path)
+    campaign.found(f"a full ext4 under a run's own files (trace_steps={trace}): named, resumed bit-equal")

@@ -1,0 +1,112 @@
+"""How a run's batch is cut into micro-batches: by what, said how, kept for the run; and how many steps epochs are."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main, settings, split
+from penstock.cli.split import Cut
+from penstock.config import BatchConfig, TrainConfig
+from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.machine import Machine
+from penstock.hardware.profiles import save_profile
+from tests.cli.test_train import CONFIG
+from tests.engine.test_prediction import machine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(run=tmp_path / "run", text=text).replace("micro_batch_size: 2\n", ""))
+    return path
+
+
+@pytest.fixture
+def config(path: Path) -> TrainConfig:
+    return settings.load(path)
+
+
+def _cut(config: TrainConfig, machine: Machine | None, sequences: int, **budget: Any) -> Cut:
+    config = replace(config, batch=BatchConfig(sequences=sequences), budget=replace(config.budget, **budget))
+    return split.cut_batch(config, "vertical", machine, "cpu")
+
+
+def test_without_a_profile_the_largest_that_fit_are_taken(config: TrainConfig) -> None:
+    whole = _cut(config, None, 12)
+    assert (whole.size, whole.smaller) == (12, (6, 4, 3, 2, 1))
+    found = _cut(config, None, 12, device="1MiB", host="64MiB").size
+    assert 1 < found < 12
+    with pytest.raises(BudgetError):
+        _cut(config, None, 12, device="32KiB")
+
+
+def test_with_a_profile_it_is_what_the_plan_command_chooses(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_profile(machine(tmp_path))
+    flags = ["--batch.sequences", "12", "--plan", "auto"]
+    assert main(["plan", str(path), *flags, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["plan"]
+    assert main(["train", str(path), *flags, "--steps", "1"]) == 0
+    said = capsys.readouterr().out
+    ran = settings.load(tmp_path / "run" / "config.yaml")
+    assert ran.split == (planned["micro_batch_size"], planned["micro_batches"])
+    (line,) = (line for line in said.splitlines() if line.startswith("Planning a step"))
+    assert re.search(r"predicted to be the fastest \((\d+ of \d+: [1-9]\d*\.\d\dx(, )?)+", line), line
+    assert " s " not in line.partition("(")[2].partition(")")[0], "its seconds are of formulas"
+    assert said.count("a step predicted, from the model's own stages") == 1
+
+
+def test_a_resumed_run_keeps_its_cut(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the plan would now choose another one; a size that is asked for and is another one is refused."""
+    assert main(["train", str(path), "--micro_batch_size", "1", "--steps", "1"]) == 0
+    assert main(["train", str(path), "--steps", "2", "--resume"]) == 0
+    assert settings.load(tmp_path / "run" / "config.yaml").split == (1, 4)
+    assert "4 micro-batches of 1 sequence: as the run began" in capsys.readouterr().out
+    assert main(["train", str(path), "--steps", "3", "--resume", "--micro_batch_size", "2"]) == 2
+    assert "started with micro_batch_size=1, not 2" in capsys.readouterr().err
+    assert main(["train", str(path), "--steps", "3", "--resume", "--batch.sequences", "8"]) == 2
+    assert "batch.sequences=4, not 8" in capsys.readouterr().err
+
+
+def test_what_turns_out_not_to_fit_is_cut_smaller(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice was made from the model's configuration; the engine sees the model."""
+    monkeypatch.setattr(split, "_largest", lambda config, kind: (4, "said the test"))
+    assert main(["train", str(path), "--steps", "1", "--budget.device", "900KiB"]) == 0
+    said = capsys.readouterr().out
+    assert "Micro-batches of 4 sequences do not fit after all: budget.device=900KiB is too small" in said
+    assert "Planning a step of micro-batches of 2 instead" in said
+    assert settings.load(tmp_path / "run" / "config.yaml").micro_batch_size == 2
+
+
+def test_a_schedule_of_ones_own_has_its_own_number_of_micro_batches(config: TrainConfig) -> None:
+    from penstock.schedule.op import parse_schedule
+
+    own = parse_schedule("schedule s micro-batches 3 chunk 4096\n")
+    asked = replace(config, batch=BatchConfig(sequences=12), schedule=Path("own.schedule"))
+    assert split.cut_batch(asked, own, None, "cpu").size == 4
+    with pytest.raises(ConfigError, match="a multiple of 3"):
+        split.cut_batch(replace(asked, batch=BatchConfig(sequences=8)), own, None, "cpu")
+    with pytest.raises(ConfigError, match="make micro-batches of 4"):
+        split.cut_batch(replace(asked, micro_batch_size=2), own, None, "cpu")
+
+
+def test_epochs_become_steps_of_the_data_that_is_there(path: Path, tmp_path: Path) -> None:
+    flags = ["--steps", "null", "--epochs", "0.02", "--evaluate", "null"]
+    assert main(["train", str(path), *flags]) == 0
+    ran = settings.load(tmp_path / "run" / "config.yaml")
+    (prepared,) = (tmp_path / "run" / "data").glob("*/train-0.tokens")
+    tokens = prepared.stat().st_size // 2
+    assert (ran.epochs, ran.steps) == (None, round(0.02 * (tokens // 32) / 4))
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == ran.steps

@@ -1,0 +1,379 @@
+"""The command line around an engine: words, folders, signals, and what the displays say."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.cli import main
+from penstock.cli.arguments import parse_train
+from penstock.cli.metrics import MetricsFile
+from penstock.cli.showing.display import PlainDisplay, choose_display, clock
+from penstock.cli.showing.meter import Meter, Outline
+from penstock.cli.showing.metrics import metrics_of, with_figures
+from penstock.cli.showing.screen import screen, sparkline
+from penstock.cli.showing.summary import closing
+from penstock.cli.showing.terminal import TerminalDisplay
+from penstock.cli.showing.yardstick import Yardstick, yardstick
+from penstock.config import (
+    Tier,
+    TrainConfig,
+)
+from penstock.errors import ConfigError
+from penstock.hardware.machine import Machine
+from penstock.state.stats import StepStats
+from tests.engine.test_prediction import machine
+from tests.run_settings import settings_for
+
+MIB = 1024**2
+
+
+def _stats(**changes: Any) -> StepStats:
+    stats = StepStats(
+        step=1,
+        loss=8.0,
+        grad_norm=2.0,
+        lr=1e-3,
+        tokens=512,
+        seconds=2.0,
+        clipped=False,
+        skipped=False,
+        loss_scale=1.0,
+        bytes_moved={"read": 10**9, "write": 5 * 10**8, "compute": 0},
+        lane_seconds={"read": 1.0, "write": 1.0, "compute": 1.9},
+        peak_bytes={"device": 60 * MIB, "host": 20 * MIB},
+    )
+    return replace(stats, **changes)
+
+
+def _meter(steps: int = 10) -> Meter:
+    given: Mapping[Tier, int] = {"device": 64 * MIB, "host": 24 * MIB}
+    return Meter(
+        outline=Outline(steps=steps, parameters=45_000_000, given=given), state_bytes=704 * MIB, disk_bytes=500 * MIB
+    )
+
+
+def _terminal(width: int = 100) -> tuple[TerminalDisplay, io.StringIO]:
+    out = io.StringIO()
+    display = TerminalDisplay(out)
+    display._console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    return display, out
+
+
+def test_words_become_arguments() -> None:
+    arguments = parse_train(["--optimizer.lr", "-1", "c.yaml", "--overwrite", "--run=a=b"])
+    assert arguments.config == Path("c.yaml")
+    assert arguments.flags == (("optimizer.lr", "-1"), ("run", "a=b"))
+    assert arguments.start == "overwrite"
+    assert not arguments.print_config
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "none"),
+        (["a.yaml", "b.yaml"], "a.yaml and b.yaml"),
+        (["a.yaml", "--steps"], "--steps needs a value"),
+        (["a.yaml", "--steps", "--overwrite"], "--steps needs a value"),
+        (["a.yaml", "--resume", "--overwrite"], "one of them"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_train(words)
+
+
+def test_version_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("penstock 0.")
+    assert main(["train", "--help"]) == 0
+    assert "--optimizer.lr" in capsys.readouterr().out
+    assert main(["trian"]) == 2
+    assert "no command 'trian'" in capsys.readouterr().err
+
+
+def test_torch_is_not_loaded_before_a_run_is_to_begin() -> None:
+    """How its threads wait is settled when it is loaded, and ``--version`` should not take seconds."""
+    code = "import sys, penstock.cli as c; assert c.main(['--version']) == 0; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_mistake_in_the_settings_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(tmp_path / "missing.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "missing.yaml" in err
+
+
+def test_metrics_are_a_line_a_step_at_once_and_always_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("")
+    with MetricsFile(tmp_path) as metrics:
+        metrics.write(metrics_of(_stats(step=1), 7.5))
+        metrics.write(metrics_of(_stats(step=2, grad_norm=float("inf"), skipped=True), None))
+        lines = [json.loads(line) for line in path.read_text().splitlines()]  # before it is closed
+    assert lines[0]["validation_loss"] == 7.5
+    assert lines[0]["bytes_moved"]["read"] == 10**9
+    assert lines[0]["tokens_per_second"] == 256
+    assert lines[1]["grad_norm"] is None
+    assert lines[1]["skipped"]
+
+
+def test_the_meter_adds_up(tmp_path: Path) -> None:
+    meter = _meter()
+    meter.add(_stats(loss=8.0, seconds=2.0, peak_bytes={"device": 9, "host": 1}))
+    meter.add(_stats(loss=7.0, seconds=4.0, peak_bytes={"device": 3, "host": 5}), validation=7.5)
+    assert meter.peak == {"device": 9, "host": 5}
+    assert meter.peak_bytes == 14
+    assert meter.moved["read"] == 2 * 10**9
+    assert meter.tokens_per_second == 1024 / 6
+    assert meter.seconds_left == 8 * 3.0
+    assert meter.lanes()["read"].sustained == 2 * 10**9 / 6
+    assert meter.lanes()["read"].rate == 10**9
+    assert "h2d" not in meter.lanes()
+
+
+def _measured() -> Meter:
+    """A meter after two steps on a machine that was measured, planned and predicted."""
+    given: Mapping[Tier, int] = {"device": 64 * MIB, "host": 24 * MIB}
+    yardstick = Yardstick(flops=4e12, links={"read": 1e9, "h2d": 1e9}, rated=86400e9, assumed=True)
+    meter = Meter(outline=Outline(steps=10, parameters=45_000_000, given=given, yardstick=yardstick))
+    meter.planned_peak, meter.disk_bytes = {"device": 62 * MIB, "host": 22 * MIB}, 500 * MIB
+    meter.forecast(1.6, "Compute is the bottleneck.")
+    meter.add(_stats(flops=1e12, bytes_written=10**9, clipped=True), None, {"compute": 1.0, "read": 0.5})
+    meter.add(_stats(flops=3e12, bytes_written=10**9, repeats=1), 7.5, {"compute": 2.0, "write": 0.1})
+    return meter
+
+
+def test_the_meter_holds_a_run_against_what_the_machine_can_do_and_bear() -> None:
+    meter = _measured()
+    assert meter.flops_per_second == 1e12
+    assert meter.mfu == 0.25
+    assert meter.lanes()["read"].of_peak == 0.5
+    assert meter.lanes()["write"].of_peak is None, "it was not measured"
+    assert list(meter.links()) == ["read", "write"]
+    assert meter.held_up == pytest.approx({"compute": 0.75, "read": 0.125, "write": 0.025})
+    assert meter.drive_days == 2.0, "86,400 GB at a GB every two seconds"
+    assert (meter.written, meter.clipped, meter.repeated, meter.skipped) == (2 * 10**9, 1, 1, 0)
+    plain = _meter()
+    plain.add(_stats(bytes_written=10**9))
+    assert (plain.mfu, plain.drive_days, plain.lanes()["read"].of_peak) == (None, None, None)
+
+
+def test_the_metrics_have_all_that_is_shown_with_units_in_the_names() -> None:
+    meter = _measured()
+    line = with_figures(metrics_of(meter.last, 7.5), meter, meter.held[-1])
+    assert json.loads(json.dumps(line)) == {
+        "step": 1,
+        "loss": 8.0,
+        "grad_norm": 2.0,
+        "lr": 1e-3,
+        "tokens": 512,
+        "seconds": 2.0,
+        "tokens_per_second": 256.0,
+        "flops": 3e12,
+        "bytes_written": 10**9,
+        "bytes_moved": {"read": 10**9, "write": 5 * 10**8, "compute": 0},
+        "lane_seconds": {"read": 1.0, "write": 1.0, "compute": 1.9},
+        "peak_bytes": {"device": 60 * MIB, "host": 20 * MIB},
+        "clipped": False,
+        "skipped": False,
+        "repeats": 1,
+        "loss_scale": 1.0,
+        "validation_loss": 7.5,
+        "tflops_per_second": 1.5,
+        "mfu": 0.375,
+        "gb_per_second": {"read": 0.5, "write": 0.25},
+        "share_of_peak": {"read": 0.5},
+        "held_up_seconds": {"compute": 2.0, "write": 0.1},
+        "planned_peak_bytes": {"device": 62 * MIB, "host": 22 * MIB},
+        "disk_bytes": 500 * MIB,
+        "predicted_seconds": 1.6,
+        "seconds_left": 16.0,
+        "drive_days": 2.0,
+        "steps_clipped": 1,
+        "steps_skipped": 0,
+        "steps_repeated": 1,
+    }
+
+
+def test_the_last_words_say_how_fast_it_was_and_what_the_drives_went_through(tmp_path: Path) -> None:
+    text = closing(_measured(), own_bytes=MIB, folder=tmp_path, trace=None, stopped=False)
+    assert "speed    256 tokens/s, 1 TFLOP/s, MFU 25% of 4 TFLOP/s; 1 clipped; 1 run twice" in text
+    assert "drives   1.86 GiB written, 0.0023% of the 78.6 TiB that they are assumed to bear" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_live_view_keeps_its_lines_and_its_width(width: int) -> None:
+    """Whatever happens in a step: nothing wraps, and no line comes or goes."""
+
+    def lines(meter: Meter) -> list[str]:
+        console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=True)
+        with console.capture() as captured:
+            console.print(screen(meter, width, waited=1.0))
+        return captured.get().splitlines()
+
+    first = lines(_measured())
+    for words in ("256 tokens/s  1 TFLOP/s, MFU 25%", "1.6 s predicted (+25%)", "compute 75%", "disk read 12%"):
+        assert any(words in line for line in first), words
+    assert any("1.86 GiB written, new drives last 2 days (assumed)" in line for line in first)
+    meter = _measured()
+    for step in range(3, 9):
+        changes = {"skipped": step == 5, "clipped": step != 5, "loss": 10.0 ** (6 - step), "loss_scale": 2.0**-20}
+        meter.add(_stats(step=step, seconds=900.0 / step, **changes), 1.25, {"compute": 800.0 / step})
+        drawn = lines(meter)
+        assert len(drawn) == len(first)
+        assert max(map(len, drawn)) <= width
+        assert drawn[0].startswith(f"step {step}/10")
+
+
+def test_the_drives_life_is_as_told_as_profiled_or_assumed(tmp_path: Path) -> None:
+    config = settings_for(tmp_path)
+    two = replace(config, budget=replace(config.budget, disk=(tmp_path / "a", tmp_path / "b")))
+    profile = machine(tmp_path)
+    rated = replace(profile, drives=tuple(replace(drive, tbw=600.0, kind="ssd") for drive in profile.drives))
+    size = shutil.disk_usage(tmp_path).total
+
+    def life(config: TrainConfig, machine: Machine | None) -> tuple[float | None, bool]:
+        found = yardstick(config, machine, kind="cpu")
+        return found.rated, found.assumed
+
+    assert life(replace(two, drive_tbw=100.0), rated) == (2e14, False)
+    assert life(config, rated) == (6e14, False)
+    assert life(config, None) == (0.3 * 365 * 5 * size, True)
+    assert life(two, None) == (2 * 0.3 * 365 * 5 * size, True)
+    assert life(replace(config, budget=replace(config.budget, disk=None)), None) == (None, False)
+    memory = replace(profile, drives=tuple(replace(drive, kind="tmpfs") for drive in profile.drives))
+    assert life(config, memory) == (None, False)
+
+
+def test_plain_lines_say_what_the_live_view_says() -> None:
+    out = io.StringIO()
+    plain = PlainDisplay(out)
+    terminal, drawn = _terminal()
+    meter = _meter()
+    for display in (plain, terminal):
+        display.begin(meter)
+    meter.add(_stats(loss=8.25, clipped=True), validation=7.5)
+    for display in (plain, terminal):
+        display.update()
+        display.end()
+    for text in (out.getvalue(), drawn.getvalue()):
+        for part in ("1/10", "8.2500", "7.5000", "clipped", "256 tokens/s", "read", "0.50", "60 MiB", "64 MiB", "0:18"):
+            assert part in text, part
+
+
+def test_a_plain_step_is_a_line_and_what_it_takes_of_the_machine_is_said_now_and_then() -> None:
+    """Below the first step, the last one, and after 30 seconds; a line fits 120 columns."""
+    out, seconds = io.StringIO(), [100.0]
+    display = PlainDisplay(out, lambda: seconds[0])
+    meter = _measured()
+    display.begin(meter)
+    said: dict[int, list[str]] = {}
+    for step, passed in ((3, 0.0), (4, 29.0), (5, 2.0), (6, 29.0)):
+        seconds[0] += passed
+        meter.add(_stats(step=step), None, {"compute": 1.5, "read": 0.25})
+        before = len(out.getvalue())
+        display.update()
+        said[step] = out.getvalue()[before:].splitlines()
+    before = len(out.getvalue())
+    display.end()
+    last = out.getvalue()[before:].splitlines()
+    display.end()
+    assert [len(lines) for lines in said.values()] == [5, 1, 5, 1]
+    assert last[0].startswith("  memory device 60 MiB (planned 62 MiB, given 64 MiB)")
+    assert [line.split()[0] for line in last] == ["memory", "speed", "links", "drives"]
+    assert all(len(line) <= 120 for lines in (*said.values(), last) for line in lines)
+    for part in ("step  6/10", "loss 8.0000", "norm 2", "lr 1.00e-03", "256 tokens/s", "2 s (plan 1.6 s)"):
+        assert part in said[6][0], part
+    assert said[6][0].endswith("held up by compute 75%  0:08 left")
+    assert out.getvalue().count("memory") == 3, "nothing is said twice"
+
+
+def test_what_counts_in_the_whole_run_counts_what_came_before_a_resumption(tmp_path: Path) -> None:
+    whole = _measured()
+    with MetricsFile(tmp_path) as metrics:
+        metrics.write(metrics_of(_stats(clipped=True, bytes_written=5), None))
+        metrics.write(metrics_of(_stats(step=2, skipped=True, repeats=1, bytes_written=7), None))
+        metrics.write(metrics_of(_stats(step=3, repeats=2), None))
+    with MetricsFile(tmp_path, done=2) as metrics:  # a kill has undone the third
+        whole.go_on(metrics.earlier())
+    assert (whole.clipped, whole.skipped, whole.repeated, whole.written) == (2, 1, 1, 2 * 10**9 + 12)
+    assert len(whole.losses) == 2, "but losses and rates are of this stretch"
+
+
+def test_the_live_view_shows_the_first_step_before_there_are_numbers_and_the_notice() -> None:
+    display, drawn = _terminal()
+    display.begin(_meter())
+    display.notice("Stopping after this step.")
+    display.update()
+    assert "first step" in drawn.getvalue()
+    assert "Stopping after this step." in drawn.getvalue()
+    display.end()
+
+
+def test_lines_are_plain_without_a_terminal_that_can_redraw(monkeypatch: pytest.MonkeyPatch) -> None:
+    primary, secondary = os.openpty()
+    with os.fdopen(primary), os.fdopen(secondary, "w") as terminal:
+        monkeypatch.setenv("TERM", "xterm")
+        assert isinstance(choose_display(terminal), TerminalDisplay)
+        assert isinstance(choose_display(io.StringIO()), PlainDisplay)
+        monkeypatch.setenv("TERM", "dumb")
+        assert isinstance(choose_display(terminal), PlainDisplay)
+
+
+def test_a_skipped_step_is_said_and_does_not_break_the_loss_curve() -> None:
+    meter = _meter()
+    meter.add(_stats(loss=float("inf"), skipped=True, loss_scale=32768))
+    out = io.StringIO()
+    display = PlainDisplay(out)
+    display.begin(meter)
+    display.update()
+    assert "loss scale now 32768" in out.getvalue()
+    assert sparkline(meter.losses, 8) == ""
+    assert sparkline([3.0, float("inf"), 1.0], 8) == "█▁"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (83.4, "1:23"), (59.9, "1:00"), (3723, "1:02:03")])
+def test_times_are_clock_times(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_the_last_words_are_complete(tmp_path: Path) -> None:
+    meter = _meter()
+    meter.add(_stats(loss=8.0))
+    meter.add(_stats(loss=6.0))
+    meter.truncated = 1234
+    text = closing(meter, own_bytes=MIB, folder=tmp_path, trace=tmp_path / "trace.json", stopped=True)
+    for part in (
+        "Stopped after step 2 of 10",
+        "8.0000 -> 6.0000",
+        "1,234 tokens left out, of documents longer than a sequence",
+        "704 MiB",
+        "8.0x the memory given",
+        "88 MiB given, 80 MiB taken",
+        "device 60 MiB of 64 MiB",
+        str(tmp_path / "trace.json"),
+    ):
+        assert part in text, part
+
+
+def test_the_bottleneck_in_the_last_words_is_said_of_the_forecast_and_not_of_what_was_measured(tmp_path: Path) -> None:
+    meter = _meter()
+    meter.forecast(1.0, "Compute is the bottleneck.")
+    meter.add(_stats())
+    meter.add(_stats(seconds=2.0))
+    lines = closing(meter, own_bytes=MIB, folder=tmp_path, trace=None, stopped=False).splitlines()
+    at = lines.index("step     2 s, median of 1; 1 s predicted (-50%)")
+    assert lines[at + 1] == "forecast Compute is the bottleneck."

@@ -1,0 +1,49 @@
+"""What a run says of its disk space and of what a kill would cost, before it starts or as soon as it is planned."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.config import format_size
+from penstock.store.store import Store
+from tests.cli.test_train import CONFIG
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BF16 = ["--precision", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "cost"),
+    [
+        ([], "As planned, every step is a commit: a kill costs the step in flight"),
+        (["--delay", "0.5"], "As planned, every step is a commit: a kill costs the step in flight and the one before"),
+        (["--budget.slots", "1"], "As planned, with one slot a kill within a step costs the whole run"),
+        (["--budget.weights", "host", *BF16], "As planned, every step is a commit: a kill costs the step in flight"),
+        (
+            ["--budget.state", "host", "--budget.weights", "host"],
+            "; a commit every 5 min or step: a kill costs",
+        ),
+        (["--budget.durability", "interval", "--budget.interval", "90s"], "; a commit every 1.5 min or step: a kill"),
+        (["--budget.durability", "none"], "; a kill costs the whole run"),
+        (["--budget.durability", "interval", "--budget.interval", "2"], "; a commit every 2 steps: a kill costs the"),
+    ],
+)
+def test_the_space_and_the_cost_of_a_kill_are_said(
+    flags: list[str], cost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.format(run=tmp_path / "run", text=text))
+    assert main(["train", str(config), "--steps", "1", "--evaluate", "null", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("step 1"))
+    said = [line for line in lines if "of disk taken" in line]
+    with Store.open([tmp_path / "run" / "store"]) as store:
+        size = format_size(sum((path / "penstock.store").stat().st_size for path in store.paths))
+    slots = "the state in one slot" if "--budget.slots" in flags else "twice the state, in two slots"
+    assert said[0].startswith(f"{size} of disk taken in {tmp_path / 'run' / 'store'}: {slots}")
+    assert lines.index(said[0]) < first
+    assert cost in "\n".join(lines[:first]) + "\n"

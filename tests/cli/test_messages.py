@@ -1,0 +1,91 @@
+"""What ``penstock train`` says when something goes wrong on the way: a slow drive, no memory."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.cli import main, train
+from penstock.cli.model import RunModel, run_model
+from penstock.hardware.profiles import save_profile
+from tests.cli.test_train import CONFIG
+from tests.engine.test_prediction import machine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(run=tmp_path / "run", text=text))
+    return path
+
+
+def test_a_drive_that_becomes_slow_is_said_each_time_it_does(
+    config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow from step 4 to 5 and from 7 to 8: said at 4 and at 7, with the lane that it was."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_profile(machine(tmp_path))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    real = os.pwritev
+
+    def slow(*args: Any) -> int:
+        if metrics.exists() and metrics.read_text().count("\n") in (3, 4, 6, 7):
+            time.sleep(0.3)
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    assert main(["train", str(config), "--plan", "auto", "--steps", "8", "--evaluate", "null"]) == 0
+    said = [message for message in caplog.messages if "predicted" in message]
+    assert [message.split(" took ")[0] for message in said] == ["step 4", "step 7"]
+    for message in said:
+        assert "the write lane moved 0.0" in message
+        assert "GB/s where the plan assumed" in message
+
+
+@pytest.mark.parametrize("state", ["disk", "host"])
+def test_out_of_memory_says_what_to_lower_what_is_safe_and_how_to_go_on(
+    state: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own allocator refuses in the middle of step 3, when a layer asks for more than there is."""
+    calls = 0
+
+    def hungry(module: nn.Module, arguments: object) -> None:
+        nonlocal calls
+        calls += 1
+        if json_lines(tmp_path / "run") == 2:
+            torch.empty(1 << 50)
+
+    def build(*arguments: Any) -> RunModel:
+        model = run_model(*arguments)
+        layer = model.model.get_submodule("model.layers.1")
+        layer.register_forward_pre_hook(hungry)
+        return model
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "run_model", build)
+        assert main(["train", str(config), "--budget.state", state, "--evaluate", "null"]) == 1
+    assert calls > 0
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    message = err.splitlines()[-1]
+    assert message.startswith("penstock: out of memory on the host: ")
+    assert "Lower budget.device (now 8MiB) or budget.host (now 12MiB)" in message
+    assert "The last commit, step 2, is intact" in message
+    again = f"penstock resume {tmp_path / 'run'} --budget.device SIZE --budget.host SIZE"
+    assert message.endswith(again)
+    assert main([*again.replace("SIZE", "12MiB").split()[1:]]) == 0
+    assert json_lines(tmp_path / "run") == 4
+
+
+def json_lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return len([json.loads(line) for line in path.read_text().splitlines()]) if path.exists() else 0

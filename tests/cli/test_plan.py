@@ -1,0 +1,419 @@
+"""``penstock plan`` answers in words and in JSON, without torch, and refuses what cannot be with what to do."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.cli import main
+from penstock.hardware.machine import parse_machine
+from penstock.hardware.profiles import save_profile
+from penstock.planner.ask import plan
+from penstock.shape.huggingface import model_shape
+from tests.machines import gpu
+from tests.questions import DRIVE, MACHINE
+
+CONFIG = """\
+run: {run}
+model:
+  init: true
+  config:
+    model_type: llama
+    hidden_size: 128
+    intermediate_size: 352
+    num_hidden_layers: 6
+    num_attention_heads: 4
+    max_position_embeddings: 256
+data:
+  sources: stdlib
+  tokenizer: {{train: {{vocabulary: 1024}}}}
+  sequence_length: 128
+optimizer:
+  lr: 1e-3
+budget:
+  device: {device}
+  host: {host}
+  disk: "{{run}}/store"
+steps: 4
+batch: {{sequences: 8}}
+micro_batch_size: 2
+clip_grad_norm: null
+precision: fp32
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A settings file on a machine that has been measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_profile(replace(MACHINE, drives=(replace(DRIVE, path=str(tmp_path)),)))
+    return write(tmp_path)
+
+
+def write(folder: Path, device: str = "10MiB", host: str = "8MiB") -> Path:
+    path = folder / "run.yaml"
+    path.write_text(CONFIG.format(run=folder / "run", device=device, host=host))
+    return path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one message of a command that is refused."""
+    assert main(["plan", *map(str, words)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("penstock: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def answered(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["plan", *map(str, words)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_a_settings_file_is_planned_for_the_machine_that_was_measured(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = answered(capsys, config)
+    for word in (
+        "It fits. vertical schedule, 4 micro-batches of 2 x 128 tokens",
+        "step ",
+        "tokens/s, MFU",
+        "bottleneck",
+        "disk write",
+        "weights ",
+        "checkpoints",
+        "a snapshot",
+        "at 100 TBW a drive",
+        "sequences in a step",
+        "<- this plan",
+        "compute allows",
+        "What would help",
+    ):
+        assert word in text
+
+
+def test_json_says_the_same_as_the_function(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(answered(capsys, config, "--json"))
+    assert data["fits"] is True
+    assert data["plan"]["micro_batches"] == 4
+    assert data["plan"]["schedule"] == "vertical"
+    step = data["step"]
+    assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["seconds"])
+    assert step["limit_seconds"] <= step["seconds"]
+    assert data["lanes"][step["bottleneck"]]["work_seconds"] == step["limit_seconds"]
+    for tier in ("device", "host", "disk"):
+        assert data["memory"]["train"][tier] <= data["memory"]["budget"][tier]
+    assert data["lanes"]["write"]["bytes"] == data["disk"]["written_per_step"]
+    assert {"vertical", "horizontal"} == set(data["batches"][0]["tokens_per_second"])
+    model = {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "vocab_size": 1024,
+    }
+    budget = penstock.Budget(device="10MiB", host="8MiB", disk=config.parent / "run" / "store")
+    shape = model_shape(model, kind="cpu", loss_tile=1024)  # as is the default of settings
+    found = penstock.plan(
+        shape, budget=budget, micro_batches=4, micro_batch_size=2, sequence_length=128, schedule="vertical"
+    )
+    assert found.json["step"] == step
+    assert found.json["plan"] == data["plan"]
+    assert (
+        found.plan.settings
+        == plan(
+            model, budget=budget, micro_batches=4, micro_batch_size=2, sequence_length=128, schedule="vertical"
+        ).plan.settings
+    )
+
+
+def test_settings_and_options_are_laid_over_the_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--batch.sequences", 4, "--clip_grad_norm", 1.0, "--tbw", 7, "--disk-free", "1GiB", "--json")
+    data = json.loads(answered(capsys, config, *options))
+    assert data["plan"]["micro_batches"] == 2
+    assert data["plan"]["waits_for_norm"] is True
+    assert data["disk"]["tbw"] == 7
+    assert data["memory"]["budget"]["disk"] == 1 << 30
+    data = json.loads(answered(capsys, config, "--batch", 12, "--json"))
+    assert data["plan"]["micro_batches"] * data["plan"]["micro_batch_size"] == 12
+
+
+def test_what_ships_is_answered_without_torch_and_without_a_measurement(tmp_path: Path) -> None:
+    code = (
+        "import sys; from penstock.cli import main; "
+        "code = main(['plan', '--model', 'llama-8b', '--machine', 'workstation', '--batch', '8', '--json']); "
+        "sys.exit(code or 3 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"XDG_CACHE_HOME": str(tmp_path), "PATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["model"]["parameters"] == pytest.approx(8e9, rel=0.01)
+    assert data["roofline"]["balance_tokens"] > 0
+
+
+def test_a_plan_for_null_says_that_the_run_would_place_otherwise(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "plan: null" in answered(capsys, config, "--plan", "null")
+
+
+def test_nothing_fits_that_takes_more_than_the_machine_has(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", "gpt-175b", "--machine", "a100-40g", "--batch", 16, "--json")
+    data = json.loads(answered(capsys, *options))
+    assert data["fits"] is True
+    assert max(sizes["device"] for phase, sizes in data["memory"].items() if phase != "budget") <= 40 << 30
+    small = config.parent / "small.json"  # a settings file's budget may be more than a machine has
+    small.write_text(replace(MACHINE, device=replace(MACHINE.device, memory=1 << 20)).to_json())
+    text = answered(capsys, config, "--machine", small)
+    assert "It fits into the budget, but not into the machine." in text
+    assert "note: it does not fit into the machine: " in text
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--machine NAME|FILE" in answered(capsys, "--help")
+
+
+# ---- refusals
+
+
+def test_what_does_not_fit_is_refused_with_the_smallest_change(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(capsys, write(config.parent, device="1MiB", host="64MiB"))
+    assert "does not fit in 1 MiB of device" in text
+    assert "The smallest change that makes it fit:" in text
+    assert "more device (" in text
+    text = refused(capsys, write(config.parent), "--disk-free", "1MiB", "--budget.host", "4MiB")
+    assert "more disk (" in text
+
+
+def test_a_machine_that_was_never_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    text = refused(capsys, write(tmp_path))
+    assert f"run penstock doctor --path {tmp_path / 'run' / 'store'}" in text
+    assert "penstock doctor" in refused(capsys, "--model", "llama-8b")
+
+
+def test_unknown_names_say_what_is_near(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean gpt-65b" in refused(capsys, "--model", "gpt-66b", "--machine", "a100-40g")
+    assert "a100-40g" in refused(capsys, "--model", "gpt-65b", "--machine", "a100-41g")
+    assert "missing.json" in refused(capsys, "--model", "gpt-65b", "--machine", "missing.json")
+    assert "cannot read" in refused(capsys, "--model", "no/config.json", "--machine", "a100-40g")
+    assert "cannot read the settings" in refused(capsys, "missing.yaml", "--machine", "a100-40g")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"read": 0.0}, "drives[0].read"),
+        ({"write": None}, "drives[0].write"),
+    ],
+)
+def test_a_profile_with_zero_or_missing_rates(
+    config: Path, capsys: pytest.CaptureFixture[str], change: dict[str, float | None], said: str
+) -> None:
+    data = json.loads(MACHINE.to_json())
+    data["drives"][0] |= {k: v for k, v in change.items() if v is not None}
+    for key in (k for k, v in change.items() if v is None):
+        del data["drives"][0][key]
+    path = config.parent / "bad.json"
+    path.write_text(json.dumps(data))
+    assert said in refused(capsys, config, "--machine", path)
+
+
+def test_a_profile_without_what_the_run_needs(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config.parent / "other.json"
+    path.write_text(replace(MACHINE, drives=()).to_json())
+    assert "has no drives" in refused(capsys, config, "--machine", path)
+    assert "has no drives" in refused(capsys, config, "--machine", path, "--tbw", 600)
+    path.write_text(MACHINE.to_json())
+    assert "no optimizer rate lion.fp32" in refused(capsys, config, "--machine", path, "--optimizer.name", "lion")
+    said = refused(capsys, config, "--machine", path, "--precision", "fp16", "--optimizer.name", "adamw")
+    assert "no optimizer rate adamw.fp16" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "takes a settings file, or --model NAME, and was given neither"),
+        (("a.yaml", "b.yaml"), "a.yaml and b.yaml"),
+        (("a.yaml", "b.yaml", "--model", "gpt-65b"), "a.yaml and b.yaml"),
+        (("--model", "gpt-65b", "--frobnicate", "1"), "--frobnicate is not an option"),
+        (("--model", "gpt-65b", "--batch"), "--batch needs a value"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "0"), "--batch 0: must be a whole number"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "x"), "--batch x: must be a whole number"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--tbw", "-3"), "--tbw -3: must be a number"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--host", "much"), "--host 'much' is not a size"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--host", "9TiB"), "has 512 GiB of host memory"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--precision", "fp8"), "must be one of fp32, bf16, fp16"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--micro-batches", "4"), "belong together"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--sequence", "9999", "--batch", "2"), "9999"),
+        (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "1009"), "batch=1009"),
+    ],
+)
+def test_bad_words(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+    assert said in refused(capsys, *words)
+
+
+def test_a_schedule_of_ones_own_is_for_simulate(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config.parent / "own.txt").write_text("")
+    assert "penstock simulate" in refused(capsys, config, "--schedule", config.parent / "own.txt")
+
+
+def test_a_delay_that_pays_is_part_of_the_plan() -> None:
+    """Where the disk bounds the step, a share of the optimizer's work goes into the next forward."""
+    report = penstock.plan("gpt-65b", machine="a100-40g", batch=16)
+    assert report.plan.settings.delay > 0
+    assert report.json["plan"]["delay"] == report.plan.settings.delay
+    assert not any("not in this version" in a.change for a in report.advice)
+
+
+def test_the_dtype_of_gradients_and_who_rounds_them_are_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "in bf16, rounded" not in answered(capsys, config)
+    found = re.search("gradients   in bf16, rounded (.+)", answered(capsys, config, "--grad_dtype", "bf16"))
+    plan = json.loads(answered(capsys, config, "--grad_dtype", "bf16", "--json"))["plan"]
+    assert plan["grad_dtype"] == "bf16"
+    assert found is not None
+    assert found[1] == {"device": "on the device", "host": "as the optimizer reads them"}[plan["cast"]]
+    words = ("--model", "gpt-65b", "--machine", "a100-40g", "--batch", 16, "--json")
+    plan = json.loads(answered(capsys, *words, "--grad-dtype", "bf16"))["plan"]
+    assert (plan["grad_dtype"], plan["cast"]) == ("bf16", "device"), "over PCIe the device had better round"
+    assert "must be one of fp32, bf16" in refused(capsys, *words, "--grad-dtype", "fp16")
+
+
+# ---- the means by which a step comes to its numbers
+
+CLIPPED = ("--clip_grad_norm", 1.0, "--budget.state", "disk", "--budget.weights", "disk", "--budget.host", "12MiB")
+
+
+def test_the_text_tells_the_means_and_what_others_would_cost(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = answered(capsys, config, *CLIPPED, "--delay", 0.2)
+    assert "optimizer steps before the gradient norm is known, delay 0.2" in text
+    assert "5% of the steps run twice" in text
+    lines = text.splitlines()
+    own = next(line for line in lines if line.startswith("  speculate "))
+    assert own.endswith("<- this plan")
+    assert sum(line.startswith("  wait, gradients ") for line in lines) == 2
+    assert "5% of the steps are expected to be clipped and run twice" in text
+    delay = next(line for line in lines if line.startswith("delay "))
+    assert "0.2 of the optimizer's steps are taken in the next step's forward: " in delay
+    waits = answered(capsys, config, *CLIPPED, "--delay", 0, "--speculate", "false")
+    assert "optimizer waits for the gradient norm" in waits
+    assert "run twice" not in waits
+    assert not any(line.startswith("delay ") for line in waits.splitlines())
+    assert "speculate: steps before the norm is known" in waits, "what would help"
+
+
+def test_json_tells_the_means(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(answered(capsys, config, *CLIPPED, "--delay", 0.2, "--json"))
+    step, means = data["step"], data["means"]
+    assert data["plan"]["speculates"] is True
+    assert data["plan"]["delay"] == means["chosen"]["delay"] == 0.2
+    assert step["repeats"] == 0.05
+    assert step["expected_seconds"] == pytest.approx(1.05 * step["seconds"])
+    assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["expected_seconds"])
+    assert means["chosen"]["way"] == "speculate"
+    assert means["chosen"]["seconds"] == step["expected_seconds"]
+    moved = data["lanes"]["read"]["bytes"] + data["lanes"]["write"]["bytes"]
+    assert means["chosen"]["disk_bytes"] == pytest.approx(1.05 * moved)
+    assert {way["way"] for way in means["others"]} == {"wait, gradients in host memory", "wait, gradients on disk"}
+    assert means["gain_of_delay"] == pytest.approx(means["undelayed"]["seconds"] / means["chosen"]["seconds"])
+    plain = json.loads(answered(capsys, config, "--json", "--delay", 0))
+    assert plain["means"]["chosen"]["way"] == "no norm needed"
+    assert (plain["means"]["others"], plain["means"]["gain_of_delay"]) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--speculate", "true"), "speculate has no effect without clip_grad_norm"),
+        (("--clip_grad_norm", 1, "--budget.slots", 1, "--speculate", "true"), "budget.slots=1"),
+        (("--delay", 1.5), "delay=1.5: must be from 0 to 1"),
+    ],
+)
+def test_means_that_cannot_be_are_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], said: str
+) -> None:
+    assert said in refused(capsys, config, *words)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [({"speculate": "yes"}, "speculate='yes'"), ({"delay": True}, "delay=True")]
+)
+def test_means_of_another_type_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(penstock.ConfigError, match=said):
+        penstock.plan("gpt-13b", machine="a100-40g", batch=16, **given)
+
+
+def test_fp16_without_clipping_expects_no_step_to_be_run_twice() -> None:
+    """A step that overflows is dropped, and not run again."""
+    budget = penstock.Budget(device="30GiB", host="60GiB", disk="/disk", weights="disk", state="disk")
+    machine = replace(
+        MACHINE,
+        device=replace(MACHINE.device, kind="cuda", flops={"fp16": 1e14}),
+        host=replace(MACHINE.host, optimizer={"adamw.fp16": 1e9}),
+        drives=(replace(DRIVE, read=1e10, write=1e10),),
+    )
+    found = penstock.plan(
+        "gpt-13b", machine=machine, budget=budget, precision="fp16", micro_batches=2, micro_batch_size=1
+    )
+    assert found.json["plan"]["speculates"]
+    assert found.forecast.repeats == 0.0
+
+
+def test_the_text_tells_how_many_blocks_have_their_state_on_the_device(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = set()
+    for device in (10, 13, 16, 64):
+        options = (config, "--budget.device", f"{device}MiB", "--budget.host", "12MiB", "--budget.durability", "none")
+        share = json.loads(answered(capsys, *options, "--json"))["plan"]["state"].get("device", 0.0)
+        lines = [
+            line.strip() for line in answered(capsys, *options).splitlines() if line.strip().startswith("state of")
+        ]
+        assert bool(lines) <= (share > 0)
+        told |= set(lines)
+    assert "state of all blocks on the device, stepped there" in told
+    assert any(re.match(r"state of (the last )?[1-5] blocks? on the device, stepped there", line) for line in told), (
+        told
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "said"),
+    [
+        (None, "whether adamw.bf16 steps on GPU have the host's bits has not been looked at: penstock doctor"),
+        (("adamw.bf16",), "adamw.bf16 steps on GPU differ from the host's in some bits, so where the state lives"),
+        ((), None),
+        (("adamw.fp32",), None),
+    ],
+)
+def test_a_device_that_may_step_with_other_bits_is_said(bits: tuple[str, ...] | None, said: str | None) -> None:
+    device = gpu(other_bits=bits)
+    assert parse_machine(replace(MACHINE, device=device).to_json(), "here").device == device
+    words = device.differs("adamw.bf16")
+    assert words is None if said is None else words is not None and words.startswith(said)
+
+
+def test_a_plan_that_steps_on_a_gpu_of_which_nobody_knows_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    told = answered(capsys, "--model", "qwen3-8b", "--machine", "a100-40g", "--durability", "none")
+    assert "bits        whether adamw.bf16 steps on" in told

@@ -1,0 +1,163 @@
+"""``penstock resume``: whose run it goes on with, what it keeps, and what it leaves alone."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.cli import main, settings
+from penstock.cli.metrics import MetricsFile
+from penstock.store.store import Store
+from tests import warm
+from tests.cli.test_train import CONFIG
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(run=tmp_path / "run", text=text))
+    return path
+
+
+def _numbers(run: Path) -> list[tuple[Any, ...]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(m["step"], m["loss"], m["grad_norm"], m["lr"], m.get("validation_loss")) for m in lines]
+
+
+def test_a_run_goes_on_from_its_folder_wherever_that_is_now(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tmp_path / "whole"
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(config), "--run", "whole"]) == 0
+    assert main(["train", str(config), "--run", "run", "--steps", "2"]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").rename(tmp_path / "elsewhere" / "moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["resume", "moved", "--steps", "4"]) == 0
+    assert _numbers(Path("moved")) == _numbers(whole)
+    resumed = settings.load(Path("moved/config.yaml"))
+    assert (resumed.run, resumed.budget.disk, resumed.steps) == ("moved", "moved/store", 4)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_resumed_says_why(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "--steps", "1"]) == 0
+    run = tmp_path / "run"
+    (tmp_path / "empty").mkdir()
+    for words, says in (
+        ([], "takes one run's folder, and was given none"),
+        (["a", "b"], "was given a and b"),
+        ([str(tmp_path / "nowhere")], "nowhere does not exist: give the folder of a run"),
+        ([str(config)], "config.yaml is a file: give the folder of a run"),
+        ([str(tmp_path / "empty")], "it has no config.yaml"),
+        ([str(run), "--run", "other"], "--run other: penstock resume goes on in"),
+        ([str(run), "--seed", "1"], "see the same text"),
+    ):
+        capsys.readouterr()
+        assert main(["resume", *words]) == 2
+        err = capsys.readouterr().err
+        assert says in err
+        assert "Traceback" not in err
+
+
+def test_a_resumption_that_fails_leaves_the_settings_that_the_run_had(config: Path, tmp_path: Path) -> None:
+    assert main(["train", str(config), "--steps", "1"]) == 0
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    assert main(["resume", str(tmp_path / "run"), "--steps", "2", "--optimizer.name", "sgd"]) != 0
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+    assert main(["resume", str(tmp_path / "run"), "--steps", "2"]) == 0
+
+
+@pytest.mark.parametrize("words", [["resume"], ["train", "--overwrite"]])
+def test_a_run_that_is_under_way_is_refused_and_not_touched(
+    words: list[str], config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", str(config), "--steps", "1"]) == 0
+    names = ("config.yaml", "metrics.jsonl", "data.json", "trace.json")
+    before = {name: (run / name).read_bytes() for name in names}
+    (prepared,) = (run / "data").glob("*/train-0.tokens")
+    text = np.memmap(prepared, dtype="<u2", mode="r")
+    tokens = np.array(text)
+    target = [str(run), "--steps", "2"] if words == ["resume"] else [str(config)]
+    with Store.open([run / "store"]):
+        assert main([words[0], *target, *words[1:]]) == 1
+    assert "is in use by process" in capsys.readouterr().err
+    assert {name: (run / name).read_bytes() for name in names} == before
+    assert np.array_equal(text, tokens), "the text that the run under way has mapped"
+
+
+def test_metrics_hold_each_step_once_and_in_order_after_a_kill(config: Path, tmp_path: Path) -> None:
+    """What was reported and not durable is done again; a kill may also tear the last line."""
+    assert main(["train", str(config), "--run", str(tmp_path / "whole")]) == 0
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    later = json.dumps(json.loads(lines[1]) | {"step": 3, "loss": 99.0})
+    path.write_text("\n".join([*lines, later, later[:40]]))
+    assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 0
+    assert _numbers(tmp_path / "run") == _numbers(tmp_path / "whole")
+    assert not list((tmp_path / "run").glob("*.partial"))
+
+
+KILLED = """
+import os, signal, sys
+from penstock.cli import loop, main
+
+class Killed(loop.MetricsFile):
+    def write(self, metrics):
+        if metrics["step"] == 4 and sys.argv[1] == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().write(metrics)
+        if metrics["step"] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+loop.MetricsFile = Killed
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(("moment", "delay"), [("before", "0"), ("after", "0.5")])
+def test_a_run_killed_around_a_line_of_its_metrics_has_them_all_in_the_end(
+    moment: str, delay: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it, the step may be durable and its line not there; after it, with a delay, the other way round."""
+    words = ["train", str(config), "--delay", delay, "--steps", "6"]
+    assert main([*words, "--run", str(tmp_path / "whole")]) == 0
+    killed = warm.run(["-c", KILLED, moment, *words])
+    assert killed.returncode == -signal.SIGKILL
+    assert len(_numbers(tmp_path / "run")) == (3 if moment == "before" else 4)
+    if delay == "0":
+        assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 0, "the step that the kill came after is done"
+        assert _numbers(tmp_path / "run") == _numbers(tmp_path / "whole")[:4]
+    assert main(["resume", str(tmp_path / "run"), "--steps", "6"]) == 0
+    assert _numbers(tmp_path / "run") == _numbers(tmp_path / "whole")
+
+
+def test_metrics_that_are_kept_are_the_same_bytes_in_the_same_file(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path) as metrics:
+        metrics.write({"step": 1, "loss": 1.0, "seconds": 1.0, "tokens": 1})
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_bytes(), path.stat().st_ino
+    MetricsFile(tmp_path, done=1).close()
+    assert (path.read_bytes(), path.stat().st_ino) == before
+    MetricsFile(tmp_path, done=0).close()
+    assert path.read_bytes() == b""
+
+
+def test_metrics_that_cannot_be_read_are_dropped_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A power cut can leave a block of zeros where lines were."""
+    good = [json.dumps({"step": step, "loss": 1.0, "seconds": 1.0, "tokens": 1}) for step in (1, 3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join([good[0], "\0" * 100, good[1], ""]))
+    MetricsFile(tmp_path, done=3).close()
+    assert path.read_text().splitlines() == good
+    assert caplog.messages == [f"{path}: lines that cannot be read are dropped: 1"]

@@ -1,0 +1,120 @@
+"""A run without a disk tier keeps snapshots in its folder, and goes on from the last one after a kill."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main, run_snapshots
+from penstock.cli.run_snapshots import RunSnapshots, snapshots_of, step_kept
+from penstock.config import Budget
+from penstock.engine.engine import Engine
+from penstock.store.snapshot import SnapshotReader
+from tests.cli.test_train import CONFIG
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MEMORY = ["--budget.disk", "null", "--budget.weights", "host", "--budget.state", "host", "--budget.host", "64MiB"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(run=tmp_path / "run", text=text))
+    return path
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+def killed_after(step: int, words: list[str]) -> None:
+    """Run a command that snapshots every step in a process of its own, which is killed when ``step`` is kept."""
+    child = os.fork()
+    if child:
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        return
+    try:
+        write = RunSnapshots._write
+
+        def write_and_die(self: RunSnapshots, engine: Engine) -> None:
+            write(self, engine)
+            if engine.step_count == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        RunSnapshots._write = write_and_die  # type: ignore[method-assign]
+        RunSnapshots.of = staticmethod(lambda _, folder: RunSnapshots(folder, seconds=1e-9))  # type: ignore[method-assign]
+        main(words)
+    finally:
+        os._exit(0)
+
+
+def test_a_run_in_memory_that_is_killed_goes_on_from_its_last_snapshot(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), *MEMORY, "--run", str(tmp_path / "whole")]) == 0
+    said = capsys.readouterr().out
+    assert "a snapshot in the run's folder every 5 min or step: a kill costs at most that" in said
+    run = tmp_path / "run"
+    killed_after(3, ["train", str(config), *MEMORY])
+    assert step_kept(run) == 3
+    assert main(["resume", str(run)]) == 0
+    assert losses(run) == losses(tmp_path / "whole")
+    assert [path.name for path in snapshots_of(run)] == ["snapshot-4"]
+    assert main(["resume", str(run), "--steps", "5"]) == 0
+    assert losses(run)[:4] == losses(tmp_path / "whole")
+    assert losses(run)[4][0] == 5
+
+
+def test_a_damaged_snapshot_is_passed_over_and_a_run_may_say_that_it_keeps_none(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", str(config), *MEMORY, "--steps", "1", "--budget.durability", "none"]) == 0
+    assert "a kill costs the whole run" in capsys.readouterr().out
+    assert snapshots_of(run) == []
+    assert main(["train", str(config), *MEMORY, "--steps", "1", "--overwrite"]) == 0
+    (run / "snapshot-9").mkdir()
+    assert step_kept(run) == 1
+    assert RunSnapshots.of(Budget(device=1, host=1, disk="d"), run) is None
+    assert run_snapshots.newest(run) == run / "snapshot-1"
+    assert main(["train", str(config), *MEMORY, "--steps", "1", "--overwrite", "--budget.durability", "none"]) == 0
+    assert snapshots_of(run) == []
+
+
+def test_a_run_in_memory_is_verified_and_exported_from_its_snapshot_as_it_is_from_a_store(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    few = ["train", str(config), "--steps", "1", "--precision", "bf16"]
+    assert main([*few, "--run", str(disk), "--budget.disk", str(disk / "store")]) == 0
+    assert main([*few, *MEMORY]) == 0
+    for folder in (disk, run):
+        assert main(["export", str(folder), str(folder / "out"), "--dtype", "fp32"]) == 0
+    assert (run / "out/model.safetensors").read_bytes() == (disk / "out/model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(["verify", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "snapshot-1: read" in said
+    assert "Every checksum is right." in said
+    with SnapshotReader(run / "snapshot-1") as snapshot:
+        place = snapshot.layout["master.0"].offset
+    with (run / "snapshot-1/penstock.snapshot").open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    assert main(["verify", str(run)]) == 1
+    assert "damaged in bytes 0 to" in capsys.readouterr().out
+    assert main(["export", str(run), str(run / "again")]) == 1
+    assert not (run / "again").exists()
+    (run / "snapshot-1/penstock.snapshot").unlink()
+    (run / "snapshot-1/snapshot.json").unlink()
+    capsys.readouterr()
+    assert main(["verify", str(run)]) == 2
+    assert "neither on disk (budget.disk) nor in a snapshot" in capsys.readouterr().err

@@ -1,0 +1,254 @@
+"""``penstock train`` end to end, on a small model whose state is on disk: files, numbers, signals, resuming."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.cli import main, settings
+from penstock.cli.recipe import lr_factor, optimizer_spec
+from penstock.config import LrScheduleConfig, OptimizerConfig, OverrideConfig
+from penstock.hardware.profiles import save_profile
+from penstock.optim.spec import SGD, Override
+from penstock.report.prediction import parse_prediction
+from tests import warm
+from tests.engine.test_prediction import machine
+
+CONFIG = """\
+run: {run}
+model:
+  init: true
+  config: {{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 3, num_attention_heads: 2}}
+data:
+  sources: "{text}"
+  tokenizer: {{train: {{vocabulary: 300}}}}
+  sequence_length: 32
+  packing: continuous
+  validation: {{share: 0.1}}
+optimizer: {{lr: 3e-3, overrides: [{{match: norm, weight_decay: 0.0}}]}}
+lr_schedule: {{warmup_steps: 2}}
+budget: {{device: 8MiB, host: 12MiB, disk: "{{run}}/store", weights: disk, state: disk}}
+evaluate: {{every: 2, batches: 1}}
+batch: {{sequences: 4}}
+micro_batch_size: 2
+clip_grad_norm: 1.0
+device: cpu
+steps: 4
+plan: null
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A model this small gains nothing from threads, and on a busy machine they wait for one another."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the processes that a test starts
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(run=tmp_path / "run", text=text))
+    return path
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _numbers(run: Path) -> list[tuple[int, float, float, float]]:
+    return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in _metrics(run)]
+
+
+def test_a_run_trains_and_leaves_its_files(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", str(config), "--steps", "6", "--speculate", "false"]) == 0
+    metrics = _metrics(run)
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.1
+    assert [m["step"] for m in metrics if "validation_loss" in m] == [2, 4, 6]
+    assert [m["lr"] for m in metrics] == pytest.approx([1.5e-3] + [3e-3] * 5)
+    assert settings.load(run / "config.yaml").steps == 6
+    out = capsys.readouterr().out
+    assert f"loss     {metrics[0]['loss']:.4f} -> {metrics[-1]['loss']:.4f}" in out
+    assert str(run / "trace.json") in out
+
+    moved: dict[str, int] = {}
+    for event in json.loads((run / "trace.json").read_text()):
+        if event["ph"] == "X" and event["args"]["step"] == 6:
+            moved[event["cat"]] = moved.get(event["cat"], 0) + event["args"]["bytes"]
+    assert moved == metrics[-1]["bytes_moved"]
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_can_replace_the_first(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    first = _numbers(tmp_path / "run")
+    assert main(["train", str(config)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["train", str(config), "--steps", "2", "--overwrite"]) == 0
+    assert _numbers(tmp_path / "run") == first
+
+
+def test_a_resumed_run_has_the_numbers_of_one_that_never_stopped(config: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    assert main(["train", str(config), "--run", str(whole), "--evaluate", "null"]) == 0
+    assert main(["train", str(config), "--steps", "1", "--evaluate", "null"]) == 0
+    assert main(["train", str(config), "--steps", "4", "--evaluate", "null", "--resume"]) == 0
+    assert _numbers(tmp_path / "run") == _numbers(whole)
+    assert (tmp_path / "run" / "trace-from-2.json").exists()
+    assert main(["train", str(config), "--steps", "4", "--evaluate", "null", "--resume"]) == 0, "nothing is left to do"
+
+
+def test_ctrl_c_ends_after_the_step_and_the_run_can_go_on(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = warm.start(["-m", "penstock.cli", "train", config, "--steps", "10000"])
+    deadline = time.monotonic() + 120
+    while not ((run / "metrics.jsonl").exists() and len(_metrics(run)) >= 2):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    done = len(_metrics(run))
+    assert f"Stopped after step {done} of 10000" in out
+    assert json.loads((run / "trace.json").read_text())
+
+    whole = tmp_path / "whole"
+    steps = str(done + 2)
+    assert main(["train", str(config), "--steps", steps, "--resume"]) == 0
+    assert main(["train", str(config), "--steps", steps, "--run", str(whole)]) == 0
+    assert _numbers(run) == _numbers(whole)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--budget.device", "64KiB"], 2, "budget"),
+        (["--data.sources", "/nowhere/*"], 2, "matches no file"),
+        (["--budget.disk", "/nowhere/at/all"], 1, "/nowhere/at"),
+        (["--optimizer.lr", "1e30", "--clip_grad_norm", "null", "--steps", "9"], 1, "NaN"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_one_message(
+    config: Path, capsys: pytest.CaptureFixture[str], flags: list[str], code: int, says: str
+) -> None:
+    assert main(["train", str(config), *flags]) == code
+    err = capsys.readouterr().err
+    assert err.startswith("penstock: ")
+    assert says in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("package", ["transformers", "tokenizers"])
+def test_without_the_extra_the_remedy_is_said(config: Path, package: str) -> None:
+    code = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "penstock"]:
+    del sys.modules[name]
+sys.modules[sys.argv[1]] = None
+from penstock.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+    done = warm.run(["-c", code, package, "train", config])
+    assert done.returncode == 2
+    assert "penstock[hf]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_nothing(config: Path, tmp_path: Path) -> None:
+    assert main(["train", str(config), "--budget.device", "64KiB"]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "factors"),
+    [
+        ({}, [1, 1, 1, 1]),
+        ({"warmup_steps": 2}, [0.5, 1, 1, 1]),
+        ({"warmup_share": 0.5}, [0.5, 1, 1, 1]),
+        ({"kind": "linear"}, [1, 0.75, 0.5, 0.25]),
+        ({"kind": "linear", "warmup_steps": 2, "final": 0.5}, [0.5, 1, 1, 0.75]),
+        ({"kind": "cosine", "final": 0.0}, [1, 0.853553, 0.5, 0.146447]),
+        ({"kind": "wsd", "decay_steps": 2}, [1, 1, 1, 1 - 0.5**0.5]),
+        ({"kind": "wsd", "decay_share": 0.5, "decay_shape": "linear", "warmup_steps": 2}, [0.5, 1, 1, 0.5]),
+        ({"kind": "wsd", "decay_steps": 4, "decay_shape": "cosine", "final": 0.2}, [1, 0.882843, 0.6, 0.317157]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(settings: dict[str, Any], factors: list[float]) -> None:
+    config = LrScheduleConfig(**settings)
+    factor = lr_factor(config, steps=4)
+    assert [factor(step) for step in range(4)] == pytest.approx(factors, rel=1e-5)
+    if config.kind != "constant":
+        assert factor(4) == pytest.approx(config.final or 0.0)
+
+
+def test_the_optimizer_is_the_one_that_was_written() -> None:
+    config = OptimizerConfig(
+        name="sgd", lr=0.5, momentum=0.9, overrides=(OverrideConfig(match="bias", weight_decay=0.0),)
+    )
+    spec = optimizer_spec(config)
+    overrides = (Override(match="bias", weight_decay=0.0),)
+    assert spec == SGD(lr=0.5, momentum=0.9, overrides=overrides, decay_norms_and_biases=False)
+
+
+def test_a_stored_profile_brings_a_prediction_and_its_schedule_runs_from_a_file(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_profile(machine(tmp_path))
+    assert main(["train", str(config), "--plan", "auto"]) == 0
+    assert "predicted" in capsys.readouterr().out
+    prediction = parse_prediction((tmp_path / "run" / "prediction.json").read_text())
+    assert prediction.time >= prediction.lower_bound > 0
+    traced = {e["name"] for e in json.loads((tmp_path / "run" / "trace.json").read_text()) if e["ph"] == "X"}
+    assert traced == {op.id for op in prediction.schedule.ops}
+    own = tmp_path / "own.schedule"
+    own.write_text(f"# mine\n{prediction.schedule}")
+    planned = _numbers(tmp_path / "run")
+    assert main(["train", str(config), "--plan", "auto", "--schedule", str(own), "--overwrite"]) == 0
+    assert _numbers(tmp_path / "run") == planned
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "there is no such file"),
+        ("schedule s micro-batches 2 chunk 4096\nF0m0 after F1m0\n", "line 2"),
+        ("world w ranks 2\nrank 0-1\nschedule s micro-batches 1 chunk 0\nF0m0\n", "for 2 ranks: training runs one"),
+    ],
+)
+def test_a_schedule_file_that_cannot_be_run_is_refused(
+    text: str | None, words: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.schedule"
+    if text is not None:
+        own.write_text(text)
+    assert main(["train", str(config), "--schedule", str(own)]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_machine_without_a_profile_is_measured_once(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["train", str(config), "--plan", "auto", "--steps", "1"]) == 0
+    assert "measuring it, once" in capsys.readouterr().out
+    assert main(["train", str(config), "--plan", "auto", "--overwrite"]) == 0
+    said = capsys.readouterr().out
+    assert "measuring it" not in said
+    assert " predicted (" in said

@@ -1,0 +1,131 @@
+"""``penstock verify``: what is whole is said to be, what is damaged is named, what is in use is left alone."""
+
+import os
+import pty
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.state.slots import Slots
+from penstock.store.layout import Layout
+from penstock.store.store import DATA, Store
+from tests.cli.test_train import CONFIG
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps."""
+    folder = tmp_path_factory.mktemp("verify")
+    text = folder / "text.txt"
+    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
+    config = folder / "config.yaml"
+    config.write_text(CONFIG.format(run=folder / "run", text=text))
+    assert main(["train", str(config), "--steps", "3", "--evaluate", "null"]) == 0
+    return folder / "run"
+
+
+def _flip(run: Path, name: str, slot: int, byte: int = 0) -> None:
+    """Change one bit of an extent: again, and it is as it was."""
+    with Store.open([run / "store"]) as store:
+        offset = store.layout[name].address(0, 4096, slot) + byte
+    with (run / "store" / DATA).open("r+b") as file:
+        file.seek(offset)
+        bits = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([bits ^ 8]))
+
+
+def _slot(run: Path, name: str) -> int:
+    with Store.open([run / "store"]) as store:
+        return Slots.of(store).current(name)
+
+
+@pytest.mark.parametrize("inside", ["", "store"])
+def test_a_whole_run_is_said_to_be_whole(trained: Path, inside: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["verify", str(trained / inside)]) == 0
+    said = capsys.readouterr()
+    assert f"{trained / 'store'}: read " in said.out
+    assert "of step 3, the last commit" in said.out
+    assert "Every checksum is right." in said.out
+    assert not said.err
+
+
+def test_every_damage_is_named(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = ("moment0.1", "weights.2")
+    with Store.open([trained / "store"]) as store:
+        assert set(damaged) <= {extent.name for extent in store.layout.extents}
+    for name in damaged:
+        _flip(trained, name, _slot(trained, name))
+    capsys.readouterr()
+    try:
+        assert main(["verify", str(trained)]) == 1
+    finally:
+        for name in damaged:
+            _flip(trained, name, _slot(trained, name))
+    said = capsys.readouterr()
+    lines = [line for line in said.out.splitlines() if line.startswith("damaged: ")]
+    assert len(lines) == 2
+    for name, line in zip(damaged, lines, strict=True):
+        assert name in line
+        assert str(trained / "store" / DATA) in line
+    assert "2 places are damaged" in said.err
+    assert "every checksum" not in said.out.lower()
+    assert main(["verify", str(trained)]) == 0
+
+
+def test_what_the_last_commit_does_not_name_does_not_count(trained: Path) -> None:
+    other = 1 - _slot(trained, "weights.2")
+    _flip(trained, "weights.2", other)
+    assert main(["verify", str(trained)]) == 0
+    _flip(trained, "weights.2", other)
+
+
+def test_a_run_under_way_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Store.open([trained / "store"]):
+        assert main(["verify", str(trained)]) == 1
+    assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_what_cannot_be_verified_says_why(tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    Store.create([tmp_path / "fresh"], Layout.build([("a", 4096, 2)]), model={}).close()
+    for words, says in (
+        ([], "takes a run's folder or the directories of a store"),
+        (["--fast"], "penstock verify has no --fast"),
+        ([str(tmp_path / "nowhere")], "nowhere does not exist"),
+        ([str(empty)], "it has no config.yaml"),
+        ([str(trained), str(empty)], "takes one run's folder"),
+        ([str(tmp_path / "fresh")], "nothing has been committed yet"),
+    ):
+        capsys.readouterr()
+        assert main(["verify", *words]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_a_store_that_was_left_within_a_step_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Store.create([tmp_path / "s"], Layout.build([("a", 4096, 2)]), model={}) as store:
+        store.commit({"step": 4, "whole": False, "slots": "0", "stale": []})
+    assert main(["verify", str(tmp_path / "s")]) == 1
+    assert "stopped in or before step 5 with state in memory" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_how_far_it_has_got(trained: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ["TERM"] = "xterm"
+        os.execv(sys.executable, [sys.executable, "-m", "penstock.cli", "verify", str(trained)])
+    shown = b""
+    try:
+        while piece := os.read(terminal, 1 << 16):
+            shown += piece
+    except OSError:  # EIO: the other end is closed
+        pass
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert b"MB" in shown or b"MiB" in shown
+    assert b"Every checksum is right." in shown

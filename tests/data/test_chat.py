@@ -1,0 +1,101 @@
+"""Which tokens count in the loss: of chats the assistant's, of prompts and completions the completion's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from penstock.config import DataConfig, SourceConfig
+from penstock.data.encode import Encoder
+from penstock.data.sources.find import open_source
+from penstock.data.token_files import Document
+from penstock.errors import ConfigError
+from tests.documents import LAST_ONLY_TEMPLATE, MARKED_TEMPLATE, PLAIN_TEMPLATE, chats, settings, tokenizer, write_jsonl
+
+
+@pytest.fixture
+def bpe() -> PreTrainedTokenizerBase:
+    return tokenizer()
+
+
+def _documents(bpe: PreTrainedTokenizerBase, path: Path, **changes: Any) -> list[Document]:
+    config: DataConfig = settings(path, **changes)
+    reader = open_source(SourceConfig(path=str(path)), streaming=False)
+    assert not isinstance(reader, tuple)
+    return [document for document, _ in Encoder(bpe, config, None).documents(reader.read(None))]
+
+
+def _answers(bpe: PreTrainedTokenizerBase, document: Document) -> str:
+    assert document.answers is not None
+    text = bpe.decode(document.ids[document.answers == 1].tolist(), skip_special_tokens=False)
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
+def test_of_a_chat_the_assistants_turns_count_with_the_mark_that_ends_them(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path, template: str
+) -> None:
+    bpe.chat_template = template
+    rows = chats(20)
+    found = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", rows))
+    for row, document in zip(rows, found, strict=True):
+        turns = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+        assert _answers(bpe, document) == "".join(f"{turn}</assistant>\n" for turn in turns)
+        whole = "".join(f"<{m['role']}>{m['content']}</{m['role']}>\n" for m in row["messages"])
+        assert bpe.decode(document.ids.tolist(), skip_special_tokens=False) == whole
+
+
+def test_all_of_a_chat_counts_if_asked_for(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    bpe.chat_template = PLAIN_TEMPLATE
+    path = write_jsonl(tmp_path / "c.jsonl", chats(3))
+    only, everything = _documents(bpe, path), _documents(bpe, path, loss_on="all")
+    assert all(document.answers is None for document in everything)
+    assert [d.ids.tolist() for d in only] == [d.ids.tolist() for d in everything]
+
+
+def test_of_a_prompt_and_its_completion_the_completion_counts_and_the_end(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"what is {i}? ", "completion": f"it is {i * i}"} for i in range(5)]
+    for row, document in zip(rows, _documents(bpe, write_jsonl(tmp_path / "c.jsonl", rows)), strict=True):
+        assert _answers(bpe, document) == row["completion"] + "<|endoftext|>"
+        whole = bpe.decode(document.ids.tolist(), skip_special_tokens=False)
+        assert whole == row["prompt"] + row["completion"] + "<|endoftext|>"
+
+
+def test_a_text_has_one_end_even_if_it_brings_its_own(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [{"text": "water"}, {"text": "water<|endoftext|>"}])
+    one, two = _documents(bpe, path)
+    assert one.ids.tolist() == two.ids.tolist()
+    assert one.ids.tolist().count(0) == 1
+    with pytest.raises(ConfigError, match="no effect on text"):
+        _documents(bpe, path, loss_on="all")
+
+
+def test_keys_that_are_null_in_a_table_are_not_there_for_the_template(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    bpe.chat_template = "{% for m in messages %}{{ 'CALL' if 'tool_calls' in m }}{{ m.content }}{% endfor %}"
+    row = {"messages": [{"role": "assistant", "content": "x", "tool_calls": None}]}
+    (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [row]))
+    assert bpe.decode(found.ids.tolist()) == "x"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (None, "the tokenizer has no chat template: give one as a file"),
+        (LAST_ONLY_TEMPLATE, "line 1: the chat template does not say where the assistant's answers are.*message 2"),
+        ("{{ raise_exception('roles must alternate') }}", "line 1: the chat template fails.*roles must alternate"),
+        ("{% for m in %}", "line 1: the chat template fails on this chat: TemplateSyntaxError"),
+    ],
+)
+def test_a_template_that_will_not_do_is_refused(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path, template: str | None, says: str
+) -> None:
+    bpe.chat_template = template
+    path = write_jsonl(tmp_path / "c.jsonl", chats(2))
+    with pytest.raises(ConfigError, match=says):
+        _documents(bpe, path)

@@ -1,0 +1,269 @@
+"""The position in the data is part of the commit: whoever goes on sees exactly what comes next, in these data only."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from penstock.config import SourceConfig, ValidationConfig
+from penstock.data.ahead import ahead
+from penstock.data.batches import Batches, Step
+from penstock.data.opening import Data, check_model, open_data
+from penstock.data.stream import Prepared
+from penstock.data.tokenizer import save
+from penstock.data.told import told
+from penstock.errors import ConfigError
+from tests import warm
+from tests.data_victim import batches, digest, train
+from tests.documents import chats, sentences, settings, tokenizer, write_jsonl
+
+STEPS, KILLED = 14, 6
+
+
+@pytest.fixture(scope="module")
+def bpe() -> PreTrainedTokenizerBase:
+    return tokenizer()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in sentences(150, seed=1)])
+    write_jsonl(tmp_path / "b.jsonl.gz", [{"text": text} for text in sentences(25, seed=2)])
+    return tmp_path
+
+
+def _run(folder: Path, kill_after: int) -> tuple[int, list[str]]:
+    done = warm.run(["-m", "tests.data_victim", folder, str(STEPS), str(kill_after)])
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_killed_run_sees_what_the_one_that_was_not_killed_sees(folder: Path) -> None:
+    """Streamed, two weighted sources, packed, and a delay: the step that a kill took is done again, none is missed."""
+    code, killed = _run(folder, KILLED)
+    assert code == -signal.SIGKILL
+    code, resumed = _run(folder, -1)
+    assert code == 0
+    for path in (folder / "store").iterdir():
+        path.unlink()
+    whole = list(train(folder, STEPS))
+    assert killed == whole[:KILLED]
+    first = int(resumed[0].split()[0])
+    assert first in (KILLED, KILLED + 1), "a delay costs the step in flight"
+    assert resumed == whole[first - 1 :], "micro-batches and losses, to the bit"
+    assert len({line.split()[1] for line in whole}) == STEPS
+
+
+@pytest.mark.parametrize("packing", [True, False, "continuous"])
+def test_a_stream_goes_on_from_any_position(folder: Path, packing: Any) -> None:
+    walked = list(islice(batches(folder, packing=packing).steps(), 60))
+    assert walked[-1].position["window"] > 3
+    assert walked[-1].passes >= 1
+    for number in range(0, 59, 7):
+        position = json.loads(json.dumps(walked[number].position))
+        (jumped,) = islice(batches(folder, packing=packing).steps(position), 1)
+        assert (digest(jumped), jumped.position) == (digest(walked[number + 1]), walked[number + 1].position)
+
+
+def test_a_stream_mixes_by_weight(folder: Path) -> None:
+    (step,) = islice(batches(folder).steps(), 40, 41)
+    tokens = [place["tokens"] for place in step.position["sources"]]
+    assert tokens[0] / sum(tokens) == pytest.approx(0.75, abs=0.02)
+
+
+def _open(path: Path, run: Path, bpe: PreTrainedTokenizerBase, *, seed: int = 0, **changes: Any) -> Data:
+    run.mkdir(exist_ok=True)
+    return open_data(settings(path, **changes), run, seed=seed, own=bpe)
+
+
+def _steps(data: Data, count: int, position: Any = None, **changes: Any) -> list[Step]:
+    what: dict[str, Any] = {"sequences_per_step": 2, "micro_batch_size": 1, "pad": 0, "packing": True, "length": 64}
+    made = Batches(stream=data.train, fingerprint=data.identity.fingerprint, **what | changes)
+    return list(islice(made.steps(position), count))
+
+
+def test_prepared_data_are_used_again_and_give_the_same(folder: Path, bpe: PreTrainedTokenizerBase) -> None:
+    run = folder / "run"
+    first = _steps(_open(folder / "a.jsonl", run, bpe), 8)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*.tokens")}
+    assert before
+    os.utime(folder / "a.jsonl", ns=(1, 1))  # the same bytes, copied
+    again = _open(folder / "a.jsonl", run, bpe)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*.tokens")} == before
+    (next_one,) = _steps(again, 1, first[4].position)
+    assert digest(next_one) == digest(first[5])
+    assert not list(run.rglob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (None, r"a\.jsonl has changed since \([\d,]+ bytes then, [\d,]+ now\)"),
+        ({"sequence_length": 32}, "data.sequence_length was 64 and is 32 now"),
+        ({"packing": False}, "data.packing was True and is False now"),
+        ({"seed": 1}, "seed was 0 and is 1 now"),
+        ({"validation": ValidationConfig(share=0.2)}, "data.validation.share was None"),
+    ],
+)
+def test_other_data_under_a_run_are_refused(
+    folder: Path, bpe: PreTrainedTokenizerBase, changes: dict[str, Any] | None, says: str
+) -> None:
+    run = folder / "run"
+    data = _open(folder / "a.jsonl", run, bpe)
+    if changes is None:
+        with (folder / "a.jsonl").open("a") as file:
+            file.write('{"text": "more"}\n')
+    with pytest.raises(ConfigError, match=f"are not what they were: .*{says}"):
+        _open(folder / "a.jsonl", run, bpe, **changes or {})
+    position = {**_steps(data, 1)[0].position, "data": "0" * 16}
+    with pytest.raises(ConfigError, match="another loop"):
+        _steps(data, 1, {"epoch": 1, "batch": 3})
+    with pytest.raises(ConfigError, match="a place in other data"):
+        _steps(data, 1, position)
+
+
+def test_what_is_tokenised_can_be_shared_between_runs(folder: Path, bpe: PreTrainedTokenizerBase) -> None:
+    shared = folder / "shared"
+    _open(folder / "a.jsonl", folder / "one", bpe, prepared=str(shared))
+    before = {path: path.stat().st_mtime_ns for path in shared.rglob("*") if path.is_file()}
+    _open(folder / "a.jsonl", folder / "two", bpe, prepared=str(shared), sequence_length=16, seed=9)
+    assert {path: path.stat().st_mtime_ns for path in shared.rglob("*") if path.is_file()} == before
+    assert not (folder / "two" / "data").exists()
+
+
+def test_preparation_that_fails_leaves_nothing(folder: Path, bpe: PreTrainedTokenizerBase) -> None:
+    with (folder / "a.jsonl").open("a") as file:
+        file.write("{")
+    with pytest.raises(ConfigError, match="line 151"):
+        _open(folder / "a.jsonl", folder / "run", bpe)
+    assert not [path for path in (folder / "run").rglob("*") if path.is_file()]
+
+
+def test_held_out_documents_are_the_same_in_every_run_and_never_trained_on(
+    folder: Path, bpe: PreTrainedTokenizerBase
+) -> None:
+    found = []
+    for run in ("one", "two"):
+        data = _open(folder / "a.jsonl", folder / run, bpe, validation=ValidationConfig(share=0.2), seed=len(run))
+        assert data.validation is not None
+        assert isinstance(data.train, Prepared)
+        train, held = ({_text(bpe, rows, i) for i in range(len(rows))} for rows in _both(data))
+        found.append(held)
+        assert not train & held
+        assert 0.1 < len(held) / len(train | held) < 0.3
+    assert found[0] == found[1]
+    trained, held_out = _both(data)
+    assert len(trained.source) + len(held_out.source) == 150
+
+
+def _both(data: Data) -> tuple[Any, Any]:
+    assert isinstance(data.train, Prepared)
+    assert data.validation is not None
+    return data.train.epoch(0), data.validation.epoch(0)
+
+
+def _text(bpe: PreTrainedTokenizerBase, rows: Any, number: int) -> str:
+    text = bpe.decode(rows.row(number).ids.tolist())
+    assert isinstance(text, str)
+    return text
+
+
+def test_what_was_read_is_said(folder: Path, bpe: PreTrainedTokenizerBase) -> None:
+    bpe.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    path = write_jsonl(folder / "c.jsonl", chats(30))
+    data = _open(path, folder / "run", bpe, sequence_length=48)
+    assert isinstance(data.train, Prepared)
+    cuts = data.train.cuts
+    words = told(data, 48)
+    assert "30 documents" in words
+    assert f"{cuts.tokens:,} tokens, {cuts.labels:,} of which count in the loss" in words
+    assert f"{cuts.too_long} documents longer than a sequence: {cuts.lost:,} tokens are left out" in words
+    assert cuts.labels < cuts.tokens / 1.3
+    (step,) = _steps(data, 1, length=48)
+    assert step.metrics()["truncated_tokens"] == cuts.lost > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "says"),
+    [
+        ([], {}, "has no documents"),
+        (
+            [{"text": "a b c d e f"}],
+            {"sequence_length": 2, "too_long": "drop"},
+            "nothing to train on.*1 documents are longer",
+        ),
+        ([{"text": "a b c d e f g h"}], {"validation": ValidationConfig(share=0.01)}, "leaves none to evaluate on"),
+        ([{"text": "a b"}], {"streaming": True, "validation": ValidationConfig(share=0.1)}, "cannot be held out"),
+    ],
+)
+def test_data_that_will_not_do_are_refused_before_the_run(
+    tmp_path: Path, bpe: PreTrainedTokenizerBase, rows: list[Any], changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _open(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "run", bpe, **changes)
+
+
+def test_streaming_several_sources_needs_weights_and_text(folder: Path, bpe: PreTrainedTokenizerBase) -> None:
+    two = (SourceConfig(path=str(folder / "a.jsonl")), SourceConfig(path=str(folder / "b.jsonl.gz")))
+    with pytest.raises(ConfigError, match="give each a weight"):
+        open_data(settings(two, streaming=True), folder, seed=0, own=bpe)
+
+
+def test_a_tokenizer_or_a_length_that_the_model_has_no_weights_for_is_refused(
+    folder: Path, bpe: PreTrainedTokenizerBase
+) -> None:
+    from transformers import LlamaConfig, LlamaModel
+
+    with torch.device("meta"):
+        model = LlamaModel(LlamaConfig(vocab_size=300, max_position_embeddings=48, num_hidden_layers=1))
+    config = settings(folder / "a.jsonl")
+    with pytest.raises(ConfigError, match=r"token ids up to 319, and the model a vocabulary of 300"):
+        check_model(config, 319, model)
+    with pytest.raises(ConfigError, match=r"sequence_length=64 is more than.*48"):
+        check_model(config, 299, model)
+
+
+def test_items_are_made_ahead_in_order_and_an_error_comes_in_its_place() -> None:
+    made: list[int] = []
+
+    def items() -> Iterator[int]:
+        for i in range(5):
+            made.append(i)
+            yield i
+        raise ConfigError("here")
+
+    taken = []
+    with ahead(items, 2) as found:
+        assert next(found) == 0
+        deadline = time.monotonic() + 10
+        while len(made) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(made) == 4, "one was taken, two wait, and one is in hand"
+        with pytest.raises(ConfigError, match="here"):
+            taken += list(_noted(found, taken))
+    assert taken == [1, 2, 3, 4]
+
+
+def _noted(items: Iterator[int], taken: list[int]) -> Iterator[int]:
+    for item in items:
+        taken.append(item)
+        if False:
+            yield item
+
+
+def test_a_tokenizer_that_the_system_refuses_to_write_is_an_error_of_the_system(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """What writes it is not in Python, and says so in an exception of no kind."""
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        save(bpe, tmp_path)

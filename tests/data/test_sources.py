@@ -1,0 +1,221 @@
+"""Sources: every kind of file gives the same documents, from any cursor on; what is wrong is named with its line."""
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from penstock.config import SourceConfig
+from penstock.data import write_tokens
+from penstock.data.encode import Encoder
+from penstock.data.prepare import Opened
+from penstock.data.sources.find import open_source
+from penstock.data.sources.hub import HubDataset
+from penstock.data.sources.reader import Reader
+from penstock.data.sources.text import PART, TextFiles
+from penstock.data.token_files import make_sums, open_tokens, write_sums
+from penstock.errors import ConfigError
+from tests.documents import sentences, settings, tokenizer, write_jsonl
+
+ROWS = [{"text": text} for text in sentences(700)]
+
+
+@pytest.fixture(scope="module")
+def bpe() -> PreTrainedTokenizerBase:
+    return tokenizer()
+
+
+def _reader(path: Path, **changes: Any) -> Reader:
+    found = open_source(SourceConfig(path=str(path), **changes), streaming=False)
+    assert not isinstance(found, tuple)
+    return found
+
+
+def _parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
+    return path
+
+
+def _written(folder: Path, kind: str) -> Path:
+    halves = (ROWS[:350], ROWS[350:])
+    if kind == "parquet":
+        for i, rows in enumerate(halves):
+            _parquet(folder / f"{i}.parquet", [{"id": n, **row} for n, row in enumerate(rows)])
+    else:
+        for i, rows in enumerate(halves):
+            write_jsonl(folder / f"{i}.{kind}", rows)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_each_kind_of_file_gives_all_documents_in_order_from_any_cursor_on(tmp_path: Path, kind: str) -> None:
+    reader = _reader(_written(tmp_path, kind))
+    found = list(reader.read(None))
+    assert [dict(example.fields) for example, _ in found] == ROWS
+    for number in (0, 99, 100, 349, 350, 698, 699):
+        rest = [example for example, _ in reader.read(found[number][1])]
+        assert [dict(example.fields) for example in rest] == ROWS[number + 1 :]
+        assert [example.place for example in rest] == [example.place for example, _ in found[number + 1 :]]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_of_the_hub_gives_all_documents_from_any_cursor_on(tmp_path: Path, streaming: bool) -> None:
+    """The hub cannot be reached from a test: ``datasets`` loads a folder here, as it would a data set's."""
+    folder = _written(tmp_path, "parquet")
+    loaded = datasets.load_dataset(str(folder), split="train", streaming=streaming, cache_dir=str(tmp_path / "cache"))
+    reader = HubDataset(name="me/texts", rows=loaded if streaming else loaded.to_iterable_dataset())
+    found = list(reader.read(None))
+    assert [dict(example.fields) for example, _ in found] == ROWS
+    for number in (0, 120, 349, 500):
+        rest = list(reader.read(found[number][1]))
+        assert [dict(example.fields) for example, _ in rest] == ROWS[number + 1 :]
+        again = [example for example, _ in reader.read(rest[150][1])]
+        assert again == [example for example, _ in found[number + 152 :]]
+
+
+def test_text_files_are_whole_and_in_an_order_of_their_names_alone(tmp_path: Path) -> None:
+    long = "".join(f"line {i} of a long text\n" for i in range(3000))
+    for name, text in {"a.txt": "one", "b.txt": long, "c.md": "three\n", "empty.txt": ""}.items():
+        (tmp_path / name).write_text(text)
+    reader = _reader(tmp_path)
+    found = list(reader.read(None))
+    assert len(long) > 3 * PART
+    for number in range(len(found)):
+        assert list(reader.read(found[number][1])) == found[number + 1 :]
+    whole, begun = {}, ""
+    for example, _ in found:
+        assert example.begins == (begun == "")
+        begun += example.fields["text"]
+        if example.ends:
+            whole[Path(example.place).name], begun = begun, ""
+    assert whole == {"a.txt": "one", "b.txt": long, "c.md": "three\n"}
+
+
+def test_text_files_come_in_the_same_order_wherever_their_folder_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by another way of saying where: the order, and so the data's fingerprint, is that of every machine."""
+    orders = []
+    for folder in (tmp_path / "here", tmp_path / "there" / "deeper"):
+        (folder / "more").mkdir(parents=True)
+        for i in range(12):
+            (folder / ("more" if i % 3 else ".") / f"{i}.txt").write_text(f"text {i}")
+        orders.append([example.fields["text"] for example, _ in _reader(folder).read(None)])
+    monkeypatch.chdir(folder.parent)
+    orders.append([example.fields["text"] for example, _ in _reader(Path("deeper")).read(None)])
+    monkeypatch.chdir(folder)
+    orders.append([example.fields["text"] for example, _ in _reader(Path("**/*.txt")).read(None)])
+    assert len(set(orders[0])) == 12
+    assert all(order == orders[0] for order in orders[1:])
+
+
+def test_a_limit_stops_after_that_many_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("water runs\n" * 10_000)
+    reader = TextFiles(files=(tmp_path / "a.txt",), limit=3 * PART)
+    found = list(reader.read(None))
+    assert 3 * PART <= sum(len(example.fields["text"]) for example, _ in found) < 4 * PART + 20
+    assert found[-1][0].ends
+    assert list(reader.read(found[1][1])) == found[2:]
+
+
+def test_the_standard_library_is_there_and_is_utf8() -> None:
+    reader = open_source(SourceConfig(path="stdlib", limit="6MB"), streaming=False)
+    assert isinstance(reader, TextFiles)
+    assert sum(len(example.fields["text"]) for example, _ in reader.read(None)) > 5_000_000
+    assert not any("site-packages" in path.parts for path in reader.files)
+
+
+def test_token_files_come_back_as_they_were_written(tmp_path: Path) -> None:
+    documents = [[1, 2, 3], [], [70_000], list(range(50))]
+    write_tokens(tmp_path / "c.tokens", documents)
+    found = open_tokens(tmp_path / "c.tokens")
+    assert [part.tolist() for part in np.split(found.ids[:], found.ends[:-1])] == documents
+    assert (found.documents, found.largest(), found.answers) == (4, 70_000, None)
+    np.arange(10, dtype="<u2").tofile(tmp_path / "raw.bin")
+    write_sums(tmp_path / "sums", make_sums(tmp_path / "raw.bin", "uint16"))
+    raw = open_tokens(tmp_path / "raw.bin", "uint16", tmp_path / "sums")
+    assert (raw.ids[:].tolist(), raw.ends.tolist()) == (list(range(10)), [10])
+
+
+BAD = [
+    ('{"text": "a"}\n{"text": 3}\n', "line 2: 'text' must be text, not a number"),
+    ('{"text": "a"}\n\n{"body": "b"}\n', "line 3: a text needs 'text', and this has 'body'"),
+    ('{"text": "a"}\n{"text": \n', "line 2: this is not JSON"),
+    ('{"text": "a"}\n{"text": "b \\ud83d c"}\n', r"line 2: the text has \\ud83d, half of a character"),
+    ('{"text": "a"}\n' + "[" * 100_000 + "\n", "line 2: .*brackets within brackets"),
+    ('{"text": "a"}\n{"text": ' + "1" * 5000 + "}\n", "line 2: this cannot be read: .*digits"),
+    ('[{"text": "a"}]\n', "line 1: each line must hold one JSON object, and this one holds a list"),
+    ('[\n{"text": "a"}]\n', "line 1: this is not JSON.*one JSON array"),
+    ('{"body": "a"}\n', "line 1: it has 'body', and none of the fields"),
+    ('{"text": "a", "messages": []}\n', "may be text or chat: say which"),
+    ('{"prompt": "a", "completion": ""}\n', "line 1: 'completion' is empty"),
+    ('{"prompt": ["a"], "completion": "b"}\n', "line 1: 'prompt' must be text, not a list"),
+    ('{"prompt": "a", "completion": null}\n', "line 1: it has 'prompt', 'completion', and none"),
+    ('{"messages": "hello"}\n', "line 1: 'messages' must be a list of messages, not text"),
+    ('{"messages": [{"content": "x"}]}\n', "line 1: message 1 must be an object with 'role'"),
+    ('{"messages": [{"role": "user"}]}\n', "line 1: the 'content' of message 1 must be text, not null"),
+    ('{"messages": [{"role": "user", "content": "x"}]}\n', r"no message is the assistant's \(only user\)"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), BAD)
+def test_an_example_that_will_not_do_is_refused_with_its_line(
+    tmp_path: Path, bpe: PreTrainedTokenizerBase, text: str, says: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"bad\.jsonl.*{says}"):
+        list(Encoder(bpe, settings(path), None).documents(_reader(path).read(None)))
+
+
+def test_a_parquet_row_that_will_not_do_is_refused_with_its_number(
+    tmp_path: Path, bpe: PreTrainedTokenizerBase
+) -> None:
+    path = _parquet(tmp_path / "a.parquet", [*ROWS[:300], {"text": None}])
+    with pytest.raises(ConfigError, match=r"a\.parquet, row 301: a text needs 'text'"):
+        list(Encoder(bpe, settings(path), None).documents(_reader(path).read(None)))
+    (tmp_path / "cut.parquet").write_bytes(path.read_bytes()[:500])
+    with pytest.raises(ConfigError, match=r"cannot read .*cut\.parquet"):
+        list(_reader(tmp_path / "cut.parquet").read(None))
+    other = _parquet(tmp_path / "other.parquet", [{"body": "x"}])
+    with pytest.raises(ConfigError, match=r"it has 'body', and none of the fields"):
+        list(Encoder(bpe, settings(other), None).documents(_reader(other).read(None)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("missing.jsonl", {}, "matches no file"),
+        ("nowhere/*.txt", {}, "matches no file"),
+        ("weights.pkl", {}, "pickle runs whatever code"),
+        ("table.csv", {}, "convert it to JSONL"),
+        ("both", {}, r"holds JSON \(a.jsonl\) and Parquet"),
+        ("a.jsonl", {"limit": 10}, "limit has no effect"),
+        ("a.jsonl", {"split": "train"}, "split has no effect"),
+        ("a.jsonl", {"kind": "tokens"}, "not kind: tokens"),
+        ("a.txt", {"kind": "chat"}, "plain text, not kind: chat"),
+        ("t.tokens", {}, "needs t.json beside it"),
+    ],
+)
+def test_a_path_that_will_not_do_is_refused(tmp_path: Path, name: str, changes: dict[str, Any], says: str) -> None:
+    for made in ("a.jsonl", "both/a.jsonl", "both/b.parquet", "weights.pkl", "table.csv", "a.txt"):
+        write_jsonl(tmp_path / made, [{"text": "x"}])
+    (tmp_path / "t.tokens").write_bytes(b"\0\0")
+    source = SourceConfig(path=str(tmp_path / name), **changes)
+    with pytest.raises(ConfigError, match=says):
+        Opened(source=source, reader=open_source(source, streaming=False)).token_files(tmp_path, 0)
+
+
+def test_a_damaged_gzip_file_and_text_that_is_not_utf8_are_refused_by_name(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"text": "hello"}\n' * 1000)
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe not utf8 \xff")
+    for name in ("cut.jsonl.gz", "bad.txt"):
+        with pytest.raises(ConfigError, match=name):
+            list(_reader(tmp_path / name).read(None))

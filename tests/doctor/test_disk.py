@@ -1,0 +1,162 @@
+"""``penstock doctor`` measures disks at their rate, in bounded time, and leaves nothing behind."""
+
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench.harness import MB, BenchError, DiskLimit
+
+from bench import harness
+from penstock.doctor import disk, mounts
+from penstock.doctor.disk import REQUEST, Scratch
+from penstock.errors import ConfigError
+from tests.machines import GIB, SMALL, mount
+
+
+def test_a_disk_is_measured_and_its_file_has_no_name_meanwhile(tmp_path: Path) -> None:
+    with Scratch(tmp_path, SMALL.nbytes, depth=2, io_threads=4) as made:
+        assert not list(tmp_path.iterdir())
+        found = disk.measure(made, SMALL)
+    assert not list(tmp_path.iterdir())
+    assert min(found.read, found.write, found.read_both, found.write_both, found.first, found.last) > 0
+    assert found.filled == SMALL.nbytes
+
+
+def test_filling_ends_with_the_time_but_writes_enough_to_read(tmp_path: Path) -> None:
+    with Scratch(tmp_path, 256 << 20, depth=2, io_threads=4) as made:
+        slow = made._files.write
+
+        def write(address: int, view: memoryview) -> None:
+            time.sleep(0.02)
+            slow(address, view)
+
+        made._files.write = write  # type: ignore[method-assign]
+        ends = made.fill(0.0)
+    assert disk._LEAST <= ends[-1][1] <= disk._LEAST + 2 * REQUEST
+
+
+def _working() -> set[threading.Thread]:
+    """Threads but the one that watches for stalls, which stays until the file is closed."""
+    return {thread for thread in threading.enumerate() if thread.name != "penstock-stalls"}
+
+
+def test_an_interrupt_while_filling_waits_for_what_is_being_written(tmp_path: Path) -> None:
+    with Scratch(tmp_path, 256 << 20, depth=2, io_threads=4) as made:
+        before, write = _working(), made._files.write
+
+        def slow(address: int, view: memoryview) -> None:
+            time.sleep(0.05)
+            write(address, view)
+
+        made._files.write = slow  # type: ignore[method-assign]
+        timer = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            made.fill(30.0)
+        timer.join()
+        assert _working() == before
+        assert made._used * REQUEST < 256 << 20
+
+
+def test_only_what_was_written_is_read(tmp_path: Path) -> None:
+    with Scratch(tmp_path, 256 << 20, depth=2, io_threads=4) as made:
+        made.fill(0.0)
+        seen = []
+        made._files.read = lambda address, view: seen.append(address)  # type: ignore[method-assign]
+        first, second = made.reading().workers
+        for _ in range(40):
+            first()
+            second()
+    assert max(seen) < made._used * REQUEST < 256 << 20
+    assert len(set(seen)) == made._used
+
+
+def test_the_file_takes_no_more_than_half_of_what_is_free() -> None:
+    assert disk.file_size(mount(), disk.THOROUGH) == GIB
+    assert disk.file_size(mount(free=GIB), disk.THOROUGH) == GIB // 2
+    assert disk.file_size(mount(free=200 << 20), disk.SUSTAINED) == 96 << 20
+    assert disk.file_size(mount(file_system="nfs4"), disk.THOROUGH) == GIB // 4
+
+
+def test_a_drive_whose_cache_fills_is_measured_past_it(tmp_path: Path) -> None:
+    effort = replace(SMALL, fill=5.0)
+    with Scratch(tmp_path, effort.nbytes, depth=1, io_threads=1) as made:
+        fast, written = made._files.write, 0
+
+        def write(address: int, view: memoryview) -> None:
+            nonlocal written
+            written += len(view)
+            if written > effort.nbytes // 2:
+                time.sleep(0.1)
+            fast(address, view)
+
+        made._files.write = write  # type: ignore[method-assign]
+        found = disk.measure(made, effort)
+    assert found.last < REQUEST / 0.1 < found.first
+    assert found.write < REQUEST / 0.1
+
+
+def test_a_file_system_without_files_is_not_measured() -> None:
+    with pytest.raises(ConfigError, match="proc has no room for files: give a directory on a drive"):
+        disk.file_size(mounts.look(Path("/proc")), disk.QUICK)
+
+
+def test_a_full_file_system_is_not_measured() -> None:
+    with pytest.raises(ConfigError, match="the file system is full: 100 MiB are free, and measuring takes 128 MiB"):
+        disk.file_size(mount(free=100 << 20), disk.QUICK)
+
+
+def test_a_limit_on_the_size_of_files_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be measured: .*a limit on the size of files stands in the way"):
+            Scratch(tmp_path, SMALL.nbytes, depth=2, io_threads=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(harness.why_no_limit() is not None, reason="needs root and the cgroup v1 blkio controller")
+def test_a_disk_that_is_held_to_a_rate_is_measured_at_that_rate_in_time(tmp_path: Path) -> None:
+    limit = DiskLimit(read=80 * MB, write=60 * MB)
+    script = (
+        "import sys, time; from pathlib import Path; from penstock.doctor import disk\n"
+        "begun = time.perf_counter()\n"
+        "with disk.Scratch(Path(sys.argv[1]), disk.QUICK.nbytes, depth=2, io_threads=4) as scratch:\n"
+        "    found = disk.measure(scratch, disk.QUICK)\n"
+        "print(found.read, found.write, found.read_both, found.write_both, time.perf_counter() - begun)"
+    )
+    try:
+        harness.block_device(tmp_path)
+    except BenchError:
+        pytest.skip("the temporary directory is on no block device")
+    with harness.disk_cgroup(limit, tmp_path) as group:
+        assert group is not None
+        done = subprocess.run(
+            [sys.executable, "-c", script, tmp_path],
+            capture_output=True,
+            text=True,
+            check=True,
+            preexec_fn=lambda: (group / "cgroup.procs").write_text("0"),
+        )
+    *found, seconds = (float(word) for word in done.stdout.split())
+    # Within 2% on a quiet machine, and within 15% on one whose cores are busy with something else.
+    assert found == pytest.approx([limit.read, limit.write, limit.read, limit.write], rel=0.25)
+    assert seconds < 12
+
+
+def test_a_file_system_in_memory_is_measured() -> None:
+    mount = mounts.look(Path("/dev/shm"))
+    with Scratch(Path("/dev/shm"), SMALL.nbytes, depth=2, io_threads=4) as made:
+        found = disk.measure(made, SMALL)
+    assert found.read > 0
+    assert mount.kind(found.read) == "tmpfs"

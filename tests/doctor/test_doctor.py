@@ -1,0 +1,232 @@
+"""The command ``penstock doctor``: what it prints and stores, what it refuses, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.cli import main
+from penstock.cli.doctor import describe, parse_doctor
+from penstock.doctor import examine
+from penstock.doctor.disk import Scratch
+from penstock.errors import ConfigError
+from penstock.hardware.machine import Machine, load_machine, parse_machine
+from penstock.hardware.profiles import find_profile, profile_folder
+from tests.hardware.test_profile import CROSSING
+from tests.machines import GIB, SMALL, drive, gpu, host
+
+BRIEF = examine.Effort(seconds=0.02, rounds=1, disk=SMALL)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[examine.Effort]:
+    """The command measures nothing and finds a machine like any; the efforts that it was asked for."""
+    asked = []
+
+    def examine_nothing(paths: Sequence[Path], effort: examine.Effort, *rest: object) -> Machine:
+        asked.append(effort)
+        drives = tuple(drive(path=str(path.resolve())) for path in paths)
+        return Machine(name="box", host=host(), device=gpu(), drives=drives, warnings=("it is Monday",))
+
+    monkeypatch.setattr(examine, "examine", examine_nothing)
+    return asked
+
+
+def _environment(cache: Path) -> dict[str, str]:
+    return os.environ | {"XDG_CACHE_HOME": str(cache)}
+
+
+def test_json_is_the_profile_and_nothing_else_and_is_stored(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examine, "QUICK", BRIEF)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    assert main(["doctor", "--path", str(folder), "--json", "--quick"]) == 0
+    out, err = capsys.readouterr()
+    machine = parse_machine(out, "stdout")
+    assert machine == find_profile([folder])
+    assert not list(folder.iterdir())
+    assert [d.path for d in machine.drives] == [str(folder)]
+    assert {"fp32", "bf16", "fp16"} == machine.device.flops.keys()
+    assert machine.overhead > 0
+    assert machine.crossing is not None
+    assert f"Disk {folder}: reading, writing, and both at once: " in err
+    assert "Traceback" not in err
+    (stored,) = profile_folder().iterdir()
+    assert load_machine(stored) == machine
+
+
+def test_a_person_gets_tables_and_what_is_wrong(
+    tmp_path: Path,
+    cache: Path,
+    measured: list[examine.Effort],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor"]) == 0
+    out, _ = capsys.readouterr()
+    assert "What is wrong\n  - it is Monday\n" in out
+    assert f"    {tmp_path.resolve()}" in out  # the current directory
+    assert f"Stored as {profile_folder()}" in out
+    assert measured == [examine.THOROUGH]
+
+
+@pytest.mark.parametrize(("switch", "effort"), [("--quick", "QUICK"), ("--sustained", "SUSTAINED")])
+def test_the_switches_choose_the_effort(
+    tmp_path: Path, cache: Path, measured: list[examine.Effort], switch: str, effort: str
+) -> None:
+    assert main(["doctor", switch, "--path", str(tmp_path)]) == 0
+    assert measured == [getattr(examine, effort)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--path", "{tmp}/none"], "/none does not exist: is the drive mounted?"),
+        (["--path", "{tmp}/file"], "/file is not a directory: give one"),
+        (["--path", "{tmp}", "--path={tmp}/."], "are the same directory: give it once"),
+        (["--path"], "--path needs a directory: --path DIR"),
+        (["--path", "--json"], "--path needs a directory: --path DIR"),
+        (["--path="], "--path needs a directory: --path DIR"),
+        (["--fast"], "penstock doctor does not know '--fast': it takes --path DIR"),
+        (["/data"], "penstock doctor does not know '/data': it takes --path DIR"),
+        (["--quick", "--sustained"], "give one of them"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_measured(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["doctor", *(word.format(tmp=tmp_path) for word in words)]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == ""
+    assert not cache.exists()
+
+
+def test_a_directory_that_may_not_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    assert main(["doctor", "--path", str(tmp_path)]) == 2
+    assert "is not writable: change its owner or mode" in capsys.readouterr().err
+
+
+def test_a_read_only_file_system_is_an_error_not_a_traceback(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"/proc cannot be measured: .*"):
+        Scratch(Path("/proc"), SMALL.nbytes, depth=2, io_threads=4)
+
+
+def test_a_profile_that_cannot_be_stored_is_still_printed(
+    tmp_path: Path, cache: Path, measured: list[examine.Effort], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.write_text("a file")
+    assert main(["doctor", "--path", str(tmp_path), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["drives"]
+    assert "cannot be stored" in err
+
+
+def test_the_words() -> None:
+    assert parse_doctor([]).paths == (Path(),)
+    parsed = parse_doctor(["--json", "--path", "/a", "--sustained", "--path=/b"])
+    assert (parsed.paths, parsed.json, parsed.quick, parsed.sustained) == ((Path("/a"), Path("/b")), True, False, True)
+    assert parse_doctor(["--path", "~/x"]).paths == (Path.home() / "x",)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_end_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.cli", "doctor", "--path", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(tmp_path / "cache"),
+    )
+    deadline = time.monotonic() + 60
+    while not _open_files(process.pid, str(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)  # in the middle of the first disk measurement
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert not list(folder.iterdir())
+    assert not (tmp_path / "cache").exists()
+    if number == signal.SIGINT:
+        assert err.splitlines()[-1] == "penstock: interrupted"
+        assert "Traceback" not in err
+
+
+def _open_files(pid: int, folder: str) -> list[str]:
+    """Names of a process's open files in a folder."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        try:
+            name = str(link.readlink())
+        except OSError:
+            continue
+        if name.startswith(folder):
+            found.append(name)
+    return found
+
+
+def test_the_table_of_a_machine_with_a_gpu() -> None:
+    machine = Machine(
+        name="box",
+        host=host(nodes=2, lockable=GIB),
+        device=gpu(node=1, optimizer={"adamw.fp32": 5e9}),
+        crossing=CROSSING,
+        drives=(drive(path="/mnt/a-rather-long-name/of/a/directory", node=0), drive(path="/b", kind="hdd", read=9.9e7)),
+        contention={"cpu+read": 0.25, "read+cpu": 0.1},
+        overhead=2e-5,
+        warnings=("something " * 30,),
+    )
+    text = describe(machine)
+    assert "64 GiB; may be page-locked: 1 GiB" in text
+    assert "GPU; 24 GiB, on NUMA node 1" in text
+    assert "8, on 2 NUMA nodes" in text
+    assert "1,000        5,000" in text
+    assert "    gradients, cast by the device               9,000          1,100" in text
+    assert "    gradients are 1.29x as fast if the device casts them; weights are as fast either way" in text
+    (row,) = (line.split() for line in text.splitlines() if "rather" in line)
+    assert " ".join(row) == "/mnt/a-rather-long-name/of/a/directory 5 3 4 + 2.5 500 GiB ssd, NUMA node 0"
+    assert "0.099" in text
+    assert "    cpu                              1.25x" in text
+    assert max(len(line) for line in text.splitlines()) <= 110
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_is_measured(tmp_path: Path) -> None:
+    machine = examine.examine([tmp_path], BRIEF, torch.device("cuda", 0), lambda text: nullcontext())
+    device = machine.device
+    assert parse_machine(machine.to_json(), "x") == machine
+    assert device.kind == "cuda"
+    assert device.memory > GIB
+    assert device.flops["bf16"] > device.flops["fp32"] > 1e12
+    assert 1e9 < device.h2d_both <= device.h2d
+    assert 1e9 < device.d2h_both <= device.d2h
+    assert device.optimizer.keys() == machine.host.optimizer.keys()
+    crossing = machine.crossing
+    assert crossing is not None
+    assert crossing.grad_bf16 > crossing.grad_fp32 > 0.7 * device.d2h / 4
+    assert crossing.weights_bf16 > crossing.weights_fp32 > 2e8
+    assert not any("compute" in pair for pair in machine.contention)

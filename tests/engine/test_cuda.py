@@ -1,0 +1,212 @@
+"""On a GPU: the same bits as the serial oracle, from every tier and in every order, within the memory that was given.
+
+The model uses attention and losses whose CUDA kernels are deterministic; torch is told to insist on that.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from tests.models import MODELS, causal_lm, llama
+from tests.training import Result, assert_same, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+CASE = MODELS["gpt2"]  # dropout, a tied head
+STEPS = steps_of(CASE, 4)
+CLIP = 1.75
+FORMATS: tuple[tuple[str, float | None], ...] = (
+    ("bf16", CLIP),
+    ("bf16", None),
+    ("fp32", CLIP),
+    ("fp32", None),
+    ("fp16", CLIP),
+)
+
+Setting = dict[str, Any]
+Where = Callable[[Path], penstock.Budget]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def deterministic() -> Iterator[None]:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when cuBLAS is first used
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float | None], Result]:
+    @cache
+    def run(precision: str, clip: float | None) -> Result:
+        disk = tmp_path_factory.mktemp("oracle") / "store"
+        settings: Setting = {"precision": precision, "clip_grad_norm": clip, "overlap": False, "device": "cuda"}
+        return train(CASE, budget(disk), STEPS, **settings)
+
+    return run
+
+
+VARIANTS: dict[str, tuple[Where, Setting]] = {
+    "disk": (lambda p: budget(p), {}),
+    "disk_horizontal": (lambda p: budget(p), {"schedule": "horizontal"}),
+    "disk_all": (lambda p: budget(p, checkpoints="disk", gradients="disk"), {}),
+    "disk_all_horizontal": (lambda p: budget(p, checkpoints="disk", gradients="disk"), {"schedule": "horizontal"}),
+    "checkpoints_on_host": (lambda p: budget(p, checkpoints="host"), {}),
+    "checkpoints_on_disk_horizontal": (lambda p: budget(p, checkpoints="disk"), {"schedule": "horizontal"}),
+    "host": (lambda p: budget(None, weights="host", state="host"), {}),
+    "host_horizontal": (lambda p: budget(None, weights="host", state="host"), {"schedule": "horizontal"}),
+    "device": (lambda p: budget(None, weights="device", state="device"), {}),
+    "device_horizontal": (lambda p: budget(None, weights="device", state="device"), {"schedule": "horizontal"}),
+    "planned": (lambda p: budget(p, weights=None, state=None, durability="none"), {}),
+}
+SPLIT_VARIANTS: dict[str, tuple[Where, Setting]] = {
+    "weights_on_device": (lambda p: budget(p, weights="device"), {}),
+    "weights_on_device_state_on_host": (lambda p: budget(None, weights="device", state="host"), {}),
+    "weights_on_host": (lambda p: budget(p, weights="host"), {"schedule": "horizontal"}),
+}
+
+
+def possible(name: str, precision: str, clip: float | None) -> bool:
+    """In fp32 the master copy is the weights; and where gradients wait is asked only if they do."""
+    if precision == "fp32" and name in ("weights_on_device", "weights_on_device_state_on_host"):
+        return False
+    return not (name.startswith("disk_all") and clip is None and precision != "fp16")
+
+
+COMBINATIONS = [(name, *kind) for kind in FORMATS for name in VARIANTS | SPLIT_VARIANTS if possible(name, *kind)]
+
+
+@pytest.mark.parametrize(("name", "precision", "clip"), COMBINATIONS)
+def test_same_bits_as_the_oracle(
+    name: str, precision: str, clip: float | None, reference: Callable[[str, float | None], Result], tmp_path: Path
+) -> None:
+    """Also: the optimizer on the device gives the bits of the optimizer on the host."""
+    where, settings = (VARIANTS | SPLIT_VARIANTS)[name]
+    common: Setting = {"precision": precision, "clip_grad_norm": clip, "device": "cuda"}
+    assert_same(train(CASE, where(tmp_path / "store"), STEPS, **common, **settings), reference(precision, clip))
+
+
+@pytest.mark.parametrize("name", ["disk", "disk_all", "host", "device", "planned"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_are_rounded_to_the_same_bits_on_either_side(name: str, precision: str, tmp_path: Path) -> None:
+    """Horizontal sums on the host, which rounds; vertical rounds on the device what is complete there."""
+    where, settings = VARIANTS[name]
+    common: Setting = {"precision": precision, "grad_dtype": "bf16", "clip_grad_norm": CLIP, "device": "cuda"}
+    on_host = train(CASE, budget(tmp_path / "host"), STEPS, schedule="horizontal", overlap=False, **common)
+    with wrap(CASE, where(tmp_path / "found"), **settings, **common) as engine:
+        assert_same(on_host, run_steps(engine, STEPS))
+        assert engine.plan.settings.cast == "device"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "t5", "skips"])
+def test_same_bits_with_other_shapes_of_model(name: str, tmp_path: Path) -> None:
+    case = MODELS[name]
+    steps = steps_of(case, 3)
+    common: Setting = {"precision": "fp32", "device": "cuda"}
+    wanted = train(case, budget(tmp_path / "oracle"), steps, overlap=False, **common)
+    for variant in ("disk_all", "disk_horizontal", "device"):
+        where, settings = VARIANTS[variant]
+        assert_same(train(case, where(tmp_path / variant), steps, **common, **settings), wanted)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [penstock.Adam(lr=1e-3), penstock.SGD(lr=0.1), penstock.SGD(lr=0.1, momentum=0.9), penstock.Lion(lr=1e-4)],
+    ids=str,
+)
+def test_each_optimizer_gives_the_same_bits_on_device_and_host(
+    optimizer: penstock.AdamW | penstock.SGD | penstock.Lion, tmp_path: Path
+) -> None:
+    common: Setting = {"precision": "bf16", "device": "cuda", "optimizer": optimizer}
+    results = [train(CASE, budget(None, weights=tier, state=tier), STEPS, **common) for tier in ("host", "device")]
+    assert_same(*results)
+
+
+def test_training_on_the_gpu_is_close_to_training_on_the_cpu(tmp_path: Path) -> None:
+    case = MODELS["llama"]
+    steps = steps_of(case, 3)
+    found = train(case, budget(tmp_path / "gpu"), steps, device="cuda")
+    wanted = train(case, budget(tmp_path / "cpu"), steps, device="cpu")
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-4)
+
+
+def test_saved_on_one_tier_and_loaded_on_another(
+    reference: Callable[[str, float | None], Result], tmp_path: Path
+) -> None:
+    common: Setting = {"precision": "bf16", "clip_grad_norm": CLIP, "device": "cuda"}
+    wanted = reference("bf16", CLIP)
+    with wrap(CASE, budget(None, weights="device", state="device"), **common) as engine:
+        first = run_steps(engine, STEPS[:2])
+        engine.save(tmp_path / "snapshot")
+    with wrap(CASE, budget(tmp_path / "store"), model=CASE.model(seed=5), **common) as engine:
+        engine.load(tmp_path / "snapshot")
+        assert_same_state(state_of(engine), first.state)
+        rest = run_steps(engine, STEPS[2:])
+    assert first.losses + rest.losses == wanted.losses
+    assert_same_state(rest.state, wanted.state)
+
+
+def test_a_gpu_is_the_default_and_so_is_bf16(tmp_path: Path) -> None:
+    settings: Setting = {"optimizer": penstock.AdamW(), "budget": budget(tmp_path / "store")}
+    with penstock.wrap(MODELS["llama"].model(), **settings) as engine:
+        engine.step(steps_of(MODELS["llama"], 1)[0])
+        assert engine.device.type == "cuda"
+        assert engine.plan.settings.form.weight_bytes == 2
+
+
+def test_host_pools_are_page_locked(tmp_path: Path) -> None:
+    """Else copies would neither overlap nor reach the link's rate."""
+    with wrap(CASE, budget(tmp_path / "store"), device="cuda", precision="bf16") as engine:
+        engine.step(STEPS[0])
+        runner = engine._planning.runner
+        assert runner is not None
+        slots = [slot for pool in engine.plan.schedule.pools for slot in runner.pools._slots.get(pool.name, ())]
+        on_host = [slot for slot in slots if slot.device.type == "cpu"]
+        assert on_host
+        assert all(slot.is_pinned() for slot in on_host)
+
+
+def test_traced_times_keep_the_order_of_the_schedule(tmp_path: Path) -> None:
+    """Times of device lanes come from events on their streams; an op never starts before what it waits for ends."""
+    slack = 1e-4  # seconds: events and the host's clock are read at different moments
+    with wrap(CASE, budget(tmp_path / "store"), device="cuda", precision="bf16") as engine:
+        run_steps(engine, STEPS)
+        spans = {event.op: event for event in engine.trace}
+        for op in engine.plan.schedule.ops:
+            assert spans[op.id].start <= spans[op.id].end
+            for other in op.after:
+                assert spans[other].end <= spans[op.id].start + slack, (other, op.id)
+
+
+def test_device_memory_stays_within_the_budget(tmp_path: Path) -> None:
+    """33M parameters, half a gigabyte of state; beyond the budget torch's allocator holds cuBLAS's workspace only."""
+    case = replace(
+        MODELS["llama"],
+        build=lambda: llama(
+            vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, head_dim=128
+        ),
+        micro_batch=causal_lm,
+    )
+    where = budget(tmp_path / "store", device="160MiB", host="256MiB", weights=None, state=None, durability="none")
+    model = case.model()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with wrap(case, where, model=model, device="cuda", precision="bf16") as engine:
+        for micro_batches in steps_of(case, 3, lengths=(64, 64)):
+            stats = engine.step(micro_batches)
+            assert stats.peak_bytes["device"] <= engine.plan.device_bytes <= where.device_bytes
+    workspace = 64 << 20
+    assert torch.cuda.max_memory_allocated() - before <= where.device_bytes + workspace
+    assert torch.cuda.memory_allocated() - before <= workspace  # and everything was given back

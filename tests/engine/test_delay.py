@@ -1,0 +1,470 @@
+"""The delay ratio: the same work and the same numbers, part of it a step later, and memory as stated."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import Budget, Tier
+from penstock.errors import ScheduleError
+from penstock.planner.fit import Request, fit
+from penstock.planner.own_schedule import with_schedule
+from penstock.schedule.check import check
+from penstock.schedule.check_world import check_world
+from penstock.schedule.clocks import Clocks
+from penstock.schedule.horizontal import horizontal
+from penstock.schedule.op import Lane, Op, Schedule, parse_schedule
+from penstock.schedule.order import run_order
+from penstock.schedule.place import FP32, PAGE, Depths, Format, Placement, Settings, chunks, delayed_share, part_of
+from penstock.schedule.program import ALIGN, Program
+from penstock.schedule.vertical import vertical
+from penstock.schedule.world import World
+from penstock.sim.costs import Costs
+from penstock.sim.simulate import simulate
+from tests.programs import Case, random_case, transformer
+
+SHARES = (0.25, 0.5, 1.0)
+
+
+def training(seed: int) -> Case:
+    """A random vertical training step."""
+    case = random_case(seed)
+    return replace(case, family="vertical", settings=replace(case.settings, train=True))
+
+
+def delayed(case: Case, share: float) -> Case:
+    return replace(case, settings=replace(case.settings, delay=share))
+
+
+def late_steps(schedule: Schedule) -> list[Op]:
+    """The optimizer steps that use the gradient of the step before."""
+    return [op for op in schedule.lanes["cpu"] if op.word.kind == "OP" and op.reads[0][0] in "hr"]
+
+
+def late_count(plain: Schedule, share: float, last: int = 0) -> int:
+    """How many chunks a share delays: all of the embedding (group ``last``), and as many of the others."""
+    groups = [op.word.group for op in plain.ops if op.word.kind == "OP"]
+    return groups.count(last) + ceil(share * (len(groups) - groups.count(last)))
+
+
+def steps(schedule: Schedule) -> list[str]:
+    return sorted(op.id for op in schedule.ops if op.word.kind in ("OP", "OD"))
+
+
+cases = st.builds(training, st.integers(0, 10_000))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases, st.sampled_from(SHARES))
+def test_a_delayed_schedule_is_safe_and_its_text_parses_back(case: Case, share: float) -> None:
+    schedule = delayed(case, share).build()
+    check(schedule)
+    assert parse_schedule(str(schedule)) == schedule
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases, st.sampled_from(SHARES))
+def test_a_delay_moves_work_and_adds_none(case: Case, share: float) -> None:
+    """Every chunk is stepped once a step, as without; bytes are the same on every lane but one. A delayed chunk whose
+    weights live on disk is not read from there for its first load of the step, and a gradient may wait on disk."""
+    plain, late = case.build(), delayed(case, share).build()
+    assert steps(plain) == steps(late)
+    assert len(late_steps(late)) == late_count(plain, share)
+    assert {op.id for op in late.ops if op.word.kind == "OP" and op.word.group == 0} <= {
+        op.id for op in late_steps(late)
+    }
+    expected: dict[Lane, int] = dict(plain.bytes_per_lane())
+    cuts = [chunks(g, case.settings.chunk) for g in case.program.groups]
+    for op in late_steps(late):
+        numel = cuts[op.word.group][op.word.chunk].numel
+        width = case.gradient_bytes(plain, op.id[2:])
+        if f"NG{op.id[2:]}" not in plain.by_id:  # its step would have computed its part of the norm in passing
+            expected["cpu"] += numel * width
+        if case.settings.place.weights[op.word.group] == "disk":
+            expected["read"] -= numel * case.settings.form.weight_bytes
+        if case.settings.place.gradients == "disk" and not case.settings.waits(op.word.group):
+            expected["read"] += numel * width
+            expected["write"] += numel * width
+    assert late.bytes_per_lane() == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases, st.sampled_from(SHARES))
+def test_delayed_steps_come_before_whoever_uses_the_weights(case: Case, share: float) -> None:
+    schedule = delayed(case, share).build()
+    clocks = Clocks(run_order(schedule))
+    for step in late_steps(schedule):
+        g, c = step.word.group, step.word.chunk
+        loads = [op for op in schedule.ops if op.word.kind in ("RW", "UW") and (op.word.group, op.word.chunk) == (g, c)]
+        assert loads or case.settings.place.weights[g] == "device"
+        for op in loads:
+            assert clocks.before(step, op)
+        if not loads:
+            users = [
+                op
+                for op in schedule.lanes["compute"]
+                if op.word.kind in "FEB" and g in case.program.stages[op.word.stage].forward_reads
+            ]
+            home = schedule.by_id.get(f"UN{g}.{c}", step)
+            for op in users:
+                assert clocks.before(home, op)
+
+
+def test_a_share_of_nothing_is_the_schedule_without_a_delay() -> None:
+    for seed in range(20):
+        case = training(seed)
+        assert delayed(case, 0.0).build() == case.build()
+        assert not case.build().carried
+
+
+# ---- the numbers
+
+
+class Run:
+    """Runs schedules op by op on counts instead of numbers: how many steps each chunk's state and weights have taken.
+
+    Starts in a step's steady state: delayed chunks lack the step before's update, whose gradient is there.
+    """
+
+    def __init__(self, case: Case, schedule: Schedule) -> None:
+        self.case, self.schedule = case, schedule
+        self.place, self.split = case.settings.place, case.settings.form.split
+        parts = [part_of(g, case.settings.ranks) for g in case.program.groups]
+        self.cuts = [[c.index for c in chunks(part, case.settings.chunk) if c.trainable] for part in parts]
+        late = {(op.word.group, op.word.chunk) for op in late_steps(schedule)}
+        self.now = 1
+        self.state = {(g, c): 1 - ((g, c) in late) for g, cut in enumerate(self.cuts) for c in cut}
+        self.weights = dict(self.state)
+        self.waiting = dict.fromkeys(late, 0)
+        self.held = {start: 0 for start, _, _ in schedule.carried}
+        self.uploaded: dict[tuple[str, int], int] = {}
+
+    def step(self) -> None:
+        for op in run_order(self.schedule):
+            self._op(op)
+            for name in op.gives:
+                self.held.pop(name, None)
+        ends = {end: start for start, end, _ in self.schedule.carried}
+        assert self.held.keys() == ends.keys()
+        self.held = {ends[name]: version for name, version in self.held.items()}
+        self.now += 1
+
+    def _op(self, op: Op) -> None:
+        kind, at = op.word.kind, (op.word.group, op.word.chunk)
+        match kind:
+            case "RW" if at in self.weights:
+                self.held[op.writes[0]] = self.weights[at]
+            case "UW" if at in self.weights:
+                self.uploaded[op.writes[0], at[1]] = self.held[op.reads[0]] if op.reads else self.weights[at]
+            case "GW":
+                for c in self.cuts[at[0]]:
+                    self.uploaded[op.writes[0], c] = self.uploaded[op.reads[0], c]
+            case "F" | "B" | "E":
+                self._compute(op)
+            case "DG":
+                self.held[op.writes[0]] = self.now
+            case "AG":
+                assert self.held[op.reads[0]] == self.held[op.reads[1]]
+            case "WG":
+                self.waiting[at] = self.held[op.reads[0]]
+            case "RG":
+                self.held[op.writes[0]] = self.waiting[at]
+            case "RS":
+                self.held[op.writes[0]] = self.state[at]
+            case "OP":
+                self._optimize(op, at)
+            case "OD":
+                for c in self.cuts[at[0]]:
+                    self.state[at[0], c] = self.weights[at[0], c] = self.now + 1
+            case "WS":
+                self.state[at] = self.held[op.reads[0]]
+                if not self.split and self.place.weights[at[0]] == "disk":
+                    self.weights[at] = self.held[op.reads[0]]
+            case "WW" | "UN":
+                self.weights[at] = self.held[op.reads[0]]
+
+    def _optimize(self, op: Op, at: tuple[int, int]) -> None:
+        gradient, *state = op.reads
+        old = self.held[state[0]] if state else self.state[at]
+        assert self.held[gradient] == old, "each gradient is applied once, in order"
+        for name in op.writes:
+            self.held[name] = old + 1
+        if not state:
+            self.state[at] = old + 1
+        elif not self.split and self.place.state[at[0]] != "disk":
+            self.state[at] = old + 1  # only the master copy is on disk
+        if self.place.weights[at[0]] == "host":
+            self.weights[at] = old + 1
+
+    def _compute(self, op: Op) -> None:
+        stage = self.case.program.stages[op.word.stage]
+        groups = {"F": stage.forward_reads, "B": stage.backward_reads}.get(op.word.kind) or (
+            *stage.forward_reads,
+            *stage.backward_reads,
+        )
+        for g in groups:
+            buffer = next((name for name in op.reads if name.startswith(f"W{g}@")), None)
+            for c in self.cuts[g]:
+                version = self.weights[g, c] if buffer is None else self.uploaded[buffer, c]
+                assert version == self.now, f"{op.id} reads chunk {g}.{c} after {version} steps"
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases, st.sampled_from((0.0, *SHARES)))
+def test_every_forward_and_backward_sees_all_steps_before_its_own(case: Case, share: float) -> None:
+    """That is why a delay does not change the numbers."""
+    case = delayed(case, share)
+    run = Run(case, case.build())
+    for _ in range(3):
+        run.step()
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases, st.sampled_from((0.0, 0.5)), st.integers(2, 5), st.sampled_from(("vertical", "horizontal")))
+def test_the_same_holds_on_each_of_several_ranks(case: Case, share: float, ranks: int, family: str) -> None:
+    place = case.settings.place
+    host = [tuple("host" if tier == "device" else tier for tier in tiers) for tiers in (place.weights, place.state)]
+    s = replace(case.settings, place=replace(place, weights=host[0], state=host[1]), ranks=ranks)
+    case = replace(case, family=family, settings=replace(s, delay=share if family == "vertical" else 0.0))
+    schedule = case.build()
+    check_world(World(name="ranks", ranks=(schedule,) * ranks, groups={"all": tuple(range(ranks))}))
+    run = Run(case, schedule)
+    for _ in range(3):
+        run.step()
+
+
+# ---- the commit in between
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases, st.sampled_from(SHARES))
+def test_the_step_before_is_committed_between_its_last_write_and_this_ones_first(case: Case, share: float) -> None:
+    schedule = delayed(case, share).build()
+    clocks = Clocks(run_order(schedule))
+    late = {op.id[2:] for op in late_steps(schedule)}
+    writes = [op for op in schedule.lanes["write"] if op.word.kind in ("WS", "WW")]
+    assert ("CM" in schedule.by_id) == any(op.id[2:] in late for op in writes)
+    for op in writes if "CM" in schedule.by_id else ():
+        commit = schedule.by_id["CM"]
+        assert clocks.before(op, commit) if op.id[2:] in late else clocks.before(commit, op)
+
+
+def _without(schedule: Schedule, ident: str, *names: str) -> Schedule:
+    """The schedule in which one op does not wait for some others."""
+    ops = (
+        replace(op, after=tuple(n for n in op.after if n not in names)) if op.id == ident else op for op in schedule.ops
+    )
+    return replace(schedule, ops=tuple(ops))
+
+
+def test_a_commit_that_may_come_too_early_or_too_late_is_found() -> None:
+    schedule = vertical(PLAIN, placed(delay=0.5))
+    check(schedule)
+    last = schedule.by_id["CM"].after[-1]
+    with pytest.raises(ScheduleError, match=rf"op CM may run before {last}"):
+        check(_without(schedule, "CM", last))
+    first = next(op for op in schedule.ops if "CM" in op.after)
+    with pytest.raises(ScheduleError, match=rf"op {first.id} may run before CM"):
+        check(_without(schedule, first.id, "CM"))
+    ops = tuple(replace(op, after=tuple(n for n in op.after if n != "CM")) for op in schedule.ops if op.id != "CM")
+    with pytest.raises(ScheduleError, match="which no op CM commits"):
+        check(replace(schedule, ops=ops))
+
+
+# ---- memory
+
+
+LAYERS, M = 8, 3
+PLAIN = transformer(LAYERS, block=24)
+
+
+def placed(
+    *, wait: bool = False, checkpoints: Tier = "host", chunk: int = 4, program: Program = PLAIN, delay: float = 0.0
+) -> Settings:
+    count = len(program.groups)
+    return Settings(
+        micro_batches=M,
+        chunk=chunk * ALIGN,
+        form=Format(weight_bytes=2, moments=2),
+        place=Placement(weights=("disk",) * count, state=("disk",) * count, gradients="host", checkpoints=checkpoints),
+        depths=Depths(),
+        wait=wait,
+        delay=delay,
+    )
+
+
+def pool_bytes(schedule: Schedule, *names: str) -> int:
+    return sum(pool.size * pool.count for pool in schedule.pools if pool.name in names)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("checkpoints", ["device", "host", "disk"])
+def test_with_a_wait_for_the_norm_a_delay_costs_no_memory(share: float, checkpoints: Tier) -> None:
+    plain = vertical(PLAIN, placed(wait=True, checkpoints=checkpoints))
+    late = vertical(PLAIN, placed(wait=True, checkpoints=checkpoints, delay=share))
+    assert late.peak_bytes("host") <= plain.peak_bytes("host")
+    assert late.peak_bytes("device") == plain.peak_bytes("device")
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_without_a_wait_a_delay_costs_what_it_delays_of_the_gradients(share: float) -> None:
+    plain, late = (vertical(PLAIN, placed(checkpoints="device", delay=a)) for a in (0.0, share))
+    assert pool_bytes(late, "gradients_held") == late_count(plain, share) * 4 * ALIGN * FP32
+    out = 0 if share < 1 else pool_bytes(plain, "gradients_out")  # nothing else comes down
+    more = pool_bytes(late, "gradients_held") - out
+    assert late.peak_bytes("host") == plain.peak_bytes("host") + more
+    assert late.peak_bytes("device") == plain.peak_bytes("device")
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_checkpoints_and_delayed_gradients_take_turns_in_one_pool(chunk: int) -> None:
+    """With checkpoints as large as the gradients of a block that wait: one pool of either's size and one visit's more,
+    where two would take twice as much."""
+    share, block = 0.5, 24
+    checkpoint = block * ALIGN * FP32 // 2 // M  # M checkpoints are as large as half of a block's gradient
+    stages = tuple(
+        replace(s, checkpoint=checkpoint if s.checkpoint else 0) for s in transformer(LAYERS, block=block).stages
+    )
+    program = replace(PLAIN, stages=stages)
+    plain = vertical(program, placed(chunk=chunk, program=program))
+    late = vertical(program, placed(chunk=chunk, program=program, delay=share))
+    check(late)
+    apart = pool_bytes(plain, "checkpoints")
+    gradients = late_count(plain, share) * chunk * ALIGN * FP32
+    together = pool_bytes(late, "held")
+    assert not pool_bytes(late, "checkpoints", "gradients_held")
+    assert max(apart, gradients) <= together <= max(apart, gradients) + M * checkpoint + chunk * ALIGN * FP32
+    assert together < 0.6 * (apart + gradients)
+
+
+def test_a_checkpoint_that_fits_no_shared_buffer_well_keeps_a_pool_of_its_own() -> None:
+    """Checkpoints of 2 pages in buffers of a gradient chunk, 4 times as large: apart they take less."""
+    late = vertical(PLAIN, replace(placed(chunk=2, delay=0.25), micro_batches=16))
+    assert 4 * 2 * PAGE == 2 * ALIGN * FP32
+    assert {"checkpoints", "gradients_held"} <= {pool.name for pool in late.pools}
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases, st.sampled_from(SHARES))
+def test_the_pool_of_waiting_gradients_is_as_large_as_the_most_that_wait(case: Case, share: float) -> None:
+    """Exactly; where checkpoints share it, up to one visit's, because a lane that runs ahead frees buffers sooner."""
+    schedule = delayed(case, share).build()
+    for pool in schedule.pools:
+        most = max(in_use(schedule, pool.name))
+        if pool.name == "gradients_held":
+            assert most == pool.count
+        if pool.name == "held":
+            visit = case.settings.micro_batches * max(op.id.startswith("DC") * len(op.takes) for op in schedule.ops)
+            cut = max(len([c for c in chunks(g, case.settings.chunk) if c.trainable]) for g in case.program.groups)
+            assert pool.count - visit - 2 * case.settings.depths.weights * cut <= most <= pool.count
+
+
+def in_use(schedule: Schedule, name: str) -> Iterator[int]:
+    """Buffers of a pool that are taken, after each op's takes, when ops run one by one in the schedule's order."""
+    held = {start for start, _, pool in schedule.carried if pool == name}
+    yield len(held)
+    for op in schedule.ops:
+        held |= {buffer for buffer, pool in op.takes if pool == name}
+        yield len(held)
+        held -= set(op.gives)
+
+
+# ---- which chunks
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({}, {0}), ({"tied": True}, {0}), ({"frozen": True}, {0})])
+def test_the_embedding_is_what_the_backward_is_done_with_last(changes: dict[str, bool], expected: set[int]) -> None:
+    assert transformer(3, **changes).last_stepped == expected  # type: ignore[arg-type]
+
+
+def test_with_a_frozen_embedding_the_first_block_that_is_trained_is() -> None:
+    program = transformer(3)
+    groups = (replace(program.groups[0], trainable=0, frozen=20 * ALIGN), *program.groups[1:])
+    stages = tuple(replace(s, gradients=tuple(g for g in s.gradients if g)) for s in program.stages)
+    assert Program(groups=groups, stages=stages).last_stepped == {3}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.07, 0.25, 1 / 3, 0.5, 0.9, 1.0])
+def test_the_delayed_chunks_are_evenly_spread_over_all_groups(share: float) -> None:
+    counts, first, total = (16, 1, 1, 5, 100), 0, 0
+    for count in counts:
+        late = delayed_share(first, count, share)
+        assert late <= set(range(count))
+        assert abs(len(late) - share * count) < 1
+        first, total = first + count, total + len(late)
+        assert total == ceil(share * first - 1e-9)
+
+
+# ---- time
+
+
+def disk_bound(op: Op) -> float:
+    """A drive that writes at half the rate it reads at, and takes as long for a step as the device computes."""
+    if op.lane == "compute":
+        return {"F": 1.0, "B": 3.0}.get(op.word.kind, 1.0)
+    rates: dict[Lane, float] = {"read": 2.5e5, "write": 1.25e5, "cpu": 1e7, "h2d": 2e6, "d2h": 2e6}
+    return op.nbytes / rates[op.lane]
+
+
+def test_a_delay_is_faster_where_the_drive_would_idle_in_the_forward() -> None:
+    program = transformer(12, block=16)
+    costs = Costs(name="disk", seconds=disk_bound)
+    times = {}
+    for share in (0.0, 0.25, 0.5):
+        s = replace(placed(program=program, delay=share), micro_batches=2)
+        found = simulate(World.of(vertical(program, s)), costs)
+        times[share] = found.time
+        assert found.time >= found.lower_bound
+    assert times[0.25] < 0.95 * times[0.0]
+    assert times[0.5] < times[0.0]
+
+
+# ---- what refuses it
+
+
+def test_a_step_after_the_load_of_its_weights_is_found() -> None:
+    schedule = vertical(PLAIN, placed(delay=0.5))
+    tag = next(op.id[2:] for op in late_steps(schedule) if op.word.group == 5)
+    again = next(op for op in schedule.ops if op.id.startswith(f"RW{tag}@B"))
+    for after, missing in (((), f"OP{tag}"), ((f"OP{tag}",), f"WW{tag}")):
+        broken = replace(schedule, ops=tuple(replace(op, after=after) if op is again else op for op in schedule.ops))
+        with pytest.raises(ScheduleError, match=f"op {again.id} may run before {missing}"):
+            check(broken)
+    upload = next(op for op in schedule.ops if op.id.startswith(f"UW{tag}@F"))
+    broken = replace(schedule, ops=tuple(replace(op, after=()) if op is upload else op for op in schedule.ops))
+    with pytest.raises(ScheduleError, match=tag):
+        check(broken)
+
+
+def test_a_gradient_that_comes_back_from_disk_is_the_step_befores_or_this_ones() -> None:
+    waits = placed(wait=True)
+    waits = replace(waits, place=replace(waits.place, gradients="disk"))
+    late, on_time = vertical(PLAIN, replace(waits, delay=0.5)), vertical(PLAIN, waits)
+    check(late)
+    tag = late_steps(late)[0].id[2:]
+    assert [op.id[:2] for op in late.ops if op.id in (f"RG{tag}", f"WG{tag}")] == ["RG", "WG"]
+    broken = tuple(replace(op, after=()) if op.id == f"RG{tag}" else op for op in on_time.ops)
+    with pytest.raises(ScheduleError, match=f"op RG{tag} may run before WG{tag}"):
+        check(replace(on_time, ops=broken))
+
+
+def test_only_the_vertical_schedule_delays() -> None:
+    with pytest.raises(AssertionError):
+        horizontal(PLAIN, placed(delay=0.5))
+
+
+@pytest.mark.parametrize("gradients", ["host", "disk"])
+@pytest.mark.parametrize("weights", ["host", "disk"])
+def test_a_users_schedule_with_a_delay_is_refused(gradients: Literal["host", "disk"], weights: Tier) -> None:
+    budget = Budget(device=1 << 30, host=1 << 30, disk="/disk", weights=weights, state="disk", gradients=gradients)
+    form = Format(weight_bytes=2, moments=2)
+    request = Request(program=PLAIN, budget=budget, form=form, micro_batches=2, wait=True)
+    plan = fit(request)
+    assert with_schedule(request, plan, plan.schedule).schedule == plan.schedule
+    late = vertical(PLAIN, replace(plan.settings, delay=0.5))
+    with pytest.raises(ScheduleError):
+        with_schedule(request, plan, late)

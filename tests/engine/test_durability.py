@@ -1,0 +1,174 @@
+"""What a run that is killed goes on from, for each durability: the store as it lies there is copied, and resumed."""
+
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import ConfigError, StoreError
+from tests.models import MODELS
+from tests.training import Result, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASE = MODELS["gpt2"]
+STEPS = steps_of(CASE, 4)
+COMMON: dict[str, Any] = {"clip_grad_norm": 1.0, "precision": "bf16"}
+
+
+@cache
+def wanted() -> Result:
+    """Four steps that were never interrupted."""
+    with TemporaryDirectory() as folder:
+        return train(CASE, budget(Path(folder, "store")), STEPS, speculate=False, delay=0.0, **COMMON)
+
+
+def killed(store: Path, to: Path) -> Path:
+    """The store of a run that ends here and now."""
+    shutil.copytree(store, to, ignore=shutil.ignore_patterns("lock", "scratch"))
+    return to
+
+
+def partly_frozen(scale: float) -> nn.Module:
+    """One group is frozen, and a part of each other one; ``scale``: of all weights."""
+    model = CASE.model()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(scale)
+            parameter.requires_grad_(not name.endswith("bias") and ".h.0." not in name)
+    return model
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"weights": "host"},
+        {"weights": "device"},
+        {"weights": "host", "state": "host", "durability": "interval", "interval": 1},
+    ],
+    ids=["host", "device", "interval"],
+)
+def test_frozen_weights_in_memory_that_a_snapshot_brings_outlive_a_kill(tmp_path: Path, places: dict[str, Any]) -> None:
+    """They follow from nothing that a step writes."""
+    settings: dict[str, Any] = COMMON | {"delay": 0.0}
+    with wrap(CASE, budget(tmp_path / "other"), model=partly_frozen(1.5), **settings) as engine:
+        wanted = run_steps(engine, STEPS[:1])
+        engine.save(tmp_path / "snapshot")
+        later = run_steps(engine, STEPS[1:2])
+    with wrap(CASE, budget(tmp_path / "run", **places), model=partly_frozen(1.0), **settings) as engine:
+        engine.step(STEPS[0])
+        assert {part.trainable for part in engine._arrays.parts.values() if part.group == 1} == {0}
+        engine.load(tmp_path / "snapshot")
+        loaded = killed(tmp_path / "run", tmp_path / "loaded")
+        engine.step(STEPS[1])
+        engine._rest()
+        stepped = killed(tmp_path / "run", tmp_path / "stepped")
+    for store, result in ((loaded, wanted), (stepped, later), (tmp_path / "run", later)):
+        with wrap(CASE, budget(store, **places), model=partly_frozen(1.0), **settings) as engine:
+            assert_same_state(state_of(engine), result.state)
+
+
+@pytest.mark.parametrize("weights", ["host", "device"])
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_weights_in_memory_follow_from_the_state_on_disk(tmp_path: Path, weights: str, delay: float) -> None:
+    """Every step is a commit all the same."""
+    with wrap(CASE, budget(tmp_path / "run", weights=weights), speculate=True, delay=delay, **COMMON) as engine:
+        run = [engine.step(micro_batches) for micro_batches in STEPS[:3]]
+        assert engine._arrays.stale()
+        left = killed(tmp_path / "run", tmp_path / "left")
+    assert len(run) == 3
+    with wrap(CASE, budget(left, weights=weights), **COMMON) as engine:
+        assert engine.step_count == (2 if delay else 3)
+        assert_same_state(run_steps(engine, STEPS[engine.step_count :]).state, wanted().state)
+
+
+@pytest.mark.parametrize("place", [{"weights": "host", "state": "host"}, {"weights": "device", "state": "device"}])
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_state_in_memory_is_committed_every_interval(tmp_path: Path, place: dict[str, Any], delay: float) -> None:
+    where = {"durability": "interval", "interval": 2} | place
+    with wrap(CASE, budget(tmp_path / "run", **where), delay=delay, **COMMON) as engine:
+        for micro_batches in STEPS[:3]:
+            engine.step(micro_batches)  # the third changes what the second has left while that is being written
+        engine._rest()
+        left = killed(tmp_path / "run", tmp_path / "left")
+        assert_same_state(run_steps(engine, STEPS[3:]).state, wanted().state)
+    with wrap(CASE, budget(left, **where), **COMMON) as engine:
+        assert engine.step_count == 2
+        assert_same_state(run_steps(engine, STEPS[2:]).state, wanted().state)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_a_mixed_placement_is_committed_every_interval(tmp_path: Path, delay: float) -> None:
+    where: dict[str, Any] = {"durability": "interval", "interval": 2, "weights": None, "state": None}
+    where |= {"device": "700KiB", "host": "900KiB"}
+    with wrap(CASE, budget(tmp_path / "run", **where), delay=delay, **COMMON) as engine:
+        for micro_batches in STEPS[:3]:
+            engine.step(micro_batches)
+        tiers = {engine._arrays.tier_of(name) for name in engine._arrays.parts if name.startswith("m")}
+        assert "disk" in tiers
+        assert len(tiers) > 1
+        left = killed(tmp_path / "run", tmp_path / "left")
+        assert_same_state(run_steps(engine, STEPS[3:]).state, wanted().state)
+    with wrap(CASE, budget(left, **where), **COMMON) as engine:
+        assert engine.step_count == 2
+        assert_same_state(run_steps(engine, STEPS[2:]).state, wanted().state)
+
+
+def test_without_durability_a_run_that_is_killed_is_refused_and_one_that_is_closed_goes_on(tmp_path: Path) -> None:
+    with wrap(CASE, budget(tmp_path / "run", durability="none"), speculate=True, **COMMON) as engine:
+        run_steps(engine, STEPS[:2])
+        left = killed(tmp_path / "run", tmp_path / "left")
+    with pytest.raises(StoreError, match="was stopped in or before step"):
+        wrap(CASE, budget(left, durability="none"), **COMMON)
+    with wrap(CASE, budget(tmp_path / "run"), **COMMON) as engine:
+        assert engine.step_count == 2
+        assert_same_state(run_steps(engine, STEPS[2:]).state, wanted().state)
+
+
+def test_a_commit_writes_no_byte_of_state_beyond_the_steps(tmp_path: Path) -> None:
+    written = []
+    for durability in ("step", "none"):
+        with wrap(CASE, budget(tmp_path / durability, durability=durability), delay=0.0, **COMMON) as engine:
+            found = run_steps(engine, STEPS[:2])
+            written.append([s.bytes_moved["write"] for s in found.stats])
+            state_of(engine)
+    assert written[0] == written[1]
+
+
+def test_durability_by_the_step_puts_all_state_on_disk(tmp_path: Path) -> None:
+    where = penstock.Budget(device="64MiB", host="64MiB", disk=tmp_path, durability="step")
+    with wrap(CASE, where, **COMMON) as engine:
+        engine.step(STEPS[0])
+        assert engine._home.always_whole
+        assert engine._arrays.stale()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"durability": "often"}, "must be one of step, interval, none or None"),
+        ({"durability": "interval", "interval": "soon"}, "budget.interval: 'soon' is not a time"),
+        ({"durability": "interval", "interval": "0min"}, "is not a time"),
+        ({"interval": 3}, "give both"),
+        ({"durability": "interval", "interval": 0}, "at least 1 step"),
+        ({"durability": "interval", "interval": 2, "slots": 1}, "needs budget.slots=2"),
+        ({"durability": "step", "slots": 1}, "needs budget.slots=2"),
+        ({"durability": "step", "state": "host"}, "use 'interval'"),
+        ({"durability": "interval", "disk": None}, "needs budget.disk"),
+    ],
+)
+def test_what_cannot_be_promised_is_refused(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        penstock.Budget(**{"device": "1MiB", "host": "1MiB", "disk": tmp_path} | wrong)
+
+
+def test_in_fp32_weights_in_memory_are_state_in_memory(tmp_path: Path) -> None:
+    where = penstock.Budget(device="64MiB", host="64MiB", disk=tmp_path, durability="step", weights="host")
+    with pytest.raises(ConfigError, match="in fp32 the weights are part of it"):
+        wrap(CASE, where, precision="fp32")

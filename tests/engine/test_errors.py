@@ -1,0 +1,379 @@
+"""Bad input gets an error that says what to do, and nothing is lost by it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import ConfigError, ModelError, ScheduleError, StoreError
+from penstock.store.records import read_document, write_document
+from tests import warm
+from tests.models import MODELS, MicroBatch, llama, qwen3
+from tests.training import assert_same_state, budget, state_of, steps_of, train, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASE = MODELS["llama"]
+STEPS = steps_of(CASE, 3)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[penstock.Engine]:
+    with wrap(CASE, budget(tmp_path / "store")) as made:
+        yield made
+
+
+@contextmanager
+def unharmed(engine: penstock.Engine) -> Iterator[None]:
+    """Whatever is tried inside, the engine's state is the same afterwards, and it goes on working."""
+    before, step = state_of(engine), engine.step_count
+    yield
+    assert engine.step_count == step
+    assert_same_state(state_of(engine), before)
+    assert engine.step(STEPS[0]).step == step + 1
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_grad_norm": 0.0}, r"clip_grad_norm=0\.0: must be a positive number, or None"),
+        ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan"),
+        ({"schedule": "diagonal"}, "schedule='diagonal': must be 'vertical', 'horizontal' or"),
+        ({"precision": "fp8"}, "precision='fp8': must be one of fp32, bf16, fp16"),
+        ({"io_threads": 0}, "io_threads=0: must be at least 1"),
+        (
+            {"optimizer": penstock.AdamW(overrides=(penstock.Override(match="nothing", lr=0.0),))},
+            "match='nothing' is the first match of no trained parameter",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_settings_that_mean_nothing(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        wrap(CASE, budget(tmp_path / "store"), **settings)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "a lot"}, "'a lot' is not a size"),
+        ({"device": "12 parsec"}, "'12 parsec' is not a size"),
+        ({"host": -1}, "-1 is not a size"),
+        ({"weights": "tape"}, r"budget\.weights='tape': must be one of device, host, disk"),
+        ({"gradients": "device"}, r"budget\.gradients='device': must be one of host, disk"),
+        ({"disk": None, "state": "disk"}, r"budget\.state='disk' needs budget\.disk"),
+        ({"disk": []}, r"budget\.disk is an empty list"),
+    ],
+    ids=str,
+)
+def test_budgets_that_mean_nothing(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        penstock.Budget(**{"device": "1MiB", "host": "1MiB", "disk": "/nowhere"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("precision", "places"),
+    [
+        ("bf16", {"weights": "disk", "state": "device"}),
+        ("fp32", {"weights": "device", "state": "disk"}),
+        ("fp32", {"weights": "disk", "state": "device"}),
+    ],
+)
+def test_pins_that_exclude_each_other(precision: str, places: dict[str, Any], tmp_path: Path) -> None:
+    with (
+        wrap(CASE, budget(tmp_path / "store", **places), precision=precision) as engine,
+        pytest.raises(ConfigError, match=r"budget\.weights='\w+' with budget\.state='\w+' cannot work"),
+    ):
+        engine.step(STEPS[0])
+
+
+def test_a_schedule_for_another_number_of_micro_batches(engine: penstock.Engine, tmp_path: Path) -> None:
+    engine.step(STEPS[0])
+    own = engine.plan.schedule
+    with (
+        wrap(CASE, budget(tmp_path / "other"), schedule=own) as other,
+        pytest.raises(ScheduleError, match="for 3 micro-batches, not 2"),
+    ):
+        other.step(STEPS[0][:2])
+
+
+# ---- the model
+
+
+def test_a_model_without_blocks(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ModelError, match=r"no repeated blocks were found in Sequential.*blocks=\[\.\.\.\]"):
+        wrap(CASE, budget(tmp_path / "store"), model=model)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
+def test_gradient_checkpointing_of_the_models_own(tmp_path: Path) -> None:
+    model = llama()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    with pytest.raises(ModelError, match=r"gradient checkpointing is switched on.*gradient_checkpointing_disable"):
+        wrap(CASE, budget(tmp_path / "store"), model=model)
+
+
+def test_a_model_that_returns_no_loss(tmp_path: Path) -> None:
+    with wrap(CASE, budget(tmp_path / "store"), loss_fn=None) as engine:
+        with pytest.raises(ConfigError, match="no loss: give micro-batches with 'labels', or pass loss_fn"):
+            engine.step([{"input_ids": mb["input_ids"]} for mb in STEPS[0]])
+        with unharmed(engine):
+            pass
+
+
+def test_a_loss_of_several_elements(tmp_path: Path) -> None:
+    def loss_fn(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
+        logits: torch.Tensor = model(**micro_batch).logits
+        return logits
+
+    with (
+        wrap(CASE, budget(tmp_path / "store"), loss_fn=loss_fn) as engine,
+        pytest.raises(ModelError, match=r"loss must be a tensor of one element, but .* of shape \(2, 12, 96\)"),
+    ):
+        engine.step(STEPS[0])
+
+
+def test_an_error_of_the_models_own_surfaces_as_itself(engine: penstock.Engine) -> None:
+    engine.step(STEPS[0])
+    with unharmed(engine), pytest.raises(IndexError):
+        engine.evaluate([{"input_ids": torch.full((1, 4), 10**6), "labels": torch.zeros(1, 4, dtype=torch.long)}])
+
+
+# ---- micro-batches
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([], "no micro-batches: give a list of at least one"),
+        (STEPS[0][0], "takes a list of micro-batches .* not dict"),
+        ((mb for mb in STEPS[0]), "takes a list of micro-batches .* not generator"),
+        ([STEPS[0][0]["input_ids"]], "micro-batch 0 is a Tensor: it must be a mapping"),
+        ([{}], "micro-batch 0 holds no tensor"),
+        ([{"input_ids": torch.zeros(0, 5)}], "micro-batch 0 holds no tensor with elements"),
+        (
+            [STEPS[0][0], {"input_ids": STEPS[0][1]["input_ids"]}],
+            "micro-batch 1 differs from micro-batch 0 in 'labels'",
+        ),
+        (
+            [STEPS[0][0], STEPS[0][1] | {"labels": torch.full((2, 8), -100)}],
+            "micro-batch 1 has no label that counts",
+        ),
+    ],
+    ids=["empty", "mapping", "generator", "tensor", "nothing", "no_elements", "keys", "labels"],
+)
+def test_micro_batches_that_make_no_step(bad: Any, message: str, engine: penstock.Engine) -> None:
+    with unharmed(engine):
+        for call in (engine.step, engine.evaluate):
+            with pytest.raises(ModelError, match=message):
+                call(bad)
+
+
+class Hasty(nn.Module):
+    """Leaves its last block out for short inputs: another way through the model than the one that was planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[: 3 if x.shape[0] > 2 else 2]:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_micro_batches_that_take_another_way(overlap: bool, clip: float | None, tmp_path: Path) -> None:
+    where, steady = budget(tmp_path / "store"), [{"x": torch.ones(4, 8)}] * 2
+    settings: dict[str, Any] = {"loss_fn": lambda m, mb: m(**mb), "overlap": overlap, "clip_grad_norm": clip}
+    with wrap(CASE, where, model=Hasty(), **settings) as engine:
+        engine.step(steady)
+        before = state_of(engine)
+        with pytest.raises(ModelError, match="micro-batch 1") as refusal:
+            engine.step([{"x": torch.ones(4, 8)}, {"x": torch.ones(2, 8)}])
+        assert any("in op" in note for note in refusal.value.__notes__)
+        assert_same_state(state_of(engine), before)
+        assert engine.step(steady).step == 2
+
+
+# ---- the engine
+
+
+def test_a_closed_engine(tmp_path: Path) -> None:
+    engine = wrap(CASE, budget(tmp_path / "store"))
+    engine.close()
+    engine.close()
+    for call in (
+        lambda: engine.step(STEPS[0]),
+        lambda: engine.evaluate(STEPS[0]),
+        lambda: list(engine.master_parameters()),
+        lambda: engine.save(tmp_path / "snapshot"),
+        lambda: engine.load(tmp_path / "snapshot"),
+    ):
+        with pytest.raises(ConfigError, match="this engine is closed: build the model anew, and wrap that"):
+            call()
+
+
+def test_there_is_no_plan_before_the_first_step(engine: penstock.Engine) -> None:
+    with pytest.raises(ConfigError, match="no plan before the first step"):
+        engine.plan  # noqa: B018 - the access is what is tested
+
+
+# ---- the disk
+
+
+def test_a_disk_directory_whose_parent_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is the drive mounted"):
+        wrap(CASE, budget(tmp_path / "not" / "there"))
+
+
+def test_a_disk_directory_that_is_in_use(engine: penstock.Engine, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="in use"):
+        wrap(CASE, budget(tmp_path / "store"))
+    code = (
+        "import sys; from pathlib import Path; from tests.models import MODELS; "
+        "from tests.training import budget, wrap; wrap(MODELS['skips'], budget(Path(sys.argv[1])))"
+    )
+    other = warm.run(["-c", code, tmp_path / "store"])
+    assert other.returncode != 0
+    assert "in use" in other.stderr.splitlines()[-1]
+    with unharmed(engine):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": qwen3()}, "made for another model"),
+        ({"precision": "bf16"}, "made for another model: .*precision"),
+        ({"optimizer": penstock.Lion()}, "made for another model: .*optimizer"),
+        ({"optimizer": penstock.Adam()}, "made for another model: .*optimizer"),
+        ({"model": llama(num_hidden_layers=2)}, "made for another model"),
+    ],
+    ids=["architecture", "precision", "moments", "optimizer", "layers"],
+)
+def test_a_store_of_another_run(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    where = budget(tmp_path / "store")
+    wanted = train(CASE, where, STEPS[:1])
+    with pytest.raises(StoreError, match=message):
+        wrap(CASE, where, **settings)
+    with wrap(CASE, where) as engine:
+        assert_same_state(state_of(engine), wanted.state)
+
+
+def test_a_store_started_with_another_seed(tmp_path: Path) -> None:
+    where = budget(tmp_path / "store")
+    train(CASE, where, STEPS[:1])
+    with pytest.raises(ConfigError, match=r"started with seed=7, not 8.*Pass seed=7"):
+        wrap(CASE, where, seed=8)
+    with wrap(CASE, where) as engine:
+        assert engine.step_count == 1
+
+
+def test_a_store_of_an_unknown_format(tmp_path: Path) -> None:
+    where = budget(tmp_path / "store")
+    train(CASE, where, STEPS[:1])
+    manifest = tmp_path / "store" / "manifest.json"
+    body = read_document(manifest, "store")
+    body["layout"]["format"] = 99
+    write_document(manifest, "store", body)
+    with pytest.raises(StoreError, match="format 99, this version of penstock reads format 2"):
+        wrap(CASE, where)
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [({"model": llama(num_hidden_layers=2)}, "groups"), ({"precision": "bf16"}, "precision")],
+    ids=["layers", "precision"],
+)
+def test_a_snapshot_of_another_run(settings: dict[str, Any], what: str, tmp_path: Path) -> None:
+    with wrap(CASE, budget(tmp_path / "one")) as engine:
+        engine.step(STEPS[0])
+        engine.save(tmp_path / "snapshot")
+    with wrap(CASE, budget(tmp_path / "two"), **settings) as engine, unharmed(engine):
+        with pytest.raises(StoreError, match=f"made with another {what} than this engine"):
+            engine.load(tmp_path / "snapshot")
+        with pytest.raises(StoreError, match="is not a snapshot"):
+            engine.load(tmp_path / "nothing")
+
+
+def test_a_snapshot_of_a_run_with_other_settings(tmp_path: Path) -> None:
+    """Refused before anything is overwritten."""
+    overrides = (penstock.Override(match="norm", weight_decay=0.0),)
+    for name, saved, loading, message in (
+        ("seed", {"seed": 1}, {"seed": 2}, "started with seed=1, not 2"),
+        ("groups", {}, {"optimizer": penstock.AdamW(overrides=overrides)}, "had 1 param groups .* and has 2 now"),
+    ):
+        with wrap(CASE, budget(tmp_path / f"{name}1"), **saved) as engine:
+            engine.step(STEPS[0])
+            engine.save(tmp_path / name)
+        with (
+            wrap(CASE, budget(tmp_path / f"{name}2"), **loading) as engine,
+            unharmed(engine),
+            pytest.raises((ConfigError, StoreError), match=message),
+        ):
+            engine.load(tmp_path / name)
+
+
+def test_a_damaged_snapshot_changes_nothing(tmp_path: Path, engine: penstock.Engine) -> None:
+    engine.step(STEPS[0])
+    engine.save(tmp_path / "snapshot")
+    engine.step(STEPS[1])
+    with (tmp_path / "snapshot" / "penstock.snapshot").open("r+b") as file:
+        file.seek(-100, 2)
+        file.write(b"damage")
+    with unharmed(engine), pytest.raises(StoreError, match="damaged"):
+        engine.load(tmp_path / "snapshot")
+
+
+def test_a_snapshot_is_not_overwritten_unasked(tmp_path: Path, engine: penstock.Engine) -> None:
+    engine.save(tmp_path / "snapshot")
+    engine.step(STEPS[0])
+    with pytest.raises(StoreError, match="exists: give another path, remove it, or say overwrite=True"):
+        engine.save(tmp_path / "snapshot")
+    engine.save(tmp_path / "snapshot", overwrite=True)
+    engine.load(tmp_path / "snapshot")
+    assert engine.step_count == 1
+
+
+def test_a_pin_of_gradients_that_never_wait_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"budget\.gradients='disk' has no effect"):
+        wrap(CASE, budget(tmp_path / "store", gradients="disk"), clip_grad_norm=None)
+    assert not (tmp_path / "store").exists()
+
+
+def test_outputs_of_an_evaluation_that_are_kept_without_being_read_are_not_nan(tmp_path: Path) -> None:
+    """Hidden states go from block to block and are let go of: kept, they are an error; copied, they are right."""
+    kept: list[torch.Tensor] = []
+
+    def keeps(model: nn.Module, micro_batch: MicroBatch, *, copy: bool) -> torch.Tensor:
+        output = model(**micro_batch, output_hidden_states=True)
+        kept[:] = [hidden.clone() if copy else hidden for hidden in output.hidden_states]
+        loss: torch.Tensor = output.loss
+        return loss
+
+    expected = CASE.model().eval()
+    with torch.no_grad():
+        wanted = expected(**STEPS[0][0], output_hidden_states=True).hidden_states
+    with wrap(CASE, budget(tmp_path / "a"), loss_fn=partial(keeps, copy=True)) as engine:
+        engine.evaluate(STEPS[0][:1])
+        torch.testing.assert_close(kept, list(wanted))
+    with (
+        wrap(CASE, budget(tmp_path / "b"), loss_fn=partial(keeps, copy=False)) as engine,
+        unharmed(engine),
+        pytest.raises(ModelError, match=r"that one block hands to the next was kept.*hidden_states\[1\].clone"),
+    ):
+        engine.evaluate(STEPS[0])

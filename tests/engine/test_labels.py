@@ -1,0 +1,203 @@
+"""Which labels a loss is the mean over is found out from the model, so that every step is an exact mean over them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.engine.labels import LabelCount
+from penstock.errors import ModelError
+from penstock.loss.tiled import tiled_loss
+from tests.models import MODELS, VOCABULARY, Case, MicroBatch
+from tests.training import budget, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH = 8
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+entropy = nn.functional.cross_entropy
+
+
+class Reader(nn.Module):
+    """Logits [rows, tokens, vocabulary] of tokens, and what ``loss`` makes of them and labels."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.loss = loss
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.loss(self.head(x), labels)
+
+
+def aligned(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def padded(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As transformers shifts: with one label more, which is ignored."""
+    return aligned(logits, nn.functional.pad(labels, (0, 1), value=-100)[:, 1:])
+
+
+def by_nll(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.nll_loss(logits.log_softmax(-1).flatten(0, 1), labels.flatten())
+
+
+def masked_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    each = entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return each.sum() / (labels[:, 1:] != -100).sum()
+
+
+def beside_another(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """With a loss of something else, as that of a codebook."""
+    return shifted(logits, labels) + 0.0 * entropy(logits[0, :2], torch.tensor([1, 2]))
+
+
+def summed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 50
+
+
+def own(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """By none of torch's losses."""
+    chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(chosen * (labels != -100)).sum() / (labels != -100).sum()
+
+
+def other_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return entropy(logits.flatten(0, 1), (labels.clamp(min=0) // 2).flatten())
+
+
+def case(loss: Loss) -> Case:
+    return Case(
+        build=lambda: Reader(loss), micro_batch=MODELS["llama"].micro_batch, blocks=2, loss_fn=lambda m, mb: m(**mb)
+    )
+
+
+def rows(lengths: tuple[int, ...], tokens: int, *, first: bool, seed: int) -> MicroBatch:
+    """A row of ``tokens`` for each length, of which as many count. ``first``: whether a row's first label does."""
+    ids = torch.randint(2, VOCABULARY, (len(lengths), tokens), generator=torch.Generator().manual_seed(seed))
+    labels = ids.masked_fill(torch.arange(tokens) >= torch.tensor(lengths).unsqueeze(1), -100)
+    if not first:
+        labels[:, 0] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def micro_batches(*, first: bool) -> list[MicroBatch]:
+    return [rows((12, 5), 12, first=first, seed=1), rows((8, 3, 2), 8, first=first, seed=2)]
+
+
+def whole(model: nn.Module, mbs: list[MicroBatch], counts: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    """The mean over all labels that count, each of which is looked at alone."""
+    total, items = 0.0, 0
+    for mb in mbs:
+        for r, t in counts(mb["labels"]).nonzero().tolist():
+            alone = torch.full_like(mb["labels"], -100)
+            alone[r, t] = mb["labels"][r, t]
+            total += float(model(mb["input_ids"], alone).detach())
+            items += 1
+    return total / items
+
+
+@pytest.mark.parametrize("loss", [aligned, shifted, padded, by_nll, masked_mean, beside_another])
+def test_a_step_is_the_mean_over_all_labels_that_the_loss_counts(loss: Loss, tmp_path: Path) -> None:
+    """In the first step no row's first label counts, so that it does not show whether the model would look at it."""
+    of = case(loss)
+    counted = (lambda labels: labels != -100) if loss in (aligned, by_nll) else _but_first
+    with wrap(of, budget(tmp_path / "store"), optimizer=penstock.SGD(lr=0.0)) as engine:
+        for first in (False, True):
+            stats = engine.step(micro_batches(first=first))
+            assert stats.loss == pytest.approx(whole(of.model(), micro_batches(first=first), counted), rel=1e-6)
+            assert stats.labels == ("all" if loss in (aligned, by_nll) else "but the first")
+        assert engine.evaluate(micro_batches(first=True)) == pytest.approx(stats.loss, rel=1e-6)
+
+
+def _but_first(labels: torch.Tensor) -> torch.Tensor:
+    found = labels != -100
+    found[:, 0] = False
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [(summed, "a sum over labels"), (own, "none of torch's losses"), (other_labels, "not the micro-batch's labels")],
+)
+def test_what_cannot_be_found_out_is_an_error_with_a_way_out(loss: Loss, says: str, tmp_path: Path) -> None:
+    of = case(loss)
+    with wrap(of, budget(tmp_path / "store"), optimizer=penstock.SGD(lr=0.0)) as engine:
+        for use in (engine.step, engine.evaluate):
+            with pytest.raises(ModelError, match=rf"{says}.*loss_weights=\[\.\.\.\]"):
+                use(micro_batches(first=True))
+        alone = engine.step(micro_batches(first=True)[:1])  # there is nothing to weigh
+        assert engine.step(micro_batches(first=True), loss_weights=[1.0, 1.0]).labels is None
+        model = of.model()
+        assert alone.loss == pytest.approx(float(model(**micro_batches(first=True)[0]).detach()), rel=1e-6)
+
+
+def test_a_sum_that_knows_the_steps_labels_is_refused_without_weights(tmp_path: Path) -> None:
+    """Divided by all labels of the step, it would be divided once more by their share."""
+    llama = MODELS["llama"]
+
+    def run(model: nn.Module, mb: Mapping[str, Any]) -> torch.Tensor:
+        """In a step of one micro-batch, as here the first is, that is its mean."""
+        loss: torch.Tensor = model(**mb, num_items_in_batch=torch.tensor(22)).loss
+        return loss
+
+    refused = pytest.raises(ModelError, match="num_items_in_batch")
+    with wrap(replace(llama, loss_fn=run), budget(tmp_path / "store")) as engine:
+        engine.step(llama.micro_batches(1))
+        with refused:
+            engine.step(llama.micro_batches(2))
+
+
+def test_the_loss_in_tiles_is_seen_as_well(tmp_path: Path) -> None:
+    llama = MODELS["llama"]
+    found = []
+    for name, loss_fn in (("plain", llama.loss_fn), ("tiles", tiled_loss(4))):
+        with wrap(replace(llama, loss_fn=loss_fn), budget(tmp_path / name)) as engine:
+            stats = engine.step([llama.micro_batches(1, length=n)[0] for n in (12, 8)])
+        found.append((stats.labels, round(stats.loss, 5)))
+    assert found[0] == found[1]
+    assert found[0][0] == "but the first"
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_connectionist_losses_count_rows_where_they_are_means(mean: bool) -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        lengths = (labels != -100).sum(1)
+        times = torch.full((len(labels),), logits.shape[1])
+        scores = logits.log_softmax(-1).transpose(0, 1)
+        reduction = "mean" if mean else "sum"
+        return nn.functional.ctc_loss(scores, labels.clamp(min=0), times, lengths, reduction=reduction)
+
+    mbs = [mb | {"labels": mb["labels"][:, :3]} for mb in micro_batches(first=True)]
+    of = case(loss)
+    with wrap(of, budget(None), optimizer=penstock.SGD(lr=0.0), plan=None) as engine:
+        if not mean:
+            with pytest.raises(ModelError, match="ctc_loss_reduction"):
+                engine.step(mbs)
+            return
+        model, count = of.model(), [len(mb["labels"]) for mb in mbs]
+        each = [n * float(model(**mb).detach()) for n, mb in zip(count, mbs, strict=True)]
+        assert engine.step(mbs).loss == pytest.approx(sum(each) / sum(count), rel=1e-6)
+
+
+def test_labels_that_are_no_rows_of_ids_need_no_finding_out() -> None:
+    count = LabelCount()
+    assert count.items({"x": torch.ones(2)}) is None
+    assert count.items({"labels": torch.ones(3, 4)}) == 3
+    assert count.items({"labels": torch.tensor([1, -100, 2])}) == 2
+    assert count.items({"labels": torch.tensor(1.0)}) == 1

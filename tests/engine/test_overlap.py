@@ -1,0 +1,187 @@
+"""Steps before the norm is known and steps in the next forward: the bits of a serial run that waits, wherever state is.
+
+The oracle has no overlap, no speculation, no delay: everything on disk, one op at a time.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine import planning
+from tests.models import MODELS
+from tests.training import (
+    MicroBatches,
+    Result,
+    assert_same,
+    assert_same_state,
+    budget,
+    run_steps,
+    steps_of,
+    train,
+    wrap,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASE = MODELS["gpt2"]
+STEPS = steps_of(CASE, 3)
+PLACES: dict[str, dict[str, Any]] = {
+    "disk": {},
+    "weights-host": {"weights": "host"},
+    "weights-device": {"weights": "device"},
+    "host": {"weights": "host", "state": "host"},
+    "device": {"weights": "device", "state": "device"},
+    "mixed": {"weights": None, "state": None, "durability": "none", "device": "700KiB", "host": "1800KiB"},
+}
+
+
+def places(precision: str) -> list[str]:
+    """In fp32 the weights are the master copy, which cannot be on the device without the moments."""
+    return [name for name in PLACES if precision != "fp32" or name != "weights-device"]
+
+
+def oracle(path: Path, steps: Sequence[MicroBatches], **settings: Any) -> Result:
+    return train(CASE, budget(path), steps, overlap=False, speculate=False, delay=0.0, **settings)
+
+
+@cache
+def wanted(precision: str, clip: float | None, schedule: str = "vertical") -> Result:
+    with TemporaryDirectory() as folder:
+        return oracle(Path(folder, "store"), STEPS, precision=precision, clip_grad_norm=clip, schedule=schedule)
+
+
+@cache
+def limit(precision: str) -> float:
+    """A norm that some of the steps are over."""
+    norms = sorted(wanted(precision, 1e9).norms)
+    return (norms[0] + norms[1]) / 2
+
+
+def variants(precision: str, place: str) -> list[tuple[bool, float]]:
+    """(speculate, delay) that are possible, and enough of them. In fp32 weights in memory are state in memory."""
+    if place in ("host", "device") or (precision, place) == ("fp32", "weights-host"):
+        return [(False, 0.6)]
+    return [(True, 0.0), (True, 0.4), (False, 0.6), (True, 1.0)] if place == "disk" else [(True, 0.4)]
+
+
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize(
+    ("precision", "place", "speculate", "delay"),
+    [(p, place, *v) for p in ("fp32", "bf16", "fp16") for place in places(p) for v in variants(p, place)],
+)
+def test_clipping_in_some_of_the_steps_gives_the_bits_of_a_run_that_waits(
+    tmp_path: Path, precision: str, place: str, speculate: bool, delay: float
+) -> None:
+    common: dict[str, Any] = {"clip_grad_norm": limit(precision), "precision": precision}
+    clipped = [s.clipped for s in wanted(precision, limit(precision)).stats]
+    assert 0 < sum(clipped) < len(STEPS)
+    places_of = PLACES[place] | ({"host": "900KiB"} if place == "mixed" and precision != "fp32" else {})
+    found = train(CASE, budget(tmp_path, **places_of), STEPS, speculate=speculate, delay=delay, **common)
+    assert_same(wanted(precision, limit(precision)), found)
+    assert place != "mixed" or ("disk" in found.placed and len(found.placed) > 1)
+    repeats = [s.repeats for s in found.stats]
+    early = speculate and delay < 1
+    assert repeats == ([int(c) for c in clipped] if early else [0] * len(STEPS)) or place == "mixed"
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize(("checkpoints", "gradients"), [("device", "host"), ("host", "host"), ("disk", "disk")])
+@pytest.mark.parametrize(("place", "delay"), list(zip(places("bf16"), (0.25, 0.5, 1.0, 0.3, 0.6, 0.8), strict=True)))
+def test_any_delay_gives_the_same_bits_without_a_norm_to_wait_for(
+    tmp_path: Path, place: str, delay: float, checkpoints: str, gradients: str
+) -> None:
+    common: dict[str, Any] = {"clip_grad_norm": None, "precision": "bf16"}
+    if gradients == "disk":
+        common["clip_grad_norm"] = 1e9
+        common["speculate"] = False
+    where = budget(
+        tmp_path, checkpoints=checkpoints, gradients=gradients if gradients == "disk" else None, **PLACES[place]
+    )
+    found = train(CASE, where, STEPS, delay=delay, **common)
+    assert_same(wanted("bf16", common["clip_grad_norm"]), found)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_pending_is_done_before_the_state_is_looked_at(tmp_path: Path, overlap: bool) -> None:
+    """Evaluation, a snapshot, the parameters, and the end of the run."""
+    serial = oracle(tmp_path / "oracle", STEPS, clip_grad_norm=1.0)
+    after: list[Any] = []
+    for delay in (0.0, 0.7):
+        with wrap(CASE, budget(tmp_path / f"store{delay}"), delay=delay, clip_grad_norm=1.0, overlap=overlap) as engine:
+            seen: list[Any] = []
+            for i, micro_batches in enumerate(STEPS):
+                engine.step(micro_batches)
+                if i == 0:
+                    seen.append(engine.evaluate(micro_batches))
+                if i == 1:
+                    engine.save(tmp_path / f"snapshot{delay}")
+                if i == 2:
+                    seen.append({name: p.clone() for name, p in engine.master_parameters()})
+            after.append(seen)
+        with wrap(CASE, budget(tmp_path / f"store{delay}"), delay=delay, clip_grad_norm=1.0) as engine:
+            assert engine.step_count == len(STEPS)
+            found = run_steps(engine, [])
+            assert_same_state(serial.state, found.state)
+        with wrap(CASE, budget(tmp_path / f"other{delay}"), delay=delay, clip_grad_norm=1.0) as engine:
+            engine.load(tmp_path / f"snapshot{delay}")
+            assert_same_state(serial.state, run_steps(engine, STEPS[2:]).state)
+    assert after[0][0] == after[1][0]
+    assert_same_state(after[0][1], after[1][1])
+
+
+def test_micro_batches_of_another_shape_find_what_was_pending_done(tmp_path: Path) -> None:
+    steps = [*STEPS[:2], *steps_of(CASE, 1, first=3, lengths=(16, 16)), *steps_of(CASE, 1, first=4)]
+    serial = oracle(tmp_path / "oracle", steps, clip_grad_norm=1.0)
+    found = train(CASE, budget(tmp_path / "found"), steps, delay=0.5, speculate=True, clip_grad_norm=1.0)
+    assert_same(serial, found)
+
+
+def test_the_learning_rate_of_a_delayed_step_is_that_of_its_own_step(tmp_path: Path) -> None:
+    def run(path: Path, **settings: Any) -> Result:
+        with wrap(CASE, budget(path), clip_grad_norm=1.0, **settings) as engine:
+            schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0 / (1 + step))
+            for micro_batches in STEPS[:-1]:
+                engine.step(micro_batches)
+                schedule.step()
+            return run_steps(engine, STEPS[-1:])
+
+    serial = run(tmp_path / "serial", overlap=False, speculate=False, delay=0.0)
+    assert_same(serial, run(tmp_path / "found", speculate=True, delay=0.6))
+
+
+def test_horizontal_speculates_too(tmp_path: Path) -> None:
+    clip = limit("bf16")
+    found = train(
+        CASE, budget(tmp_path), STEPS, speculate=True, clip_grad_norm=clip, precision="bf16", schedule="horizontal"
+    )
+    assert_same(wanted("bf16", clip, "horizontal"), found)
+    assert any(s.repeats for s in found.stats)
+
+
+def test_bytes_moved_are_those_of_the_schedule_with_a_delay_and_early_steps(tmp_path: Path) -> None:
+    with wrap(CASE, budget(tmp_path), delay=0.5, speculate=True, clip_grad_norm=1e9, precision="bf16") as engine:
+        stats = [engine.step([STEPS[0][0]] * 2) for _ in range(3)]
+        planned = engine.plan.schedule.bytes_per_lane()
+        assert {lane: n for lane, n in stats[-1].bytes_moved.items() if n} == {k: v for k, v in planned.items() if v}
+        assert "CM" in engine.plan.schedule.by_id
+
+
+def test_a_run_that_is_clipped_all_the_time_stops_speculating_and_takes_it_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_WINDOW", 2)
+    clip = sorted(wanted("bf16", 1e9).norms)[0] * 0.9
+    with wrap(CASE, budget(tmp_path), clip_grad_norm=clip, precision="bf16", plan=None) as engine:
+        first = run_steps(engine, STEPS)
+        assert [s.repeats for s in first.stats] == [1, 1, 0]
+        assert not engine.plan.settings.speculate
+        assert_same(wanted("bf16", clip), first)
+        engine._clip = 1e9
+        for _ in range(2):
+            engine.step(STEPS[0])
+        assert engine.plan.settings.speculate

@@ -1,0 +1,116 @@
+"""What an engine predicts of a step, on a machine that it is told of, beside what the step then does."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+import penstock
+from penstock.hardware.crossing import crossing_of
+from penstock.hardware.machine import Device, Drive, Host, Machine
+from penstock.hardware.profiles import save_profile
+from penstock.schedule.op import LOCAL_LANES
+from tests.models import MODELS
+from tests.training import assert_same, budget, run_steps, steps_of, wrap
+
+
+def machine(folder: Path, **changes: Any) -> Machine:
+    """A machine of round figures with its drive in ``folder``."""
+    drive = Drive(path=str(folder), read=1e9, write=5e8, read_both=8e8, write_both=4e8, free=10**12)
+    return replace(
+        Machine(
+            name="round figures",
+            host=Host(cores=2, memory=2**34, lockable=2**34, copy=1e10, optimizer={"adamw.fp32": 1e8}),
+            device=Device(
+                name="cpu", kind="cpu", memory=2**34, flops={"fp32": 1e11},
+                h2d=1e10, d2h=1e10, h2d_both=1e10, d2h_both=1e10,
+            ),
+            drives=(drive,),
+            overhead=1e-5,
+        ),
+        **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("where", [{}, {"weights": "host", "state": "host"}, {"state": "host", "checkpoints": "disk"}])
+def test_bytes_are_predicted_exactly_and_memory_is_not_exceeded(
+    tmp_path: Path, schedule: Literal["vertical", "horizontal"], where: dict[str, Any]
+) -> None:
+    case = MODELS["llama"]
+    places = budget(tmp_path / "store", **where)
+    with wrap(case, places, schedule=schedule, plan=machine(tmp_path), clip_grad_norm=1e9) as engine:
+        stats = [engine.step(micro_batches) for micro_batches in steps_of(case, 2, lengths=(12, 12))][-1]
+        prediction = engine.prediction
+        assert prediction is not None
+        assert prediction.bytes_per_lane() == stats.bytes_moved
+        moved = dict.fromkeys(LOCAL_LANES, 0)
+        for event in engine.trace:
+            moved[event.lane] += event.bytes
+        assert moved == stats.bytes_moved
+        assert prediction.time >= prediction.lower_bound > 0
+        for tier in ("device", "host"):
+            assert prediction.peak(0)[tier] <= engine.plan.schedule.peak_bytes(tier)
+            assert stats.peak_bytes[tier] <= engine.plan.schedule.peak_bytes(tier)
+
+
+def test_a_shorter_micro_batch_moves_less_than_was_planned_for_the_longest(tmp_path: Path) -> None:
+    case = MODELS["llama"]
+    (step,) = steps_of(case, 1, lengths=(12, 8))
+    where = budget(tmp_path / "store", checkpoints="host")
+    with wrap(case, where, plan=machine(tmp_path), clip_grad_norm=1e9, delay=0.0) as engine:
+        stats = engine.step(step)
+        assert engine.prediction is not None
+        planned = engine.prediction.bytes_per_lane()
+    less = {lane for lane in planned if stats.bytes_moved[lane] < planned[lane]}
+    assert less == {"h2d", "d2h"}
+    assert all(stats.bytes_moved[lane] <= planned[lane] for lane in planned)
+
+
+def test_a_stored_profile_is_used_by_default_and_no_profile_predicts_nothing(tmp_path: Path) -> None:
+    case = MODELS["llama"]
+    (step,) = steps_of(case, 1)
+    with wrap(case, budget(tmp_path / "a", weights="disk", state="disk")) as engine:
+        engine.step(step)
+        assert engine.prediction is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        save_profile(machine(tmp_path / "b"))
+        with wrap(case, budget(tmp_path / "b", weights="disk", state="disk")) as engine:
+            engine.step(step)
+            assert engine.prediction is not None
+
+
+def test_predicting_changes_no_bit(tmp_path: Path) -> None:
+    case = MODELS["skips"]
+    losses = []
+    for plan in (None, machine(tmp_path)):
+        with wrap(case, budget(tmp_path / f"store{len(losses)}", weights="disk", state="disk"), plan=plan) as engine:
+            losses.append([engine.step(micro_batches).loss for micro_batches in steps_of(case, 2)])
+    assert losses[0] == losses[1]
+
+
+def test_the_profile_decides_who_rounds_gradients_and_changes_no_bit(tmp_path: Path) -> None:
+    case, steps = MODELS["llama"], steps_of(MODELS["llama"], 2)
+    fast = machine(tmp_path)
+    slow_link = replace(fast, device=replace(fast.device, d2h=1e6, d2h_both=1e6))
+    found = {}
+    for side, known in {"device": slow_link, "host": fast}.items():
+        rate = 1e8 if side == "device" else 1e5
+        plan = replace(known, crossing=replace(crossing_of(known), grad_bf16=rate))
+        where = budget(tmp_path / side, weights="disk", state="disk")
+        with wrap(case, where, plan=plan, grad_dtype="bf16", clip_grad_norm=1e9) as engine:
+            found[side] = run_steps(engine, steps)
+            assert engine.plan.settings.cast == side
+            assert engine.prediction is not None
+            planned = {op.id: op.nbytes for op in engine.plan.schedule.lanes["d2h"]}
+            traced = {event.op: event.bytes for event in engine.trace if event.op.startswith("DG")}
+            assert traced == {name: planned[name] for name in traced}
+            assert len(traced) == sum(name.startswith("DG") for name in planned) > 0
+    assert_same(found["device"], found["host"])
+
+
+def test_a_plan_that_is_no_machine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(penstock.ConfigError, match="plan='fast': must be 'auto'"):
+        wrap(MODELS["llama"], budget(tmp_path), plan="fast")

@@ -1,0 +1,75 @@
+"""Models whose parameters are used by many stages train as plain PyTorch does, and with the same bits everywhere."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from tests.shared_models import SHARED
+from tests.training import (
+    Result,
+    assert_same,
+    budget,
+    master_of,
+    plain_loop,
+    relative,
+    run_steps,
+    steps_of,
+    train,
+    wrap,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LEAST = {"device": "4MiB", "host": "3MiB"}
+"""Little enough that buffers are few and chunks many."""
+
+
+def small(disk: Path, **places: Any) -> penstock.Budget:
+    return budget(disk, **LEAST | places)
+
+
+def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_parameters_of_many_stages_train_as_in_plain_torch(name: str, tmp_path: Path) -> None:
+    case = SHARED[name]
+    steps = steps_of(case, 3)
+    model = case.model()
+    plain_model = copy.deepcopy(model)
+    with wrap(case, small(tmp_path / "store"), model=model, clip_grad_norm=0.5) as engine:
+        found = run_steps(engine, steps)
+        plain = plain_loop(case, plain_model, engine, steps, torch_adamw, 0.5)
+        assert found.losses == pytest.approx(plain.losses, rel=1e-6)
+        assert found.norms == pytest.approx(plain.norms, rel=1e-5)
+        assert relative(master_of(engine), plain.parameters) <= 1e-6
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "horizontal": ({}, {"schedule": "horizontal"}),
+    "delayed": ({"checkpoints": "host"}, {"delay": 0.5}),
+    "waiting on disk": ({"gradients": "disk", "checkpoints": "disk"}, {"speculate": False}),
+    "on the host": ({"disk": None, "weights": "host", "state": "host", "host": "64MiB"}, {}),
+    "where there is room": ({"weights": None, "state": None, "durability": "none", "host": "4MiB"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", ["tied", "values"])
+def test_parameters_of_many_stages_have_the_same_bits_under_any_schedule(name: str, tmp_path: Path) -> None:
+    """The reference is the serial oracle with everything on disk."""
+    case = SHARED[name]
+    steps = steps_of(case, 2)
+
+    def run(label: str, places: dict[str, Any], more: dict[str, Any]) -> Result:
+        where = budget(**{"disk": tmp_path / label} | LEAST | places)
+        return train(case, where, steps, clip_grad_norm=0.5, precision="bf16", **more)
+
+    oracle = run("oracle", {}, {"overlap": False})
+    for label, (places, more) in SETTINGS.items():
+        assert_same(run(label, places, more), oracle)

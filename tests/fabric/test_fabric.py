@@ -1,0 +1,396 @@
+"""Lightning Fabric's own loops on the engine: what they compute eagerly is recorded, and comes out the same."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning_fabric import Fabric
+from torch import nn
+from torch.utils.data import DataLoader
+
+import penstock
+from penstock.fabric import Deferred, PenstockStrategy
+from tests.library_runs import CLOSE, VOCABULARY, check_same_weights, examples, llama, one_thread
+
+STEPS, ACCUMULATE, CLIP = 4, 3, 0.5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from one_thread()
+
+
+def strategy(disk: Path | None = None, **settings: Any) -> PenstockStrategy:
+    places = {} if disk is None else {"disk": disk, "weights": "disk", "state": "disk"}
+    budget = penstock.Budget(device="64MiB", host="64MiB", **places)  # type: ignore[arg-type]
+    return PenstockStrategy(**{"budget": budget, "plan": None} | settings)
+
+
+def fabric_on(disk: Path | None = None, **settings: Any) -> Fabric:
+    return Fabric(accelerator="cpu", devices=1, strategy=strategy(disk, **settings))
+
+
+def plain_fabric() -> Fabric:
+    return Fabric(accelerator="cpu", devices=1)
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """The norms' weights do not decay, and learn at a rate of their own."""
+    norms = [p for n, p in model.named_parameters() if "norm" in n]
+    others = [p for n, p in model.named_parameters() if "norm" not in n]
+    groups = [{"params": others}, {"params": norms, "weight_decay": 0.0, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+
+
+def train(
+    fabric: Fabric, *, first: int = 0, last: int = STEPS, resume: Path | None = None, save: Path | None = None
+) -> tuple[list[tuple[float, float]], Any]:
+    """A loop as users write it, on either strategy: (loss, norm) of each step, and the model."""
+    model = llama()
+    optimizer = two_groups(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))  # made before setup
+    model, optimizer = fabric.setup(model, optimizer)
+    data = DataLoader(examples(2 * STEPS * ACCUMULATE), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    batches = list(fabric.setup_dataloaders(data))
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "done": 0}
+    if resume is not None:
+        fabric.load(resume, state)
+        assert state["done"] == first
+    seen = []
+    for step in range(first, last):
+        losses = []
+        for index, batch in enumerate(batches[step * ACCUMULATE : (step + 1) * ACCUMULATE]):
+            with fabric.no_backward_sync(model, enabled=index < ACCUMULATE - 1):
+                loss = model(**batch).loss
+                fabric.backward(loss / ACCUMULATE)
+            losses.append(loss.detach())
+        norm = fabric.clip_gradients(model, optimizer, max_norm=CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        seen.append((torch.stack(losses).mean().item(), float(norm)))
+    if save is not None:
+        fabric.save(save, state | {"done": last})
+    return seen, model
+
+
+def test_a_loop_trains_to_the_numbers_of_fabrics_own(tmp_path: Path) -> None:
+    expected, plain = train(plain_fabric())
+    fabric = fabric_on(tmp_path / "store", clip_grad_norm=CLIP)
+    found, _ = train(fabric)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), **CLOSE)
+    assert any(norm > CLIP for _, norm in expected)
+    check_same_weights(fabric.strategy.engine, plain.module)
+    fabric.strategy.engine.close()
+
+
+def test_a_loop_that_is_resumed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole, _ = train(fabric_on(clip_grad_norm=CLIP))
+    first, _ = train(fabric_on(clip_grad_norm=CLIP), last=2, save=tmp_path / "saved")
+    second, _ = train(fabric_on(clip_grad_norm=CLIP), first=2, resume=tmp_path / "saved")
+    assert first + second == whole
+
+
+class Classifier(nn.Module):
+    """A plain module, whose loop computes the loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        layer = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3)]
+        self.layers = nn.ModuleList(layer)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.embed(batch["tokens"])
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden.mean(1)), hidden
+
+
+def classify(fabric: Fabric) -> list[list[float]]:
+    torch.manual_seed(0)
+    model = Classifier()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    generator = torch.Generator().manual_seed(1)
+    seen = []
+    for step in range(4):
+        batch = {"tokens": torch.randint(0, VOCABULARY, (4, 7 + step), generator=generator)}
+        target = torch.randint(0, 5, (4,), generator=generator)
+        logits, hidden = model(batch)[0], model(batch)[1]
+        with torch.no_grad():
+            calm = logits.softmax(-1) * 0.5 + 0.1  # of which no gradient may come
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), target) + (logits.softmax(-1) - calm).square().sum()
+        loss += 1e-3 * (hidden**2).mean() - 2.0
+        if isinstance(loss, Deferred):
+            with pytest.raises(penstock.ModelError, match=r"known after optimizer.step"):
+                float(loss)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            outputs = model(batch)
+        model.train()
+        seen.append([loss.item(), *(float(output.double().sum()) for output in outputs)])
+    return seen
+
+
+def test_whatever_a_loop_computes_from_the_outputs_is_computed_in_the_step() -> None:
+    """Two calls of the model in one loss, a part without gradients, and outputs of an evaluation."""
+    found, expected = classify(fabric_on()), classify(plain_fabric())
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return collate(examples(2))
+
+
+def set_up(**settings: Any) -> tuple[Fabric, Any, Any]:
+    fabric = fabric_on(**settings)
+    model = llama()
+    return (fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters())))
+
+
+def test_zero_grad_forgets_what_was_collected() -> None:
+    fabric, model, optimizer = set_up()
+    fabric.backward(model(**batch()).loss)
+    optimizer.zero_grad()
+    with pytest.raises(penstock.ModelError, match="no loss was given"):
+        optimizer.step()
+
+
+def test_a_number_that_was_no_part_of_the_loss_is_not_made_up() -> None:
+    fabric, model, optimizer = set_up()
+    output = model(**batch())
+    accuracy = (output.logits.argmax(-1) == 3).float().mean()
+    fabric.backward(output.loss)
+    optimizer.step()
+    assert output.loss > 0
+    with pytest.raises(penstock.ModelError, match="gone with its micro-batch"):
+        accuracy.item()
+
+
+def test_a_gradient_that_is_not_finite_ends_the_loop_that_asks_for_it() -> None:
+    fabric, model, optimizer = set_up(clip_grad_norm=1.0)
+    before = {name: tensor.clone() for name, tensor in fabric.strategy.engine.master_parameters()}
+    loss = model(**batch()).loss
+    fabric.backward(loss * torch.tensor(1e30) * 1e30 * 0.0 + torch.sqrt(loss * 0.0))
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(penstock.NonFiniteError):
+        optimizer.step()
+    after = {name: tensor.clone() for name, tensor in fabric.strategy.engine.master_parameters()}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_sums_over_many_steps_are_numbers_and_not_chains() -> None:
+    """As loops keep them, and never read before the end."""
+    seen = []
+    for fabric in (plain_fabric(), fabric_on()):
+        model = llama()
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+        total, mean = torch.zeros(()), 0.0
+        for _ in range(12):
+            micro_batch = batch()
+            loss = model(micro_batch.pop("input_ids"), **micro_batch).loss  # the loop takes its batch apart
+            total = total + loss.detach()
+            mean = mean + loss.detach() / 12
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(total, Deferred):
+            assert len(list(chain_of(total))) < 8  # what the last step has left, and not all twelve
+        seen.append([float(total), float(mean)])
+    torch.testing.assert_close(torch.tensor(seen[1]), torch.tensor(seen[0]), **CLOSE)
+
+
+def chain_of(value: Deferred) -> Iterator[Deferred]:
+    yield value
+    for part in value._args:
+        if isinstance(part, Deferred):
+            yield from chain_of(part)
+
+
+def misuse_in_place() -> None:
+    fabric, model, _ = set_up()
+    loss = model(**batch()).loss
+    loss.div_(2)
+    fabric.backward(loss)
+
+
+def misuse_in_place_of_a_tensor() -> None:
+    _, model, _ = set_up()
+    losses = torch.zeros(3)
+    losses[0] = model(**batch()).loss.detach()
+
+
+def misuse_sum_in_place() -> None:
+    _, model, _ = set_up()
+    total = torch.zeros(())
+    total += model(**batch()).loss.detach()
+
+
+def misuse_out() -> None:
+    _, model, _ = set_up()
+    torch.add(model(**batch()).loss, 1.0, out=torch.zeros(()))
+
+
+def misuse_backward_of_the_loss() -> None:
+    _, model, _ = set_up()
+    model(**batch()).loss.backward()
+
+
+def misuse_one_buffer_for_all() -> None:
+    fabric, model, optimizer = set_up()
+    buffer = batch()
+    for _ in range(2):
+        buffer["labels"].copy_(batch()["labels"])
+        fabric.backward(model(**buffer).loss)
+    optimizer.step()
+
+
+def misuse_no_zero_grad() -> None:
+    fabric, model, optimizer = set_up()
+    for _ in range(2):
+        fabric.backward(model(**batch()).loss)
+        optimizer.step()
+
+
+def misuse_setup_alone() -> None:
+    fabric_on().setup(llama())
+
+
+def misuse_optimizer_alone() -> None:
+    model = llama()
+    fabric_on().setup_optimizers(torch.optim.AdamW(model.parameters()))
+
+
+def misuse_two_optimizers() -> None:
+    model = llama()
+    fabric_on().setup(model, torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters()))
+
+
+def misuse_optimizer_of_another_kind() -> None:
+    model = llama()
+    fabric_on().setup(model, torch.optim.Adagrad(model.parameters()))
+
+
+def misuse_parameters_left_out() -> None:
+    model = llama()
+    fabric_on().setup(model, torch.optim.AdamW(model.lm_head.parameters()))
+
+
+def misuse_groups_that_differ() -> None:
+    model = llama()
+    groups = [{"params": [p], "betas": (0.9, 0.9 + i / 1000)} for i, p in enumerate(model.parameters())]
+    fabric_on().setup(model, torch.optim.AdamW(groups))
+
+
+def misuse_clip_without_being_told() -> None:
+    fabric, model, optimizer = set_up()
+    fabric.backward(model(**batch()).loss)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
+def misuse_told_and_not_clipped() -> None:
+    fabric, model, optimizer = set_up(clip_grad_norm=1.0)
+    fabric.backward(model(**batch()).loss)
+    optimizer.step()
+
+
+def misuse_clip_by_value() -> None:
+    fabric, model, optimizer = set_up()
+    fabric.clip_gradients(model, optimizer, clip_val=1.0)
+
+
+def misuse_foreign_loss() -> None:
+    fabric, _, _ = set_up()
+    fabric.backward(torch.zeros((), requires_grad=True))
+
+
+def misuse_evaluation_with_gradients() -> None:
+    _, model, _ = set_up()
+    model.eval()(**batch())
+
+
+def misuse_no_grad_in_training() -> None:
+    _, model, _ = set_up()
+    with torch.no_grad():
+        model(**batch())
+
+
+def misuse_unpacking() -> None:
+    _, model, _ = set_up()
+    _loss, _logits = model(**batch(), return_dict=False)
+
+
+def misuse_autocast() -> None:
+    _, model, _ = set_up()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batch())
+
+
+def misuse_state_dict() -> None:
+    _, model, _ = set_up()
+    model.state_dict()
+
+
+def misuse_saving_the_model_alone() -> None:
+    fabric, model, _ = set_up()
+    fabric.save("never-written", {"model": model})
+
+
+def misuse_loading_without_objects() -> None:
+    fabric, _, _ = set_up()
+    fabric.load("never-read")
+
+
+def misuse_two_devices() -> None:
+    Fabric(accelerator="cpu", devices=2, strategy=strategy())
+
+
+def misuse_double() -> None:
+    Fabric(accelerator="cpu", devices=1, precision="64-true", strategy=strategy())
+
+
+MISUSES = {
+    misuse_in_place: r"div_ would have no effect.*loss = loss / 2",
+    misuse_in_place_of_a_tensor: "__setitem__ would have no effect",
+    misuse_sum_in_place: r"add_ would have no effect.*total = total \+ loss",
+    misuse_out: "add would have no effect",
+    misuse_backward_of_the_loss: r"backward would have no effect.*fabric.backward\(loss\)",
+    misuse_one_buffer_for_all: "changed in place",
+    misuse_no_zero_grad: r"call optimizer.zero_grad\(\) after each step",
+    misuse_setup_alone: "the model and its optimizer together",
+    misuse_optimizer_alone: "the model and its optimizer together",
+    misuse_two_optimizers: "2 optimizers were given",
+    misuse_optimizer_of_another_kind: r"Adagrad cannot be streamed: use torch.optim.AdamW",
+    misuse_parameters_left_out: "the optimizer leaves out 'model.embed_tokens.weight' and",
+    misuse_groups_that_differ: "param groups differ in 'betas'",
+    misuse_clip_without_being_told: r"give it PenstockStrategy\(clip_grad_norm=1.0\)",
+    misuse_told_and_not_clipped: "call fabric.clip_gradients",
+    misuse_clip_by_value: "the engine clips by the norm",
+    misuse_foreign_loss: "does not come from the model's training output",
+    misuse_evaluation_with_gradients: "to evaluate, call model.eval",
+    misuse_no_grad_in_training: "to train, call model.train",
+    misuse_unpacking: r"take them as output\[0\], output\[1\]",
+    misuse_autocast: "autocast is on",
+    misuse_state_dict: "the model's weights are the engine's",
+    misuse_saving_the_model_alone: "the model and its optimizer together",
+    misuse_loading_without_objects: "fabric.load.. needs state=",
+    misuse_two_devices: r"Fabric\(devices=1, num_nodes=1\)",
+    misuse_double: "precision='64-true' cannot be honoured",
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES, ids=lambda f: f.__name__.removeprefix("misuse_"))
+def test_what_cannot_be_honoured_is_refused(misuse: Any) -> None:
+    with pytest.raises((penstock.ConfigError, penstock.ModelError), match=MISUSES[misuse]):
+        misuse()

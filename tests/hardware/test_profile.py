@@ -1,0 +1,298 @@
+"""Machine profiles: what cannot be right is refused by the name of its key, and stored ones are found again."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.hardware import profiles
+from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine, Network, load_machine, parse_machine
+
+
+def drive(path: Path | str, **changes: Any) -> Drive:
+    made = Drive(path=str(path), read=3e9, write=2e9, read_both=1.5e9, write_both=1e9, free=10**12, tbw=1200.0)
+    return replace(made, **changes)
+
+
+def machine(*drives: Drive, **changes: Any) -> Machine:
+    made = Machine(
+        name="box",
+        host=Host(
+            cores=8, memory=2**36, lockable=0, copy=1e10, optimizer={"adamw.fp32": 1e9, "sgd.bf16": 2e9}, nodes=2
+        ),
+        device=Device(
+            name="GPU",
+            kind="cuda",
+            memory=2**34,
+            flops={"bf16": 1e14},
+            h2d=2e10,
+            d2h=2e10,
+            h2d_both=1.8e10,
+            d2h_both=1.7e10,
+            node=1,
+        ),
+        drives=drives,
+        network=Network(bandwidth=1e10, latency=0.0),
+        contention={"cpu+read": 0.0, "compute+cpu": 0.25},
+        overhead=1e-5,
+        warnings=("too warm",),
+    )
+    return replace(made, **changes)
+
+
+CROSSING = Crossing(
+    grad_bf16=9e9,
+    grad_fp32=5e9,
+    weights_bf16=1e10,
+    weights_fp32=4e9,
+    step=1e9,
+    step_grad_bf16=1.1e9,
+    step_grad_rounded=9e8,
+    step_no_copy=1.2e9,
+)
+
+
+def test_the_text_form_parses_back() -> None:
+    made = machine(drive("/a"), drive("/b", node=0, tbw=None, kind="hdd"))
+    assert parse_machine(made.to_json(), "x") == made
+    alone = replace(machine(), network=None)
+    assert parse_machine(alone.to_json(), "x") == alone
+    measured = replace(alone, crossing=CROSSING)
+    assert parse_machine(measured.to_json(), "x") == measured
+
+
+def test_a_profile_from_before_there_was_a_crossing_has_none() -> None:
+    data = json.loads(machine().to_json())
+    del data["crossing"]
+    assert parse_machine(json.dumps(data), "x") == machine()
+
+
+Data = dict[str, Any]
+Change = Callable[[Data], object]
+
+WRONG: dict[str, tuple[Change, str]] = {
+    "zero": (lambda d: d["host"].update(copy=0), r"host\.copy=0 must be more than 0"),
+    "negative": (lambda d: d["drives"][0].update(read=-1.0), r"drives\[0\]\.read=-1\.0 must be more than 0"),
+    "zero in a table": (lambda d: d["device"]["flops"].update(bf16=0), r"device\.flops\.bf16=0 must be more"),
+    "no throughput": (lambda d: d["device"].update(flops={}), r"device\.flops must be an object of numbers"),
+    "negative where zero may be": (
+        lambda d: d["network"].update(latency=-1),
+        r"network\.latency=-1 must be at least 0",
+    ),
+    "negative contention": (
+        lambda d: d["contention"].update({"cpu+h2d": -0.1}),
+        r"contention\.cpu\+h2d=-0\.1 must be at least",
+    ),
+    "no pair of lanes": (lambda d: d["contention"].update({"cpu": 1}), r"contention\.cpu: a pair of lanes is written"),
+    "no lane": (lambda d: d["contention"].update({"cpu+gpu": 1}), r"contention\.cpu\+gpu: a pair of lanes is written"),
+    "missing": (lambda d: d["device"].pop("h2d"), r"key device\.h2d is missing"),
+    "missing in a drive": (lambda d: d["drives"][0].pop("write_both"), r"key drives\[0\]\.write_both is missing"),
+    "missing in a crossing": (lambda d: d["crossing"].pop("step"), r"key crossing\.step is missing"),
+    "zero in a crossing": (lambda d: d["crossing"].update(grad_bf16=0), r"crossing\.grad_bf16=0 must be more than 0"),
+    "missing part": (lambda d: d.pop("host"), "key host is missing"),
+    "unknown": (lambda d: d["host"].update(gpus=1), r"unknown key host\.gpus\. Known: cores, memory"),
+    "unknown at the top": (lambda d: d.update(date="today"), "unknown key date"),
+    "text for a number": (lambda d: d["host"].update(memory="64GiB"), r"host\.memory='64GiB' is not a number"),
+    "truth for a number": (lambda d: d["host"].update(cores=True), r"host\.cores=True is not a number"),
+    "null for a number": (lambda d: d["device"].update(d2h=None), r"device\.d2h=None is not a number"),
+    "NaN": (lambda d: d["host"].update(copy=float("nan")), r"host\.copy=nan is not a number"),
+    "infinite": (lambda d: d.update(overhead=float("inf")), r"overhead=inf is not a number"),
+    "number for a text": (lambda d: d.update(name=3), r"name=3 is not a text"),
+    "unknown device": (lambda d: d["device"].update(kind="tpu"), r"device\.kind='tpu' is not cuda or cpu"),
+    "object for a list": (lambda d: d.update(drives={}), r"drives must be a list, not \{\}"),
+    "list for an object": (lambda d: d.update(host=[]), r"host must be an object with keys, not \[\]"),
+    "numbers that are none": (lambda d: d["host"].update(optimizer=[1]), r"host\.optimizer must be an object"),
+    "no float holds it": (
+        lambda d: d["host"].update(memory=10**400),
+        r"host\.memory=1000.*\.\.\. must be from 1 to 1e\+21",
+    ),
+    "faster than any": (lambda d: d["device"].update(h2d=1e30), r"device\.h2d=1e\+30 must be from 1 to 1e\+21"),
+    "next to nothing": (
+        lambda d: d["device"]["flops"].update(bf16=1e-300),
+        r"device\.flops\.bf16=1e-300 must be from 1",
+    ),
+    "half a core": (lambda d: d["host"].update(cores=0.5), r"host\.cores=0\.5 must be from 1"),
+    "a core and a half": (lambda d: d["host"].update(cores=1.5), r"host\.cores=1\.5 must be a whole number"),
+    "a standstill": (
+        lambda d: d["contention"].update({"cpu+read": 1e308}),
+        r"contention\.cpu\+read=1e\+308 must be from 0 to 1e\+06",
+    ),
+    "an op that takes years": (lambda d: d.update(overhead=1e300), r"overhead=1e\+300 must be from 0 to 1e\+06"),
+    "a kind of drive that is none": (
+        lambda d: d["drives"][0].update(kind="banana"),
+        r"drives\[0\]\.kind='banana' is not ssd or hdd or",
+    ),
+    "a kind that is no word": (lambda d: d["drives"][0].update(kind=[]), r"drives\[0\]\.kind=\[\] is not ssd or"),
+    "half a node": (lambda d: d["drives"][0].update(node="0"), r"drives\[0\]\.node='0' is not a number"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_right_is_refused_by_its_key(name: str) -> None:
+    change, message = WRONG[name]
+    data = json.loads(machine(drive("/a"), crossing=CROSSING).to_json())
+    change(data)
+    with pytest.raises(ConfigError, match=f"box.json: {message}"):
+        parse_machine(json.dumps(data), "box.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "this is not JSON"),
+        ("", "this is not JSON"),
+        ("[]", "the profile must be an object with keys"),
+        ("[" * 100_000, "this is not JSON"),
+        (f'{{"overhead": {"9" * 5000}}}', "this is not JSON"),
+        ('{"name": "a", "name": "b"}', "key name is there twice"),
+    ],
+)
+def test_what_is_no_profile_at_all(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "m.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"m.json: {message}"):
+        load_machine(file)
+
+
+def test_a_profile_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.json: cannot read this machine profile: No such file"):
+        load_machine(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary\.json: this is not text"):
+        load_machine(tmp_path / "binary.json")
+
+
+# ---- shipped
+
+
+@pytest.mark.parametrize("name", profiles.shipped_names())
+def test_every_shipped_profile_is_whole(name: str) -> None:
+    found = profiles.machine_named(name)
+    assert found.name.startswith(f"{name}: ")
+    assert found.device.kind == "cuda"
+    assert {"fp32", "bf16", "fp16"} <= found.device.flops.keys()
+    kinds = ("adamw", "adam", "sgd", "lion", "momentum", "nesterov")
+    wanted = {f"{kind}.{precision}" for kind in kinds for precision in ("fp32", "bf16", "fp16")}
+    assert wanted == found.host.optimizer.keys() == found.device.optimizer.keys()
+    assert found.drives
+    for each in found.drives:
+        assert each.read_both <= each.read
+        assert each.write_both <= each.write
+    assert found.device.h2d_both <= found.device.h2d
+    assert f"| `{name}` |" in (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
+
+
+def test_the_shipped_machines() -> None:
+    assert profiles.shipped_names() == ("a100-40g", "a100-80g", "gh200", "h100-80g", "rtx4090-24g", "workstation")
+
+
+def test_a_machine_by_name_or_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = machine()
+    monkeypatch.chdir(tmp_path)
+    Path("m.json").write_text(made.to_json())
+    Path("plain").write_text(made.to_json())
+    assert profiles.machine_named("m.json") == profiles.machine_named("plain") == made
+    with pytest.raises(ConfigError, match=r"there is no machine 'a100'. Known: a100-40g, .*penstock doctor"):
+        profiles.machine_named("a100")
+    with pytest.raises(ConfigError, match=r"other\.json: cannot read"):
+        profiles.machine_named("other.json")
+
+
+# ---- stored
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+def store(made: Machine, age: float) -> Path:
+    file = profiles.save_profile(made)
+    os.utime(file, (1e9 - age, 1e9 - age))
+    return file
+
+
+def test_nothing_is_found_where_nothing_was_measured(cache: Path) -> None:
+    assert profiles.find_profile() is None
+    assert profiles.find_profile([cache]) is None
+
+
+def test_a_profile_is_found_for_its_directory_and_for_others_on_the_same_drive(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    made = machine(drive(tmp_path / "data"))
+    profiles.save_profile(made)
+    assert profiles.find_profile([tmp_path / "data"]) == made
+    later = tmp_path / "runs" / "not-made-yet"
+    assert profiles.find_profile([later]) == machine(drive(later))
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    assert profiles.find_profile([tmp_path / "link"]) == made
+
+
+def test_a_directory_on_another_drive_was_not_measured(cache: Path, tmp_path: Path) -> None:
+    profiles.save_profile(machine(drive(tmp_path)))
+    assert profiles.find_profile([Path("/proc")]) is None
+    assert profiles.find_profile([tmp_path, Path("/proc")]) is None
+
+
+def test_the_newest_profile_counts_and_one_of_all_directories_before_it(cache: Path, tmp_path: Path) -> None:
+    a, b = Path("/proc"), tmp_path
+    store(machine(drive(a), name="a"), age=1)
+    store(machine(drive(b), name="b"), age=2)
+    both = profiles.find_profile([b, a])
+    assert both is not None
+    assert (both.name, [d.path for d in both.drives]) == ("a", [str(b), str(a)])
+    store(machine(drive(a, read=1e9), drive(b, read=2e9), name="both"), age=3)
+    both = profiles.find_profile([b, a])
+    assert both is not None
+    assert (both.name, [d.read for d in both.drives]) == ("both", [2e9, 1e9])
+    newest = profiles.find_profile()
+    assert newest is not None
+    assert newest.name == "a"
+
+
+def test_measuring_anew_replaces_the_profile_of_the_same_directories(cache: Path, tmp_path: Path) -> None:
+    first = profiles.save_profile(machine(drive(tmp_path), name="old"))
+    assert profiles.save_profile(machine(drive(tmp_path), name="new")) == first
+    assert [f.name for f in first.parent.iterdir()] == [first.name]
+    assert profiles.find_profile([tmp_path]) == machine(drive(tmp_path), name="new")
+
+
+def test_profiles_of_other_hosts_are_not_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles.save_profile(machine())
+    monkeypatch.setattr("socket.gethostname", lambda: "an/other")
+    assert profiles.find_profile() is None
+    assert profiles.profile_folder().parent == cache / "penstock" / "machines"
+
+
+def test_a_relative_cache_folder_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("relative", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert profiles.profile_folder().parents[2] == tmp_path / ".cache"
+
+
+def test_finding_a_profile_needs_no_torch() -> None:
+    code = "import sys, penstock.hardware.profiles; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_damaged_profile_is_named(cache: Path) -> None:
+    file = profiles.save_profile(machine())
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=f"{file}: this is not JSON"):
+        profiles.find_profile()
+
+
+def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
+    cache.write_text("a file")
+    with pytest.raises(ConfigError, match=r"cannot be stored as .*: Not a directory. Set XDG_CACHE_HOME"):
+        profiles.save_profile(machine())

@@ -1,0 +1,114 @@
+"""A model with adapters comes out as its adapter, as peft writes it, or merged, as peft merges it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+import penstock
+from penstock import ConfigError, ModelError
+from penstock.hf import export
+from penstock.hf.lora import base_name
+from penstock.hf.models.folder import SINGLE
+from tests import folders
+from tests.models import causal_lm
+
+TARGETS = {"llama": ["q_proj", "down_proj", "embed_tokens"], "gpt2": ["c_attn"], "mixtral": ["q_proj"]}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def with_adapters(name: str, folder: Path, **options: Any) -> Any:
+    source = folder if folder.exists() else folders.write(name, folder, max_shard_size="1GB")
+    base = type(folders.model(name)).from_pretrained(source, dtype=torch.float32)
+    base.config.use_cache = False
+    torch.manual_seed(1)
+    return get_peft_model(base, LoraConfig(r=2, lora_alpha=8, target_modules=TARGETS[name], **options))
+
+
+def trained(model: Any) -> penstock.Engine:
+    engine = penstock.wrap(
+        model,
+        optimizer=penstock.AdamW(lr=1e-2),
+        budget=penstock.Budget(device="32MiB", host="32MiB"),
+        precision="fp32",
+        device="cpu",
+        plan=None,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        engine.step([causal_lm(generator, 2, 12)])
+    return engine
+
+
+def _ordered(file: Path, settings: LoraConfig) -> bytes:
+    """What peft has written, with settings that are sets in order: each process has another one of them."""
+    if file.name != "adapter_config.json":
+        return file.read_bytes()
+    body = json.loads(file.read_text())
+    sets = {key: sorted(value) for key, value in vars(settings).items() if isinstance(value, set)}
+    assert sets
+    return json.dumps(body | sets, indent=2, sort_keys=True).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", {"modules_to_save": ["lm_head"]}), ("gpt2", {"use_rslora": True}), ("mixtral", {})],
+)
+def test_adapter_and_merged_model_are_those_of_peft(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    with trained(with_adapters(name, tmp_path / "base", **options)) as engine:
+        export(engine, tmp_path / "adapter")
+        export(engine, tmp_path / "merged", merge=True)
+        values = dict(engine.master_parameters())
+    plain = with_adapters(name, tmp_path / "base", **options)
+    with torch.no_grad():
+        for key, parameter in plain.named_parameters():
+            assert torch.equal(parameter, values[key]) != parameter.requires_grad, key  # only adapters have changed
+            parameter.copy_(values[key])
+    plain.save_pretrained(tmp_path / "plain")
+    for file in (tmp_path / "plain").iterdir():
+        written = (tmp_path / "adapter" / file.name).read_bytes()
+        assert written == _ordered(file, plain.peft_config["default"]), file.name
+    again = type(folders.model(name)).from_pretrained(tmp_path / "base", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(again, tmp_path / "adapter")
+    merged = loaded.merge_and_unload()
+    merged.save_pretrained(tmp_path / "plain-merged")
+    expected, found = load_file(tmp_path / "plain-merged" / SINGLE), load_file(tmp_path / "merged" / SINGLE)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
+    dora = trained(with_adapters("mixtral", tmp_path / "base", use_dora=True))
+    with dora as engine, pytest.raises(ModelError, match=r"not merged here.*merge_and_unload"):
+        export(engine, tmp_path / "out", merge=True)
+    plain = folders.model("gpt2")
+    plain.config.use_cache = False
+    with trained(plain) as engine, pytest.raises(ConfigError, match="has no adapters"):
+        export(engine, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_from_before_peft() -> None:
+    model = with_adapters_named()
+    plain = {name for name, _ in folders.model("llama").named_parameters()}
+    found = {base_name(name) for name, _ in model.named_parameters()} - {None}
+    assert found == plain
+
+
+def with_adapters_named() -> Any:
+    return get_peft_model(
+        folders.model("llama"), LoraConfig(r=2, target_modules=TARGETS["llama"], modules_to_save=["lm_head"])
+    )

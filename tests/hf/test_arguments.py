@@ -1,0 +1,152 @@
+"""Every argument of a Trainer is carried out, by the library or by the engine, or refused: none is ignored."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+from trl import SFTConfig
+
+import penstock
+from penstock.hf import Trainer
+from penstock.hf.training_arguments import ENGINE, KEPT, REFUSED, TRL_KEPT, TRL_REFUSED, check_arguments
+from tests.library_runs import arguments, examples, in_memory, llama
+
+DATA = examples(4)
+
+
+def fields(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def test_every_argument_of_the_installed_library_is_in_one_part_of_the_table() -> None:
+    parts = [KEPT, set(ENGINE), set(REFUSED)]
+    assert sum(len(part) for part in parts) == len(set().union(*parts))
+    assert set().union(*parts) == fields(TrainingArguments)
+    assert not TRL_KEPT & set(TRL_REFUSED)
+    assert TRL_KEPT | set(TRL_REFUSED) == fields(SFTConfig) - fields(TrainingArguments)
+
+
+def test_defaults_are_accepted(tmp_path: Path) -> None:
+    check_arguments(TrainingArguments(str(tmp_path), report_to=[]))
+    check_arguments(SFTConfig(str(tmp_path), report_to=[], bf16=False, use_cpu=True))
+
+
+@pytest.mark.parametrize("name", sorted(set(REFUSED) | set(TRL_REFUSED)))
+def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Set behind the library's back, whose own checks want some of these to come with others."""
+    args = SFTConfig(str(tmp_path), report_to=[], bf16=False, use_cpu=True)
+    setattr(args, name, 3)
+    with pytest.raises(penstock.ConfigError, match=f"^{name}=3 cannot be honoured: .*Leave it out$"):
+        check_arguments(args)
+
+
+def test_an_argument_that_the_table_does_not_know_is_refused_unless_it_asks_for_nothing(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Newer(TrainingArguments):
+        shiny: int = 0
+
+    check_arguments(Newer(str(tmp_path), report_to=[]))
+    with pytest.raises(penstock.ConfigError, match="shiny=1 cannot be honoured: this version"):
+        check_arguments(Newer(str(tmp_path), report_to=[], shiny=1))
+
+
+class LooksAtGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        raise AssertionError("no step is taken")
+
+
+class OwnOptimizer(Trainer):
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        return self.optimizer
+
+
+class OwnStep(Trainer):
+    def training_step(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+
+def checkpointed() -> transformers.PreTrainedModel:
+    model = llama()
+    model.activation_checkpointing_enable()
+    return model
+
+
+def frozen() -> transformers.PreTrainedModel:
+    return llama().requires_grad_(False)
+
+
+class Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "optimizers": ({}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers cannot be honoured"),
+    "model_init": ({}, {"model": None, "model_init": llama}, "model_init cannot be honoured"),
+    "optim": ({"optim": "adafactor"}, {}, "optim='adafactor' cannot be streamed: use adamw_torch"),
+    "optim_args": ({"optim_args": "amsgrad=true"}, {}, "optim_args: amsgrad would have no effect"),
+    "optim_args of lion": (
+        {"optim": "lion_32bit", "optim_args": "rank=8"},
+        {},
+        "optim_args: rank would have no effect with optim='lion_32bit'",
+    ),
+    "weight decay in two places": (
+        {"weight_decay": 0.1},
+        {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.3})},
+        "weight_decay=0.3 would have no effect, as the Trainer takes that of its arguments, 0.1",
+    ),
+    "optimizer class": (
+        {},
+        {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"amsgrad": True})},
+        r"AdamW\(amsgrad=True\) cannot be honoured",
+    ),
+    "best": (
+        {"load_best_model_at_end": True, "save_only_model": True, "save_strategy": "epoch", "eval_strategy": "epoch"},
+        {"eval_dataset": DATA},
+        "load_best_model_at_end=True needs the whole state",
+    ),
+    "recomputation": ({}, {"model": checkpointed}, "activation_checkpointing_disable"),
+    "nothing to train": ({}, {"model": frozen}, "no parameter of the model requires a gradient"),
+    "fp16 weights": ({}, {"model": lambda: llama(dtype=torch.float16)}, "ask for fp16"),
+    "saving": ({"save_strategy": "epoch"}, {"model": Plain}, "Plain has no save_pretrained: set save_strategy='no'"),
+    "callback": ({}, {"callbacks": [LooksAtGradients()]}, "LooksAtGradients.on_pre_optimizer_step"),
+}
+
+
+@pytest.mark.parametrize(("settings", "given", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_what_cannot_be_honoured_stops_a_run_before_its_first_step(
+    tmp_path: Path, settings: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
+    model: Callable[[], Any] | None = given.get("model", llama)
+    with pytest.raises(penstock.ConfigError, match=message):
+        Trainer(
+            args=arguments(tmp_path / "run", **settings),
+            train_dataset=DATA,
+            engine=in_memory(),
+            **given | {"model": None if model is None else model()},
+        ).train()
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"), [(OwnOptimizer, "create_optimizer was overridden"), (OwnStep, "no step was taken")]
+)
+def test_a_subclass_that_would_train_past_the_engine_is_refused(tmp_path: Path, cls: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory()).train()
+
+
+def test_a_checkpoint_without_the_engines_state_is_refused(tmp_path: Path) -> None:
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    trainer = Trainer(model=llama(), args=arguments(tmp_path, **settings), train_dataset=DATA, engine=in_memory())
+    trainer.train()
+    trainer.end()
+    again = Trainer(model=llama(), args=arguments(tmp_path, **settings), train_dataset=DATA, engine=in_memory())
+    with pytest.raises(penstock.ConfigError, match=r"checkpoint-1 has no penstock.snapshot"):
+        again.train(resume_from_checkpoint=True)

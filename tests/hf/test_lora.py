@@ -1,0 +1,233 @@
+"""Low-rank adapters: peft's model unmodified, its base only read; and the ``lora`` section of settings."""
+
+import copy
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.cli.task import shape_of
+from penstock.config import DataConfig, LoraConfig, ModelConfig, TrainConfig
+from penstock.config.batch import BatchConfig
+from penstock.config.optimizer import OptimizerConfig
+from penstock.errors import ConfigError, ModelError
+from penstock.hf import tiled_loss
+from penstock.hf.lora import BaseWeights, base_name, with_adapters
+from penstock.schedule.place import Format
+from penstock.shape.huggingface import model_shape
+from tests import models
+from tests.engine.test_zoo import ADAMW, CLIP, ROUNDING, STEPS, ZOO, built, plain_step, steps_of
+from tests.training import budget, relative
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LORA = LoraConfig(rank=2, alpha=4)
+
+
+def adapted(model: nn.Module, **changes: Any) -> nn.Module:
+    """By peft alone. B is not zero, so that A has a gradient in the first step too."""
+    settings: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    torch.manual_seed(1)
+    with_lora = peft.get_peft_model(model, peft.LoraConfig(**settings | changes))
+    for name, parameter in with_lora.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return with_lora.train()
+
+
+def wrapped(model: nn.Module, where: Path, **settings: Any) -> penstock.Engine:
+    common = {"optimizer": penstock.AdamW(**ADAMW), "precision": "fp32", "device": "cpu", "clip_grad_norm": CLIP}
+    return penstock.wrap(model, budget=budget(where), **common | settings)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_training_equals_plain_peft(name: str, tmp_path: Path) -> None:
+    """Losses, norms and adapters; and the base is written once, when the store is made, and then read alone."""
+    model = adapted(built(ZOO[name]))
+    plain = copy.deepcopy(model)
+    trained = {n for n, p in plain.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **ADAMW)
+    base = {n: p.detach().clone() for n, p in plain.named_parameters() if n not in trained}
+    assert trained
+    assert all("lora_" in n for n in trained)
+    with wrapped(model, tmp_path) as engine:
+        for micro_batches in steps_of(ZOO[name]):
+            stats = engine.step(micro_batches)
+            loss, norm = plain_step(ZOO[name], plain, optimizer, micro_batches)
+            assert stats.loss == pytest.approx(loss, rel=4 * ROUNDING)
+            assert stats.grad_norm == pytest.approx(norm, rel=8 * ROUNDING)
+        found = dict(engine.master_parameters())
+        wanted = dict(plain.named_parameters())
+        mine, theirs = (torch.cat([p[n].detach().flatten() for n in sorted(trained)]) for p in (found, wanted))
+        assert relative(mine, theirs) <= STEPS * ROUNDING
+        assert all(torch.equal(found[n], value) for n, value in base.items())
+        blocks = [g.spec for g in engine._groups if g.spec.name.startswith("blocks")]
+        assert all(0 < g.trainable < g.frozen for g in blocks)
+        moved = sum(g.spec.trainable for g in engine._groups)
+        assert stats.bytes_moved["write"] == 12 * moved
+        assert stats.bytes_moved["d2h"] == 4 * moved
+        kinds = {n.split(".")[0]: 0 for n in engine._arrays.parts}
+        for n, part in engine._arrays.parts.items():
+            kinds[n.split(".")[0]] += part.numel
+        assert kinds["moment0"] == kinds["moment1"] == moved
+        assert "master" not in kinds
+
+
+def test_sixteen_bits_keep_no_master_copy_of_what_is_frozen(tmp_path: Path) -> None:
+    with wrapped(adapted(models.llama()), tmp_path, precision="bf16") as engine:
+        engine.step(steps_of(ZOO["llama"])[0])
+        moved = sum(g.spec.trainable for g in engine._groups)
+        assert sum(p.numel for n, p in engine._arrays.parts.items() if n.startswith("master")) == moved
+        assert sum(p.nbytes for n, p in engine._arrays.parts.items() if n.startswith("weights")) == 2 * sum(
+            g.spec.numel for g in engine._groups
+        )
+
+
+def test_the_loss_in_tiles_is_the_same(tmp_path: Path) -> None:
+    micro_batches = steps_of(ZOO["llama"])[0]
+    losses = []
+    for tile in (None, 5):
+        settings = {} if tile is None else {"loss_fn": tiled_loss(tile)}
+        with wrapped(adapted(built(ZOO["llama"])), tmp_path / str(tile), **settings) as engine:
+            losses.append([engine.step(micro_batches).loss for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=2.0**-20)
+
+
+def test_micro_batches_of_any_peft_model_count_as_those_of_its_base(tmp_path: Path) -> None:
+    """Without a task type, peft's class has no name that says what the model does."""
+    micro_batches = steps_of(ZOO["llama"])[0]
+    losses = []
+    for name, model in (("plain", models.llama()), ("adapted", adapted(models.llama(), task_type=None))):
+        with wrapped(model, tmp_path / name) as engine:
+            stats = engine.step(micro_batches)
+        assert stats.labels == "but the first"
+        losses.append(stats.loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # of other random weights
+
+
+class Given:
+    """A source that has a model's own values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self._values[name].detach())
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return models.llama()
+
+
+def test_adapters_on_a_model_without_memory_begin_as_pefts_do(tmp_path: Path) -> None:
+    source = built(ZOO["llama"])
+    model = with_adapters(on_meta(), LORA)
+    assert all(p.is_meta for p in model.parameters())
+    wanted = {n for n, _ in adapted(models.llama()).named_parameters()}
+    assert {n for n, _ in model.named_parameters()} == wanted
+    plain = dict(source.named_parameters())
+    micro_batches = steps_of(ZOO["llama"])[0]
+    with wrapped(model, tmp_path, weights=BaseWeights(Given(source))) as engine:
+        for name, value in engine.master_parameters():
+            base = base_name(name)
+            if base is not None:
+                assert torch.equal(value, plain[base]), name
+            elif "lora_A" in name:  # uniform to 1 / sqrt(inputs), as peft draws it
+                bound = 1 / math.sqrt(value.shape[1])
+                assert 0.8 * bound < float(value.abs().max()) <= bound, name
+            else:
+                assert "lora_B" in name
+                assert not value.any(), name
+        # B is zero, so that the model begins as its base.
+        assert engine.evaluate(micro_batches) == pytest.approx(
+            sum(ZOO["llama"].items(mb) * source.eval()(**mb).loss.item() for mb in micro_batches)
+            / sum(ZOO["llama"].items(mb) for mb in micro_batches),
+            rel=8 * ROUNDING,
+        )
+
+
+def test_an_initialisation_that_needs_weights_is_refused(tmp_path: Path) -> None:
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    with torch.device("meta"):
+        model = peft.get_peft_model(models.llama(), settings)
+    model.peft_config["default"].init_lora_weights = "pissa"
+    with pytest.raises(ModelError, match="init_lora_weights='pissa' needs the weights of the model"):
+        wrapped(model, tmp_path)
+
+
+def test_every_name_leads_back_to_its_base() -> None:
+    names = [base_name(n) for n, _ in with_adapters(on_meta(), LORA).named_parameters()]
+    assert sorted(n for n in names if n is not None) == sorted(n for n, _ in models.llama().named_parameters())
+
+
+def test_making_adapters_warns_of_nothing_that_a_user_cannot_change() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with_adapters(on_meta(), LORA)
+
+
+def test_targets_that_the_model_lacks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lora.target_modules=\('query',\): .*not found"):
+        with_adapters(on_meta(), LoraConfig(target_modules=("query",)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "lora.rank=0: must be at least 1"),
+        ({"alpha": 0}, "lora.alpha=0: must be at least 1"),
+        ({"dropout": 1.0}, "lora.dropout=1.0: must be at least 0 and less than 1"),
+        ({"target_modules": ()}, "lora.target_modules is an empty list"),
+    ],
+)
+def test_settings_that_make_no_adapter_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LoraConfig(**settings)
+    assert message in str(caught.value)
+
+
+def config_of(folder: Path, **changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "run": "run",
+        "model": ModelConfig(path=str(folder)),
+        "data": DataConfig(sources="stdlib", sequence_length=12),
+        "optimizer": OptimizerConfig(lr=1e-3),
+        "batch": BatchConfig(sequences=2),
+        "budget": penstock.Budget(device="64MiB", host="64MiB"),
+        "steps": 1,
+        "precision": "fp32",
+    }
+    return TrainConfig(**settings | changes)
+
+
+def test_a_random_base_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lora has no use with"):
+        config_of(tmp_path, model=ModelConfig(config={"model_type": "llama"}, init=True), lora=LORA)
+
+
+def test_a_plan_from_settings_is_what_the_engine_runs(tmp_path: Path) -> None:
+    source = models.llama(attn_implementation="sdpa")
+    source.config.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    config = config_of(tmp_path, lora=LORA, loss_tile=8)
+    shape = shape_of(config, "cpu")
+    planned = shape.profile(2, 12, Format(weight_bytes=4, moments=2)).program
+    tokens = torch.randint(2, 96, (2, 12))
+    model = with_adapters(models.llama(attn_implementation="sdpa"), LORA)
+    with wrapped(model, tmp_path / "store", loss_fn=tiled_loss(8)) as engine:
+        engine.step([{"input_ids": tokens, "labels": tokens}])
+        assert planned.groups == engine.plan.program.groups
+        assert planned.stages == engine.plan.program.stages
+    whole = model_shape(settings, kind="cpu").profile(2, 12, Format(weight_bytes=4, moments=2)).program
+    assert sum(g.trainable for g in planned.groups) < 0.3 * sum(g.trainable for g in whole.groups)

@@ -1,0 +1,358 @@
+"""``penstock.hf.Trainer`` runs transformers' own loop: it logs, saves and goes on from what the library's own does."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import LlamaForCausalLM
+
+import penstock
+import penstock.hf
+from penstock.hf import Trainer
+from tests.library_runs import (
+    StopAfter,
+    arguments,
+    check_same,
+    check_same_weights,
+    examples,
+    in_memory,
+    llama,
+    on_disk,
+    one_thread,
+    shown,
+    weights,
+)
+
+DATA = examples(16)
+HELD_OUT = examples(5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from one_thread()
+
+
+def plain(folder: Path, model: Any = None, cls: Any = transformers.Trainer, given: Any = None, **settings: Any) -> Any:
+    """The library's own run."""
+    trainer = cls(
+        model=model or llama(),
+        args=arguments(folder / "plain", **settings),
+        train_dataset=DATA,
+        eval_dataset=HELD_OUT,
+        **(given or {}),
+    )
+    trainer.train()
+    return trainer
+
+
+def streamed(folder: Path, model: Any = None, cls: Any = Trainer, given: Any = None, **settings: Any) -> Any:
+    """The same on the engine."""
+    trainer = cls(
+        model=model or llama(),
+        args=arguments(folder / "engine", **settings),
+        train_dataset=DATA,
+        eval_dataset=HELD_OUT,
+        **{"engine": on_disk(folder / "store")} | (given or {}),
+    )
+    trainer.train()
+    return trainer
+
+
+def test_a_run_logs_and_learns_what_the_librarys_own_run_does(tmp_path: Path) -> None:
+    """Steps of three micro-batches of unequal length, and one of two at the end of each epoch; evaluation between."""
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+    theirs, mine = plain(tmp_path, **settings), streamed(tmp_path, **settings)
+    check_same(shown(mine), shown(theirs))
+    check_same_weights(mine.engine, theirs.model)
+    assert mine.state.global_step == mine.engine.step_count == 6
+    assert mine.state.total_flos == theirs.state.total_flos
+    mine.end()
+
+
+def test_an_optimizer_class_has_the_settings_that_the_librarys_own_run_gives_it(tmp_path: Path) -> None:
+    """Its own learning rate where none is given, whatever the arguments say; their weight decay."""
+    given = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"betas": (0.9, 0.95)})}
+    theirs = plain(tmp_path, given=given, max_steps=4)
+    mine = streamed(tmp_path, given=given | {"engine": in_memory()}, max_steps=4)
+    check_same(shown(mine), shown(theirs))
+    mine.end()
+
+
+class StopsWithinAStep(transformers.TrainerCallback):
+    """Ends the first run after one micro-batch of its second step."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1 and not self.done:
+            self.done = control.should_training_stop = True
+
+
+def test_training_again_goes_on_as_the_library_does(tmp_path: Path) -> None:
+    """The first run is ended within a step: what it has collected for that is no part of the second's."""
+    theirs = plain(tmp_path, given={"callbacks": [StopsWithinAStep()]})
+    mine = streamed(tmp_path, given={"callbacks": [StopsWithinAStep()], "engine": in_memory()})
+    for trainer in (theirs, mine):
+        assert trainer.state.global_step == 1
+        trainer.train()
+        assert trainer.state.global_step == 6
+    check_same(shown(mine), shown(theirs))
+    mine.end()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}, id="sgd"),
+        pytest.param({"label_smoothing_factor": 0.2}, id="label-smoothing"),
+        pytest.param({"max_grad_norm": 0.0, "lr_scheduler_type": "cosine"}, id="no-clipping"),
+        pytest.param({"max_grad_norm": 0.05, "train_sampling_strategy": "sequential"}, id="every-step-clipped"),
+    ],
+)
+def test_arguments_that_change_the_numbers_change_them_alike(tmp_path: Path, settings: dict[str, Any]) -> None:
+    theirs, mine = plain(tmp_path, **settings), streamed(tmp_path, given={"engine": in_memory()}, **settings)
+    check_same(shown(mine), shown(theirs))
+    mine.end()
+
+
+def test_a_loss_in_tiles_is_the_same_loss(tmp_path: Path) -> None:
+    """Seven tokens' logits at a time, in training and evaluation, with what the whole step has as the divisor."""
+    settings = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2, "max_steps": 4}
+    theirs = plain(tmp_path, **settings)
+    mine = streamed(tmp_path, given={"engine": in_memory(loss_tile=7)}, **settings)
+    check_same(shown(mine), shown(theirs))
+    mine.end()
+
+
+def sum_of_squares(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss of a user's own, which divides by what the whole step has."""
+    squares = outputs.logits.square().mean(-1)[labels != -100].sum()
+    return squares / num_items_in_batch
+
+
+class OwnLoss:
+    """A user's ``compute_loss`` that knows nothing of the step: the library averages over micro-batches."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = outputs.logits[labels != -100].square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class PlainOwnLoss(OwnLoss, transformers.Trainer):
+    pass
+
+
+class StreamedOwnLoss(OwnLoss, Trainer):
+    pass
+
+
+def test_a_users_own_loss_is_the_one_that_trains(tmp_path: Path) -> None:
+    theirs = plain(tmp_path, given={"compute_loss_func": sum_of_squares})
+    mine = streamed(tmp_path, given={"compute_loss_func": sum_of_squares, "engine": in_memory()})
+    check_same(shown(mine), shown(theirs))
+    mine.end()
+    theirs, mine = plain(tmp_path, cls=PlainOwnLoss), streamed(tmp_path, cls=StreamedOwnLoss)
+    check_same(shown(mine), shown(theirs))
+    mine.end()
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    best = prediction.predictions[:, :-1].argmax(-1)
+    labels = prediction.label_ids[:, 1:]
+    return {"accuracy": float((best == labels)[labels != -100].mean())}
+
+
+def test_predictions_and_metrics_come_from_the_models_own_outputs(tmp_path: Path) -> None:
+    settings = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2}
+    given = {"compute_metrics": accuracy}
+    theirs = plain(tmp_path, given=given, **settings)
+    mine = streamed(tmp_path, given=given | {"engine": in_memory()}, **settings)
+    check_same(shown(mine), shown(theirs))
+    unlabelled = [{k: v for k, v in example.items() if k != "labels"} for example in HELD_OUT]
+    for data in (HELD_OUT, unlabelled):
+        found, expected = mine.predict(data), theirs.predict(data)
+        np.testing.assert_allclose(found.predictions, expected.predictions, rtol=1e-3, atol=1e-4)
+    mine.end()
+
+
+def test_a_run_that_stopped_goes_on_to_the_bits_of_one_that_did_not(tmp_path: Path) -> None:
+    """With dropout, shuffled data and momentum; the store that is left is of a later step than the checkpoint."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    whole = streamed(tmp_path / "whole", llama(dropout=0.1), **settings)
+    stopped = streamed(
+        tmp_path / "stopped",
+        llama(dropout=0.1),
+        given={"callbacks": [StopAfter(3)], "engine": on_disk(tmp_path / "stopped" / "store")},
+        **settings,
+    )
+    assert stopped.engine.step_count == 3
+    stopped.end()
+    resumed = Trainer(
+        model=llama(seed=1, dropout=0.1),
+        args=arguments(tmp_path / "stopped" / "engine", **settings),
+        train_dataset=DATA,
+        engine=on_disk(tmp_path / "stopped" / "store"),
+    )
+    resumed.train(resume_from_checkpoint=True)
+    assert shown(resumed)[:-1] == shown(whole)[:-1]  # the last number is the mean loss since the resumption
+    mine, theirs = ({n: t.clone() for n, t in t.engine.master_parameters()} for t in (resumed, whole))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    names = sorted(p.name for p in (tmp_path / "stopped" / "engine").glob("checkpoint-*"))
+    assert names == ["checkpoint-4", "checkpoint-6"]
+    resumed.end()
+    whole.end()
+
+
+def test_a_saved_model_is_what_transformers_loads(tmp_path: Path) -> None:
+    mine = streamed(tmp_path, given={"engine": in_memory()}, max_steps=2)
+    mine.save_model(str(tmp_path / "out"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = {name: tensor.clone() for name, tensor in mine.engine.master_parameters()}
+    assert all(torch.equal(value, theirs[name]) for name, value in weights(loaded).items())
+    labelled = {key: torch.tensor([HELD_OUT[0][key]]) for key in HELD_OUT[0]}
+    with torch.no_grad():
+        expected = loaded.eval()(**labelled).logits
+    torch.testing.assert_close(torch.tensor(mine.predict(HELD_OUT[:1]).predictions), expected)
+    mine.end()
+
+
+def test_a_folder_is_trained_without_its_model_ever_being_whole_in_memory(tmp_path: Path) -> None:
+    """``penstock.hf.load`` gives a model on the meta device; evaluation comes first, and makes the engine."""
+    llama().save_pretrained(tmp_path / "folder")
+    theirs = plain(tmp_path, max_steps=2)
+    loaded = penstock.hf.load(tmp_path / "folder")
+    mine = Trainer(
+        model=loaded.model,
+        args=arguments(tmp_path / "engine", max_steps=2),
+        train_dataset=DATA,
+        eval_dataset=HELD_OUT,
+        engine=in_memory(weights=loaded.weights),
+    )
+    before = transformers.Trainer(model=llama(), args=arguments(tmp_path / "other"), eval_dataset=HELD_OUT).evaluate()
+    assert mine.evaluate()["eval_loss"] == pytest.approx(before["eval_loss"], rel=1e-6)
+    mine.train()
+    check_same([line for line in shown(mine) if line[1] != "eval_loss"], shown(theirs))
+    mine.end()
+
+
+def test_the_best_checkpoint_is_taken_back_at_the_end(tmp_path: Path) -> None:
+    """The learning rate is so high that the last evaluation is not the best."""
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "load_best_model_at_end": True}
+    settings |= {"metric_for_best_model": "loss", "learning_rate": 0.5, "max_steps": 5, "warmup_steps": 0}
+    mine = streamed(tmp_path, given={"engine": in_memory()}, **settings)
+    losses = [line["eval_loss"] for line in mine.state.log_history if "eval_loss" in line]
+    assert min(losses) < losses[-1]
+    assert mine.evaluate()["eval_loss"] == min(losses)
+    mine.end()
+
+
+def test_half_precision_keeps_the_precision_of_the_master_copy(tmp_path: Path) -> None:
+    """Weights that compute are rounded; a step far smaller than their rounding still adds up in the master copy."""
+    mine = streamed(tmp_path, given={"engine": in_memory()}, bf16=True, learning_rate=1e-6, max_steps=3)
+    before = weights(llama())
+    moved = [not torch.equal(tensor, before[name]) for name, tensor in mine.engine.master_parameters()]
+    assert all(moved)
+    assert next(mine.model.parameters()).dtype == torch.bfloat16
+    mine.end()
+
+
+def test_a_store_of_another_run_is_not_continued_silently(tmp_path: Path) -> None:
+    first = streamed(tmp_path, max_steps=2)
+    first.end()
+    model = llama()
+    with pytest.raises(penstock.ConfigError, match=r"after step 2.*resume_from_checkpoint.*overwrite"):
+        streamed(tmp_path, model, max_steps=2)
+    assert torch.equal(model.lm_head.weight, llama().lm_head.weight)  # it can still be used
+    elsewhere = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    other = streamed(tmp_path, given={"engine": in_memory()}, **elsewhere)
+    other.end()
+    with pytest.raises(penstock.ConfigError, match=r"another run after step 2"):
+        Trainer(
+            model=model,
+            args=arguments(tmp_path / "engine", **elsewhere),
+            train_dataset=DATA,
+            engine=on_disk(tmp_path / "store"),
+        ).train(resume_from_checkpoint=True)
+    anew = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=2)
+    assert shown(anew) == shown(first)
+    anew.end()
+
+
+def test_an_old_checkpoint_does_not_replace_what_a_later_run_has_put_in_its_stores_place(tmp_path: Path) -> None:
+    """Both runs have the same folders, and the later one was told to overwrite the store."""
+    first = streamed(tmp_path, save_strategy="steps", save_steps=1, max_steps=2)
+    first.end()
+    later = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=3)
+    later.end()
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    checkpoint = str(tmp_path / "engine" / "checkpoint-1")
+
+    def resumed(**more: Any) -> Any:
+        engine = on_disk(tmp_path / "store", **more)
+        return Trainer(
+            model=llama(), args=arguments(tmp_path / "engine", **settings), train_dataset=DATA, engine=engine
+        )
+
+    with pytest.raises(penstock.ConfigError, match=r"another run after step 3"):
+        resumed().train(resume_from_checkpoint=checkpoint)
+    for engine in ({"overwrite": True}, {}):  # and the run that was resumed is still that of the old checkpoint
+        trainer = resumed(**engine)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.end()
+
+
+def test_a_store_in_which_no_step_was_taken_does_not_replace_the_models_values(tmp_path: Path) -> None:
+    """As evaluation leaves one, or a run that ended before its first step."""
+    losses = []
+    for seed in (0, 3):
+        trainer = Trainer(
+            model=llama(seed=seed),
+            args=arguments(tmp_path / "engine"),
+            eval_dataset=HELD_OUT,
+            engine=on_disk(tmp_path / "store"),
+        )
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.end()
+    args = arguments(tmp_path / "plain")
+    theirs = transformers.Trainer(model=llama(seed=3), args=args, eval_dataset=HELD_OUT).evaluate()
+    assert losses[1] != losses[0]
+    assert losses[1] == pytest.approx(theirs["eval_loss"], rel=1e-6)
+
+
+def test_a_checkpoint_is_resumed_whatever_a_kill_has_left_of_the_store(tmp_path: Path) -> None:
+    """State in one slot, or in memory, is not whole after a kill: the checkpoint is."""
+    budget = penstock.Budget(device="64MiB", host="64MiB", disk=tmp_path / "store", slots=1, durability="none")
+    given = {"engine": in_memory(budget=budget)}
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = streamed(tmp_path, given=given, **settings)
+    whole.engine._standing.give_up("killed")  # what a kill within a step leaves: a store that says so
+    whole.end()
+    resumed = Trainer(model=llama(seed=1), args=arguments(tmp_path / "engine", **settings), train_dataset=DATA, **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "engine" / "checkpoint-2"))
+    assert shown(resumed)[:-1] == shown(whole)[:-1]
+    resumed.end()
+
+
+def test_the_model_is_not_used_behind_the_engines_back(tmp_path: Path) -> None:
+    """A forward, or a state_dict, of a user's callback or script would be of placeholders."""
+    mine = streamed(tmp_path, given={"engine": in_memory()}, max_steps=1)
+    prompt = torch.tensor([[1, 2, 3]])
+    for use in (
+        lambda: mine.model(prompt),
+        lambda: mine.model.generate(prompt, max_new_tokens=1),
+        lambda: mine.model.state_dict(),
+    ):
+        with pytest.raises(penstock.ModelError, match=r"the model's weights are the engine's.*save_model"):
+            use()
+    mine.end()

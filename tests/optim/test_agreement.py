@@ -1,0 +1,52 @@
+"""Whether a device steps with the host's bits is found out, in every optimizer and precision."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine import planning
+from penstock.optim import fallback, kernels
+from penstock.optim.agreement import KINDS, PRECISIONS, other_bits
+from penstock.optim.formula import Hyper, scalars
+
+CPU = torch.device("cpu")
+
+
+def in_torch(hyper: Hyper, count: int, *, grad_scale: float, **arrays: Any) -> None:
+    """What another device than the CPU computes with."""
+    fallback.step(hyper.kind, scalars(hyper, count, grad_scale), grad_dtype=torch.float32, **arrays)
+
+
+def test_what_other_devices_compute_with_has_the_bits_of_the_native_kernels() -> None:
+    assert kernels.backend() == "native"
+    assert other_bits(CPU, step=in_torch) == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_one_bit_of_one_element_is_a_difference(kind: Any, precision: str) -> None:
+    def off(hyper: Hyper, count: int, **arrays: Any) -> None:
+        in_torch(hyper, count, **arrays)
+        if (hyper.kind, count) == (kind, 3) and (arrays["out"] is None) == (precision == "fp32"):
+            (arrays["master"] if arrays["out"] is None else arrays["out"]).view(torch.uint8)[0] ^= 1
+
+    assert f"{kind}.{precision}" in other_bits(CPU, (kind,), (precision,), step=off)
+
+
+@pytest.mark.parametrize(("different", "said"), [((), 0), (("adamw.bf16",), 1)])
+def test_a_run_that_steps_on_the_device_says_once_where_bits_differ(
+    different: tuple[str, ...], said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(planning, "other_bits", lambda *_: different)
+    planning.warn_of_other_bits.cache_clear()
+    for _ in range(2):
+        planning.warn_of_other_bits(CPU, "adamw.bf16")
+    assert len([r for r in caplog.records if "differ from the host's in some bits" in r.message]) == said
+    planning.warn_of_other_bits.cache_clear()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_the_gpu_steps_with_the_hosts_bits() -> None:
+    assert other_bits(torch.device("cuda")) == ()

@@ -1,0 +1,212 @@
+"""The linear program's loads are the simulator's work, its sizes are the schedule's, its optimum is one, and rounding
+keeps within the budget."""
+
+import itertools
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from penstock.config import Budget
+from penstock.planner.costs import machine_costs
+from penstock.planner.fit import Request, fitted, settings_of
+from penstock.planner.lane_loads import Loads, bound, by_lane, limits_of, step_bound
+from penstock.planner.placement_lp import PlacementLP
+from penstock.planner.rounding import PATTERNS, Limits, Rounding, assign
+from penstock.schedule.op import LOCAL_LANES
+from penstock.schedule.place import Depths, Format
+from penstock.schedule.provision import narrow_groups
+from penstock.schedule.world import World
+from penstock.sim.costs import Costs
+from penstock.sim.simulate import simulate
+from tests.programs import Case, placement, random_case, transformer
+from tests.questions import MACHINE, question, times_for
+
+ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
+
+
+def asked(case: Case) -> Request:
+    return Request(
+        program=case.program,
+        budget=Budget(device=1 << 40, host=1 << 40, disk="store"),
+        form=case.settings.form,
+        micro_batches=case.settings.micro_batches,
+        wait=case.settings.wait,
+        speculate=case.settings.speculate,
+        grad_dtype=case.settings.grad_dtype,
+        cast=case.settings.cast,
+        train=case.settings.train,
+        family="horizontal" if case.family == "horizontal" else "vertical",
+    )
+
+
+def costs_of(case: Case) -> Costs:
+    return machine_costs(
+        MACHINE,
+        case.program,
+        case.settings.form,
+        times_for(case.program),
+        "adamw.fp32",
+        grad_dtype=case.settings.grad_dtype,
+        narrow=narrow_groups(asked(case).route, case.settings),
+    )
+
+
+def compared(case: Case) -> list[tuple[str, float, float]]:
+    """(lane, seconds by the linear program's coefficients, simulated seconds)"""
+    costs = costs_of(case)
+    found = by_lane(Loads(asked(case), case.settings, costs).of(case.settings.place))
+    work = simulate(World.of(case.build()), costs).work(0)
+    return [(lane, seconds, work.get(lane, 0.0)) for lane, seconds in found.items()]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_loads_are_the_simulated_work_of_every_lane(seed: int) -> None:
+    case = random_case(seed)
+    if case.settings.speculate:  # where every group does: next to others, its norm is an op of its own
+        count = len(case.program.groups)
+        whole = replace(case.settings.place, weights=("disk",) * count, state=("disk",) * count)
+        case = replace(case, settings=replace(case.settings, place=whole))
+    for lane, load, work in compared(case):
+        assert load == pytest.approx(work, rel=1e-9, abs=1e-12), lane
+
+
+VERTICAL = [case for case in (random_case(seed, largest=6) for seed in range(40)) if case.family == "vertical"]
+
+
+@pytest.mark.parametrize("delay", [0.25, 0.5, 1.0])
+def test_with_a_delay_loads_are_the_work_but_for_whole_chunks(delay: float) -> None:
+    for case in (case for case in VERTICAL if case.settings.train):
+        late = replace(case.settings, delay=delay, chunk=4096)
+        for lane, load, work in compared(replace(case, settings=late)):
+            assert load == pytest.approx(work, rel=0.03, abs=0.03), lane
+
+
+def test_two_lanes_that_share_evenly_are_bound_by_their_sum_and_duplex_lanes_by_the_larger() -> None:
+    def costs(both: float) -> Costs:
+        pairs = {("read", "write"): both, ("write", "read"): both} if both else {}
+        return Costs(name="two", seconds=lambda op: 0.0, contention=pairs)
+
+    load = np.zeros((1, 6))
+    load[0, 3], load[0, 4] = 3.0, 2.0  # read and write
+    many = Depths(state=100, stage_in=100)
+    assert bound(load, limits_of(costs(0.0), many)) == pytest.approx(3.0)
+    assert bound(load, limits_of(costs(1.0), many)) == pytest.approx(5.0)
+    # 1/3: three quarters of its rate beside the other, so that a second of the other costs a third of one
+    assert bound(load, limits_of(costs(1 / 3), many)) == pytest.approx(3.0 + 2.0 / 3)
+
+
+@pytest.mark.parametrize(("home", "seconds"), [(0.0, 14.0), (7.0, 14.0), (11.0, 14.0), (12.0, 15.0)])
+def test_the_way_home_of_what_begins_a_step_falls_into_its_start_and_forward(home: float, seconds: float) -> None:
+    """A start of 10 s of reads, a forward of 4 s of compute with 3 s of writes: 11 s more of writes fit in."""
+    load = np.zeros((5, len(LOCAL_LANES)))
+    load[0, LOCAL_LANES.index("read")] = 10.0
+    load[1, LOCAL_LANES.index("compute")], load[1, LOCAL_LANES.index("write")] = 4.0, 3.0
+    load[2, LOCAL_LANES.index("compute")] = 6.0
+    load[-1, LOCAL_LANES.index("write")] = home
+    assert step_bound(load, np.eye(len(LOCAL_LANES))) == pytest.approx(seconds + 6.0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int) -> None:
+    """What the program counts is at least what the schedule takes, and equal where every pool is needed."""
+    case = random_case(seed)
+    lp = PlacementLP(
+        asked(case),
+        case.settings,
+        costs_of(case),
+    )
+    if not case.settings.train:
+        return
+    place = placement(Random(seed), case.program, case.settings.form, tied=bool(lp.loads.walk.tied))
+    waits = place.gradients if place.gradients in lp.gradient_tiers else "host"
+    place = replace(place, gradients=waits)
+    counted = lp.base_sizes(place.checkpoints, waits)
+    for g, home in enumerate(zip(place.weights, place.state, strict=True)):
+        counted = counted + lp.group_sizes(g, home, waits)
+    taken = asked(case).peaks(replace(case.settings, place=place))
+    assert counted[0] >= taken[0]
+    assert counted[1] >= taken[1]
+
+
+@pytest.mark.parametrize("form", [ADAM32, ADAM16])
+@pytest.mark.parametrize("wait", [False, True])
+def test_the_optimum_is_no_worse_than_any_placement_that_fits(form: Format, wait: bool) -> None:
+    asked = question(transformer(6, block=40), form=form, wait=wait, device=6 << 20, host=10 << 20)
+    request = asked.request
+    settings = settings_of(request, fitted(request).place, 1 << 16, Depths())
+    lp = PlacementLP(request, settings, asked.costs)
+    least = min(shares.seconds for shares in lp.solve_whole())
+    rng, tried = Random(1), 0
+    for _ in range(400):
+        place = placement(rng, request.program, form, tied=False)
+        option = replace(settings, place=place)
+        sizes = lp.base_sizes(place.checkpoints, place.gradients if wait else "host")
+        homes = enumerate(zip(place.weights, place.state, strict=True))
+        sizes = sizes + sum(lp.group_sizes(g, home, place.gradients if wait else "host") for g, home in homes)
+        if (sizes <= lp.budget).all():
+            tried += 1
+            assert step_bound(lp.loads.of(option.place), lp.limits) >= least * (1 - 1e-3)
+    assert tried > 5
+
+
+@pytest.mark.parametrize("form", [ADAM32, ADAM16])
+@pytest.mark.parametrize("family", ["vertical", "horizontal"])
+def test_rounded_shares_fit(form: Format, family: str) -> None:
+    asked = question(transformer(7, block=40), form=form, wait=True, family=family)
+    low = 3 << 20
+    fitting = 0
+    for device, host in itertools.product((low, 2 * low, 5 * low), (4 * low, 6 * low, 12 * low)):
+        request = replace(asked.request, budget=replace(asked.request.budget, device=device, host=host))
+        lp = PlacementLP(request, settings_of(request, fitted(request).place, 1 << 16, Depths()), asked.costs)
+        limits = Limits.of(request, None)
+        for shares, pattern in itertools.product(lp.solve_whole(), PATTERNS):
+            settings = Rounding(lp, shares, limits).settings(pattern)
+            if settings is not None:
+                fitting += 1
+                peaks = request.peaks(settings)
+                assert peaks[0] <= device
+                assert peaks[1] <= host
+    assert fitting > 10
+
+
+def test_a_budget_for_everything_on_the_device_is_used() -> None:
+    """The program counts pools that are not needed when nothing moves; rounding finds that out."""
+    asked = question(transformer(5), form=ADAM16, device=1 << 40, host=1 << 40)
+    alone = fitted(asked.request)
+    device, _ = asked.request.peaks(alone)
+    request = replace(asked.request, budget=replace(asked.request.budget, device=device))
+    lp = PlacementLP(request, settings_of(request, alone.place, 1 << 16, Depths()), asked.costs)
+    placed = Rounding(lp, lp.solve_whole()[0], Limits.of(request, None)).settings("last")
+    assert placed is not None
+    assert placed.place.weights == alone.place.weights
+    assert placed.place.state == alone.place.state
+
+
+def test_pins_are_constraints() -> None:
+    asked = question(transformer(4), form=ADAM16, wait=True)
+    for kind, tier in itertools.product(("weights", "state", "gradients", "checkpoints"), ("device", "host", "disk")):
+        if (kind, tier) in (("gradients", "device"), ("state", "device")):
+            continue
+        request = replace(asked.request, budget=replace(asked.request.budget, **{kind: tier}))
+        lp = PlacementLP(request, settings_of(request, fitted(request).place, 1 << 16, Depths()), asked.costs)
+        for shares in lp.solve_whole():
+            settings = Rounding(lp, shares, Limits.of(request, None)).settings("last")
+            assert settings is not None
+            found = getattr(settings.place, kind)
+            assert (set(found) if isinstance(found, tuple) else {found}) == {tier}
+
+
+def test_patterns() -> None:
+    lp_class = PlacementLP(
+        *(lambda q: (q.request, fitted(q.request), q.costs))(question(transformer(7), form=ADAM16))
+    ).classes
+    blocks = max(lp_class, key=lambda kind: len(kind.members))
+    counts = {("device", "host"): 2, ("host", "host"): 4}
+    last = assign(blocks, counts, "last")
+    assert [g for g in blocks.members if last[g] == ("device", "host")] == list(blocks.members[-2:])
+    spread = assign(blocks, counts, "spread")
+    on_device = [i for i, g in enumerate(blocks.members) if spread[g] == ("device", "host")]
+    assert len(on_device) == 2
+    assert on_device[1] - on_device[0] == 3

@@ -1,0 +1,349 @@
+"""Which means a plan comes to its numbers by: waiting for the norm, speculating, delaying; chosen, forced, refused."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from penstock.config import Budget
+from penstock.errors import ConfigError, ScheduleError
+from penstock.planner.alternatives import alternatives, way_of
+from penstock.planner.fit import Family, Request, fit, fitted
+from penstock.planner.means import no_speculation, steps_early
+from penstock.planner.own_schedule import means_of, with_schedule
+from penstock.planner.placement_lp import PlacementLP
+from penstock.planner.question import Question
+from penstock.planner.search import best, search
+from penstock.schedule.check import check
+from penstock.schedule.op import Schedule, parse_schedule
+from penstock.schedule.place import Depths, Format
+from penstock.schedule.program import ALIGN, Program
+from penstock.schedule.world import World
+from penstock.shape.model import StageTimes
+from penstock.sim.simulate import simulate
+from tests.programs import placement, transformer
+from tests.questions import DRIVE, MACHINE, question
+
+ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
+MIB = 1 << 20
+WRITES_HALF = replace(
+    MACHINE, drives=(replace(DRIVE, read=2e7, write=1e7, read_both=1.9e7, write_both=0.95e7),), name="writes slowly"
+)
+"""A drive that writes half as fast as it reads, both at once."""
+
+
+def open_question(form: Format = ADAM16, *, wait: bool = True, host: int = 14 * MIB, **more: object) -> Question:
+    """A step that its disk bounds, with all state on disk, and its means left open."""
+    asked = question(transformer(6, block=40), form=form, wait=wait, device=5 * MIB, host=host, machine=WRITES_HALF)
+    budget = replace(asked.request.budget, state="disk", weights="disk")
+    return replace(asked, request=replace(asked.request, budget=budget, speculate=None, delay=None), **more)  # type: ignore[arg-type]
+
+
+def forced(asked: Question, **means: object) -> Question:
+    return replace(asked, request=replace(asked.request, **means))  # type: ignore[arg-type]
+
+
+# ---- speculation
+
+
+@pytest.mark.parametrize("form", [ADAM32, ADAM16])
+def test_the_choice_flips_with_the_share_of_steps_that_are_repeated(form: Format) -> None:
+    asked = open_question(form)
+    rarely, always = (search(replace(asked, repeats=share)) for share in (0.0, 1.0))
+    assert rarely.plan.settings.speculate
+    assert not always.plan.settings.speculate
+    assert rarely.repeats == always.repeats == 0.0
+    assert rarely.seconds < always.seconds < 2 * rarely.seconds, "each is the better one for its share"
+
+
+def test_seconds_count_a_step_that_is_run_again_as_often_as_is_expected() -> None:
+    asked = forced(open_question(), speculate=True)
+    choice = search(replace(asked, repeats=0.25))
+    assert steps_early(choice.plan.program, choice.plan.settings)
+    assert choice.seconds == simulate(World.of(choice.plan.schedule), asked.costs).time
+    assert choice.expected_seconds == pytest.approx(1.25 * choice.seconds)
+    assert choice.repeats == 0.25
+    waits = search(forced(asked, speculate=False))
+    assert waits.expected_seconds == waits.seconds
+    assert waits.repeats == 0.0
+
+
+def test_the_better_means_is_chosen_at_every_share() -> None:
+    asked = open_question()
+    early, late = (search(forced(asked, speculate=early)) for early in (True, False))
+    for share in (0.0, 0.02, 0.05, 0.1, 0.3, 1.0):
+        chosen = search(replace(asked, repeats=share))
+        assert chosen.expected_seconds <= min(early.seconds * (1 + share), late.seconds) * 1.01
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_what_is_forced_is_kept_whatever_it_costs(speculate: bool) -> None:
+    asked = replace(forced(open_question(), speculate=speculate), repeats=0.0 if not speculate else 1.0)
+    settings = search(asked).plan.settings
+    assert settings.speculate is speculate
+    assert steps_early(asked.request.program, settings) is speculate
+
+
+def test_without_a_norm_to_wait_for_nothing_speculates() -> None:
+    assert not search(open_question(wait=False)).plan.settings.speculate
+
+
+NO_DISK, PLAIN = Budget(device=MIB, host=MIB), Budget(device=MIB, host=MIB, disk="store")
+
+
+@pytest.mark.parametrize(
+    ("budget", "form", "wait", "said"),
+    [
+        (PLAIN, ADAM16, False, "neither clip_grad_norm nor fp16"),
+        (NO_DISK, ADAM16, True, "there is no disk: give budget.disk"),
+        (replace(PLAIN, slots=1), ADAM16, True, "budget.slots=1 .* use slots=2"),
+        (replace(PLAIN, state="host"), ADAM16, True, "budget.state='host' leaves no group's state on disk"),
+        (replace(PLAIN, weights="host"), ADAM32, True, "budget.weights='host' leaves no group's state on disk"),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused_with_the_reason_and_not_chosen(
+    budget: Budget, form: Format, wait: bool, said: str
+) -> None:
+    why = no_speculation(budget, form, wait=wait)
+    assert why is not None
+    asked = question(transformer(3), form=form, wait=wait)
+    request = replace(asked.request, budget=replace(budget, device=1 << 40, host=1 << 40), speculate=True)
+    for ask in (lambda: fit(request), lambda: search(replace(asked, request=request))):
+        with pytest.raises(ConfigError, match=f"speculate=True cannot be: .*{said}"):
+            ask()
+    assert not replace(request, speculate=None).speculates
+    assert not search(replace(asked, request=replace(request, speculate=None))).plan.settings.speculate
+
+
+def test_weights_in_memory_do_not_stand_in_the_way_of_16_bit_speculation() -> None:
+    assert no_speculation(replace(PLAIN, weights="host"), ADAM16, wait=True) is None
+
+
+# ---- without a machine
+
+
+@pytest.mark.parametrize("form", [ADAM32, ADAM16])
+def test_without_a_profile_what_ends_on_disk_speculates_and_holds_no_gradients(form: Format) -> None:
+    asked = question(transformer(6, block=40), form=form, wait=True, device=5 * MIB, host=6 * MIB).request
+    plan = fit(replace(asked, speculate=None))
+    check(plan.schedule)
+    assert plan.schedule.speculative
+    on_disk = [g for g in asked.program.groups if plan.settings.place.all_on_disk(g.index, form)]
+    assert len(on_disk) > 3
+    assert not any(plan.settings.waits(group.index) for group in on_disk)
+    assert not fit(replace(asked, speculate=False)).schedule.speculative
+    roomy = fit(replace(asked, speculate=None, budget=replace(asked.budget, device=1 << 40, host=1 << 40)))
+    assert not roomy.schedule.speculative, "nothing is on disk"
+
+
+def test_without_a_profile_a_forced_delay_is_kept_and_none_is_chosen() -> None:
+    asked = question(transformer(6, block=40), form=ADAM16, wait=True, device=5 * MIB, host=14 * MIB).request
+    plan = fit(replace(asked, delay=0.3))
+    check(plan.schedule)
+    assert plan.settings.delay == 0.3
+    assert plan.host_bytes <= 14 * MIB
+    assert fit(replace(asked, delay=None)).settings.delay == 0.0
+    assert fit(replace(asked, delay=0.3, train=False)).settings.delay == 0.0, "an evaluation steps nothing"
+
+
+# ---- delays
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_where_the_disk_writes_slower_than_it_reads_a_delay_is_chosen_and_beats_none(wait: bool) -> None:
+    asked = open_question(wait=wait)
+    chosen, none = search(asked), search(forced(asked, delay=0.0))
+    check(chosen.plan.schedule)
+    assert chosen.plan.settings.delay > 0
+    assert none.plan.settings.delay == 0.0
+    assert chosen.expected_seconds < 0.97 * none.expected_seconds
+    assert chosen.plan.host_bytes <= 14 * MIB
+
+
+def test_the_delay_is_within_three_percent_of_the_best_of_a_fine_grid() -> None:
+    asked = open_question()
+    grid = [search(forced(asked, delay=i / 20)).expected_seconds for i in range(11)]
+    assert search(asked).expected_seconds <= 1.03 * min(grid)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.35, 1.0])
+def test_a_forced_delay_is_kept(delay: float) -> None:
+    asked = forced(open_question(), delay=delay)
+    assert search(asked).plan.settings.delay == delay
+    assert best(asked.request, asked.machine, asked.times, asked.optimizer).settings.delay == delay
+
+
+@pytest.mark.parametrize(
+    ("means", "family", "said"),
+    [
+        ({"delay": 1.5}, "vertical", "delay=1.5: must be a share, from 0 to 1"),
+        ({"delay": float("nan")}, "vertical", "delay=nan: must be a share"),
+        ({"delay": 0.2}, "horizontal", "delay=0.2 needs schedule='vertical'"),
+    ],
+)
+def test_delays_that_cannot_be_are_refused(means: dict[str, float], family: Family, said: str) -> None:
+    asked = question(transformer(3), form=ADAM16, wait=True, family=family)
+    with pytest.raises(ConfigError, match=said):
+        search(forced(asked, **means))
+    with pytest.raises(ConfigError, match=said):
+        fit(replace(asked.request, **means))
+
+
+def test_with_a_forced_delay_the_horizontal_schedule_is_left_out() -> None:
+    asked = forced(open_question(families=("vertical", "horizontal")), delay=0.2)
+    assert search(asked).request.family == "vertical"
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("speculate", [False, True])
+def test_with_a_delay_the_linear_program_never_promises_room_that_there_is_not(seed: int, speculate: bool) -> None:
+    rng = Random(seed)
+    asked = question(transformer(rng.randint(2, 6)), form=rng.choice((ADAM32, ADAM16)), wait=speculate or seed % 2 == 0)
+    request = replace(asked.request, speculate=speculate, delay=rng.choice((0.1, 0.25, 0.5, 1.0)))
+    settings = replace(fitted(request), depths=Depths(), chunk=1 << 12)
+    lp = PlacementLP(request, settings, asked.costs)
+    place = placement(rng, request.program, request.form, tied=False)
+    counted = lp.base_sizes(place.checkpoints, place.gradients)
+    for g, home in enumerate(zip(place.weights, place.state, strict=True)):
+        counted = counted + lp.group_sizes(g, home, place.gradients)
+    taken = request.peaks(replace(settings, place=place))
+    assert counted[0] >= taken[0]
+    assert counted[1] >= taken[1]
+
+
+# ---- a schedule of the user's own
+
+
+def planned(*, delay: float, speculate: bool = False, gradients: str | None = None) -> tuple[Request, Schedule]:
+    asked = question(transformer(4), form=ADAM16, wait=True, device=1 << 40, host=1 << 40).request
+    budget = replace(asked.budget, weights="disk", state="disk", gradients=gradients)  # type: ignore[arg-type]
+    request = replace(asked, budget=budget, delay=delay, speculate=speculate)
+    return request, fit(request).schedule
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.07, 0.25, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("gradients", ["host", "disk"])
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_schedule_tells_by_which_means_it_was_made(delay: float, gradients: str, speculate: bool) -> None:
+    request, schedule = planned(delay=delay, speculate=speculate, gradients=gradients)
+    early, share = means_of(parse_schedule(str(schedule)), request.program, wait=True)
+    assert early is speculate
+    again = replace(request, speculate=early, delay=share)
+    assert with_schedule(again, fit(again), schedule).schedule.ops == schedule.ops
+
+
+def test_a_schedule_by_other_means_is_refused_with_what_to_ask_for() -> None:
+    request, schedule = planned(delay=0.25)
+    for theirs, said in (
+        (planned(delay=0.0)[1], r"delays the steps of 0 chunks, and the plan of \d+ .* give delay=0,"),
+        (planned(delay=0.5)[1], r"delays the steps of \d+ chunks, .* give delay=0\.5"),
+        (planned(delay=0.25, speculate=True)[1], "the schedule speculates, and the plan does not: give speculate=True"),
+        (replace(schedule, carried=schedule.carried[1:]), "has no line 'carry h.* add it"),
+    ):
+        with pytest.raises(ScheduleError, match=said):
+            with_schedule(request, fit(request), theirs)
+    early, _ = planned(delay=0.25, speculate=True)
+    with pytest.raises(ScheduleError, match=r"does not speculate, .* give speculate=False"):
+        with_schedule(early, fit(early), schedule)
+
+
+def test_chunks_that_no_ratio_delays_are_refused() -> None:
+    request, schedule = planned(delay=0.25)
+    late = [op for op in schedule.ops if op.word.kind == "OP" and op.reads[0].startswith("h")]
+    edited = str(schedule)
+    for op in late[:-1]:
+        edited = edited.replace(f"read {op.reads[0]}", f"read H{op.id[2:]}u0")
+    with pytest.raises(ScheduleError, match="not the ones that a delay ratio does"):
+        means_of(parse_schedule(edited), request.program, wait=True)
+
+
+def test_the_delay_that_is_chosen_is_about_the_best_where_the_drive_bounds_the_step() -> None:
+    """With an embedding that is delayed whole, as large as a block: what is chosen stands beside larger delays."""
+    sizes = {0: 2048, 1: 1, 2: 2048}
+    small = transformer(12)
+    groups = tuple(replace(g, trainable=sizes.get(g.index, 2048) * ALIGN) for g in small.groups)
+    program = Program(groups=groups, stages=small.stages)
+    rates = {"read": 2e8, "write": 1e8, "read_both": 2e8, "write_both": 1e8}
+    links = {"h2d": 6e9, "d2h": 6e9, "h2d_both": 4e9, "d2h_both": 4e9}
+    machine = replace(
+        MACHINE,
+        host=replace(MACHINE.host, copy=8e9, optimizer={"adamw.fp32": 1e9}),
+        device=replace(MACHINE.device, **links),
+        drives=(replace(DRIVE, **rates),),
+    )
+    asked = question(program, form=ADAM32, wait=True, micro_batches=6, host=1 << 30, device=256 << 20, machine=machine)
+    budget = replace(asked.request.budget, weights="disk", state="disk")
+    times = StageTimes(forward=(0.012,) * 14, backward=(0.024,) * 14)
+    seconds = {
+        delay: search(
+            replace(asked, times=times, request=replace(asked.request, budget=budget, speculate=None, delay=delay))
+        ).seconds
+        for delay in (None, 0.4)
+    }
+    assert seconds[None] <= 1.03 * seconds[0.4]
+
+
+# ---- what a plan keeps, and what it tells
+
+
+def test_a_placement_that_stays_still_has_its_means_chosen() -> None:
+    asked = open_question()
+    first = best(asked.request, asked.machine, asked.times, asked.optimizer)
+    again = best(asked.request, asked.machine, asked.times, asked.optimizer, first.settings.place)
+    assert again.settings.place.weights == first.settings.place.weights
+    assert again.settings.place.state == first.settings.place.state
+    assert again.settings.speculate
+    assert again.settings.delay > 0
+    kept = best(
+        replace(asked.request, delay=0.0, speculate=False),
+        asked.machine,
+        asked.times,
+        asked.optimizer,
+        first.settings.place,
+    )
+    assert (kept.settings.speculate, kept.settings.delay) == (False, 0.0)
+
+
+def test_the_alternatives_are_what_forcing_them_gives() -> None:
+    asked = open_question()
+    choice = search(asked)
+    found = alternatives(choice)
+    assert found.chosen.way == "speculate" == way_of(choice.request, choice.plan.settings)
+    assert found.chosen.seconds == choice.expected_seconds
+    ways = {means.way: means for means in found.others}
+    assert set(ways) == {"wait, gradients in host memory", "wait, gradients on disk"}
+    assert [means.seconds for means in found.others] == sorted(means.seconds for means in found.others)
+    assert all(means.seconds > found.chosen.seconds * 0.99 for means in found.others)
+    parameters = sum(group.trainable for group in asked.request.program.groups)
+    held, spilled = ways["wait, gradients in host memory"], ways["wait, gradients on disk"]
+    assert held.held_bytes >= 4 * parameters
+    assert spilled.held_bytes < parameters
+    assert spilled.disk_bytes - held.disk_bytes == pytest.approx(8 * parameters, rel=0.15)
+    pinned = replace(asked.request.budget, gradients="host")
+    host = search(forced(asked, speculate=False, budget=pinned))
+    assert held.seconds == pytest.approx(host.expected_seconds, rel=0.02)
+    assert found.undelayed is not None
+    assert found.gain_of_delay is not None
+    assert found.undelayed.seconds == pytest.approx(search(forced(asked, delay=0.0)).expected_seconds, rel=0.02)
+    assert found.gain_of_delay == found.undelayed.seconds / found.chosen.seconds > 1.02
+
+
+def test_alternatives_of_a_large_schedule_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.planner.alternatives._SMALL", 10)
+    found = alternatives(search(open_question()))
+    assert found.others
+    assert not any(means.simulated for means in found.others)
+
+
+def test_the_search_weighs_how_many_blocks_state_lives_on_the_device() -> None:
+    """More device memory moves the state of some blocks there, not of all or none, and that is faster."""
+    asked = question(transformer(8, block=40), form=ADAM16, wait=True, host=14 * MIB, machine=WRITES_HALF)
+    counts, seconds = [], []
+    for device in (3, 5, 7, 9, 11):
+        budget = replace(asked.request.budget, device=device * MIB)
+        choice = search(forced(asked, budget=budget, speculate=None, delay=None))
+        counts.append(sum(tier == "device" for tier in choice.plan.settings.place.state[2:]))
+        seconds.append(choice.expected_seconds)
+    assert counts == sorted(counts)
+    assert len({*counts}) > 2, counts
+    assert seconds[-1] < seconds[0] * 0.9

@@ -1,0 +1,447 @@
+"""A plan fits its budget, says what would fit, keeps pins, and never wastes a larger budget."""
+
+import re
+import time
+from dataclasses import replace
+from itertools import pairwise, product
+from random import Random
+
+import pytest
+
+from penstock.config import Budget, Tier
+from penstock.errors import BudgetError, ConfigError, ScheduleError
+from penstock.planner.fit import Family, Plan, Request, fit
+from penstock.planner.own_schedule import with_schedule
+from penstock.schedule.check import check
+from penstock.schedule.op import Schedule, parse_schedule
+from penstock.schedule.place import GRAIN, LARGE_PART, Format, Placement
+from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
+from tests.programs import CHECKPOINT, transformer
+
+KIB, MIB = 1024, 1024 * 1024
+ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
+PLENTY = 1 << 40
+
+
+def request(
+    device: int = PLENTY,
+    host: int = PLENTY,
+    *,
+    program: Program | None = None,
+    disk: bool = True,
+    form: Format = ADAM32,
+    micro_batches: int = 3,
+    wait: bool = True,
+    train: bool = True,
+    family: Family = "vertical",
+    weights: Tier | None = None,
+    state: Tier | None = None,
+    gradients: Tier | None = None,
+    checkpoints: Tier | None = None,
+) -> Request:
+    assert gradients != "device"
+    return Request(
+        program=program or transformer(4),
+        budget=Budget(
+            device=device,
+            host=host,
+            disk="store" if disk else None,
+            weights=weights,
+            state=state,
+            gradients=gradients,
+            checkpoints=checkpoints,
+        ),
+        form=form,
+        micro_batches=micro_batches,
+        wait=wait,
+        train=train,
+        family=family,
+        inputs=4096,
+    )
+
+
+def smallest(r: Request, tier: str) -> int:
+    """The smallest budget of a tier that the error names when it is given nothing."""
+    none = replace(r, budget=replace(r.budget, **{tier: 0}))  # type: ignore[arg-type]
+    with pytest.raises(BudgetError, match=f"budget.{tier}=0 is too small") as caught:
+        fit(none)
+    found = re.search(r"the smallest that works is [^(]+ \((\d+) bytes\)", str(caught.value))
+    assert found is not None, str(caught.value)
+    return int(found[1])
+
+
+VARIANTS = list(product((ADAM32, ADAM16), ("vertical", "horizontal"), (True, False)))
+
+
+@pytest.mark.parametrize(("form", "family", "wait"), VARIANTS)
+def test_peaks_stay_within_every_budget_from_the_smallest_up(form: Format, family: Family, wait: bool) -> None:
+    r = request(form=form, family=family, wait=wait)
+    low = smallest(r, "device")
+    for device in (low, low + 1, 2 * low, 5 * low, 40 * low):
+        on = replace(r, budget=replace(r.budget, device=device))
+        floor = 0 if device == 40 * low else smallest(on, "host")  # with so much, nothing leaves the device
+        for host in (floor, floor + 4096, 2 * floor, 6 * floor, 100 * floor):
+            plan = fit(replace(on, budget=replace(on.budget, host=host)))
+            assert plan.device_bytes <= device
+            assert plan.host_bytes <= host
+            assert plan.schedule.peak_bytes("disk") == 0
+            check(plan.schedule)
+
+
+@pytest.mark.parametrize(("form", "family", "wait"), VARIANTS)
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_smallest_budget_that_an_error_names_works_and_one_byte_less_does_not(
+    form: Format, family: Family, wait: bool, layers: int, micro_batches: int
+) -> None:
+    program = transformer(layers, tied=layers == 3)
+    r = request(program=program, form=form, family=family, wait=wait, micro_batches=micro_batches)
+    device = smallest(r, "device")
+    r = replace(r, budget=replace(r.budget, device=device))
+    host = smallest(r, "host")
+    plan = fit(replace(r, budget=replace(r.budget, host=host)))
+    assert (plan.device_bytes, plan.host_bytes) == (device, host)
+    with pytest.raises(BudgetError, match=r"budget\.host"):
+        fit(replace(r, budget=replace(r.budget, host=host - 1)))
+    with pytest.raises(BudgetError, match=r"budget\.device"):
+        fit(replace(r, budget=replace(r.budget, device=device - 1)))
+
+
+def test_without_a_disk_the_error_says_that_one_would_help() -> None:
+    low = request(host=0, disk=False)
+    with pytest.raises(BudgetError, match=re.escape("or give budget.disk a directory")):
+        fit(replace(low, budget=replace(low.budget, device=smallest(low, "device"))))
+
+
+def test_without_a_disk_nothing_goes_to_disk() -> None:
+    r = request(disk=False)
+    plan = fit(replace(r, budget=replace(r.budget, device=smallest(r, "device"))))
+    assert plan.disk_bytes == 0
+    lanes = plan.schedule.bytes_per_lane()
+    assert lanes["read"] == lanes["write"] == 0
+    assert "disk" not in {*plan.settings.place.weights, *plan.settings.place.state}
+
+
+RANK = {"disk": 0, "host": 1, "device": 2}
+
+
+def preference(plan: Plan) -> tuple[object, ...]:
+    """A plan's choices as the planner ranks them, most important first; larger is better.
+
+    First what decides device memory: checkpoints, depths, then who lives on the device, last blocks first. Then what
+    decides host memory: waiting gradients and checkpoints off the disk, chunks, depths, then who lives there.
+    """
+    s, place = plan.settings, plan.settings.place
+    on_device = tuple(t == "device" for t in place.weights[::-1] + place.state[::-1])
+    on_host = tuple(RANK[t] for t in place.weights[::-1] + place.state[::-1])
+    return (
+        place.checkpoints == "device",
+        (s.depths.weights, s.depths.gradients),
+        on_device,
+        (place.gradients == "host", RANK[place.checkpoints]),
+        (s.chunk, s.depths.stage_in),
+        on_host,
+    )
+
+
+@pytest.mark.parametrize("form", [ADAM32, ADAM16])
+@pytest.mark.parametrize("family", ["vertical", "horizontal"])
+def test_a_larger_budget_never_gives_a_worse_plan(form: Format, family: Family) -> None:
+    """In the planner's own order of preference; and for one device budget, more host memory moves no group down."""
+    r = request(form=form, family=family, program=transformer(6, block=40))
+    low = smallest(r, "device")
+    high = fit(r).device_bytes
+    budgets = [low + (high - low) * i // 12 for i in range(13)]
+    plans = [fit(replace(r, budget=replace(r.budget, device=b))) for b in budgets]
+    ranks = [preference(plan) for plan in plans]
+    assert ranks == sorted(ranks)
+    assert len(set(ranks)) > 4
+    r = replace(r, budget=replace(r.budget, device=budgets[3]))
+    low, high = smallest(r, "host"), fit(r).host_bytes
+    plans = [fit(replace(r, budget=replace(r.budget, host=low + (high - low) * i // 12))) for i in range(13)]
+    assert [preference(p) for p in plans] == sorted(preference(p) for p in plans)
+    for less, more in pairwise(plans):
+        same = (less.settings.chunk, less.settings.depths) == (more.settings.chunk, more.settings.depths)
+        if same and less.settings.place.gradients == more.settings.place.gradients:
+            assert sum(RANK[t] for t in less.settings.place.weights) <= sum(
+                RANK[t] for t in more.settings.place.weights
+            )
+
+
+def test_with_room_for_all_nothing_moves() -> None:
+    for form in (ADAM32, ADAM16):
+        plan = fit(request(form=form))
+        assert set(plan.settings.place.weights) == set(plan.settings.place.state) == {"device"}
+        assert set(plan.schedule.bytes_per_lane().values()) == {0}
+
+
+def test_tied_groups_step_in_host_memory() -> None:
+    plan = fit(request(program=transformer(2, tied=True)))
+    assert plan.settings.place.state[0] == "host"
+    assert set(plan.settings.place.state[1:]) == {"device"}
+
+
+def test_the_order_of_preference() -> None:
+    """Checkpoints stay on the device before weights do; later blocks before earlier; weights before state."""
+    r = request(form=ADAM16, wait=False)
+    base = smallest(r, "device")
+    place = fit(replace(r, budget=replace(r.budget, device=base))).settings.place
+    assert place.checkpoints == "host"
+    assert "device" not in place.weights[3:], "no block"
+    # Room for all checkpoints (two more than are under way were counted) and full depths, but not for a block.
+    stay = request(form=ADAM16, wait=False, checkpoints="device")
+    with_checkpoints = fit(replace(stay, budget=replace(stay.budget, device=smallest(stay, "device"))))
+    assert with_checkpoints.device_bytes - base == (3 * 5 - (3 + 2)) * CHECKPOINT
+    deep = fit(r).settings
+    assert deep.place.checkpoints == "device"
+    on_device: list[int] = []
+    for device in range(base, base + 2 * MIB, 16 * KIB):
+        place = fit(replace(r, budget=replace(r.budget, device=device))).settings.place
+        if place.checkpoints == "device":
+            blocks = [g for g in range(3, 7) if place.weights[g] == "device"]
+            assert blocks == list(range(7 - len(blocks), 7)), "the last blocks first"
+            on_device.append(len(blocks))
+            if "device" in place.state[3:]:
+                assert len(blocks) == 4, "the weights of all blocks before the state of any"
+    assert {0, 1, 4} <= set(on_device)
+
+
+PINS: list[dict[str, Tier]] = [
+    {kind: tier}
+    for kind in ("weights", "state", "gradients", "checkpoints")
+    for tier in ("device", "host", "disk")
+    if (kind, tier) != ("gradients", "device")
+] + [
+    {"weights": w, "state": s}
+    for w, s in product(("device", "host", "disk"), repeat=2)  # type: ignore[dict-item]
+]
+
+
+@pytest.mark.parametrize("pins", PINS, ids=str)
+@pytest.mark.parametrize("form", [ADAM32, ADAM16])
+@pytest.mark.parametrize("device", [2 * MIB, PLENTY])
+def test_pins_are_kept_or_refused(pins: dict[str, Tier], form: Format, device: int) -> None:
+    r = request(device, form=form, **pins)  # type: ignore[arg-type]
+    weights, state = pins.get("weights"), pins.get("state")
+    one_array = form is ADAM32
+    impossible = state == "device" and weights not in (None, "device")
+    impossible |= one_array and weights == "device" and state not in (None, "device")
+    if impossible:
+        with pytest.raises(ConfigError, match=re.escape(f"budget.weights={weights!r} with budget.state={state!r}")):
+            fit(r)
+        return
+    try:
+        place = fit(r).settings.place
+    except BudgetError:
+        assert device < PLENTY
+        assert "device" in pins.values(), "what is pinned elsewhere needs little of the device"
+        return
+    assert weights is None or set(place.weights) == {weights}
+    assert state is None or set(place.state) == {state}
+    assert pins.get("gradients") in (None, place.gradients)
+    assert pins.get("checkpoints") in (None, place.checkpoints)
+
+
+def test_what_the_device_has_left_keeps_the_inputs_of_the_last_block_until_its_backward() -> None:
+    pins: dict[str, Tier] = {"weights": "disk", "state": "disk", "checkpoints": "host"}
+    least = fit(replace(request(micro_batches=6, **pins), micro_batches=6))  # type: ignore[arg-type]
+    assert least.settings.depths.inputs == 6
+    assert not [op for op in least.schedule.ops if op.word.kind in ("DC", "UC") and op.word.stage == 3]
+    for taken in range(5):
+        tight = request(least.device_bytes - taken * CHECKPOINT, micro_batches=6, **pins)  # type: ignore[arg-type]
+        plan = fit(tight)
+        assert plan.settings.depths.inputs == max(6 - taken, 2)
+        assert plan.device_bytes <= tight.budget.device_bytes
+
+
+def test_a_schedule_of_ones_own_keeps_as_many_inputs_on_the_device_as_when_it_was_made() -> None:
+    pins: dict[str, Tier] = {"weights": "disk", "state": "disk", "checkpoints": "host"}
+    roomy = request(micro_batches=6, **pins)  # type: ignore[arg-type]
+    most = fit(roomy)
+    tight = request(most.device_bytes - 3 * CHECKPOINT, micro_batches=6, **pins)  # type: ignore[arg-type]
+    own = fit(tight).schedule
+    plan = with_schedule(roomy, most, own)
+    assert plan.schedule.ops == own.ops
+    assert plan.settings.depths.inputs == 3
+    assert with_schedule(tight, fit(tight), own).schedule.ops == own.ops
+    with pytest.raises(BudgetError, match=r"pools take .* of budget\.device"):
+        with_schedule(tight, fit(tight), most.schedule)
+
+
+def test_a_placement_that_is_in_memory_already_is_kept() -> None:
+    train = fit(request(8 * MIB, 8 * MIB))
+    more = fit(request(9 * MIB, 9 * MIB, micro_batches=4), train.settings.place)
+    assert more.settings.place.weights == train.settings.place.weights
+    assert more.settings.place.state == train.settings.place.state
+    evaluation = fit(request(8 * MIB, 8 * MIB, train=False), train.settings.place)
+    assert evaluation.settings.place.weights == train.settings.place.weights
+    assert evaluation.schedule.name == "evaluate"
+    assert not evaluation.schedule.lanes["d2h"]
+
+
+def _random_program(rng: Random) -> Program:
+    """Groups of all sizes, so that moving one changes the size classes of the pools."""
+    count = rng.randint(2, 9)
+    groups = tuple(
+        GroupSpec(index=i, name=f"g{i}", trainable=ALIGN * rng.choice((1, 2, 13, 26, 51, 100)), frozen=0)
+        for i in range(count)
+    )
+    cut = sorted(rng.sample(range(count + 1), 2))
+    reads = [tuple(range(cut[0])), tuple(range(cut[0], cut[1])), tuple(range(cut[1], count))]
+    stages = tuple(
+        Stage(
+            index=i,
+            kind="call" if i == 1 else "segment",
+            name=f"s{i}",
+            forward_reads=r,
+            backward_reads=r,
+            gradients=r,
+            checkpoint=1000 * (i < 2),
+            gradient=1000 * (i < 2),
+            kept=0,
+            forward_peak=0,
+            backward_peak=0,
+        )
+        for i, r in enumerate(reads)
+    )
+    return Program(groups=groups, stages=stages)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_budgets_hold_for_groups_of_all_sizes(part: int) -> None:
+    """A group that moves up can change the size classes of the others: the peak is checked, not assumed."""
+    rng = Random(part)
+    for _ in range(15):
+        r = request(program=_random_program(rng), form=rng.choice((ADAM32, ADAM16)), micro_batches=1)
+        device = smallest(r, "device")
+        on = replace(r, budget=replace(r.budget, device=device))
+        host = smallest(on, "host")
+        for share in (1.0, 1.1, 1.3, 1.7, 2.5):
+            limits = int(device * share), int(host * share)
+            plan = fit(replace(r, budget=replace(r.budget, device=limits[0], host=PLENTY)))
+            assert plan.device_bytes <= limits[0]
+            plan = fit(replace(on, budget=replace(on.budget, host=limits[1])))
+            assert plan.host_bytes <= limits[1]
+
+
+@pytest.mark.parametrize("family", ["vertical", "horizontal"])
+def test_a_large_model_is_planned_in_seconds(family: Family) -> None:
+    """96 layers, 32 micro-batches, tens of thousands of ops, and so little host memory that every option is tried."""
+    block = 256 if family == "vertical" else 16
+    r = request(program=transformer(96, block=block), micro_batches=32, family=family, wait=True)
+    r = replace(r, budget=replace(r.budget, device=2 * smallest(r, "device")))
+    host = smallest(r, "host")
+    begin = time.process_time()
+    plan = fit(replace(r, budget=replace(r.budget, host=host)))
+    seconds = time.process_time() - begin
+    assert plan.settings.chunk == 1 << 16, "the smallest chunks"
+    assert len(plan.schedule.ops) > 20_000
+    assert seconds < 2
+
+
+def test_a_plan_describes_itself() -> None:
+    text = fit(request(4 * MIB, 6 * MIB)).describe()
+    for word in ("weights", "optimizer", "checkpoints", "chunks", "peak device", "vertical"):
+        assert word in text
+
+
+# ---- a schedule of the user's own
+
+
+def _edited(schedule: Schedule, old: str, new: str) -> Schedule:
+    text = str(schedule)
+    assert old in text
+    return parse_schedule(text.replace(old, new, 1))
+
+
+OWN = request(3 * MIB, 16 * MIB, micro_batches=2, program=transformer(2), family="horizontal")
+
+
+def test_a_plans_own_schedule_is_taken_back_as_it_is() -> None:
+    plan = fit(OWN)
+    assert with_schedule(OWN, plan, parse_schedule(str(plan.schedule))) == plan
+
+
+def test_more_buffers_and_other_waits_are_the_users_choice() -> None:
+    plan = fit(OWN)
+    pool = next(pool for pool in plan.schedule.pools if pool.tier == "host")
+    more = _edited(plan.schedule, str(pool), str(replace(pool, count=pool.count + 1)))
+    own = with_schedule(OWN, plan, more)
+    assert own.host_bytes == plan.host_bytes + pool.size
+    many = _edited(plan.schedule, str(pool), str(replace(pool, count=10**6)))
+    with pytest.raises(BudgetError, match=r"of budget\.host"):
+        with_schedule(OWN, plan, many)
+
+
+def test_a_schedule_for_something_else_is_refused() -> None:
+    plan = fit(OWN)
+    text = str(plan.schedule)
+    last = plan.schedule.ops[-1]
+    with pytest.raises(ScheduleError, match="is for 3 micro-batches, not 2"):
+        with_schedule(OWN, plan, _edited(plan.schedule, "micro-batches 2", "micro-batches 3"))
+    with pytest.raises(ScheduleError, match=f"has no op {re.escape(last.id)},"):
+        with_schedule(OWN, plan, parse_schedule(text.replace(f"{last}\n", "")))
+    with pytest.raises(ScheduleError, match="has an op F77m0, which"):
+        with_schedule(OWN, plan, parse_schedule(text + "F77m0\n"))
+    moved = next(op for op in plan.schedule.ops if op.nbytes)
+    with pytest.raises(ScheduleError, match=f"op {re.escape(moved.id)} moves or touches something else"):
+        with_schedule(OWN, plan, _edited(plan.schedule, str(moved), str(replace(moved, nbytes=1))))
+    pool = plan.schedule.pools[0]
+    with pytest.raises(ScheduleError, match=f"needs a pool like '{re.escape(str(pool))}'"):
+        with_schedule(OWN, plan, _edited(plan.schedule, str(pool), str(replace(pool, size=pool.size // 2))))
+
+
+def test_a_schedule_that_adds_gradients_up_in_another_order_is_refused() -> None:
+    """It would be safe, and change the bits."""
+    r = request(program=transformer(2), micro_batches=3, family="horizontal", weights="host", state="host")
+    plan = fit(r)
+    first, second = [op for op in plan.schedule.ops if op.id.startswith("AG4.0@")][:2]
+    swapped = (
+        str(plan.schedule).replace(f"{first}\n", "%").replace(f"{second}\n", f"{first}\n").replace("%", f"{second}\n")
+    )
+    with pytest.raises(ScheduleError, match="which changes the numbers"):
+        with_schedule(r, plan, parse_schedule(swapped))
+
+
+def test_a_placement_must_be_possible() -> None:
+    program = transformer(1)
+    count = len(program.groups)
+    place = Placement(weights=("disk",) * count, state=("device",) * count, gradients="host", checkpoints="device")
+    with pytest.raises(AssertionError):
+        place.check(program, ADAM16)
+
+
+def test_a_step_before_the_last_reader_of_weights_on_the_device_is_refused() -> None:
+    """No buffer of the schedule tells, since such weights are in none: the program does."""
+    r = request(
+        64 * MIB,
+        64 * MIB,
+        micro_batches=1,
+        wait=False,
+        program=transformer(2, reader=True),
+        weights="device",
+        state="device",
+    )
+    plan = fit(r)
+    assert with_schedule(r, plan, plan.schedule).schedule == plan.schedule
+    step = plan.schedule.by_id["OD1"]
+    ops = [op for op in plan.schedule.ops if op is not step]
+    early = ops.index(plan.schedule.by_id["E3m0"]) + 1
+    with pytest.raises(ScheduleError, match="op OD1 may run before B1m0, which reads the weights it changes"):
+        with_schedule(r, plan, replace(plan.schedule, ops=(*ops[:early], replace(step, after=()), *ops[early:])))
+
+
+@pytest.mark.parametrize("chunk", [0, 1000, 4097])
+def test_a_schedule_with_a_chunk_of_parts_is_refused(chunk: int) -> None:
+    plan = fit(OWN)
+    with pytest.raises(ScheduleError, match=f"chunk of {chunk} elements is not a multiple of 4096"):
+        with_schedule(OWN, plan, replace(plan.schedule, chunk=chunk))
+
+
+def test_a_schedule_with_chunks_below_what_has_one_checksum_is_refused() -> None:
+    groups = tuple(replace(g, trainable=LARGE_PART) if g.index == 1 else g for g in OWN.program.groups)
+    budget = replace(OWN.budget, device=64 * MIB, host=64 * MIB)
+    large = replace(OWN, program=replace(OWN.program, groups=groups), budget=budget)
+    plan = fit(large)
+    with pytest.raises(ScheduleError, match=f"chunk of {ALIGN} elements is smaller .* make it {GRAIN} or more"):
+        with_schedule(large, plan, replace(plan.schedule, chunk=ALIGN))

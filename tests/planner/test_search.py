@@ -1,0 +1,461 @@
+"""The search's choice fits and beats the fixed order of preference and a grid; what is said about it is true."""
+
+import time
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from bench.lp_vs_brute_force import WITHIN, brute_force
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import Budget, format_size
+from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.machine import Machine
+from penstock.hardware.profiles import machine_named
+from penstock.planner.advice import advice, refusal, round_up, smallest
+from penstock.planner.ask import plan, report
+from penstock.planner.batches import choose, curve, saturating, splits
+from penstock.planner.fit import Request, fit, fitted
+from penstock.planner.forecast import Forecast, forecast
+from penstock.planner.roofline import moved_per_parameter, roofline
+from penstock.planner.search import best, estimate, fits, search
+from penstock.planner.task import DEVICE_TEMPORARIES, Task, free_bytes, own_budget
+from penstock.schedule.check import check
+from penstock.schedule.place import BOUNCE, Format, Settings
+from penstock.schedule.world import World
+from penstock.shape.shipped import named
+from penstock.shape.transformer import from_config
+from penstock.sim.simulate import simulate
+from tests.programs import transformer
+from tests.questions import DRIVE, MACHINE, question, times_for
+
+ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
+MIB = 1 << 20
+PAIRS = list(product((ADAM32, ADAM16), (False, True), (4 * MIB, 9 * MIB), (8 * MIB, 16 * MIB)))
+
+
+@pytest.mark.parametrize(("form", "wait", "device", "host"), PAIRS)
+def test_the_choice_fits_passes_the_checker_and_is_no_slower_than_the_fixed_order(
+    form: Format, wait: bool, device: int, host: int
+) -> None:
+    asked = question(transformer(6, block=40), form=form, wait=wait, device=device, host=host)
+    choice = search(asked)
+    check(choice.plan.schedule)
+    assert choice.plan.device_bytes <= device
+    assert choice.plan.host_bytes <= host
+    greedy = simulate(World.of(fit(asked.request).schedule), asked.costs).time
+    assert choice.seconds <= greedy * 1.002
+    assert choice.seconds == simulate(World.of(choice.plan.schedule), asked.costs).time
+
+
+@pytest.mark.parametrize(("form", "wait"), [(ADAM16, False), (ADAM32, True)])
+def test_the_choice_is_within_three_percent_of_a_grid(form: Format, wait: bool) -> None:
+    """``bench/lp_vs_brute_force.py`` in small."""
+    asked = question(transformer(4, block=40), form=form, wait=wait, device=5 * MIB, host=12 * MIB, micro_batches=2)
+    found = brute_force(asked)
+    assert found.simulated > 5
+    assert search(replace(asked, families=("vertical", "horizontal"))).seconds <= found.seconds * (1 + WITHIN)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_with_delays_to_choose_from_the_schedule_is_safe_fits_and_is_no_slower(wait: bool) -> None:
+    asked = question(transformer(6, block=40), form=ADAM16, wait=wait, device=5 * MIB, host=14 * MIB)
+    free = search(replace(asked, request=replace(asked.request, delay=None)))
+    check(free.plan.schedule)
+    assert free.plan.host_bytes <= 14 * MIB
+    assert free.seconds <= search(asked).seconds * 1.01
+    if wait:
+        assert free.plan.settings.delay > 0
+        assert free.seconds < search(asked).seconds * 0.95
+
+
+def test_a_disk_without_a_drive_in_the_profile_is_refused() -> None:
+    asked = question(transformer(2), form=ADAM16)
+    with pytest.raises(ConfigError, match=r"has no drives, but budget\.disk is given"):
+        best(asked.request, replace(MACHINE, drives=()), asked.times, asked.optimizer)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    asked = question(transformer(6, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
+    assert search(asked).plan == search(asked).plan
+
+
+def test_best_is_the_search_with_the_requests_family_and_keeps_what_is_placed() -> None:
+    asked = question(transformer(4, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
+    plan_ = best(asked.request, asked.machine, asked.times, asked.optimizer)
+    assert plan_ == search(asked).plan
+    kept = fitted(replace(asked.request, budget=replace(asked.request.budget, host=10 * MIB))).place
+    again = best(asked.request, asked.machine, asked.times, asked.optimizer, kept)
+    assert (again.settings.place.weights, again.settings.place.state) == (kept.weights, kept.state)
+
+
+def test_more_memory_a_faster_disk_and_a_free_choice_of_family_never_make_it_slower() -> None:
+    program = transformer(6, block=40)
+    base = search(question(program, form=ADAM16, device=5 * MIB, host=12 * MIB)).seconds
+    fast = replace(MACHINE, drives=(replace(DRIVE, read=4e7, write=2e7, read_both=3e7, write_both=1.8e7),))
+    for better in (
+        question(program, form=ADAM16, device=5 * MIB, host=24 * MIB),
+        question(program, form=ADAM16, device=10 * MIB, host=12 * MIB),
+        question(program, form=ADAM16, device=5 * MIB, host=12 * MIB, machine=fast),
+        replace(question(program, form=ADAM16, device=5 * MIB, host=12 * MIB), families=("vertical", "horizontal")),
+    ):
+        assert search(better).seconds <= base * 1.01
+
+
+def test_too_little_disk_is_refused_with_what_is_missing() -> None:
+    asked = question(transformer(6, block=40), form=ADAM16, device=4 * MIB, host=8 * MIB)
+    needed = asked.request.space_bytes(search(asked).plan.settings)
+    assert search(replace(asked, disk_free=needed)).plan.settings
+    with pytest.raises(BudgetError, match=r"of disk are needed .* Free .* more, or add a drive"):
+        search(replace(asked, disk_free=needed // 4))
+
+
+def test_vertical_wins_with_several_micro_batches_and_ties_with_one() -> None:
+    both = ("vertical", "horizontal")
+    asked = question(transformer(6, block=40), form=ADAM16, device=5 * MIB, host=14 * MIB, micro_batches=6)
+    rates = [estimate(asked, family) for family in both]
+    assert rates[0] is not None
+    assert rates[1] is not None
+    assert rates[0] < rates[1] * 0.9
+    assert search(replace(asked, families=both)).request.family == "vertical"
+
+
+# ---- a whole task
+
+
+def task(
+    *, device: int = 8 * MIB, host: int = 40 * MIB, machine: Machine = MACHINE, waits: bool = False, layers: int = 8
+) -> Task:
+    shape = from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 512,
+            "vocab_size": 1024,
+        },
+        name="small llama",
+    )
+    assert shape is not None
+    return Task(
+        shape=shape,
+        machine=machine,
+        budget=Budget(device=device, host=host, disk=[drive.path for drive in machine.drives] or None),
+        sequence_length=128,
+        precision="fp32",
+        optimizer="adamw",
+        moments=2,
+        waits=waits,
+        families=("vertical",),
+        disk_free=free_bytes(machine),
+    )
+
+
+SLOW = replace(MACHINE, device=replace(MACHINE.device, flops={"fp32": 1e11}))
+"""bound by its disk"""
+
+
+def _frozen(found: Forecast) -> Forecast:
+    """The same plan of a model of which nothing is trained."""
+    program = found.choice.plan.program
+    groups = tuple(replace(group, trainable=0, frozen=group.numel) for group in program.groups)
+    plan = replace(found.choice.plan, program=replace(program, groups=groups))
+    return replace(found, choice=replace(found.choice, plan=plan))
+
+
+def test_a_forecast_adds_up() -> None:
+    asked = task(host=12 * MIB, machine=SLOW)
+    choice = search(asked.question(2, 4))
+    found = forecast(asked, choice, 2)
+    assert found.tokens == 2 * 4 * 128
+    assert found.tokens_per_second == pytest.approx(found.tokens / choice.seconds)
+    assert found.mfu == pytest.approx(6 * found.parameters * found.tokens / choice.seconds / 1e11)
+    assert _frozen(found).mfu == pytest.approx(found.mfu * 4 / 6, rel=0.01), "no gradients of what is not trained"
+    assert {lane: x.nbytes for lane, x in found.lanes.items()} == {
+        lane: n for lane, n in choice.plan.schedule.bytes_per_lane().items() if lane in found.lanes
+    }
+    assert found.limit_seconds == max(x.work for x in found.lanes.values()) <= choice.seconds
+    written = sum(op.nbytes for op in choice.plan.schedule.lanes["write"])
+    assert found.wear.written_bytes == written > 0
+    assert found.wear.days == pytest.approx(100e12 / written * choice.seconds / 86400)
+    train = found.memory["train"]
+    assert (train["device"], train["host"]) == (choice.plan.device_bytes, choice.plan.host_bytes)
+    assert train["device"] <= asked.budget.device_bytes
+    assert train["host"] <= asked.budget.host_bytes
+    assert {"load", "probe", "place", "save", "resume"} <= found.memory.keys()
+    assert found.memory["save"]["host"] == train["host"] + BOUNCE
+    assert train["disk"] == found.memory["load"]["disk"] + found.scratch_bytes
+    assert found.simulated_peak["host"] <= found.memory["train"]["host"]
+
+
+def test_a_drive_without_a_rating_has_no_life_to_tell() -> None:
+    asked = task(host=12 * MIB, machine=replace(SLOW, drives=(replace(DRIVE, tbw=None),)))
+    assert forecast(asked, search(asked.question(2, 2)), 2).wear.days is None
+
+
+def test_a_constant_that_planning_repeats_because_it_imports_no_torch() -> None:
+    from penstock.optim import fallback
+
+    assert DEVICE_TEMPORARIES == fallback.DEVICE_TEMPORARIES
+
+
+def advised(asked: Task, size: int, count: int) -> dict[str, float]:
+    return {a.change: a.gain for a in advice(asked, size, search(asked.question(size, count)))}
+
+
+def test_advice_is_what_planning_again_gives() -> None:
+    asked = task(host=12 * MIB, machine=SLOW)
+    found = advised(asked, 2, 4)
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert all(gain >= 1.02 for gain in found.values())
+    twice = replace(asked, machine=replace(SLOW, drives=(DRIVE, DRIVE)), disk_free=2 * asked.disk_free)
+    before, after = (search(t.question(2, 4)).seconds for t in (asked, twice))
+    assert found["a second drive like the first"] == pytest.approx(before / after, rel=0.02)
+    assert before / after > 1.5
+    assert any("more host memory" in change for change in found)
+    assert any("instead of 4" in change for change in found)
+
+
+def test_advice_for_a_large_schedule_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = task(host=12 * MIB, machine=SLOW)
+    choice = search(asked.question(2, 4))
+    assert all(a.simulated for a in advice(asked, 2, choice)[:1])
+    monkeypatch.setattr("penstock.planner.advice._SMALL", 10)
+    assert not any(a.simulated for a in advice(asked, 2, choice))
+
+
+def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
+    """Never by itself: it changes the numbers, and the advice says so."""
+    slow_link = replace(MACHINE, device=replace(MACHINE.device, d2h=3e6, d2h_both=3e6, kind="cuda"))
+    asked = task(host=1 << 28, machine=slow_link)
+    gains = {change: gain for change, gain in advised(asked, 2, 2).items() if change.startswith("grad_dtype bf16")}
+    assert len(gains) == 1
+    assert "changes the numbers" in next(iter(gains))
+    assert next(iter(gains.values())) > 1.05
+    assert search(asked.question(2, 2)).plan.settings.grad_dtype == "fp32"
+    assert not any("grad_dtype" in change for change in advised(replace(asked, grad_dtype="bf16"), 2, 2))
+
+
+def test_compute_bound_training_is_not_sold_a_drive() -> None:
+    fast_disk = replace(MACHINE, drives=(replace(DRIVE, read=2e10, write=2e10, read_both=2e10, write_both=2e10),))
+    changes = advised(task(machine=fast_disk), 2, 8)
+    assert "a second drive like the first" not in changes
+    assert changes["a device that computes twice as fast"] > 1.3
+
+
+def test_clipping_pins_and_horizontal_are_named_as_what_they_cost() -> None:
+    asked = task(host=12 * MIB, machine=SLOW, waits=True)
+    pinned = replace(asked, budget=replace(asked.budget, host=40 * MIB, weights="disk", state="disk"))
+    changes = advised(pinned, 2, 2)
+    assert "tiers chosen by the planner instead of budget.weights, budget.state" in changes
+    assert "no gradient clipping, so that the optimizer need not wait" in changes
+    across = replace(asked, families=("horizontal",), budget=replace(asked.budget, host=60 * MIB))
+    assert "schedule: vertical instead of horizontal" in advised(across, 1, 8)
+
+
+@pytest.mark.parametrize(("device", "host"), [(1 * MIB, 40 * MIB), (40 * MIB, 1 * MIB), (2 * MIB, 2 * MIB)])
+def test_the_smallest_change_works_and_a_hundredth_less_does_not(device: int, host: int) -> None:
+    asked = task(device=device, host=host)
+    with pytest.raises(BudgetError) as caught:
+        report(asked, split=(2, 2))
+    text = str(caught.value)
+    assert "does not fit in" in text
+    for tier in ("device", "host"):
+        if f"more {tier} (" not in text:
+            continue
+        size = smallest(asked.question(2, 2), tier)
+        assert size is not None
+        search(replace(asked, budget=replace(asked.budget, **{tier: size})).question(2, 2))
+        with pytest.raises(BudgetError):
+            search(replace(asked, budget=replace(asked.budget, **{tier: int(size * 0.99)})).question(2, 2))
+    if device < 40 * MIB and host < 40 * MIB:
+        assert "More of one tier alone does not help" in text
+    else:
+        assert "The smallest change that makes it fit" in text
+
+
+def test_a_full_disk_is_refused_with_how_much_more_it_takes() -> None:
+    asked = replace(task(host=12 * MIB), disk_free=1 * MIB)
+    error = refusal(asked, 2, 2, BudgetError("-"))
+    assert "more disk (" in str(error)
+    assert "more host (" not in str(error), "the store has room for all state, wherever it is at home"
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    asked = task(device=10 * MIB, host=40 * MIB)
+    with pytest.raises(BudgetError, match=r"Or a smaller batch: ([0-9]+) sequences fit") as caught:
+        report(asked, batch=4096)
+    choose(asked, int(str(caught.value).split("batch: ")[1].split()[0]))
+
+
+# ---- batches and the roofline
+
+
+def test_a_batch_is_cut_without_a_rest_and_the_choice_is_one_of_the_cuts() -> None:
+    asked = task(host=12 * MIB, machine=SLOW)
+    found = splits(asked, 24)
+    assert found
+    assert all(s.micro_batch_size * s.micro_batches == 24 for s in found)
+    choice, split = choose(asked, 24)
+    assert split in found
+    assert choice.request.micro_batches == split.micro_batches
+
+
+def test_twice_a_saturating_batch_gains_little_and_half_of_it_loses() -> None:
+    asked = task(device=16 * MIB, host=12 * MIB, machine=SLOW)
+    batch = saturating(asked)
+    assert batch > 1
+    size = splits(asked, 64)[0].micro_batch_size
+    rates = {p.batch: p.tokens_per_second["vertical"] or 0.0 for p in curve(asked, size, until=2 * batch)}
+    assert rates[2 * batch] < rates[batch] * 1.03
+    assert rates[batch // 2] <= rates[batch] / 1.03
+
+
+def test_the_roofline_crosses_where_the_formula_says() -> None:
+    """T* = (F/8) (16/Br + 14/Bw), whatever the model's size: the facts' 150 TFLOP/s with 10/5 GB/s is 82k tokens."""
+    assert moved_per_parameter(ADAM16) == (16, 14)
+    assert moved_per_parameter(ADAM32) == (20, 12)
+    program = transformer(6, block=40)
+    parameters = sum(g.trainable for g in program.groups)
+    drive = replace(DRIVE, read=10e9, write=5e9, read_both=10e9, write_both=5e9)
+    asked = question(program, form=ADAM16, machine=replace(MACHINE, drives=(drive,)))
+    tokens = 1000
+    n = len(program.stages)
+    seconds = 8 * parameters * tokens / 150e12 / (2 * n)
+    times = replace(times_for(program), forward=(seconds,) * n, backward=(seconds,) * n)
+    found = roofline(replace(asked, times=times), tokens)
+    assert found.balance_tokens == pytest.approx(150e12 / 8 * (16 / 10e9 + 14 / 5e9))
+    assert found.balance_tokens == pytest.approx(82_500)
+    assert found.disk_seconds == pytest.approx(parameters * 14 / 5e9), "a duplex drive reads meanwhile"
+    shared = replace(drive, read_both=5e9, write_both=2.5e9)
+    in_turns = roofline(replace(asked, machine=replace(MACHINE, drives=(shared,)), times=times), tokens)
+    assert in_turns.disk_tokens == pytest.approx(in_turns.balance_tokens)
+    assert found.bound_by(1000) == "disk" or found.host_seconds > (found.disk_seconds or 0)
+    assert found.bound_by(10**12) == "compute"
+    assert found.tokens_per_second(10**12) == pytest.approx(found.compute_tokens_per_second)
+
+
+# ---- from names
+
+
+def test_a_large_model_on_a_shipped_machine() -> None:
+    found = plan("gpt-13b", machine="a100-40g", batch=16)
+    f = found.forecast
+    assert f.choice.request.family == "vertical"
+    assert f.micro_batches * f.micro_batch_size == 16
+    assert f.parameters == pytest.approx(13e9, rel=0.02)
+    assert 0.3 < f.mfu < 0.75
+    assert f.choice.seconds <= f.limit_seconds * 1.1
+    rates = {p.batch: p.tokens_per_second for p in found.curve}
+    assert rates[16]["vertical"] > 1.02 * rates[16]["horizontal"]
+
+
+def test_bf16_wear_is_14_bytes_per_parameter_when_all_state_is_on_disk() -> None:
+    machine = replace(
+        MACHINE, device=replace(MACHINE.device, kind="cuda"), drives=(replace(DRIVE, read=1e10, write=1e10),)
+    )
+    budget = Budget(device="30GiB", host="60GiB", disk="/disk", weights="disk", state="disk")
+    found = plan("gpt-13b", machine=machine, budget=budget, micro_batches=2, micro_batch_size=1)
+    assert found.forecast.wear.per_parameter == pytest.approx(14, rel=2e-3)
+    assert named("gpt-13b").name == "gpt-13b"
+    assert own_budget(machine, device=None, host=None).disk_paths
+
+
+# ---- what a machine has room for, and how large a schedule may be
+
+
+def large(name: str, machine: str, host: int | None = None) -> Task:
+    found = machine_named(machine)
+    return Task(
+        shape=named(name),
+        machine=found,
+        budget=own_budget(found, device=None, host=host),
+        sequence_length=2048,
+        precision="bf16",
+        optimizer="adamw",
+        moments=2,
+        waits=False,
+        families=("vertical", "horizontal"),
+        disk_free=free_bytes(found),
+    )
+
+
+def test_a_plan_takes_no_more_than_the_machine_has_in_any_phase() -> None:
+    asked = large("gpt-175b", "a100-40g")
+    assert estimate(asked.question(2, 4), "vertical") is not None
+    assert estimate(asked.question(8, 8), "vertical") is None, "a probe of eight sequences takes 53 GiB"
+    assert {s.micro_batch_size for s in splits(asked, 64)} == {1, 2, 4}
+    with pytest.raises(BudgetError, match=r"probe takes 53\.3 GiB of device memory, and the machine has 40 GiB"):
+        report(asked, split=(8, 8))
+
+
+def test_a_budget_of_all_host_memory_leaves_room_for_a_snapshots_buffer() -> None:
+    small = replace(MACHINE, host=replace(MACHINE.host, memory=24 * MIB))
+    asked = task(machine=small, host=24 * MIB)
+    choice = search(asked.question(2, 2))
+    found = forecast(asked, choice, 2)
+    assert found.beyond_machine is None
+    assert found.memory["save"]["host"] <= 24 * MIB
+    assert forecast(
+        replace(asked, machine=replace(small, host=replace(small.host, memory=MIB))), choice, 2
+    ).beyond_machine
+
+
+def test_the_smallest_change_for_a_large_model_is_one_that_the_search_can_use() -> None:
+    asked = large("gpt-65b", "a100-40g", host=500 * MIB)
+    question = asked.question(1, 16)
+    text = str(refusal(asked, 1, 16, BudgetError("-")))
+    size = float(text.split("more host (")[1].split(" GiB in all")[0])
+    assert fits(
+        replace(question, request=replace(question.request, budget=replace(asked.budget, host=int(size * 2**30))))
+    )
+    assert f"{format_size(round_up(int(size * 2**30) - 500 * MIB))} more host" in text
+
+
+@given(st.integers(min_value=1, max_value=1 << 50))
+def test_sizes_are_rounded_up_to_what_is_printed(nbytes: int) -> None:
+    rounded = round_up(nbytes)
+    number, unit = format_size(rounded).split()
+    assert nbytes <= rounded <= nbytes * 1.02
+    assert rounded == int(float(number) * 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit))
+
+
+def test_small_chunks_are_tried_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(request: Request) -> Settings:
+        raise BudgetError("the fixed order of preference takes nothing")
+
+    monkeypatch.setattr("penstock.planner.search.fitted", nothing)
+    asked = task(device=8 * MIB, host=MIB)
+    least = smallest(asked.question(2, 2), "host")
+    assert least is not None
+    tight = replace(asked, budget=replace(asked.budget, host=least)).question(2, 2)
+    choice = search(replace(tight, simulated_ops=400))
+    assert len(choice.plan.schedule.ops) > 400 // 4, "more than what several simulations have room for"
+    assert choice.plan.host_bytes <= least
+
+
+def test_schedules_of_too_many_ops_are_refused_before_anything_is_simulated() -> None:
+    asked = large("gpt-13b", "a100-40g")
+    started = time.process_time()
+    with pytest.raises(BudgetError, match=r"more than 80,000 ops.*fewer and larger micro-batches"):
+        search(asked.question(1, 1024))
+    with pytest.raises(ConfigError, match="5000 micro-batches: at most 1024 can be planned"):
+        report(asked, split=(1, 5000))
+    with pytest.raises(BudgetError, match="larger ones are not planned"):
+        report(large("gpt-175b", "rtx4090-24g"), batch=64)
+    assert time.process_time() - started < 15
+
+
+def test_the_curve_ends_where_micro_batches_do() -> None:
+    assert curve(task(), 1, until=4096)[-1].batch == 256
+
+
+def test_a_directory_on_disk_is_offered_only_if_it_helps() -> None:
+    words = "a directory on disk"
+    host = replace(task(host=8 * MIB), budget=Budget(device=8 * MIB, host=8 * MIB), families=("vertical",))
+    assert words in str(refusal(host, 2, 2, BudgetError("-"))).lower()
+    device = replace(host, budget=Budget(device=1 * MIB, host=400 * MIB))
+    assert words not in str(refusal(device, 2, 2, BudgetError("-"))).lower()

@@ -1,0 +1,214 @@
+"""The public surface: a name, a parameter or a field that goes or changes breaks the programs of others."""
+
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+
+import penstock
+from penstock import errors
+
+NAMES = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Budget",
+    "BudgetError",
+    "ConfigError",
+    "Engine",
+    "Lion",
+    "ModelError",
+    "NonFiniteError",
+    "Override",
+    "Schedule",
+    "ScheduleError",
+    "StepStats",
+    "StoreError",
+    "plan",
+    "wrap",
+]
+
+WRAP = {
+    "model": inspect.Parameter.empty,
+    "optimizer": inspect.Parameter.empty,
+    "budget": inspect.Parameter.empty,
+    "precision": None,
+    "schedule": "vertical",
+    "clip_grad_norm": 1.0,
+    "device": None,
+    "blocks": None,
+    "loss_fn": None,
+    "seed": 0,
+    "io_threads": 4,
+    "overlap": True,
+    "plan": "auto",
+    "speculate": None,
+    "delay": None,
+    "grad_dtype": None,
+    "compile": False,
+    "weights": None,
+    "init": False,
+    "run": None,
+}
+
+PLAN = {
+    "model": inspect.Parameter.empty,
+    "machine": None,
+    "budget": None,
+    "batch": None,
+    "micro_batches": None,
+    "micro_batch_size": None,
+    "sequence_length": 2048,
+    "precision": None,
+    "optimizer": "adamw",
+    "momentum": False,
+    "clip_grad_norm": None,
+    "schedule": None,
+    "speculate": None,
+    "delay": None,
+    "grad_dtype": "fp32",
+    "disk_free": None,
+    "tbw": None,
+}
+
+ENGINE = {
+    "position",
+    "budget",
+    "close",
+    "counters",
+    "device",
+    "evaluate",
+    "last_step",
+    "load",
+    "master_parameters",
+    "model",
+    "optimizer",
+    "plan",
+    "prediction",
+    "prepare",
+    "save",
+    "step",
+    "step_count",
+    "trace",
+    "values",
+}
+
+STATS = [
+    "step",
+    "loss",
+    "grad_norm",
+    "tokens",
+    "seconds",
+    "lr",
+    "clipped",
+    "skipped",
+    "loss_scale",
+    "repeats",
+    "non_finite",
+    "labels",
+    "flops",
+    "bytes_written",
+    "bytes_moved",
+    "lane_seconds",
+    "peak_bytes",
+]
+
+BUDGET = ["device", "host", "disk", "weights", "state", "gradients", "checkpoints", "slots", "durability", "interval"]
+
+
+def test_names() -> None:
+    assert penstock.__all__ == NAMES
+    for name in NAMES:
+        assert getattr(penstock, name).__name__.removeprefix("penstock.") == name  # the package plan can be called
+    with pytest.raises(AttributeError, match="no attribute 'Penstock'"):
+        penstock.Penstock  # noqa: B018 - the access is what is tested
+
+
+def test_wrap() -> None:
+    parameters = inspect.signature(penstock.wrap).parameters
+    assert {name: p.default for name, p in parameters.items()} == WRAP
+    kinds = {name: p.kind for name, p in parameters.items()}
+    assert kinds.pop("model") is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert set(kinds.values()) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_plan() -> None:
+    parameters = inspect.signature(penstock.plan).parameters
+    assert {name: p.default for name, p in parameters.items()} == PLAN
+    kinds = {name: p.kind for name, p in parameters.items()}
+    assert kinds.pop("model") is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert set(kinds.values()) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_plan_is_the_same_whatever_was_imported_before() -> None:
+    code = (
+        "import penstock; a = penstock.plan; import penstock.planner.fit; assert a is penstock.plan; assert callable(a)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_engine() -> None:
+    source = inspect.getsource(penstock.Engine.__init__)
+    attributes = set(re.findall(r"self\.([a-z]\w*)(?:: [^=\n]+)? = ", source))
+    members = {name for name in vars(penstock.Engine) if not name.startswith("_")}
+    assert attributes | members == ENGINE
+    assert {name for name in ("__enter__", "__exit__") if name in vars(penstock.Engine)} == {"__enter__", "__exit__"}
+    step = ["self", "micro_batches", "loss_weights", "position"]
+    assert list(inspect.signature(penstock.Engine.step).parameters) == step
+    assert list(inspect.signature(penstock.Engine.evaluate).parameters) == ["self", "micro_batches", "loss_weights"]
+    assert list(inspect.signature(penstock.Engine.save).parameters) == ["self", "path", "overwrite"]
+    assert list(inspect.signature(penstock.Engine.load).parameters) == ["self", "path"]
+
+
+def test_step_stats() -> None:
+    assert [f.name for f in dataclasses.fields(penstock.StepStats)] == STATS
+
+
+def test_budget() -> None:
+    assert [f.name for f in dataclasses.fields(penstock.Budget)] == BUDGET
+
+
+@pytest.mark.parametrize("kind", [penstock.StepStats, penstock.Budget, penstock.AdamW, penstock.Override])
+def test_settings_and_results_are_frozen_and_keyword_only(kind: type) -> None:
+    fields = dataclasses.fields(kind)
+    assert all(f.kw_only for f in fields)
+    assert kind.__dataclass_params__.frozen
+
+
+def test_errors_are_what_programs_catch_them_as() -> None:
+    bases = {
+        "ConfigError": ValueError,
+        "BudgetError": ValueError,
+        "ModelError": ValueError,
+        "ScheduleError": ValueError,
+        "StoreError": OSError,
+        "NonFiniteError": ArithmeticError,
+    }
+    for name, base in bases.items():
+        assert issubclass(getattr(penstock, name), base)
+        assert getattr(penstock, name) is getattr(errors, name)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "penstock",
+        "penstock.schedule.vertical",
+        "penstock.schedule.check",
+        "penstock.planner.fit",
+        "penstock.planner.ask",
+    ],
+)
+def test_planning_needs_no_torch(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("package", ["penstock.hf", "penstock.fabric"])
+def test_libraries_are_imported_when_they_are_asked_for(package: str) -> None:
+    heavy = "{'torch', 'transformers', 'trl', 'lightning_fabric'}"
+    code = f"import {package}, sys; assert not {heavy} & set(sys.modules); assert set({package}.__all__)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,472 @@
+"""The report without a browser: what its pages say and draw, its other forms, and its errors."""
+
+import base64
+import builtins
+import json
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.cli import main
+from penstock.cli.report import gather, parse_report
+from penstock.errors import ConfigError
+from penstock.report import colors
+from penstock.report.causes import measured_bars
+from penstock.report.chrome import chrome_trace
+from penstock.report.colors import GROUPS
+from penstock.report.columns import Columns
+from penstock.report.html import in_script
+from penstock.report.prediction import Prediction
+from penstock.report.run_page import run_page, thinned
+from penstock.report.sentence import bottleneck, format_time, measured_bottleneck, verdict
+from penstock.report.series import Because, last_of_each_moment, parse_cause
+from penstock.report.simulated_page import simulated_page
+from penstock.report.trace_file import Ran
+from penstock.report.waits import held_up
+from penstock.runtime.trace import MemorySample, TraceEvent, TraceWriter
+from penstock.schedule.op import _KIND_LANE, Lane, parse_schedule
+from penstock.schedule.world import World
+from penstock.sim.costs import Costs
+from penstock.sim.simulate import simulate
+from tests.reports import offload_schedule, simulated, write_run
+
+# ---- what a measured op waited for
+
+SCHEDULE = """\
+schedule s micro-batches 1 chunk 0
+pool one host 1 x 8
+RW0.0@F0 take a=one write a
+UW0.0@F0 after RW0.0@F0 read a give a
+RW1.0@F1 take b=one write b
+UW1.0@F1 after RW1.0@F1 read b give b
+F0m0 after UW0.0@F0
+F1m0 after UW1.0@F1
+"""
+
+
+def _ran(*rows: tuple[str, Lane, float, float]) -> list[Ran]:
+    return [Ran(id=name, lane=lane, start=start, end=end, nbytes=0) for name, lane, start, end in rows]
+
+
+def test_a_measured_op_waited_for_the_last_of_what_the_schedule_asks() -> None:
+    ops = _ran(
+        ("RW0.0@F0", "read", 0.0, 1.0),
+        ("UW0.0@F0", "h2d", 1.001, 3.0),
+        ("RW1.0@F1", "read", 3.001, 4.0),
+        ("UW1.0@F1", "h2d", 4.0, 5.0),
+        ("F0m0", "compute", 3.0, 9.0),
+        ("F1m0", "compute", 9.001, 10.0),
+    )
+    bars = {bar.id: bar for bar in measured_bars(ops, parse_schedule(SCHEDULE))}
+    assert bars["UW0.0@F0"].cause == "RW0.0@F0"
+    assert bars["RW1.0@F1"].cause == "pool one (given by UW0.0@F0)"
+    assert bars["RW1.0@F1"].waited == pytest.approx(2.001)
+    assert bars["F0m0"].cause == "UW0.0@F0"
+    assert bars["F1m0"].cause == ""  # all it needs was there: its lane was busy until it began
+    assert bars["F1m0"].waited == pytest.approx(0.001)
+    assert all(not bar.cause for bar in measured_bars(ops, None))
+
+
+def test_measured_causes_are_those_of_the_simulation_where_a_lane_does_one_op_at_a_time() -> None:
+    """A run that follows the simulation to the microsecond waited for what the simulation says, or for its equal."""
+    schedule = offload_schedule()
+    simulation = simulate(World.of(schedule), Costs(name="plain", seconds=lambda op: 0.001 + op.nbytes / 1e9))
+    timed = list(simulation.timed(0))
+    end_of = {t.op.id: t.end for t in timed}
+    ops = [Ran(id=t.op.id, lane=t.op.lane, start=t.start, end=t.end, nbytes=t.op.nbytes) for t in timed]
+    bars = {bar.id: bar for bar in measured_bars(ops, schedule)}
+    compared = 0
+    for t in timed:
+        if t.waited > 1e-5:
+            because, said = parse_cause(bars[t.op.id].cause), parse_cause(t.cause)
+            assert end_of[because.op] == pytest.approx(end_of[said.op], abs=1e-5), t.op.id
+            assert bars[t.op.id].waited == pytest.approx(t.waited)
+            compared += 1
+    assert compared > 20
+
+
+def test_a_steps_time_is_divided_among_the_lanes_that_held_it_up() -> None:
+    """Back from the end: F1m0, F0m0, its weights, their read. The second read cost nothing: compute went on."""
+    ops = _ran(
+        ("RW0.0@F0", "read", 0.0, 1.0),
+        ("UW0.0@F0", "h2d", 1.5, 3.0),
+        ("RW1.0@F1", "read", 3.0, 4.0),
+        ("UW1.0@F1", "h2d", 4.0, 5.0),
+        ("F0m0", "compute", 3.0, 9.0),
+        ("F1m0", "compute", 9.0, 10.0),
+    )
+    schedule = parse_schedule(SCHEDULE)
+    assert held_up(ops, schedule) == {"compute": 7.0, "h2d": 1.5, "read": 1.0}
+    slow = _ran(
+        ("RW0.0@F0", "read", 0.0, 1.0),
+        ("UW0.0@F0", "h2d", 1.0, 3.0),
+        ("RW1.0@F1", "read", 3.0, 8.0),
+        ("UW1.0@F1", "h2d", 8.0, 9.0),
+        ("F0m0", "compute", 3.0, 4.0),
+        ("F1m0", "compute", 9.0, 10.0),
+    )
+    assert held_up(slow, schedule) == {"compute": 1.0, "h2d": 3.0, "read": 6.0}
+    assert held_up((), schedule) == {}
+
+
+def test_what_held_a_step_up_adds_up_to_the_step() -> None:
+    """In a run that follows its simulation every moment has a cause."""
+    schedule = offload_schedule()
+    simulation = simulated(schedule, seed=3)
+    ops = [Ran(id=t.op.id, lane=t.op.lane, start=t.start, end=t.end, nbytes=t.op.nbytes) for t in simulation.timed(0)]
+    found = held_up(ops, schedule)
+    assert sum(found.values()) == pytest.approx(simulation.end(0), rel=1e-3)
+    assert set(found) >= {"compute", "read"}
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("B3m0", Because(op="B3m0")),
+        ("12:RA5m0", Because(op="RA5m0", rank=12)),
+        ("pool stage_in (given by UW1.0@F1)", Because(op="UW1.0@F1", pool="stage_in")),
+        ("pool act", Because(pool="act")),
+        ("", Because()),
+    ],
+)
+def test_a_cause_is_taken_apart(text: str, cause: Because) -> None:
+    assert parse_cause(text) == cause
+
+
+# ---- what a page is made of
+
+
+def _unpacked(page: str) -> tuple[dict[str, Any], Any]:
+    """The facts of a page, and a function that reads a column."""
+    found = re.search(r'<script type="application/json" id="facts">(.*?)</script>', page, re.DOTALL)
+    packed = re.search(r'<script type="text/plain" id="columns">(.*?)</script>', page, re.DOTALL)
+    assert found
+    assert packed
+    raw = zlib.decompress(base64.b64decode(packed[1]))
+    return json.loads(found[1]), lambda at: np.frombuffer(raw, dtype=f"<{at[0]}", count=at[2], offset=at[1])
+
+
+def test_columns_come_back_aligned() -> None:
+    put = Columns()
+    places = [put.add("u4", [1, 2, 3]), put.add("f8", [0.5]), put.add("i4", [-1]), put.add("f8", [])]
+    raw = zlib.decompress(base64.b64decode(put.text()))
+    assert all(at % 8 == 0 for _, at, _ in places)
+    assert [np.frombuffer(raw, f"<{k}", n, at).tolist() for k, at, n in places] == [[1, 2, 3], [0.5], [-1], []]
+
+
+def test_a_page_holds_every_op_of_both_sides_in_stretches_that_never_overlap(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    report = gather(tmp_path, 2)
+    facts, column = _unpacked(run_page(report))
+    assert report.prediction is not None
+    assert [side["name"] for side in facts["sides"]] == ["predicted", "measured"]
+    for side in facts["sides"]:
+        ids = [facts["names"][i] for i in column(side["id"])]
+        assert sorted(ids) == sorted(op.id for op in report.prediction.schedule.ops)
+        start, end = column(side["start"]), column(side["end"])
+        for _, low, high in side["stretches"]:
+            assert (end[low : high - 1] <= start[low + 1 : high] + 2.1e-9).all()
+    predicted = facts["sides"][0]
+    by_name = dict(zip([facts["names"][i] for i in column(predicted["id"])], column(predicted["end"]), strict=True))
+    assert by_name == {
+        op.id: end for op, end in zip(report.prediction.schedule.ops, report.prediction.ends, strict=True)
+    }
+
+
+def test_ops_of_a_trace_that_touch_share_a_row_though_its_times_are_rounded(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for step in (1, 2, 3):
+        facts, _ = _unpacked(run_page(gather(tmp_path, step)))
+        rows = [facts["lanes"][lane] for lane, _, _ in facts["sides"][1]["stretches"]]
+        assert [rows.count(lane) for lane in ("compute", "h2d", "d2h", "write", "cpu")] == [1, 1, 1, 1, 1]
+
+
+def test_a_page_says_bytes_exactly_and_errors_relative_to_the_measurement(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    page = run_page(gather(tmp_path, 2))
+    rows = {row[0]: row[1:] for row in (re.findall(r">([^<>]+)</t[hd]>", line) for line in page.splitlines()) if row}
+    assert rows["read"][2] == "exact"
+    predicted, measured = (simulated(offload_schedule(), n, scale=1.0 + 0.05 * n).busy(0)["compute"] for n in (0, 2))
+    assert rows["compute"][5] == f"{100 * (predicted / measured - 1):.1f}%"
+    assert "device memory taken, peak" in page
+    assert "of 1\u00a0MiB, predicted" in page
+
+
+def test_a_page_without_a_prediction_says_so_and_one_of_another_schedule_too(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", predict=False)
+    alone = run_page(gather(tmp_path / "a", None))
+    assert "the measurement alone" in alone
+    assert [side["name"] for side in _unpacked(alone)[0]["sides"]] == ["measured"]
+    write_run(tmp_path / "b")
+    other = Prediction.of(simulated(offload_schedule(4), 0))
+    (tmp_path / "b" / "prediction.json").write_text(other.to_json())
+    assert "of another schedule" in run_page(gather(tmp_path / "b", None))
+
+
+def test_a_page_of_a_cut_trace_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=1)
+    path = tmp_path / "trace.json"
+    raw = path.read_bytes()
+    path.write_bytes(raw[: len(raw) // 2])
+    page = run_page(gather(tmp_path, None))
+    assert "trace.json was cut off in step 1" in page
+    assert "of another schedule" not in page
+    assert "up to the cut" in page
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9, 0.99])
+@pytest.mark.parametrize("predict", [True, False])
+def test_a_part_of_a_step_is_compared_with_nothing(tmp_path: Path, share: float, predict: bool) -> None:
+    """No bottleneck, no error, no share, no bound, no memory, whether the cut is among the ops or among the memory."""
+    write_run(tmp_path, steps=1, predict=predict)
+    path = tmp_path / "trace.json"
+    raw = path.read_bytes()
+    path.write_bytes(raw[: int(share * len(raw))])
+    page = run_page(gather(tmp_path, 1)).partition('<script type="application/json"')[0].partition("<body>")[2]
+    assert "Step 1 was cut" in page
+    for word in ("bottleneck", "too high", "too low", "error", "%", "predicted", "bound", "share", "memory taken"):
+        assert word not in page, word
+
+
+def test_a_page_tells_the_time_of_all_steps_from_that_of_the_one_shown(tmp_path: Path) -> None:
+    """The first is what a run's last words say: the median without the step that plans. Each has its own error."""
+    prediction = write_run(tmp_path, steps=3)
+    lines = [
+        {"step": step, "loss": 1.0, "seconds": seconds * prediction.time, "tokens": 8}
+        for step, seconds in ((1, 50.0), (2, 2.0), (3, 2.0), (4, 3.0))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = gather(tmp_path, 2)
+    page = run_page(report).replace("\u00a0", " ")
+    figures = dict(re.findall(r"<dt>([^<]+)</dt><dd>(.*?)</dd>", page))
+    said = format_time(prediction.time)
+    all_steps = (
+        f"{format_time(2 * prediction.time)}<small>median of 3 after the first; {said} predicted (-50.0%)</small>"
+    )
+    assert figures["time of a step"] == all_steps
+    error = prediction.time / report.step.time - 1
+    assert -0.2 < error < -0.05
+    shown = f"{format_time(report.step.time)}<small>from first op to last; {said} predicted ({error:+.1%})</small>"
+    assert figures["step 2, op by op"] == shown
+    assert f"This step was predicted to take {said}: {-error:.1%} too low." in page
+
+
+EVIL = '</script><script>alert("x")</script ><!-- <script &amp;\u2028'
+
+
+def test_no_name_can_end_a_script_or_be_markup(tmp_path: Path) -> None:
+    folder = tmp_path / "<b>&run"
+    write_run(folder, predict=False)
+    with TraceWriter(folder / "trace.json") as writer:
+        event = TraceEvent(step=1, op=EVIL, lane="compute", start=0.0, end=1.0)
+        writer.step([event], [MemorySample(time=0.0, tier="host", bytes=1)])
+    page = run_page(gather(folder, None))
+    facts, column = _unpacked(page)
+    assert facts["names"][column(facts["sides"][0]["id"])[0]] == EVIL
+    assert "alert(" in page
+    assert "<" not in page.partition('id="facts">')[2].partition("</script>")[0]
+    assert "<script>alert(" not in page
+    assert "<b>" not in page
+    assert page.count("</script>") == 3
+    assert json.loads(in_script({EVIL: EVIL})) == {EVIL: EVIL}
+
+
+def test_a_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    page = run_page(gather(tmp_path, None))
+    links = set(re.findall(r"""(?:https?:)?//[\w.]+\.\w+[^\s"'`)]*""", page))
+    assert links == {"http://www.w3.org/2000/svg"}, "the namespace of SVG is a name, nothing else is an address"
+    assert not re.search(r"""\b(?:src|href)=["'](?!data:)""", page)
+
+
+def test_curves_of_many_steps_keep_their_extremes() -> None:
+    points: list[tuple[int, float | None]] = [(i, float(i % 100)) for i in range(50_000)]
+    points[777] = (777, 1e6)
+    points[778] = (778, None)
+    kept = thinned(points, 2000)
+    assert len(kept) <= 2000
+    assert (777, 1e6) in kept
+    assert kept == sorted(kept)
+    assert thinned(points[:10], 2000) == points[:10]
+
+
+def test_a_curve_keeps_its_peak_when_it_lasts_no_time() -> None:
+    assert last_of_each_moment([(0, 1), (1, 5), (1, 9), (1, 2), (2, 3)]) == [(0, 1), (1, 9), (1, 2), (2, 3)]
+    assert last_of_each_moment([(0, 1), (1, 5), (1, 6), (2, 3)]) == [(0, 1), (1, 6), (2, 3)]
+
+
+def test_ranks_that_do_the_same_share_their_data() -> None:
+    schedule = offload_schedule(1)
+    world = World(name="same", ranks=(schedule,) * 300, groups={})
+    page = simulated_page(simulate(world, Costs(name="one", seconds=lambda op: 1.0)), title="same", unit="")
+    facts, _ = _unpacked(page)
+    assert facts["ranks"] == [0] * 300
+    assert len(facts["sides"]) == 1
+    assert "median of 300" in page
+
+
+def test_sentences_name_the_bottleneck_and_the_distance_from_the_bound() -> None:
+    work: dict[Lane, float] = {"compute": 2.0, "read": 1.0}
+    assert bottleneck(2.5, work, {"compute": 2.0, "read": 1.0}) == (
+        "Compute is the bottleneck: 80% busy. No order of the same work is faster than 2 s, "
+        "and the step takes 1.25 times that."
+    )
+    assert bottleneck(8.0, work, work).startswith("Waiting is the bottleneck: even compute is busy for only 25%")
+    assert bottleneck(0.0, {}, {}) == "The step has no work in it."
+    assert "1.25 times its lower bound of 2 s" in measured_bottleneck(2.5, work, 2.0)
+    assert "the machine beats its profile" in measured_bottleneck(2.5, work, 3.0)
+    assert verdict(2.0, 2.1) == "This step was predicted to take 2.1 s: 5.0% too high."
+    assert verdict(2.0, 1.9) == "This step was predicted to take 1.9 s: 5.0% too low."
+
+
+def test_every_kind_of_op_has_one_colour_and_the_page_has_those_of_the_picture() -> None:
+    kinds = [kind for group in GROUPS for kind in group.kinds]
+    assert sorted(kinds) == sorted(_KIND_LANE)
+    simulation = simulated(offload_schedule(1), 1)
+    groups = _unpacked(simulated_page(simulation, title="one", unit="s"))[0]["groups"]
+    assert [(g["name"], g["light"], g["dark"]) for g in groups[:-1]] == [(g.name, g.light, g.dark) for g in GROUPS]
+    assert {kind for group in groups for kind in group["kinds"]} == set(_KIND_LANE)
+    assert "#" not in _script("colors.js").partition("RAMP")[0], "the script has no colours of its own for them"
+
+
+def _script(name: str) -> str:
+    return (Path(colors.__file__).parent / "page" / name).read_text()
+
+
+# ---- the other forms
+
+
+def test_the_chrome_trace_has_both_sides_as_processes(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    report = gather(tmp_path, 1)
+    assert report.prediction is not None
+    records = json.loads(chrome_trace(report.prediction, report.step))
+    names = {r["pid"]: r["args"]["name"] for r in records if r["name"] == "process_name"}
+    assert names == {1: "predicted", 2: "measured, step 1"}
+    for pid in names:
+        slices = [r for r in records if r["ph"] == "X" and r["pid"] == pid]
+        assert len(slices) == len(report.prediction.schedule.ops)
+        assert all(r["cat"] for r in slices)
+    counters = {(r["pid"], r["name"]) for r in records if r["ph"] == "C"}
+    assert {(1, "device bytes"), (2, "host bytes")} <= counters
+
+
+def test_report_writes_all_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run")
+    svg, png, trace = tmp_path / "t.svg", tmp_path / "t.png", tmp_path / "t.json"
+    assert main(["report", str(tmp_path / "run"), "--svg", str(svg), f"--png={png}", "--trace", str(trace)]) == 0
+    said = capsys.readouterr().out
+    for path in (tmp_path / "run" / "report.html", svg, png, trace):
+        assert str(path) in said
+        assert path.stat().st_size > 1000
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in svg.read_text()
+    assert "budget 1 MiB" in svg.read_text()
+    once = svg.read_bytes()
+    main(["report", str(tmp_path / "run"), "--svg", str(svg)])
+    assert svg.read_bytes() == once, "the same run gives the same picture, so that it can be kept under version control"
+
+
+@pytest.mark.parametrize("words", [["--svg", "RUN"], ["RUN", "--svg"], ["--svg", "RUN", "--step", "1"]])
+def test_a_picture_without_a_name_is_put_beside_the_page(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    write_run(run)
+    assert main(["report", *(str(run) if word == "RUN" else word for word in words)]) == 0
+    assert f"wrote {run / 'timeline.svg'}" in capsys.readouterr().out
+    assert "<svg" in (run / "timeline.svg").read_text()
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    real = builtins.__import__
+
+    def missing(name: str, *rest: Any, **named: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    assert main(["report", str(tmp_path), "--png", str(tmp_path / "t.png")]) == 2
+    assert "pip install 'penstock[report]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "was given none"),
+        (["a", "b"], "a and b"),
+        (["a", "--colour", "red"], "no --colour"),
+        (["a", "--step"], "--step needs a value"),
+        (["a", "--step", "x"], "not a step's number"),
+        (["a", "--png=t.svg"], "must end in .png"),
+        (["a", "--png", "t.svg"], "A picture's name ends in .png"),
+        (["a", "--svg", "a.svg", "--svg=b.svg"], "given twice"),
+        (["nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_what_cannot_be_asked_is_an_error(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_folders_without_what_a_report_needs_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error() -> str:
+        assert main(["report", str(tmp_path)]) == 2
+        return capsys.readouterr().err
+
+    assert "no config.yaml" in error()
+    write_run(tmp_path)
+    (tmp_path / "trace.json").unlink()
+    assert "trace_steps" in error()
+    (tmp_path / "trace.json").write_text("[\n")
+    assert "cut off before its first op" in (said := error())
+    assert "trace_steps" not in said
+    write_run(tmp_path)
+    (tmp_path / "prediction.json").write_text("{")
+    assert "prediction.json is not JSON" in error()
+    (tmp_path / "prediction.json").unlink()
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "no" / "x.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_damage_anywhere_in_a_run_is_an_error_for_people_or_does_no_harm(tmp_path: Path) -> None:
+    write_run(tmp_path, schedule=offload_schedule(1, 1), steps=1)
+    rng = Random(0)
+    errors: list[tuple[str, str]] = []
+    for name in ("trace.json", "metrics.jsonl", "prediction.json"):
+        whole = (tmp_path / name).read_bytes()
+        for _ in range(60):
+            raw = bytearray(whole)
+            at = rng.randrange(len(raw))
+            junk = rng.choice([b"NaN", b"-1", b"1e400", b"null", b"[]", b'"', b"{", b"\n", b",", b"\xff"])
+            raw[at : at + rng.choice((0, 1, 30))] = junk
+            (tmp_path / name).write_bytes(raw)
+            try:
+                run_page(gather(tmp_path, None))
+            except ConfigError as error:
+                errors.append((name, str(error)))
+        (tmp_path / name).write_bytes(whole)
+    assert len(errors) > 60
+    assert all(name in text for name, text in errors)
+
+
+def test_words_become_arguments() -> None:
+    arguments = parse_report(["run", "--step", "3", "--out=x.html"])
+    assert (arguments.run, arguments.step, arguments.out) == (Path("run"), 3, Path("x.html"))
+
+
+@pytest.mark.parametrize("module", ["penstock.report.run_page", "penstock.report.simulated_page"])
+def test_the_report_needs_no_torch_and_no_matplotlib(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

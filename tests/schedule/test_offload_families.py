@@ -1,0 +1,266 @@
+"""Offload schedules by name: what each moves and holds is what its formulas say; its options do something."""
+
+import time
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.schedule.check_world import check_world
+from penstock.schedule.offload import FAMILIES, Request, build, settings
+from penstock.schedule.op import Lane, Op, Schedule
+from penstock.schedule.place import FP32, PAGE, Depths, Format
+from penstock.schedule.program import ALIGN
+from penstock.schedule.world import World, parse_world
+from penstock.sim.costs import Costs
+from penstock.sim.simulate import simulate
+from tests.uniform import uniform_program
+
+LAYERS, M, RANKS = 8, 3, 4
+BLOCK, EMBEDDING, HEAD = 64 * ALIGN, 16 * ALIGN, 32 * ALIGN
+BLOCKS, ENDS = LAYERS * BLOCK, EMBEDDING + HEAD
+N = BLOCKS + ENDS
+CHECKPOINT = 10 * PAGE
+LOADED = 2 * BLOCKS + ENDS - BLOCK
+"""Elements that go to the device in a vertical step: a block's twice, the last one's and the ends' once."""
+LOADED_ONE_BY_ONE = M * LOADED - (M - 1) * BLOCK
+"""... in a horizontal one: the first block's also stay from one micro-batch's backward to the next one's forward."""
+
+PROGRAM = uniform_program(
+    LAYERS, block=BLOCK, embedding=EMBEDDING, head=HEAD, checkpoint=CHECKPOINT, working=2 * CHECKPOINT
+)
+
+
+def request(family: str, **options: Any) -> Request:
+    return Request(**{"family": family, "program": PROGRAM, "micro_batches": M, **options})
+
+
+def one(family: str, **options: Any) -> Schedule:
+    """The schedule of a family on one rank, checked."""
+    world = build(request(family, **options))
+    check_world(world)
+    assert parse_world(str(world)) == world
+    return world.ranks[0]
+
+
+def moved(schedule: Schedule) -> dict[Lane, int]:
+    found = schedule.bytes_per_lane()
+    return {lane: found[lane] for lane in ("h2d", "d2h", "read", "write")}
+
+
+AWAY = (M * (LAYERS - 1) + M - 2) * CHECKPOINT
+"""Vertical: what leaves after the embedding and every block but the last two, and the last block's inputs but two."""
+AWAY_ONE_BY_ONE = M * (LAYERS - 1) * CHECKPOINT
+
+
+@pytest.mark.parametrize("family", ["horizontal", "zero-infinity"])
+def test_horizontal_moves_weights_2m_times_and_gradients_m_times(family: str) -> None:
+    """ZeRO-Infinity: 2M x 2n bytes of weights a block. It brings the sum of gradients up for each addition, which makes
+    (2M - 1) x 4n both ways; here the host adds, so M x 4n go down and none come up."""
+    schedule = one(family)
+    weights = 2 * LOADED_ONE_BY_ONE
+    assert moved(schedule) == {
+        "h2d": weights + AWAY_ONE_BY_ONE,
+        "d2h": M * 4 * N + AWAY_ONE_BY_ONE,
+        "read": weights + 12 * N,
+        "write": (12 + 2) * N,
+    }
+    sums = sum(op.nbytes for op in schedule.ops if op.word.kind == "AG")
+    assert sums == (M - 1) * 3 * 4 * N, "each reads two and writes one"
+
+
+def test_vertical_moves_weights_twice_and_gradients_once() -> None:
+    """GreedySnake: 2 x 2n bytes of weights a block, 4n of gradients, whatever M is; on disk 16 read and 14 written for
+    each parameter of a block."""
+    weights = 2 * LOADED
+    assert moved(one("vertical")) == {
+        "h2d": weights + AWAY,
+        "d2h": 4 * N + AWAY,
+        "read": weights + 12 * N,
+        "write": (12 + 2) * N,
+    }
+
+
+@pytest.mark.parametrize("delay", [0.25, 0.5, 1.0])
+def test_greedysnake_reads_the_weights_that_it_has_just_made_from_memory(delay: float) -> None:
+    """Its forward reads (1 - delay) x 2n, and nothing of the embedding, which is delayed whole: the rest goes up from
+    where the step has put it. With 16 chunks in all groups but the ends, the share is exact there."""
+    plain, late = moved(one("vertical", chunks=16)), moved(one("greedysnake", chunks=16, delay=delay))
+    assert late == {**plain, "read": plain["read"] - 2 * EMBEDDING - int(2 * delay * (N - EMBEDDING))}
+
+
+def test_greedysnake_delays_half_and_waits_for_nothing() -> None:
+    schedule = one("greedysnake")
+    assert "NORM" not in schedule.by_id
+    steps = [op.word.group for op in schedule.ops if op.word.kind == "OP"]
+    embedding = steps.count(0)
+    assert len(schedule.carried) == embedding + -(-(len(steps) - embedding) // 2)
+
+
+def test_zero_offload_keeps_weights_on_the_device_and_steps_after_the_norm() -> None:
+    """2 bytes per parameter on the device, 12 of state and 4 of gradients on the host; M x 4 move down and
+    2 up."""
+    schedule = one("zero-offload")
+    assert moved(schedule) == {"h2d": 2 * N, "d2h": M * 4 * N, "read": 0, "write": 0}
+    fixed = {(tier, what): nbytes for tier, what, nbytes in schedule.fixed}
+    assert fixed["device", "weights"] == 2 * N
+    assert fixed["host", "state"] == 12 * N
+    held = next(pool for pool in schedule.pools if pool.name == "gradients_held")
+    assert held.size * held.count == 4 * N
+    assert all("NORM" in op.after for op in schedule.ops if op.word.kind == "OP")
+
+
+def test_superoffload_steps_as_gradients_come_and_the_last_ones_on_the_device() -> None:
+    """An eighth of the blocks: those that the forward uses first, whose gradients come last."""
+    schedule = one("superoffload")
+    assert "NORM" not in schedule.by_id
+    assert [op.id for op in schedule.ops if op.word.kind == "OD"] == [f"OD{g}" for g in request("x").blocks[:1]]
+    stepped = N - BLOCK
+    assert moved(schedule) == {"h2d": 2 * stepped, "d2h": M * 4 * stepped, "read": 0, "write": 0}
+    more = one("superoffload", device_blocks=3)
+    assert moved(more)["d2h"] == M * 4 * (N - 3 * BLOCK)
+
+
+# ---- several ranks
+
+
+SHARDED = [name for name, family in FAMILIES.items() if "ranks" in family.options]
+
+
+@pytest.mark.parametrize("family", SHARDED)
+def test_each_rank_moves_its_part_and_the_network_the_rest(family: str) -> None:
+    """ZeRO-3: for each visit of a group an all-gather of its weights, and a reduce-scatter of each gradient."""
+    alone, together = one(family, chunks=4), one(family, chunks=4, ranks=RANKS)
+    by_block = FAMILIES[family].order == "vertical"
+    nbytes = AWAY if by_block else AWAY_ONE_BY_ONE
+    away = {"h2d": nbytes, "d2h": nbytes, "read": 0, "write": 0}  # every rank has its own micro-batches
+    for lane, nbytes in moved(together).items():
+        assert RANKS * (nbytes - away[lane]) == moved(alone)[lane] - away[lane], lane
+    gathered = 2 * (LOADED if by_block else LOADED_ONE_BY_ONE)
+    scattered = (1 if by_block else M) * 4 * N
+    norm = sum(op.nbytes for op in together.ops if op.word.kind == "AN")
+    sent = (gathered + scattered) * (RANKS - 1) // RANKS
+    assert together.bytes_per_lane()["net"] == sent + norm
+    assert bool(norm) == FAMILIES[family].wait
+
+
+def test_ranks_wait_for_each_other() -> None:
+    """A rank whose compute is slow holds up all gathers that come after it."""
+    world = build(request("vertical", ranks=2))
+    slow = World(name="slow", ranks=(world.ranks[0], replace(world.ranks[1])), groups=world.groups)
+    check_world(slow)
+    even = simulate(slow, Costs(name="even", seconds=lambda op: 1.0))
+    assert even.end(0) == even.end(1)
+
+
+def test_the_norm_is_that_of_all_ranks_and_every_step_waits_for_it() -> None:
+    schedule = one("vertical", ranks=2, wait=True)
+    assert schedule.by_id["AN"].after == ("NORM",)
+    steps = [op for op in schedule.ops if op.word.kind == "OP"]
+    assert steps
+    assert all("AN" in op.after for op in steps)
+
+
+# ---- options
+
+
+OPTIONS: dict[str, Any] = {
+    "chunks": 5,
+    "depths": Depths(weights=1, gradients=1),
+    "delay": 0.75,
+    "wait": True,
+    "weights": "host",
+    "state": "host",
+    "checkpoints": "disk",
+    "device_blocks": 2,
+    "ranks": 2,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_option_does_something_where_it_is_allowed_and_is_refused_elsewhere(family: str) -> None:
+    known = {f.name for f in fields(Request)} - {"family", "program", "micro_batches", "form", "gradients"}
+    assert known == OPTIONS.keys()
+    plain = one(family)
+    for option, value in OPTIONS.items():
+        if option in FAMILIES[family].options:
+            assert one(family, **{option: value}) != plain
+        else:
+            with pytest.raises(ConfigError, match=f"{family} has no option {option}: it has chunks"):
+                build(request(family, **{option: value}))
+
+
+def test_gradients_may_wait_on_disk_where_they_wait() -> None:
+    for options in ({"wait": True}, {"delay": 0.5}):
+        plain, on_disk = one("vertical", **options), one("vertical", gradients="disk", **options)
+        waiting = 4 * N if "wait" in options else sum(op.nbytes for op in on_disk.ops if op.word.kind == "WG")
+        assert moved(on_disk)["write"] == moved(plain)["write"] + waiting
+    with pytest.raises(ConfigError, match="gradients='disk' does nothing: no gradient waits"):
+        build(request("vertical", gradients="disk"))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("vertikal", {}, "no offload schedule is called 'vertikal'. Known: horizontal, vertical, zero-offload"),
+        ("vertical", {"micro_batches": 0}, "micro_batches=0 must be at least 1"),
+        ("vertical", {"delay": 1.5}, "delay=1.5 must be from 0"),
+        ("vertical", {"delay": float("nan")}, "delay=nan must be from 0"),
+        ("vertical", {"ranks": 0}, "ranks=0 must be at least 1"),
+        ("vertical", {"chunks": 0}, "chunks=0 must be from 1 to 64"),
+        ("vertical", {"chunks": 65}, "chunks=65 must be from 1 to 64"),
+        ("vertical", {"chunks": 17, "ranks": 4}, "chunks=17 must be from 1 to 16.*the largest block of a rank"),
+        ("vertical", {"state": "device"}, "state on the device needs weights on the device"),
+        ("vertical", {"weights": "device", "ranks": 2}, "ranks=2 with weights='device'"),
+        ("superoffload", {"device_blocks": 9}, "device_blocks=9 must be from 0 to 8"),
+        ("zero-offload", {"form": Format(weight_bytes=4, moments=2)}, "cannot work in fp32.*use bf16"),
+    ],
+)
+def test_what_cannot_be_is_refused(family: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(request(family, **options))
+
+
+def test_a_delayed_gradient_is_as_large_as_a_checkpoint_unless_chunks_are_asked_for() -> None:
+    """So that they can take turns in one pool."""
+    assert settings(request("greedysnake")).chunk * FP32 == CHECKPOINT // (4 * ALIGN) * 4 * ALIGN
+    assert "held" in {pool.name for pool in one("greedysnake").pools}
+    assert settings(request("greedysnake", chunks=16)).chunk == BLOCK // 16
+    assert settings(request("vertical")).chunk == BLOCK // 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_blocks_alone(family: str) -> None:
+    check_world(build(request(family, program=uniform_program(2, block=10 * ALIGN), micro_batches=1, chunks=None)))
+
+
+# ---- time
+
+
+def seconds(op: Op) -> float:
+    """A machine on which moving a block's weights takes a tenth of a micro-batch's forward, its state 20 of them."""
+    if op.lane == "compute":
+        return {"F": 1.0, "B": 3.0, "E": 1.0, "OD": 0.2}[op.word.kind]
+    rates: dict[Lane, float] = {"h2d": 20, "d2h": 20, "read": 1.2, "write": 0.6, "cpu": 10}
+    return op.nbytes / BLOCK / rates[op.lane]
+
+
+def step_time(family: str, **options: Any) -> float:
+    return simulate(World.of(one(family, **options)), Costs(name="machine", seconds=seconds)).time
+
+
+def test_the_newer_systems_are_faster_than_those_they_follow() -> None:
+    assert step_time("greedysnake", delay=0.25) < step_time("vertical") < step_time("zero-infinity")
+    assert step_time("superoffload") < step_time("zero-offload") < step_time("zero-infinity")
+
+
+def test_a_large_schedule_is_built_in_well_under_a_second() -> None:
+    """One rank of vertical offload with 96 layers, 32 micro-batches and 16 chunks a block."""
+    large = uniform_program(96, block=256 * ALIGN, embedding=BLOCK, head=BLOCK, checkpoint=CHECKPOINT)
+    wanted = Request(family="greedysnake", program=large, micro_batches=32, chunks=16)
+    begin = time.process_time()
+    world = build(wanted)
+    taken = time.process_time() - begin
+    assert len(world.ranks[0].ops) > 25_000
+    assert taken < 1

@@ -1,0 +1,414 @@
+"""A model's profile without the model: a dry run finds what a probe of the real model finds, and so does a formula."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import penstock
+from penstock.errors import ConfigError, ModelError
+from penstock.hardware.machine import Device, Host, Machine
+from penstock.schedule.place import Format
+from penstock.shape import meta, transformer
+from penstock.shape.huggingface import HuggingFaceModel, model_shape
+from penstock.shape.meta import Kind
+from penstock.shape.model import EFFICIENCY, ModelProfile, stage_times
+from penstock.shape.shipped import CONFIGS, named
+from penstock.tape.dry import build_on_meta, dry_run, shorten
+from penstock.tape.values import Values
+from tests import models
+from tests.models import MODELS, Case, causal_lm
+from tests.tape_reference import Bench
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FP32, BF16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
+
+
+def experts(build: str, implementation: str) -> Case:
+    return Case(
+        build=lambda: getattr(models, build)(experts_implementation=implementation), micro_batch=causal_lm, blocks=3
+    )
+
+
+class Encoder(nn.Module):
+    """torch's own transformer layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 32)
+        layers = (nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+CASES: Mapping[str, Case] = {
+    **{name: case for name, case in MODELS.items() if name not in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")},
+    **{f"{n} grouped": experts(n, "grouped_mm") for n in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")},
+    "torch's own": Case(
+        build=Encoder,
+        micro_batch=lambda g, rows, length: {"tokens": torch.randint(0, 96, (rows, length), generator=g)},
+        blocks=2,
+        loss_fn=lambda m, mb: m(**mb),
+    ),
+    "mixtral batched": experts("mixtral", "batched_mm"),
+    "gpt2 dropout": Case(build=lambda: models.gpt2(attn_implementation="sdpa"), micro_batch=causal_lm, blocks=3),
+    "bert sdpa": Case(
+        build=lambda: models.bert(attn_implementation="sdpa"), micro_batch=MODELS["bert"].micro_batch, blocks=3
+    ),
+}
+
+
+def dry(case: Case, *, dtype: torch.dtype = torch.float32, kind: Kind = "cpu") -> Any:
+    return dry_run(build_on_meta(case.build), case.micro_batches(1)[0], dtype=dtype, kind=kind, loss_fn=case.loss_fn)
+
+
+# ---- by dry run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dry_run_finds_what_a_probe_finds(name: str) -> None:
+    """All of it, to the byte and to the FLOP: groups, stages, reads, checkpoints, peaks."""
+    case = CASES[name]
+    real = Bench(case, case.model(), moving=True)
+    real.probe(case.micro_batches(1)[0])
+    found = dry(case)
+    assert found.groups == tuple(g.spec for g in real.groups)
+    assert found.stages == real.stages
+    assert found.flops == real.tape.flops
+
+
+@pytest.mark.parametrize("name", ["llama_sdpa", "gpt2", "bert sdpa", "vit", "t5", "mixtral grouped"])
+def test_a_dry_run_in_16_bits_finds_what_a_probe_finds(name: str) -> None:
+    case = CASES[name]
+    real = Bench(case, case.model().to(torch.bfloat16), moving=True)
+    real.probe(case.micro_batches(1, dtype=torch.bfloat16)[0])
+    found = dry(case, dtype=torch.bfloat16)
+    assert (found.stages, found.flops) == (real.stages, real.tape.flops)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+def test_flop_are_those_that_torch_counts(name: str) -> None:
+    case = CASES[name]
+    counter = FlopCounterMode(display=False)
+    with counter:
+        case.loss_fn(case.model(), case.micro_batches(1)[0]).backward()
+    found = dry(case)
+    again = sum(flops[0] for flops, s in zip(found.flops, found.stages, strict=True) if s.kind == "call")
+    assert sum(map(sum, found.flops)) - again == counter.get_total_flops()
+
+
+def test_a_gpu_keeps_less_of_attention_and_dropout() -> None:
+    """What is fused there: no scores of every query with every key, and dropout's mask in one byte an element."""
+    case = Case(build=lambda: models.gpt2(attn_implementation="sdpa"), micro_batch=causal_lm, blocks=3)
+    cpu, gpu = (dry(case, kind=kind).stages[1].backward_peak for kind in ("cpu", "cuda"))
+    assert gpu < cpu
+
+
+def test_decisions_by_activations_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"needs the values of activations .*grouped_mm.*one step is enough"):
+        dry(MODELS["mixtral"])
+
+
+def test_integers_keep_their_values_through_views_and_writes() -> None:
+    """On the meta device, as long as what is written is known too."""
+    values = Values("cpu")
+    with values:
+        given = values.give({"tokens": torch.tensor([[3, 1], [2, 0]])})["tokens"]
+        mask = given > 0
+        mask[0].logical_not_()
+        positions = torch.arange(4, device="meta").cumsum(0)
+        assert (mask.sum().item(), mask.all().item(), positions[-1].item()) == (1, False, 6)
+        assert mask.nonzero().shape == (1, 2)
+        mask[1] = torch.rand(2, device="meta") > 0.5
+        with pytest.raises(ModelError, match="needs the values"):
+            mask.any().item()
+
+
+def config_of(name: str, layers: int, **changes: Any) -> dict[str, Any]:
+    built = getattr(models, name)(num_hidden_layers=layers, **changes)
+    return {k: v for k, v in built.config.to_dict().items() if v is not None} | changes
+
+
+def whole(shape: meta.MetaModel, form: Format = FP32) -> ModelProfile:
+    return replace(shape, repeats=False).profile(2, 12, form)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"attn_implementation": "sdpa"}),
+        ("qwen3", {"vocab_size": 9000}),
+        ("mixtral", {"experts_implementation": "grouped_mm"}),
+        ("gpt_oss", {"experts_implementation": "grouped_mm"}),
+    ],
+)
+def test_running_equal_blocks_once_is_running_them_all(name: str, changes: dict[str, Any]) -> None:
+    """Or else all are run: gpt-oss alternates two kinds of attention, Mixtral's loss sees the routers of all."""
+    config = config_of(name, 7, **changes)
+    shape = meta.from_config(config, name=name, kind="cpu")
+    assert shape.profile(2, 12, FP32) == whole(shape)
+    shortened = shorten(build_on_meta(shape.build))
+    assert (shortened is None) == (name == "gpt_oss")
+
+
+def test_a_callable_is_run_on_the_meta_device() -> None:
+    case = MODELS["skips"]
+    shape = meta.from_callable(
+        case.build,
+        lambda rows, length: case.micro_batches(1, rows=rows, length=length)[0],
+        loss_fn=case.loss_fn,
+        kind="cpu",
+    )
+    profile = shape.profile(2, 12, FP32)
+    found = dry(case)
+    assert (profile.program.stages, profile.tokens) == (found.stages, 24)
+    assert profile.parameters == sum(p.numel() for p in case.model().parameters())
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: torch.zeros(3), r"returned Tensor: it must build and return a torch.nn.Module"),
+        (lambda: nn.Linear(2, int(torch.ones(()).item())), r"cannot be built on the meta device"),
+    ],
+)
+def test_a_callable_that_cannot_be_built_says_so(build: Any, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        meta.from_callable(build, lambda rows, length: {}).profile(1, 8, FP32)
+
+
+# ---- by formula
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 3000,
+    "n_positions": 512,
+    "n_embd": 256,
+    "n_layer": 5,
+    "n_head": 4,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+FORMULAS: Mapping[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama grouped tied": LLAMA
+    | {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 80, "intermediate_size": 1280},
+    "mistral": LLAMA | {"model_type": "mistral", "num_key_value_heads": 3},
+    "qwen3": LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 80, "intermediate_size": 1280},
+    "gpt2": GPT2,
+    "gpt2 small": GPT2 | {"vocab_size": 900, "n_inner": 768},
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "form", "kind"), [(1, 64, BF16, "cuda"), (8, 256, BF16, "cuda"), (4, 128, FP32, "cpu")]
+)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_formula_gives_what_a_dry_run_gives(name: str, rows: int, length: int, form: Format, kind: Kind) -> None:
+    formula = transformer.from_config(FORMULAS[name], name=name)
+    assert formula is not None
+    assert formula.is_usual
+    exact = meta.from_config(FORMULAS[name], name=name, kind=kind).profile(rows, length, form)
+    found = formula.profile(rows, length, form)
+    assert found.program.groups == exact.program.groups
+    for mine, theirs in zip(found.program.stages, exact.program.stages, strict=True):
+        assert mine == theirs
+    assert found == exact
+
+
+@pytest.mark.parametrize(("rows", "length", "form", "kind"), [(1, 64, BF16, "cuda"), (4, 128, FP32, "cpu")])
+@pytest.mark.parametrize("name", ["llama grouped tied", "gpt2"])
+@pytest.mark.parametrize("tile", [250, 1024])
+def test_a_formula_knows_the_loss_in_tiles(
+    name: str, rows: int, length: int, form: Format, kind: Kind, tile: int
+) -> None:
+    shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind=kind, loss_tile=tile)
+    exact = replace(shape, exact=True).profile(rows, length, form)
+    formula = transformer.from_config(FORMULAS[name], name=name)
+    assert formula is not None
+    assert formula.profile(rows, length, form, loss_tile=tile) == exact
+    assert shape.profile(rows, length, form) == exact
+    if rows * length > tile:
+        whole = replace(shape, loss_tile=None).profile(rows, length, form)
+        assert exact.program.stages[-1].forward_peak < 0.75 * whole.program.stages[-1].forward_peak
+
+
+def test_where_hidden_states_take_more_than_a_tile_the_model_is_run() -> None:
+    shape = HuggingFaceModel(name="odd", config=LLAMA, loss_tile=16)
+    assert shape.profile(2, 256, BF16) == replace(shape, exact=True).profile(2, 256, BF16)
+
+
+@pytest.mark.parametrize("name", ["gpt-175b", "llama-70b", "qwen3-8b"])
+def test_a_large_model_by_formula_is_the_real_one(name: str) -> None:
+    assert named(name).profile(2, 2048, BF16) == meta.from_config(CONFIGS[name], name=name).profile(2, 2048, BF16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"model_type": "qwen3", "attention_bias": True, "num_key_value_heads": 2},
+    ],
+)
+def test_parameters_are_counted_with_biases(changes: dict[str, Any]) -> None:
+    formula = transformer.from_config(LLAMA | changes, name="biased")
+    assert formula is not None
+    exact = meta.from_config(LLAMA | changes, name="biased").profile(1, 16, BF16)
+    found = formula.profile(1, 16, BF16)
+    assert (found.parameters, found.program.groups) == (exact.parameters, exact.program.groups)
+
+
+def test_names_have_the_parameters_that_they_are_called_after() -> None:
+    sizes = {
+        name: round(named(name).profile(1, 128, BF16).parameters / 1e9, 1) for name in CONFIGS if "oss" not in name
+    }
+    assert sizes == {
+        "gpt-13b": 12.9,
+        "gpt-30b": 30.0,
+        "gpt-65b": 64.9,
+        "gpt-175b": 174.6,
+        "llama-8b": 8.0,
+        "llama-70b": 70.6,
+        "qwen3-8b": 8.2,
+        "qwen3-14b": 14.8,
+    }
+
+
+def test_flop_of_large_models_are_six_per_parameter_and_token() -> None:
+    """Plus attention: 4 T s h forward a layer, 2.5 times that backward. Without the embedding, which is looked up."""
+    for name, length in (("gpt-175b", 2048), ("llama-70b", 4096)):
+        config, profile = CONFIGS[name], named(name).profile(2, length if name != "gpt-175b" else 2048, BF16)
+        layers = config.get("n_layer") or config["num_hidden_layers"]
+        width = config.get("n_embd") or config["hidden_size"]
+        looked_up = 2048 * width if name.startswith("gpt") else config["vocab_size"] * width
+        expected = 6 * (profile.parameters - looked_up) * profile.tokens + 14 * layers * profile.tokens * length * width
+        assert profile.model_flops == pytest.approx(expected, rel=0.001)
+        assert profile.flops == pytest.approx(4 / 3 * profile.model_flops, rel=0.03)
+
+
+def test_planning_a_shipped_model_imports_no_torch_and_takes_no_time() -> None:
+    script = (
+        "import sys, time; from penstock.shape.shipped import named; from penstock.schedule.place import Format\n"
+        "started = time.process_time()\n"
+        "named('gpt-175b').profile(8, 2048, Format(weight_bytes=2, moments=2))\n"
+        "assert time.process_time() - started < 0.1\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "mixtral"},
+        {"hidden_act": "gelu"},
+        {"attention_dropout": 0.1},
+        {"attn_implementation": "eager"},
+        {"a_setting_of_tomorrow": 1},
+    ],
+)
+def test_what_no_formula_is_for_has_none(changes: dict[str, Any]) -> None:
+    assert transformer.from_config(LLAMA | changes, name="other") is None
+    assert transformer.from_config({**GPT2, "attn_pdrop": 0.1}, name="dropout") is None
+    assert transformer.from_config({k: v for k, v in GPT2.items() if k != "attn_pdrop"}, name="dropout") is None
+
+
+def test_where_a_formula_does_not_hold_the_model_is_run() -> None:
+    """Grouped queries in fp32 on a GPU; a small vocabulary; a narrow MLP; a window shorter than the sequence."""
+    window = {"model_type": "mistral", "sliding_window": 16, "num_key_value_heads": 2}
+    for changes, form in (
+        ({"num_key_value_heads": 2}, FP32),
+        ({"vocab_size": 300}, BF16),
+        ({"intermediate_size": 512}, BF16),
+        (window, BF16),
+    ):
+        shape = HuggingFaceModel(name="odd", config=LLAMA | changes)
+        assert shape.profile(2, 64, form) == replace(shape, exact=True).profile(2, 64, form)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["formula", "dry run"])
+def test_what_is_planned_is_what_the_engine_runs(exact: bool) -> None:
+    """The program of a step, from a configuration alone."""
+    shape = model_shape(LLAMA | {"num_hidden_layers": 2, "use_cache": False}, kind="cpu", exact=exact)
+    model = build_on_meta(meta.from_config(shape.config, name="same").build)
+    tokens = torch.randint(0, 4096, (2, 64))
+    where = penstock.Budget(device="512MiB", host="256MiB", disk=None)
+    with penstock.wrap(model, optimizer=penstock.AdamW(), budget=where, precision="fp32", device="cpu") as engine:
+        engine.step([{"input_ids": tokens, "labels": tokens}])
+        assert shape.profile(2, 64, FP32).program == engine.plan.program
+
+
+# ---- where a model comes from
+
+
+def test_a_folder_a_file_a_mapping_and_a_name_give_a_shape(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for source in (tmp_path, str(tmp_path / "config.json"), LLAMA):
+        assert model_shape(source).config == LLAMA
+    assert model_shape("gpt-65b") == named("gpt-65b")
+    assert named("gpt-13b").with_layers(3).profile(1, 64, BF16).program.stages[-2].name == "transformer.h.2"
+
+
+def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no model 'gpt-66b' ships.*did you mean gpt-\d+b\?"):
+        model_shape("gpt-66b")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="it has no model_type"):
+        model_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        model_shape(tmp_path)
+    with pytest.raises(ConfigError, match=r"model_type='ilama' is not a type"):
+        model_shape({"model_type": "ilama"}).profile(1, 8, BF16)
+    with pytest.raises(ConfigError, match=r"hidden_size=-1 must be a positive whole number"):
+        model_shape(LLAMA | {"hidden_size": -1}).profile(1, 8, BF16)
+    for shape in (
+        named("gpt-13b"),
+        model_shape(LLAMA),
+        model_shape({**LLAMA, "max_position_embeddings": 2048}, exact=True),
+    ):
+        with pytest.raises(ConfigError, match=r"sequence_length=4096: .* takes at most 2048"):
+            shape.profile(1, 4096, BF16)
+
+
+# ---- seconds
+
+HOST = Host(cores=2, memory=1 << 34, lockable=1 << 34, copy=1e10, optimizer={"adamw.fp32": 1e9})
+GPU = Device(
+    name="gpu", kind="cuda", memory=1 << 34, flops={"bf16": 1e14}, h2d=1e10, d2h=1e10, h2d_both=1e10, d2h_both=1e10
+)
+
+
+def test_seconds_are_flop_over_rate() -> None:
+    profile = named("gpt-13b").profile(4, 1024, BF16)
+    machine = Machine(name="test", host=HOST, device=GPU)
+    times = stage_times(profile, machine, "bf16")
+    assert sum(times.forward) + sum(times.backward) == pytest.approx(profile.flops / (1e14 * EFFICIENCY["cuda"]))
+    assert (times.forward[0], times.backward[-1]) == (0.0, 0.0)
+    assert times.forward[1] == pytest.approx(profile.forward_flops[1] / 7e13)
+    assert stage_times(profile, machine, "bf16", efficiency=0.35).forward[1] == pytest.approx(2 * times.forward[1])
+    with pytest.raises(ConfigError, match=r"precision='fp32': the profile of test has no rate for it, only for bf16"):
+        stage_times(profile, machine, "fp32")

@@ -1,0 +1,160 @@
+"""Arrays keep their bits wherever they live and however they move."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config import Tier
+from penstock.schedule.place import Format, Placement
+from penstock.schedule.program import ALIGN, GroupSpec
+from penstock.state import arrays as module
+from penstock.state.arrays import StateArrays, parts_of
+from penstock.state.memory import HostSlab
+from penstock.state.slots import Slots
+from penstock.store import Layout, Store
+
+CPU = torch.device("cpu")
+GROUPS = (
+    GroupSpec(index=0, name="ends", trainable=2 * ALIGN, frozen=0),
+    GroupSpec(index=1, name="block", trainable=5 * ALIGN, frozen=3 * ALIGN),
+    GroupSpec(index=2, name="frozen", trainable=0, frozen=ALIGN),
+)
+SPLIT = Format(weight_bytes=2, moments=2)
+ONE = Format(weight_bytes=4, moments=2)
+
+
+def names(form: Format, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
+    return {p.name: (p.numel // ALIGN, p.dtype) for g in GROUPS for p in parts_of(g, form, dtype)}
+
+
+def test_the_arrays_of_each_format() -> None:
+    half, full = torch.bfloat16, torch.float32
+    trained = {f"moment{i}.{g}": (n, full) for g, n in ((0, 2), (1, 5)) for i in (0, 1)}
+    masters = {"master.0": (2, full), "master.1": (5, full)}
+    assert names(SPLIT, half) == trained | masters | {
+        "weights.0": (2, half),
+        "weights.1": (8, half),
+        "weights.2": (1, half),
+    }
+    assert names(ONE, full) == trained | {"weights.0": (2, full), "weights.1": (8, full), "weights.2": (1, full)}
+    no_state = Format(weight_bytes=4, moments=0)
+    assert names(no_state, full) == {"weights.0": (2, full), "weights.1": (8, full), "weights.2": (1, full)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    parts = [part for group in GROUPS for part in parts_of(group, SPLIT, torch.bfloat16)]
+    layout = Layout.build(((part.name, part.nbytes, 1) for part in parts), {part.name: part.grid for part in parts})
+    with Store.create([tmp_path / "store"], layout, model={}) as made:
+        yield made
+
+
+def pages(dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """Page-aligned memory, as reads and writes of a drive need it."""
+    return HostSlab(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
+
+
+def fill(arrays: StateArrays) -> dict[str, torch.Tensor]:
+    """Write other random numbers to every array; what was written."""
+    generator, written = torch.Generator().manual_seed(0), {}
+    for name, part in arrays.parts.items():
+        piece = pages(part.dtype, part.numel)
+        piece.copy_(torch.randn(part.numel, generator=generator))
+        arrays.write(name, 0, piece)
+        written[name] = piece
+    return written
+
+
+def check(arrays: StateArrays, written: dict[str, torch.Tensor]) -> None:
+    for name, part in arrays.parts.items():
+        whole = pages(part.dtype, part.numel)
+        arrays.read(name, 0, whole)
+        assert torch.equal(whole, written[name]), name
+        if part.numel > ALIGN:
+            rest = pages(part.dtype, part.numel - ALIGN)
+            arrays.read(name, ALIGN, rest)
+            assert torch.equal(rest, written[name][ALIGN:]), name
+
+
+def placement(*tiers: tuple[Tier, Tier]) -> Placement:
+    """(weights, state) of each group."""
+    weights, state = zip(*tiers, strict=True)
+    return Placement(weights=weights, state=state, gradients="host", checkpoints="device")
+
+
+ROUTE: tuple[Placement, ...] = (
+    placement(("host", "host"), ("disk", "disk"), ("host", "disk")),
+    placement(("device", "device"), ("host", "disk"), ("device", "disk")),
+    placement(("device", "host"), ("device", "device"), ("disk", "disk")),
+    placement(("disk", "disk"), ("disk", "host"), ("host", "host")),
+    placement(("disk", "disk"), ("disk", "disk"), ("disk", "disk")),
+)
+
+
+@pytest.mark.parametrize("bounce", [4 * ALIGN, 8 << 20])
+def test_moving_keeps_every_bit(bounce: int, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through buffers smaller than an array, and larger."""
+    monkeypatch.setattr(module, "BOUNCE", bounce)
+    arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
+    written = fill(arrays)
+    check(arrays, written)
+    for place in ROUTE:
+        arrays.settle(place)
+        for group in GROUPS:
+            first, *state = parts_of(group, SPLIT, torch.bfloat16)
+            assert arrays.tier_of(first.name) == place.weights[group.index]
+            assert all(arrays.tier_of(part.name) == place.state[group.index] for part in state)
+        check(arrays, written)
+    arrays.close()
+
+
+def test_what_is_written_in_memory_is_what_moves(store: Store) -> None:
+    arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
+    fill(arrays)
+    arrays.settle(ROUTE[0])
+    written = fill(arrays)
+    arrays.array("master.0")[5] = 7.0
+    written["master.0"][5] = 7.0
+    arrays.to_disk()
+    assert arrays.tier_of("master.0") == "host"
+    check(arrays, written)
+    on_disk = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
+    check(on_disk, written)
+    arrays.close()
+
+
+def test_without_a_store_everything_starts_as_zeros_in_host_memory() -> None:
+    arrays = StateArrays(GROUPS, ONE, torch.float32, CPU, None, Slots.none(), host_bytes=1 << 30)
+    assert {arrays.tier_of(name) for name in arrays.parts} == {"host"}
+    assert not any(arrays.array(name).any() for name in arrays.parts)
+    written = fill(arrays)
+    arrays.settle(placement(("device", "device"), ("host", "host"), ("device", "host")))
+    check(arrays, written)
+    arrays.close()
+
+
+@pytest.mark.parametrize("step", range(1, len(ROUTE)))
+def test_a_move_that_is_interrupted_keeps_the_state(step: int, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the interrupt comes while the old place is given back."""
+    arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
+    fill(arrays)
+    arrays.settle(ROUTE[step - 1])
+    written = fill(arrays)
+    homes = [slab for slab in arrays._slabs.values() if isinstance(slab, HostSlab)]
+    close = HostSlab.close
+
+    def interrupted(slab: HostSlab) -> None:
+        if slab in homes:
+            raise KeyboardInterrupt
+        close(slab)
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(HostSlab, "close", interrupted)
+        arrays.settle(ROUTE[step])
+    check(arrays, written)
+    arrays.settle(ROUTE[step])
+    check(arrays, written)
+    arrays.close()

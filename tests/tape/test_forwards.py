@@ -1,0 +1,467 @@
+"""What a model's own forward does around its blocks: each is as in a plain loop, or refused in words.
+
+``EXACT``: three micro-batches of unequal length give the gradients of a plain loop, of the same parameters, in both
+orders. ``REFUSED``: a ModelError that says so.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.models import VOCABULARY
+from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, of, refused, stack
+from tests.tape_reference import Order, horizontal, vertical
+from tests.training import budget, master_of, plain_loop, relative, run_steps, steps_of, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def through(wrapped: Callable[[int, torch.Tensor], Any]) -> Run:
+    """A forward that calls each layer within ``wrapped(index of the layer, x)``."""
+
+    def run(model: Stack, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(model.layers):
+            with wrapped(i, x):
+                x = layer(x)
+        return x
+
+    return run
+
+
+# -- the mode that a block is called in ---------------------------------------------------------------------------
+
+
+class OwnGrad(Layer):
+    """Switches gradients on by itself, whatever it is called in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+class HalfGrad(Layer):
+    """Returns what has a gradient and what has none."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            scale = self.linear(x).square().mean(-1, keepdim=True)
+        return super().forward(x), scale
+
+
+def run_twice(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    """Self-conditioning: the blocks once without gradients, and once with them."""
+    with torch.no_grad():
+        hint = x
+        for layer in model.layers:
+            hint = layer(hint)
+    for layer in model.layers:
+        x = layer(x + 0.5 * hint)
+    return x
+
+
+def run_half(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        y, scale = layer(x)
+        x = y * (1 + scale)
+    return x
+
+
+def run_momentum(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    """A block that runs without gradients may change its input: it is not recomputed."""
+    y = x.detach().clone()
+    with torch.no_grad():
+        for layer in model.layers:
+            y = layer(y)
+    return model.layers[0](x) * y
+
+
+class Clamps(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled() and not x.requires_grad:
+            x.clamp_(-0.5, 0.5)
+        return super().forward(x)
+
+
+def autocast_and_no_grad(i: int, x: torch.Tensor) -> Any:
+    return torch.no_grad() if i == 1 else torch.autocast("cpu", torch.bfloat16, enabled=i == 2)
+
+
+MODES: dict[str, tuple[type[nn.Module], Run]] = {
+    "no_grad around one block": (Layer, through(lambda i, x: torch.no_grad() if i == 1 else nullcontext())),
+    "no_grad around the first": (Layer, through(lambda i, x: torch.set_grad_enabled(i > 0))),
+    "set_grad_enabled around all but the last": (Layer, through(lambda i, x: torch.set_grad_enabled(i == 2))),
+    "no_grad for some micro-batches": (Layer, through(lambda i, x: torch.set_grad_enabled(i != 1 or x.shape[1] > 9))),
+    "blocks called without and with gradients": (Layer, run_twice),
+    "a block that switches gradients on": (OwnGrad, through(lambda i, x: torch.set_grad_enabled(i != 1))),
+    "no_grad within a block": (HalfGrad, run_half),
+    "no_grad and autocast": (Layer, through(autocast_and_no_grad)),
+    "a block that changes its input without gradients": (Clamps, run_momentum),
+}
+
+
+@pytest.mark.parametrize("order", [vertical, horizontal])
+@pytest.mark.parametrize("name", MODES)
+def test_the_mode_at_the_call_decides(name: str, order: Order) -> None:
+    assert_exact(stack(*MODES[name]), order=order)
+
+
+def test_a_block_called_without_gradients_costs_no_backward() -> None:
+    found, bench = assert_exact(stack(*MODES["no_grad around one block"]))
+    assert not any(name.startswith("layers.1") for name in found)
+    assert [s.backward_reads == s.gradients == () for s in bench.stages if s.name == "layers.1"] == [True]
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "default dtype": (torch.get_default_dtype, default_dtype),
+    "deterministic": (torch.are_deterministic_algorithms_enabled, deterministic),
+    "attention": (torch.backends.cuda.math_sdp_enabled, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+    "mkldnn": (lambda: torch.backends.mkldnn.enabled, lambda: torch.backends.mkldnn.flags(enabled=False)),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda: torch.autocast("cpu", torch.bfloat16)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch, of what the switch was before
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_holds_for_the_calls_inside_of_it_and_for_nothing_else(name: str) -> None:
+    read, switched = SWITCHES[name]
+    outside = read()
+    seen: list[object] = []
+
+    class Looks(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(read())
+            return super().forward(x)
+
+    def checked(stages: int, count: int) -> Iterator[tuple[str, int, int]]:
+        for place in vertical(stages, count):
+            assert read() == outside
+            yield place
+
+    assert_exact(stack(Looks, through(lambda i, x: switched() if i == 1 else nullcontext())), order=checked)
+    assert read() == outside
+    # Of each layer: the probe's forward, its call on other numbers and its recomputation; three micro-batches' forwards
+    # and recomputations; the plain loop's three.
+    assert len(seen) == 3 * (3 + 2 * 3 + 3)
+    assert sum(value != outside for value in seen) == len(seen) // 3
+
+
+REFUSED_MODES: dict[str, tuple[Callable[[int, torch.Tensor], Any], str]] = {
+    "inference mode": (lambda i, x: torch.inference_mode(), "use torch.no_grad()"),
+    "save_on_cpu": (lambda i, x: torch.autograd.graph.save_on_cpu(), "inside of saved_tensors_hooks"),
+    "device mode": (lambda i, x: torch.device("cpu"), "a mode for torch functions"),
+    "forward AD": (lambda i, x: torch.autograd.forward_ad.dual_level(), "forward-mode differentiation"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_MODES)
+def test_what_a_suspended_forward_cannot_carry_is_refused(name: str) -> None:
+    wrapped, message = REFUSED_MODES[name]
+    assert message in refused(stack(Layer, through(wrapped)))
+
+
+# -- what is done with a block's output ---------------------------------------------------------------------------
+
+
+def after(change: Callable[[Stack, torch.Tensor, torch.Tensor], torch.Tensor]) -> Run:
+    """A forward that goes on with ``change(model, output, input)`` behind each layer."""
+
+    def run(model: Stack, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = change(model, layer(x), x)
+        return x
+
+    return run
+
+
+def add(model: Stack, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y += x
+    return y
+
+
+def mask_rows(model: Stack, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y[:, 0] = 0.0
+    y[..., 1] *= 2.0
+    return y
+
+
+def view_add(model: Stack, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y.view(-1)[3:].add_(x.reshape(-1)[3:].sin())
+    return y
+
+
+def weight_add(model: Stack, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y.mul_(model.head.weight[0]).add_(x)
+    return y
+
+
+def relu(model: Stack, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.relu_(y) + x
+
+
+def no_grad_write(model: Stack, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y.clamp_(-1.0, 1.0)
+    return y
+
+
+def detach_in_place(model: Stack, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y.detach_() + x
+
+
+def dropout(model: Stack, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(y, 0.1, inplace=True)
+
+
+class Pair(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, y * 0.5
+
+
+class Halves(Layer):
+    """Two outputs in one memory."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x).chunk(2, dim=-1)
+
+
+class Whole(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, y[:, :1]
+
+
+class Tail(Layer):
+    """Its output lies in the memory of its input."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x.view(x.shape), super().forward(x)
+
+
+def pair_in_place(model: Stack, pair: Any, x: torch.Tensor) -> torch.Tensor:
+    y, half = pair
+    y += half
+    half += x
+    return y * half
+
+
+def tail_in_place(model: Stack, pair: Any, x: torch.Tensor) -> torch.Tensor:
+    same, y = pair
+    same += 1
+    return y
+
+
+def halves(model: Stack, pair: Any, x: torch.Tensor) -> torch.Tensor:
+    a, b = pair
+    return torch.cat([a * 2, b * a], dim=-1)
+
+
+def halves_in_place(model: Stack, pair: Any, x: torch.Tensor) -> torch.Tensor:
+    a, b = pair
+    a *= 2
+    return torch.cat([a, b * a], dim=-1)
+
+
+def whole_in_place(model: Stack, pair: Any, x: torch.Tensor) -> torch.Tensor:
+    y, first = pair
+    y *= 2
+    return y + first
+
+
+def run_before(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    x += model.head.weight[0]
+    for layer in model.layers:
+        x = layer(x)
+    x *= 2
+    return x
+
+
+def run_skip_in_place(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    """Skips that are added in place far above."""
+    skips = []
+    for layer in model.layers:
+        x = layer(x)
+        x += 1
+        skips.append(x)
+    x = model.layers[0](x)
+    x += skips[0]
+    x += skips[1].exp()
+    return x
+
+
+IN_PLACE: dict[str, tuple[type[nn.Module], Run]] = {
+    "add": (Layer, after(add)),
+    "a part": (Layer, after(mask_rows)),
+    "a view": (Layer, after(view_add)),
+    "with a weight": (Layer, after(weight_add)),
+    "relu": (Layer, after(relu)),
+    "dropout": (Layer, after(dropout)),
+    "without gradients": (Layer, after(no_grad_write)),
+    "detach": (Layer, after(detach_in_place)),
+    "two outputs": (Pair, after(pair_in_place)),
+    "two outputs in one memory, not changed": (Halves, after(halves)),
+    "before the first block and behind the last": (Layer, run_before),
+    "skips": (Layer, run_skip_in_place),
+}
+
+
+@pytest.mark.parametrize("order", [vertical, horizontal])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_outputs_may_be_changed_in_place(name: str, order: Order) -> None:
+    assert_exact(stack(*IN_PLACE[name]), order=order)
+
+
+IN_PLACE_REFUSED: dict[str, tuple[type[nn.Module], Run, str]] = {
+    "halves": (Halves, after(halves_in_place), "lies in the same memory"),
+    "a whole and its part": (Whole, after(whole_in_place), "lies in the same memory"),
+    "a part of the input": (Tail, after(tail_in_place), "in place"),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE_REFUSED)
+def test_what_autograd_could_not_follow_is_refused(name: str) -> None:
+    layer, run, message = IN_PLACE_REFUSED[name]
+    assert message in refused(stack(layer, run))
+
+
+# -- how blocks are held ------------------------------------------------------------------------------------------
+
+
+class Held(nn.Module):
+    """Layers that are held by something else than a list, and called as ``run`` does."""
+
+    def __init__(self, layers: nn.Module, run: Run) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = layers
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.run = run
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.run(self, self.embed(tokens))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def run_stages(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for stage in model.layers:
+        for layer in stage:
+            x = layer(x) if layer is not None else x
+    return x
+
+
+def run_dict(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers.values():
+        x = layer(x)
+    return x
+
+
+HELD: dict[str, Callable[[], nn.Module]] = {
+    "a sequential": lambda: Held(nn.Sequential(Layer(), Layer(), Layer()), lambda model, x: model.layers(x)),
+    "lists of lists": lambda: Held(
+        nn.ModuleList([nn.ModuleList([Layer(), None, Layer()]), nn.ModuleList([Layer()])]), run_stages
+    ),
+    "a dict": lambda: Held(nn.ModuleDict({"a": Layer(), "b": Layer(), "c": Layer()}), run_dict),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_blocks_may_be_held_by_any_list(name: str) -> None:
+    _, bench = assert_exact(of(HELD[name]))
+    assert len(bench.blocks) == 3
+    assert sum(s.kind == "call" for s in bench.stages) == 3
+
+
+# -- numbers without a dimension ----------------------------------------------------------------------------------
+
+
+class Scaled(Layer):
+    """Has a parameter without a dimension, and takes and returns a tensor without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> Any:
+        y = super().forward(x) * self.scale + total
+        return y, total + y.square().mean()
+
+
+def run_scaled(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    total = x.mean()
+    for layer in model.layers:
+        x, total = layer(x, total)
+    return x + total
+
+
+@pytest.mark.parametrize("order", [vertical, horizontal])
+def test_tensors_without_a_dimension(order: Order) -> None:
+    found, bench = assert_exact(stack(Scaled, run_scaled), order=order)
+    assert found["layers.1.scale"].shape == ()
+    assert all(s.checkpoint > 0 for s in bench.stages if s.kind == "call")
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_parameters_without_a_dimension_are_trained_and_read_back(meta: bool, tmp_path: Path) -> None:
+    case = stack(Scaled, run_scaled)
+    with torch.device("meta" if meta else "cpu"):
+        model = case.model()
+    for layer in model.layers:
+        layer.reset_parameters = partial(nn.init.constant_, layer.scale, 0.7)
+    with wrap(case, budget(tmp_path), model=model) as engine:
+        run_steps(engine, steps_of(case, 2))
+        scales = [value for name, value in engine.master_parameters() if name.endswith("scale")]
+    assert [scale.shape for scale in scales] == [torch.Size([])] * 3
+    assert all(0.69 < float(scale) < 0.71 and float(scale) != torch.tensor(0.7) for scale in scales)
+
+
+# -- whole steps --------------------------------------------------------------------------------------------------
+
+WHOLE: dict[str, tuple[type[nn.Module], Run]] = {
+    "without gradients for one block": MODES["no_grad around one block"],
+    "without gradients for some micro-batches": MODES["no_grad for some micro-batches"],
+    "blocks called twice": MODES["blocks called without and with gradients"],
+    "changed in place": IN_PLACE["skips"],
+    "no dimension": (Scaled, run_scaled),
+}
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_three_steps_equal_a_plain_loop(name: str, schedule: str, tmp_path: Path) -> None:
+    case = stack(*WHOLE[name])
+    model = case.model()
+    plain_model = copy.deepcopy(model)
+    steps = steps_of(case, 3)
+    with wrap(case, budget(tmp_path), model=model, schedule=schedule) as engine:
+        found = run_steps(engine, steps)
+        plain = plain_loop(case, plain_model, engine, steps, torch_adamw, 1.0)
+        assert found.losses == pytest.approx(plain.losses, rel=1e-6)
+        assert found.norms == pytest.approx(plain.norms, rel=1e-5)
+        assert relative(master_of(engine), plain.parameters) <= 1e-6
+
+
+def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)

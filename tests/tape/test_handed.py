@@ -1,0 +1,387 @@
+"""What blocks take and return besides tensors: what can be looked into is trained, what cannot is refused by name."""
+
+import enum
+import functools
+import importlib
+from collections import deque
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.tape import opaque
+from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, refused, stack
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Plain:
+    """Of no kind that is known."""
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+class Slotted:
+    __slots__ = ("hidden", "other")
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+class Named(NamedTuple):
+    hidden: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    hidden: Any
+
+
+class MoreThanAList(list[Any]):
+    hidden: Any
+
+
+class Attention(enum.Enum):
+    CAUSAL = "causal"
+
+
+class Awkward:
+    """A configuration whose attributes may not be asked for."""
+
+    def __init__(self) -> None:
+        self.size = 4
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} is ambiguous")
+
+
+def more_than_a_list(hidden: Any) -> MoreThanAList:
+    held = MoreThanAList()
+    held.hidden = hidden
+    return held
+
+
+def take(held: Any) -> torch.Tensor:
+    """The tensor, out of whatever it is in."""
+    if isinstance(held, torch.Tensor):
+        return held
+    if callable(held):
+        return take(held())
+    if hasattr(held, "hidden"):
+        return take(held.hidden)
+    if isinstance(held, (dict, MappingProxyType)):
+        return take(held["hidden"])
+    return take(next(iter(held)))
+
+
+HOLDERS: dict[str, Any] = {
+    "Plain": Plain,
+    "Slotted": Slotted,
+    "SimpleNamespace": lambda x: SimpleNamespace(hidden=x),
+    "set": lambda x: {x},
+    "deque": lambda x: deque([x]),
+    "mappingproxy": lambda x: MappingProxyType({"hidden": x}),
+    "partial": lambda x: functools.partial(torch.clone, x),
+    "function": lambda x: lambda: x,
+    "generator": lambda x: (y for y in [x]),
+    "MoreThanAList": more_than_a_list,
+}
+"""By the name of the class that the message has."""
+KNOWN: dict[str, Any] = {
+    "tuple": lambda x: (x,),
+    "dict": lambda x: {"hidden": [x]},
+    "named tuple": Named,
+    "record": Record,
+    "records in records": lambda x: Record(hidden=Named(hidden=x)),
+}
+
+
+def returning(hold: Any) -> type[nn.Module]:
+    class Returning(Layer):
+        def forward(self, x: torch.Tensor) -> Any:
+            return hold(super().forward(x))
+
+    return Returning
+
+
+def taking(hold: Any) -> type[nn.Module]:
+    class Taking(Layer):
+        def forward(self, x: Any) -> torch.Tensor:
+            return super().forward(take(x))
+
+    return Taking
+
+
+def run_returning(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = take(layer(x))
+    return x
+
+
+def run_taking(hold: Any) -> Run:
+    def run(model: Stack, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = layer(hold(x))
+        return x
+
+    return run
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_can_be_looked_into_is_trained(name: str) -> None:
+    assert_exact(stack(returning(KNOWN[name]), run_returning))
+    assert_exact(stack(taking(KNOWN[name]), run_taking(KNOWN[name])))
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_cannot_is_refused_by_name(name: str) -> None:
+    message = refused(stack(returning(HOLDERS[name]), run_returning))
+    assert "returns (or leaves in its arguments) a tensor inside of a " in message
+    assert name in message
+    message = refused(stack(taking(HOLDERS[name]), run_taking(HOLDERS[name])))
+    assert "is handed a tensor with a gradient inside of a " in message
+    assert name in message
+
+
+class Leaves(Layer):
+    """Leaves its output in an object that it is handed."""
+
+    def forward(self, x: torch.Tensor, state: Plain) -> torch.Tensor:
+        state.hidden = super().forward(x)
+        return x * 2
+
+
+def run_leaving(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    state = Plain(None)
+    for layer in model.layers:
+        x = layer(x, state)
+    return x + state.hidden
+
+
+def test_what_a_block_leaves_in_an_argument_is_refused() -> None:
+    assert "(or leaves in its arguments) a tensor inside of a" in refused(stack(Leaves, run_leaving))
+
+
+class TakesAnything(Layer):
+    def forward(self, x: torch.Tensor, *anything: Any, **more: Any) -> Any:
+        return super().forward(x), anything
+
+
+def run_anything(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(x.shape[1])
+    loop: list[Any] = [Plain(positions)]
+    loop.append(loop)
+    anything = (None, Awkward(), Attention.CAUSAL, torch.float32, x.device, torch.relu, model.head, len, Stack, loop)
+    for layer in model.layers:
+        x, _ = layer(x, *anything, mask=Plain(positions > 2), call=functools.partial(torch.add, positions))
+    return x
+
+
+def test_objects_without_gradients_are_handed_on() -> None:
+    importlib.import_module("transformers.cache_utils")  # from then on caches are looked for in what blocks are handed
+    assert_exact(stack(TakesAnything, run_anything))
+
+
+class Frozen(nn.Module):
+    """Has nothing that trains, so that what it returns has no gradient to lose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> Plain:
+        return Plain(self.linear(x))
+
+
+def run_frozen(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = x + layer(x.detach()).hidden
+    with torch.no_grad():
+        return x
+
+
+def test_where_no_gradient_is_wanted_nothing_is_refused() -> None:
+    assert_exact(stack(Frozen, run_frozen))
+
+
+def test_a_search_ends() -> None:
+    deep: Any = torch.ones(1)
+    for _ in range(50_000):
+        deep = Plain(deep)
+    assert not opaque.hidden(deep)
+    while isinstance(deep, Plain):  # or it would be freed by recursion
+        deep = deep.hidden
+
+
+# -- by other ways than arguments and results ---------------------------------------------------------------------
+
+HELD: dict[str, Any] = {}
+
+
+class ReadsModel(Layer):
+    """Reads what the model's forward has left on it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def set_attributes(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    scale = 1 + x.mean(-1, keepdim=True)
+    for layer in model.layers:
+        layer.scale = scale
+        x = layer(x)
+    return x
+
+
+def set_masks(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        layer.scale = (x.detach() > 0).to(x.dtype)
+        x = layer(x)
+    return x
+
+
+class ToGlobal(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        HELD.setdefault("penalties", []).append(y.square().mean())
+        return y
+
+
+def read_global(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    HELD.clear()
+    for layer in model.layers:
+        x = layer(x)
+    return x + sum(HELD["penalties"])
+
+
+def read_hooked(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    """Activations that hooks take out of blocks, as for distillation."""
+    taken: list[torch.Tensor] = []
+    hooks = [layer.linear.register_forward_hook(lambda *args: taken.append(args[2])) for layer in model.layers]
+    for layer in model.layers:
+        x = layer(x)
+    for hook in hooks:
+        hook.remove()
+    return x + taken[0]
+
+
+class FromBelow(Layer):
+    """Leaves something for the next block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = HELD.get("hidden")
+        HELD["hidden"] = super().forward(x)
+        return x if before is None else x + before
+
+
+def run_from_below(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    HELD.clear()
+    for layer in model.layers:
+        x = layer(x)
+    return x + model.layers[0].linear.weight.sum()
+
+
+class Penalised(Layer):
+    """A penalty on weights, which does not depend on the micro-batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        HELD.setdefault("penalties", []).append(self.linear.weight.t().square().mean())
+        return super().forward(x)
+
+
+class Counts(Layer):
+    """A buffer with what it has seen of the micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.copy_(x.detach().mean((0, 1)))
+        return super().forward(x)
+
+
+def read_counts(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x)
+    return x + model.layers[0].seen
+
+
+def weight_norm(model: Any) -> None:
+    """Of old: hooks in front of a block make its weight, outside of it."""
+    model.layers[1] = nn.Linear(WIDTH, WIDTH)
+    torch.nn.utils.weight_norm(model.layers[1])
+
+
+def keep(model: Any) -> None:
+    pass
+
+
+SMUGGLED: dict[str, tuple[type[nn.Module], Run | None, Any, str]] = {
+    "an attribute with a gradient": (ReadsModel, set_attributes, keep, "'layers.0' reads a tensor of shape (2, 12, 1)"),
+    "an attribute of the micro-batch": (ReadsModel, set_masks, keep, "'layers.0' reads a tensor of shape (2, 12, 8)"),
+    "a global": (ToGlobal, read_global, keep, "that block 'layers.0' made, not returned"),
+    "a hook within a block": (Layer, read_hooked, keep, "that block 'layers.0' made, not returned"),
+    "from block to block": (FromBelow, run_from_below, keep, "block 'layers.1' reads a tensor of shape (2, 12, 8)"),
+    "a penalty on weights": (Penalised, read_global, keep, "that block 'layers.0' made, not returned"),
+    "a buffer": (Counts, read_counts, keep, "reads a tensor of shape (8,) that block 'layers.0' has written to before"),
+    "a weight made in front of a block": (Layer, None, weight_norm, "'layers.1' reads a tensor of shape (8, 8)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", SMUGGLED)
+def test_what_is_smuggled_is_refused(name: str) -> None:
+    layer, run, change, message = SMUGGLED[name]
+    assert message in refused(stack(layer, run), change)
+
+
+class Cached(Layer):
+    """Positions in a cache that all blocks share: the same for every micro-batch that is as long."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        if length not in HELD:
+            HELD[length] = torch.arange(length, dtype=x.dtype).cos().unsqueeze(-1) + torch.zeros_like(x[0, 0])
+        return super().forward(x) * HELD[length]
+
+
+def run_cached(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    HELD.clear()
+    for layer in model.layers:
+        x = layer(x)
+    return x + HELD[x.shape[1]]
+
+
+class TakesSparse(Layer):
+    def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (graph @ x[0]).unsqueeze(0)
+
+
+def run_sparse(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    graph = torch.eye(x.shape[1], dtype=x.dtype).to_sparse()
+    for layer in model.layers:
+        x = layer(x, graph)
+    return x
+
+
+def run_nested(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    nested = torch.nested.as_nested_tensor(list(x), layout=torch.jagged)
+    for layer in model.layers:
+        nested = layer(nested)
+    return nested.to_padded_tensor(0.0)
+
+
+def test_sparse_tensors_are_handed_on_and_nested_ones_are_refused() -> None:
+    assert_exact(stack(TakesSparse, run_sparse))
+    assert "is handed a nested tensor: pad it" in refused(stack(Layer, run_nested))
+
+
+def test_what_no_micro_batch_changes_may_be_shared() -> None:
+    assert_exact(stack(Cached, run_cached))
+    assert_exact(stack(Counts))

@@ -1,0 +1,306 @@
+"""What cannot be trained block by block is refused, with the reason and what to do, before it trains on nonsense."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import ModelError
+from tests import models
+from tests.tape.test_rules import Layer, Stack, stack
+from tests.training import budget
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def refused(model: nn.Module, where: Path, *, steps: bool = True) -> str:
+    """What ``wrap``, or the first step, says; a refusal at the step leaves no update behind."""
+    case = stack()
+    settings: dict[str, Any] = {"optimizer": penstock.SGD(lr=0.1), "precision": "fp32", "device": "cpu"}
+
+    def train() -> None:
+        with penstock.wrap(model, budget=budget(where), loss_fn=case.loss_fn, **settings) as engine:
+            assert steps, "wrap was to refuse it"
+            engine.step(case.micro_batches(2))
+
+    with pytest.raises(ModelError) as caught:
+        train()
+    return str(caught.value)
+
+
+class Counting(Layer):
+    """Keeps a number from call to call on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.01 * self.calls)
+
+
+class Noisy(Layer):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.1 * torch.rand(x.shape, generator=self.generator)
+
+
+class Growing(Layer):
+    """Changes its own parameter, behind autograd's back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(1.01)
+        return super().forward(x)
+
+
+class GrowingData(Layer):
+    """The same in a way that leaves no trace in the parameter's version."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.bias.data.add_(0.01)
+        return super().forward(x)
+
+
+class Normalised(Layer):
+    """Puts its parameter elsewhere, which is no op."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data = nn.functional.normalize(self.linear.weight.data)
+        return super().forward(x)
+
+
+class Anew(Layer):
+    """Has another parameter after each call, to which a gradient would be lost."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight = nn.Parameter(nn.functional.normalize(self.linear.weight.detach()))
+        return super().forward(x)
+
+
+class Centred(Layer):
+    """By a running mean that is no buffer, and begins at the first one: from the same inputs again it is the same."""
+
+    mean: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean((0, 1))
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return super().forward(x - self.mean)
+
+
+class CentredByNumber(Layer):
+    """The same with a number in the place of a tensor."""
+
+    mean: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = float(x.detach().mean())
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return super().forward(x - self.mean)
+
+
+class Remembering(Layer):
+    """Mixes in what it has returned before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.returned.append(y.detach().mean((0, 1)))
+        return y + torch.stack(self.returned).mean(0)
+
+
+class EverySecond(Layer):
+    """Does something else after each two calls: a forward and its recomputation alone would not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + (self.calls - 1) // 2 % 2)
+
+
+def run_changing_the_head(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.head.weight.clamp_(-0.1, 0.1)
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("layer", "run", "message"),
+    [
+        (Counting, None, "block 'layers.2' returned other numbers when it was recomputed"),
+        (Noisy, None, "block 'layers.2' returned other numbers when it was recomputed"),
+        (Growing, None, "block 'layers.0' changes a parameter in its forward"),
+        (GrowingData, None, "block 'layers.0' changes a parameter in its forward"),
+        (Normalised, None, "block 'layers.0' changes parameter 'layers.0.linear.weight' in its forward"),
+        (Anew, None, "block 'layers.0' changes parameter 'linear.weight' in its forward"),
+        (Centred, None, "block 'layers.2' returned other numbers when it was recomputed"),
+        (CentredByNumber, None, "block 'layers.2' returned other numbers when it was recomputed"),
+        (Remembering, None, "block 'layers.2' returned other numbers when it was recomputed"),
+        (EverySecond, None, "block 'layers.2' returned other numbers when it was recomputed"),
+        (Layer, run_changing_the_head, "the model itself changes a parameter in its forward"),
+    ],
+)
+def test_a_forward_with_a_memory_is_refused(layer: type[nn.Module], run: Any, message: str, tmp_path: Path) -> None:
+    assert message in refused(Stack(layer, run), tmp_path)
+
+
+class Normed(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+def test_buffers_may_change_and_dropout_may_draw(tmp_path: Path) -> None:
+    case = stack()
+    model = Stack(Normed)
+    for layer in model.layers:
+        layer.linear = nn.Sequential(layer.linear, nn.Dropout(0.5))
+    settings: dict[str, Any] = {"optimizer": penstock.SGD(lr=0.1), "precision": "fp32", "device": "cpu"}
+    with penstock.wrap(model, budget=budget(tmp_path), loss_fn=case.loss_fn, **settings) as engine:
+        engine.step(case.micro_batches(2))
+        assert int(model.layers[0].norm.num_batches_tracked) == 2
+
+
+class Smoothed(Layer):
+    """Uses what its buffers hold after it has changed them: one in place, one by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("teacher", torch.zeros(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        self.teacher.lerp_(self.linear.weight.detach(), 0.5)
+        return super().forward(x - self.mean) + x @ self.teacher
+
+
+class Tabled(Layer):
+    """Makes a table at its first call, as rotary embeddings once did, and counts its calls for whom it concerns."""
+
+    table: torch.Tensor | None = None
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 8)
+        self.calls += 1
+        self.last = super().forward(x + self.table)
+        return self.last
+
+
+@pytest.mark.parametrize("layer", [Smoothed, Tabled])
+def test_what_a_block_keeps_for_itself_may_be_kept(layer: type[nn.Module], tmp_path: Path) -> None:
+    """As plain training, with several micro-batches under way."""
+    case = stack()
+    torch.manual_seed(0)
+    model = Stack(layer)
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    settings: dict[str, Any] = {"optimizer": penstock.SGD(lr=0.1), "precision": "fp32", "device": "cpu"}
+    with penstock.wrap(model, budget=budget(tmp_path), loss_fn=case.loss_fn, clip_grad_norm=None, **settings) as engine:
+        for seed in range(2):
+            micro_batches = case.micro_batches(3, seed=seed)
+            engine.step(micro_batches)
+            for micro_batch in micro_batches:
+                (case.loss_fn(plain, micro_batch) / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        wanted = dict(plain.named_parameters())
+        for name, value in engine.master_parameters():
+            torch.testing.assert_close(value, wanted[name].detach(), rtol=1e-6, atol=1e-7)
+        for name, buffer in plain.named_buffers():
+            torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-6, atol=1e-7)
+
+
+def parallel(model: nn.Module) -> nn.Module:
+    return nn.DataParallel(model)
+
+
+def compiled_whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model)  # type: ignore[return-value]
+
+
+def compiled_layer(model: nn.Module) -> nn.Module:
+    model.layers[1].compile()
+    return model
+
+
+def dispatched(model: nn.Module) -> nn.Module:
+    from accelerate import cpu_offload
+
+    return cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+class Packed(torch.Tensor):
+    """As quantised weights of torchao are: floating-point to whoever asks, and something else inside."""
+
+
+def quantised(model: nn.Module) -> nn.Module:
+    inner = model.layers[0].linear.weight.detach().as_subclass(Packed)
+    model.layers[0].linear.weight = nn.Parameter(inner)
+    return model
+
+
+class Params4bit(nn.Parameter):
+    """As those of bitsandbytes are."""
+
+
+def four_bits(model: nn.Module) -> nn.Module:
+    model.layers[0].linear.weight = Params4bit(torch.zeros(8, 8))
+    return model
+
+
+def lazy(model: nn.Module) -> nn.Module:
+    model.head = nn.LazyLinear(models.VOCABULARY)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (parallel, "the model is a DataParallel: it splits batches over devices by itself. Give the module inside it"),
+        (compiled_whole, "the model is a OptimizedModule: torch.compile has made one program of the whole model"),
+        (compiled_layer, "'layers.1' has been compiled by its compile()"),
+        (dispatched, "has hooks of accelerate"),
+        (quantised, "parameter 'layers.0.linear.weight' is a Packed, no plain tensor of numbers"),
+        (four_bits, "parameter 'layers.0.linear.weight' is a Params4bit, no plain tensor of numbers"),
+        (lazy, "parameter 'head.weight' is a UninitializedParameter"),
+    ],
+)
+def test_models_in_the_hands_of_others_are_refused_by_wrap(
+    change: Callable[[nn.Module], nn.Module], message: str, tmp_path: Path
+) -> None:
+    assert message in refused(change(Stack()), tmp_path / "store", steps=False)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_parameters_on_several_devices_are_refused(tmp_path: Path) -> None:
+    model = Stack()
+    model.head.cuda()
+    assert "parameters are on several devices ('embed.weight' on cpu:0" in refused(model, tmp_path, steps=False)

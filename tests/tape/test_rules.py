@@ -1,0 +1,421 @@
+"""What the tape does with models and inputs that are unusual, and what it refuses."""
+
+import contextvars
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.tape.blocks import Block
+from tests.models import MODELS
+from tests.stacks import Layer, Stack, assert_exact, refused, stack
+from tests.tape_reference import Bench, horizontal, plain_step, relative_error, vertical
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# -- how blocks are called ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+    note: str
+
+
+class RecordLayer(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Output(hidden=super().forward(x), note="kept")
+
+
+class MappingLayer(Layer):
+    """Writes into a mapping and appends to a list that it is handed."""
+
+    def forward(self, x: torch.Tensor, *, shared: Any, trail: list[Any]) -> torch.Tensor:
+        y = super().forward(x)
+        shared["sum"] = y.sum(-1, keepdim=True) + shared.get("sum", 0)
+        trail.append((y * 0.5, "half"))
+        return y
+
+
+TRAIL: contextvars.ContextVar[dict[str, list[torch.Tensor]] | None] = contextvars.ContextVar("trail", default=None)
+
+
+class ContextLayer(Layer):
+    """Leaves a tensor in a container that a context variable holds, as output capturing does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        trail = TRAIL.get()
+        assert trail is not None
+        trail["hidden"].append(y.square())
+        return y
+
+
+def run_records(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        output = layer(x)
+        assert output.note == "kept"
+        x = output.hidden
+    return x
+
+
+def run_mappings(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    shared: UserDict[str, torch.Tensor] = UserDict()
+    trail: list[Any] = []
+    for layer in model.layers:
+        x = layer(x, shared=shared, trail=trail)
+    return x + shared["sum"] + sum(t for t, _ in trail)
+
+
+def run_context(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    trail: dict[str, list[torch.Tensor]] = {"hidden": []}
+    token = TRAIL.set(trail)
+    for layer in model.layers:
+        x = layer(x)
+    TRAIL.reset(token)
+    return x + sum(trail["hidden"])
+
+
+def run_with_code_between(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    first = x
+    for layer in model.layers:
+        x = layer((x.exp() + first).tanh()) * 1.5
+    return x * first
+
+
+def run_with_weights_between(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    """Products with a weight's transpose: autograd saves a view of the weight, which leaves before the backward."""
+    for layer in model.layers:
+        x = layer(torch.tanh(nn.functional.linear(x, model.head.weight)) @ model.head.weight)
+    return x
+
+
+def run_shared(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in (*model.layers, *reversed(model.layers)):
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("layer", "run"),
+    [
+        (RecordLayer, run_records),
+        (MappingLayer, run_mappings),
+        (ContextLayer, run_context),
+        (Layer, run_with_code_between),
+        (Layer, run_with_weights_between),
+        (Layer, run_shared),
+    ],
+)
+def test_any_way_to_call_blocks_is_exact(layer: type[nn.Module], run: Callable[[Any, torch.Tensor], Any]) -> None:
+    assert_exact(stack(layer, run))
+
+
+def test_blocks_can_be_named() -> None:
+    case = MODELS["skips"]
+    model = case.model().double()
+    plain = copy.deepcopy(model)
+    bench = Bench(case, model, moving=True, blocks=[model.down[1], model.up[0]])
+    assert [b.name for b in bench.blocks] == ["down.1", "up.0"]
+    micro_batches = case.micro_batches(2)
+    bench.probe(micro_batches[0])
+    _, found = bench.step(micro_batches, [0.5, 0.5])
+    blocks = [Block(name="down.1", module=plain.down[1]), Block(name="up.0", module=plain.up[0])]
+    _, wanted = plain_step(case, plain, blocks, bench.stages, micro_batches, [0.5, 0.5])
+    assert relative_error(found, wanted) <= 1e-12
+
+
+# -- frozen parameters ------------------------------------------------------------------------------------------------
+
+
+def freeze_below(model: nn.Module) -> None:
+    for module in (model.embed, model.layers[0], model.layers[1]):
+        module.requires_grad_(requires_grad=False)
+
+
+def freeze_all_but_biases(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(requires_grad=name.endswith("bias"))
+
+
+def test_frozen_blocks_are_not_recomputed() -> None:
+    _, bench = assert_exact(stack(), freeze_below)
+    assert [s.backward_reads == s.gradients == () for s in bench.stages[:3]] == [True] * 3
+    assert bench.stages[2].gradient == 0
+    calls = []
+    bench.blocks[0].module.linear.register_forward_hook(lambda *_: calls.append(0))
+    bench.blocks[2].module.linear.register_forward_hook(lambda *_: calls.append(2))
+    bench.step(stack().micro_batches(2), [0.5, 0.5])
+    assert sorted(calls) == [0, 0, 2, 2, 2, 2]
+
+
+def test_trainable_parameters_above_frozen_ones() -> None:
+    _, bench = assert_exact(stack(), freeze_all_but_biases)
+    assert bench.stages[0].gradients == ()
+    assert all(s.gradients for s in bench.stages[1:])
+
+
+# -- state that a forward changes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [vertical, horizontal])
+def test_batch_norm_counts_each_micro_batch_once(order: Any) -> None:
+    case = MODELS["skips"]
+    model = case.model().double()
+    plain = copy.deepcopy(model)
+    micro_batches = case.micro_batches(3)
+    bench = Bench(case, model)
+    bench.probe(micro_batches[0])
+    bench.load_all()
+    bench.step(micro_batches, [1.0] * 3, order)
+    modules = dict(plain.named_modules())
+    blocks = [Block(name=b.name, module=modules[b.name]) for b in bench.blocks]
+    plain_step(case, plain, blocks, bench.stages, micro_batches, [1.0] * 3)
+    wanted = dict(plain.named_buffers())
+    assert int(wanted["down.0.norm.num_batches_tracked"]) == 3
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, wanted[name], rtol=1e-12, atol=0)
+
+
+def test_random_state_is_put_back() -> None:
+    case = MODELS["gpt2"]
+    bench = Bench(case, case.model())
+    bench.probe(case.micro_batches(1)[0])
+    bench.load_all()
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    bench.step(case.micro_batches(2), [1.0, 1.0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_steps_draw_different_dropout() -> None:
+    case = MODELS["gpt2"]
+    bench = Bench(case, case.model())
+    micro_batches = case.micro_batches(1) * 2
+    bench.probe(micro_batches[0])
+    bench.load_all()
+    first, _ = bench.step(micro_batches, [1.0, 1.0], step=0)
+    again, _ = bench.step(micro_batches, [1.0, 1.0], step=0)
+    later, _ = bench.step(micro_batches, [1.0, 1.0], step=1)
+    assert first == again
+    assert len({float(loss) for loss in (*first, *later)}) == 4
+
+
+def test_autocast_inside_the_model_is_exact() -> None:
+    def loss_fn(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: torch.Tensor = model(**micro_batch).loss
+        return loss
+
+    case = dataclasses.replace(MODELS["llama"], loss_fn=loss_fn)
+    model = case.model()
+    plain = copy.deepcopy(model)
+    micro_batches = case.micro_batches(2)
+    bench = Bench(case, model, moving=True)
+    bench.probe(micro_batches[0])
+    losses, found = bench.step(micro_batches, [0.5, 0.5])
+    assert not torch.is_autocast_enabled("cpu")
+    modules = dict(plain.named_modules())
+    blocks = [Block(name=b.name, module=modules[b.name]) for b in bench.blocks]
+    wanted_losses, wanted = plain_step(case, plain, blocks, bench.stages, micro_batches, [0.5, 0.5])
+    assert losses == wanted_losses
+    assert all(torch.equal(found[name], g) for name, g in wanted.items())
+
+
+# -- evaluation, and no tape at all ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "skips"])
+def test_evaluation_is_a_plain_forward(name: str) -> None:
+    case = MODELS[name]
+    model = case.model().eval()
+    micro_batches = case.micro_batches(3)
+    with torch.no_grad():
+        wanted = [case.loss_fn(model, mb) for mb in micro_batches]
+    bench = Bench(case, model, moving=True)
+    bench.probe(micro_batches[0], train=False)
+    assert bench.evaluate(micro_batches) == wanted
+
+
+def test_outside_a_step_the_model_is_its_own() -> None:
+    case = MODELS["llama"]
+    model = case.model()
+    micro_batch = case.micro_batches(1)[0]
+    plain = copy.deepcopy(model)
+    case.loss_fn(plain, micro_batch).backward()
+    bench = Bench(case, model)
+    bench.load_all()
+    for closed in (False, True):
+        if closed:
+            bench.tape.close()
+        model.zero_grad()
+        case.loss_fn(model, micro_batch).backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert not any("forward" in vars(b.module) for b in bench.blocks)
+
+
+def test_a_copy_of_the_model_runs_its_own_blocks() -> None:
+    case = MODELS["llama"]
+    bench = Bench(case, case.model())
+    bench.load_all()
+    other = copy.deepcopy(bench.tape.model)
+    micro_batch = case.micro_batches(1)[0]
+    wanted = case.loss_fn(other, micro_batch)
+    for parameter in bench.tape.model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(case.loss_fn(other, micro_batch), wanted)
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_closes_the_siblings_and_leaves_the_tape_usable() -> None:
+    left: list[int] = []
+
+    def run(model: Stack, x: torch.Tensor) -> torch.Tensor:
+        try:
+            with torch.enable_grad():
+                for layer in model.layers:
+                    x = layer(x)
+        finally:
+            left.append(1)
+        return x
+
+    case = stack(Layer, run)
+    model = case.model().double()
+    bench = Bench(case, model)
+    micro_batches = case.micro_batches(3)
+    bench.probe(micro_batches[0])
+    bench.load_all()
+    _, wanted = bench.step(micro_batches, [1.0] * 3)
+    left.clear()
+    state = torch.get_rng_state()
+
+    def fail(*_: object) -> None:
+        if len(calls) == 4:
+            raise OSError("the block's own error")
+        calls.append(1)
+
+    calls: list[int] = []
+    hook = model.layers[1].linear.register_forward_pre_hook(fail)
+    with pytest.raises(OSError, match="the block's own error"):
+        bench.step(micro_batches, [1.0] * 3)  # in a recomputation: all forwards have ended
+    calls.clear()
+    calls += [1, 1, 1]
+    left.clear()
+    with torch.no_grad():  # the forwards leave their own grad modes when they are closed, not the caller's
+        with pytest.raises(OSError, match="the block's own error"):
+            bench.step(micro_batches, [1.0] * 3)  # in the second micro-batch's forward: all are suspended
+        assert not torch.is_grad_enabled()
+    assert len(left) == 3
+    hook.remove()
+    assert torch.equal(torch.get_rng_state(), state)
+    _, found = bench.step(micro_batches, [1.0] * 3)
+    assert all(torch.equal(found[name], g) for name, g in wanted.items())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the library is renaming the method
+def test_gradient_checkpointing_is_refused() -> None:
+    message = refused(MODELS["llama"], lambda model: model.gradient_checkpointing_enable())
+    assert "gradient_checkpointing_disable()" in message
+
+
+def test_a_micro_batch_that_skips_a_block_is_refused() -> None:
+    visits: list[int] = []
+
+    def run(model: Stack, x: torch.Tensor) -> torch.Tensor:
+        visits.append(1)
+        second = len(visits) == 3  # after the probe and the first micro-batch
+        for i, layer in enumerate(model.layers):
+            if not (second and i == 1):
+                x = layer(x)
+        return x
+
+    message = refused(stack(Layer, run))
+    assert "micro-batch 1 calls block 'layers.2' where the first micro-batch calls block 'layers.1'" in message
+
+
+def test_a_micro_batch_that_calls_a_block_again_is_refused() -> None:
+    visits: list[int] = []
+
+    def run(model: Stack, x: torch.Tensor) -> torch.Tensor:
+        visits.append(1)
+        second = len(visits) == 3
+        for layer in model.layers:
+            x = layer(x)
+        return model.layers[0](x) if second else x
+
+    assert "micro-batch 1 calls block 'layers.0' where the first micro-batch ended" in refused(stack(Layer, run))
+
+
+class InPlaceLayer(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2.0) + torch.tanh(self.linear(x))
+
+
+class StashLayer(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.penalty = x.square().mean()
+        return super().forward(x)
+
+
+class RandomLayer(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return (y, y + 1) if torch.is_grad_enabled() else (y,)
+
+
+def run_in_place_after(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        y = layer(x)
+        x.detach().mul_(2.0)
+        x = y
+    return x
+
+
+def run_stash(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x)
+    return x + sum(layer.penalty for layer in model.layers)
+
+
+def run_first(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x)[0]
+    return x
+
+
+@pytest.mark.parametrize(
+    ("layer", "run", "message"),
+    [
+        (InPlaceLayer, None, "block 'layers.0' changes one of its inputs in place"),
+        (Layer, run_in_place_after, "was changed in place after the block had run"),
+        (StashLayer, run_stash, "attribute 'penalty' of 'layers.0'"),
+        (RandomLayer, run_first, "made 1 tensors in the forward and 2 when it was recomputed"),
+        (Layer, lambda model, x: x, "calls none of its blocks"),
+    ],
+)
+def test_what_cannot_be_recomputed_is_refused(layer: type[nn.Module], run: Any, message: str) -> None:
+    assert message in refused(stack(layer, run))
+
+
+def test_a_loss_that_is_none_is_refused() -> None:
+    case = dataclasses.replace(MODELS["llama"], loss_fn=lambda model, mb: model(**mb).logits)
+    assert "one element, but loss_fn returned a tensor of shape (2, 12, 96)" in refused(case)
+    frozen = refused(MODELS["llama"], lambda model: model.requires_grad_(requires_grad=False))
+    assert "does not depend on any parameter that is trained" in frozen
+
+
+def test_an_error_in_the_probe_unloads_everything() -> None:
+    case = stack(InPlaceLayer)
+    bench = Bench(case, case.model(), moving=True)
+    with pytest.raises(ModelError):
+        bench.probe(case.micro_batches(1)[0])
+    assert not bench.attached

@@ -1,0 +1,107 @@
+"""The tape gives the gradients of plain gradient accumulation, whatever the model, the order, and where things live."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.tape.blocks import Block
+from tests import models
+from tests.models import MODELS, Case, MicroBatch
+from tests.tape_reference import Bench, Gradients, Order, horizontal, plain_step, relative_error, vertical
+
+Step = tuple[list[torch.Tensor], Gradients]
+
+WEIGHTS = [0.2, 0.3, 0.5]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def plain_of(case: Case, bench: Bench, model: nn.Module, micro_batches: list[MicroBatch], step: int = 0) -> Step:
+    named = dict(model.named_modules())
+    blocks = [Block(name=b.name, module=named[b.name]) for b in bench.blocks]
+    return plain_step(case, model, blocks, bench.stages, micro_batches, WEIGHTS, step)
+
+
+def group_of(bench: Bench, name: str) -> int:
+    return next(g.spec.index for g in bench.groups for s in g.slices if s.name == name)
+
+
+@pytest.mark.parametrize("order", [vertical, horizontal])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_plain_accumulation(name: str, order: Order) -> None:
+    case = MODELS[name]
+    model = case.model().double()
+    plain = copy.deepcopy(model)
+    micro_batches = case.micro_batches(3, dtype=torch.float64)
+    bench = Bench(case, model, moving=True)
+    bench.probe(micro_batches[0])
+    losses, gradients = bench.step(micro_batches, WEIGHTS, order, step=4)
+    wanted_losses, wanted = plain_of(case, bench, plain, micro_batches, step=4)
+    torch.testing.assert_close(losses, wanted_losses, rtol=1e-12, atol=0)
+    assert relative_error(gradients, wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fp32_bits_do_not_depend_on_order_or_place(name: str) -> None:
+    case = MODELS[name]
+    micro_batches = case.micro_batches(3)
+    results = []
+    for moving, order in ((False, vertical), (True, vertical), (False, horizontal), (True, horizontal)):
+        bench = Bench(case, case.model(), moving=moving)
+        bench.probe(micro_batches[0])
+        if not moving:
+            bench.load_all()
+        results.append(bench.step(micro_batches, WEIGHTS, order))
+    for losses, gradients in results[1:]:
+        assert losses == results[0][0]
+        assert all(torch.equal(gradients[n], g) for n, g in results[0][1].items())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_sdpa", "gpt_oss", "bert", "mixtral", "qwen3_moe", "gemma3"])
+def test_fp32_bits_of_a_plain_loop(name: str) -> None:
+    """Where sums have only one order: a tied weight's two gradients meet once a step here, in a loop once a batch."""
+    case = MODELS[name]
+    micro_batches = case.micro_batches(3)
+    model = case.model()
+    plain = copy.deepcopy(model)
+    bench = Bench(case, model, moving=True)
+    bench.probe(micro_batches[0])
+    losses, gradients = bench.step(micro_batches, WEIGHTS)
+    wanted_losses, wanted = plain_of(case, bench, plain, micro_batches)
+    assert losses == wanted_losses
+    several = [name for name in wanted if sum(group_of(bench, name) in s.gradients for s in bench.stages) > 1]
+    different = [name for name, g in wanted.items() if not torch.equal(gradients[name], g)]
+    assert set(different) <= {"bert.embeddings.word_embeddings.weight", "model.embed_tokens.weight"} & set(several)
+
+
+def test_grouped_experts_are_exact() -> None:
+    """The library's default for mixtures of experts, one product over all experts. It has no float64."""
+    case = MODELS["mixtral"]
+    model = models.mixtral(experts_implementation="grouped_mm").train()
+    plain = copy.deepcopy(model)
+    micro_batches = case.micro_batches(3)
+    bench = Bench(case, model, moving=True)
+    bench.probe(micro_batches[0])
+    losses, gradients = bench.step(micro_batches, WEIGHTS)
+    wanted_losses, wanted = plain_of(case, bench, plain, micro_batches)
+    assert losses == wanted_losses
+    assert all(torch.equal(gradients[name], g) for name, g in wanted.items())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral", "skips"])
+def test_gradients_on_a_gpu_equal_plain_accumulation_there(name: str) -> None:
+    case, cuda = MODELS[name], torch.device("cuda")
+    model = case.model().double().to(cuda)
+    plain = copy.deepcopy(model)
+    micro_batches = [{k: t.to(cuda) for k, t in mb.items()} for mb in case.micro_batches(3, dtype=torch.float64)]
+    bench = Bench(case, model, moving=True)
+    bench.probe(micro_batches[0])
+    losses, gradients = bench.step(micro_batches, WEIGHTS)
+    wanted_losses, wanted = plain_of(case, bench, plain, micro_batches)
+    torch.testing.assert_close(losses, wanted_losses, rtol=1e-12, atol=0)
+    assert relative_error(gradients, wanted) <= 1e-12
