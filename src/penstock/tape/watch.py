@@ -1,7 +1,7 @@
 """Sees every op of a probe: which weights it reads, what memory lives at each moment, and the FLOP it does."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -103,7 +103,22 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs = [t for t in trees.tensors((args, kwargs or {})) if trees.has_storage(t)]
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # looks of our own, of which ``Ahead`` and others need not hear
+            inputs, written = self._before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            formula = FLOP.get(func._overloadpacket)
+            if formula is not None:
+                self.flops += formula(*args, **kwargs, out_val=result)
+            self._behind(func, inputs, written, result)
+        return result
+
+    def _before(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What an op is about to read, and what of that it changes."""
+        inputs = _tensors((*args, *kwargs.values()))
         for tensor in inputs:
             group = self._parameters.get(id(tensor))
             if group is not None:
@@ -111,23 +126,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             birth = self.birth(tensor)
             if birth is not None:
                 birth.touched.add(self.leg)
-        written = [t for t in _written(func, args, kwargs or {}) if trees.has_storage(t)]
+        written = _written(func, args, kwargs)
         if self._on_write is not None:
             for tensor in written:
                 self._on_write(tensor)
-        result = func(*args, **(kwargs or {}))
-        formula = FLOP.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return inputs, written
+
+    def _behind(self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], result: Any) -> None:
         old = {t.untyped_storage()._cdata for t in inputs}
-        results = [t for t in trees.tensors(result) if trees.has_storage(t)]
+        results = _tensors((result,))
         for tensor in results:
             storage = tensor.untyped_storage()
             if storage._cdata not in old and storage._cdata not in self.births:
                 self._follow(storage)
         if self._on_op is not None:
             self._on_op(func, inputs, written, results)
-        return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
@@ -143,6 +156,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.live)
 
 
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The distinct tensors among an op's arguments or results that are one piece of memory; lists of them are flat."""
+    found: dict[int, torch.Tensor] = {}
+    for value in values:
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, torch.Tensor) and trees.has_storage(item):
+                found.setdefault(id(item), item)
+    return list(found.values())
+
+
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an op changes."""
     schema = getattr(func, "_schema", None)
@@ -153,4 +176,4 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return trees.tensors(values)
+    return _tensors(values)
