@@ -71,16 +71,17 @@ def test_a_step_that_ends_after_its_last_op_never_was(
 
 def broken_in(engine: Any, kind: str, *, late: bool) -> None:
     """Make the first op of a kind fail, of a delayed chunk or of another."""
-    moves = engine._planning.runner.moves
-    real = moves._kinds[kind]
+    runner = engine._planning.runner
+    kinds = runner.actions.kinds
+    real = kinds[kind]
 
     def fail(op: Op) -> None:
-        if moves._is_late(op) == late:
-            moves._kinds[kind] = real
+        if runner.bound.is_late(op) == late:
+            kinds[kind] = real
             raise OSError(errno.EIO, "injected")
         real(op)
 
-    moves._kinds[kind] = fail
+    kinds[kind] = fail
 
 
 @pytest.mark.parametrize("place", [{}, {"weights": "host", "state": "host"}], ids=["disk", "host"])

@@ -19,6 +19,7 @@ from penstock.planner.question import Question
 from penstock.planner.search import search
 from penstock.schedule.check import check, check_readers
 from penstock.schedule.horizontal import horizontal
+from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.op import Op, Schedule
 from penstock.schedule.order import run_order
 from penstock.schedule.place import Depths, Format, Placement, Settings
@@ -46,10 +47,11 @@ def uneven(op: Op) -> float:
     return {"compute": 0.9, "h2d": 1.7, "read": 2.3}.get(op.lane, 0.31) + op.nbytes / 50_000
 
 
-def test_every_schedule_of_every_program_is_safe_and_ends(campaign: Campaign) -> None:
+def test_every_schedule_of_every_program_is_safe_computes_its_step_and_ends(campaign: Campaign) -> None:
     def holds(case: AnyCase) -> None:
         schedule = case.build()
         check(schedule)
+        prove(schedule, Needs.of(case.program, case.settings))
         result = simulate(World.of(schedule), Costs(name="uneven", seconds=uneven))
         for tier in ("device", "host"):
             assert result.peak(0)[tier] <= schedule.peak_bytes(tier)

@@ -14,7 +14,7 @@ from penstock.doctor.pace import Load
 from penstock.optim import kernels
 from penstock.optim.crossing import copy_cast
 from penstock.optim.formula import Hyper, Kind
-from penstock.runtime.moves import copy
+from penstock.runtime.access import copy
 from penstock.schedule.place import FP32
 from penstock.state.memory import DeviceSlab, HostSlab
 from penstock.state.numa import near

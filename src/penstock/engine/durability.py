@@ -147,7 +147,7 @@ class Standing:
         Raises:
             StoreError: it could not be made durable.
         """
-        if runner.delays and not context.skip:
+        if runner.late and not context.skip:
             context.previous = None
             self.pending = Pending(context=context, progress=self._progress())
         else:

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,20 @@ from penstock.errors import StoreError
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer
 from penstock.planner.fit import Plan
+from penstock.runtime.actions import Actions
+from penstock.runtime.bound import Bound
 from penstock.runtime.context import StepContext
 from penstock.runtime.executor import Executor
-from penstock.runtime.moves import Moves
 from penstock.runtime.pools import Pools
 from penstock.runtime.serial import SerialExecutor
+from penstock.runtime.stepping import Stepping
 from penstock.runtime.streams import CudaStreams, HostStreams
 from penstock.runtime.trace import MemorySample, TraceEvent
 from penstock.schedule.op import LOCAL_LANES, Lane, Op, Schedule
-from penstock.schedule.place import BF16, FP32, chunks, grain
 from penstock.schedule.program import ALIGN
 from penstock.state.arrays import Late, StateArrays
 from penstock.state.numa import binding_for
-from penstock.store.layout import Layout, Region
+from penstock.store.layout import Layout
 from penstock.store.store import Store
 from penstock.tape.groups import ParamGroup
 from penstock.tape.passage import StageFacts
@@ -91,22 +91,21 @@ class Runner:
         self.plan = plan
         self._facts = facts
         self._shared = shared
-        self._scratch = _scratch(plan, shared)
         self._streams = shared.streams
         self.pools = Pools(plan.schedule, shared.device)
-        self.moves = Moves(
-            plan.program,
-            plan.settings,
+        self.bound = Bound(schedule=plan.schedule, program=plan.program)
+        grad_dtype = torch.bfloat16 if plan.settings.grad_dtype == "bf16" else torch.float32
+        self._scratch = _scratch(self.bound, shared)
+        stepping = Stepping(shared.groups, shared.runs, shared.threads, grad_dtype)
+        self.actions = Actions(
+            self.bound,
             self.pools,
             shared.groups,
             shared.arrays,
             shared.tape,
             self._scratch,
             self._streams,
-            shared.runs,
-            shared.threads,
-            plan.schedule,
-            plan.narrow,
+            stepping,
         )
         self._executor = self._executor_of(plan.schedule)
         self._partials = {
@@ -116,11 +115,11 @@ class Runner:
     def _executor_of(self, schedule: Schedule, order: Sequence[Op] | None = None) -> Executor | SerialExecutor:
         shared = self._shared
         if not shared.overlap:
-            return SerialExecutor(schedule, self.pools, self.moves, self._streams, order)
+            return SerialExecutor(schedule, self.pools, self.actions, self._streams, order)
         return Executor(
             schedule,
             self.pools,
-            self.moves,
+            self.actions,
             self._streams,
             io_workers=max(1, shared.io_threads // 2),
             binding=binding_for(shared.device),
@@ -129,22 +128,12 @@ class Runner:
     @property
     def stepped(self) -> tuple[int, ...]:
         """Groups in the order in which a step changes them."""
-        return tuple(dict.fromkeys(op.word.group for op in self.plan.schedule.ops if op.word.kind in ("OP", "OD")))
+        return self.bound.stepped
 
     @property
-    def delays(self) -> bool:
-        """Whether a step leaves chunks to the next one."""
-        return bool(self.moves.late)
-
-    @cached_property
     def late(self) -> Late:
-        """The elements that a step leaves to the next one, by group."""
-        late: dict[int, list[range]] = {}
-        for name in sorted(self.moves.late):
-            group, chunk = map(int, name.split("."))
-            c = chunks(self.plan.program.groups[group], self.plan.settings.chunk)[chunk]
-            late.setdefault(group, []).append(range(c.start, c.start + c.numel))
-        return late
+        """The elements that a step leaves to the next one, by group; empty where it leaves none."""
+        return self.bound.late_elements
 
     def flush(self, context: StepContext) -> None:
         """Step the chunks that ``context.previous`` has left to the next step, and commit it.
@@ -152,8 +141,8 @@ class Runner:
         Raises:
             BaseException: what the first failing op raised; the step before cannot be completed any more.
         """
-        self.moves.context = context
-        schedule = _rest_of(self.plan.schedule, self.moves.late)
+        self.actions.access.context = context
+        schedule = self.bound.rest
         executor = self._executor_of(schedule, schedule.ops)
         try:
             executor.run()
@@ -177,7 +166,7 @@ class Runner:
         context.partials = self._partials if train else {}
         if not context.known:
             context.grad_scale = 1.0 / context.loss_scale
-        self.moves.context = context
+        self.actions.access.context = context
         tape.facts = self._facts
         tape.begin(
             context.step,
@@ -193,10 +182,10 @@ class Runner:
             tape.finish()
         except BaseException:
             tape.abort()
-            self.moves.release()
+            self.actions.release()
             raise
         if train and context.norm is None:
-            self.moves.collect_norm()
+            self.actions.norm.collect()
         return losses
 
     @property
@@ -242,19 +231,8 @@ class Runner:
             if self._scratch is not None:
                 all_of_it.callback(_remove, self._scratch, self._shared.scratch_paths)
             all_of_it.callback(self.pools.close)
-            all_of_it.callback(self.moves.release)
+            all_of_it.callback(self.actions.release)
             all_of_it.callback(self._executor.close)
-
-
-_REST = frozenset({"RG", "RS", "OP", "WS", "WW", "UN", "CM"})
-
-
-def _rest_of(schedule: Schedule, late: frozenset[str]) -> Schedule:
-    """What a step does for the one before, by itself: delayed chunks are stepped and brought home, and committed."""
-    ops = [op for op in schedule.ops if op.id == "CM" or (op.word.kind in _REST and op.id[2:] in late)]
-    names = {op.id for op in ops}
-    alone = (replace(op, after=tuple(n for n in op.after if n in names)) for op in ops)
-    return replace(schedule, name=f"{schedule.name}-rest", ops=tuple(alone), carried=())
 
 
 def _remove(scratch: Store, paths: Sequence[Path]) -> None:
@@ -265,37 +243,14 @@ def _remove(scratch: Store, paths: Sequence[Path]) -> None:
             path.rmdir()
 
 
-def _scratch(plan: Plan, shared: Machinery) -> Store | None:
+def _scratch(bound: Bound, shared: Machinery) -> Store | None:
     """A store for what a step puts on disk and needs no longer than the step: waiting gradients, checkpoints."""
-    wanted = _scratch_entries(plan.schedule, plan)
-    if not wanted:
+    sizes, grids = bound.scratch()
+    if not sizes:
         return None
     paths = shared.scratch_paths
     if Store.exists(paths) and not Store.delete(paths, only=lambda facts: facts.passing):
         # What is passing was left behind by a run that was killed; a live one holds its lock.
         raise StoreError(f"{paths[0]} is needed for what lives no longer than a step, and holds a run's state: move it")
-    grids = {
-        f"gradient.{g.index}": (Region(nbytes=g.trainable * width, block=grain(g.trainable) * width),)
-        for g in plan.program.groups
-        if g.trainable and (width := _gradient_bytes(plan, g.index))
-    }
-    layout = Layout.build(((name, nbytes, 1) for name, nbytes in wanted), grids)
-    model = {"scratch": True}
-    return Store.create(paths, layout, model=model, io_threads=shared.io_threads, passing=True)
-
-
-def _gradient_bytes(plan: Plan, g: int) -> int:
-    """Of an element of a gradient that waits on disk."""
-    return BF16 if g in plan.narrow else FP32
-
-
-def _scratch_entries(schedule: Schedule, plan: Plan) -> list[tuple[str, int]]:
-    entries: dict[str, int] = {}
-    for op in schedule.lanes["write"]:
-        if op.word.kind == "WG":
-            entries[f"gradient.{op.word.group}"] = plan.program.groups[op.word.group].trainable * _gradient_bytes(
-                plan, op.word.group
-            )
-        elif op.word.kind == "WC":
-            entries[f"checkpoint.{op.word.stage}.{op.word.micro_batch}"] = op.nbytes
-    return list(entries.items())
+    layout = Layout.build(((name, nbytes, 1) for name, nbytes in sizes.items()), grids)
+    return Store.create(paths, layout, model={"scratch": True}, io_threads=shared.io_threads, passing=True)

@@ -1,4 +1,5 @@
-"""The optimizer's arithmetic on a range of a param group, parameter by parameter as their hyper-parameters differ."""
+"""A step's arithmetic on ranges of param groups: what gradients go through, and the optimizer, parameter by parameter
+as their hyper-parameters differ."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.optim import kernels
+from penstock.optim.fallback import fold_squares
 from penstock.runtime.context import StepContext
 from penstock.tape.groups import ParamGroup
 
@@ -51,9 +53,9 @@ class Stepping:
         ]
         whole = sum(b - a for a, b, _, _ in spans) == n
         if out is not None and not whole:
-            kernels.cast(out, master, self._threads)  # what is not stepped keeps its value
+            self.cast(out, master)  # what is not stepped keeps its value
         if norms is not None and not (whole and len(spans) == 1):
-            kernels.partial_norms(gradient, norms, self._threads, grad_dtype=self._grad_dtype)
+            self.partial_norms(gradient, norms)
             norms = None
         for a, b, hyper, count in spans:
             kernels.step(
@@ -68,6 +70,22 @@ class Stepping:
                 partials=norms,
                 threads=self._threads,
             )
+
+    def add(self, into: torch.Tensor, what: torch.Tensor) -> None:
+        """Add a gradient to another one, both [n] and fp32."""
+        kernels.add(into, what, self._threads)
+
+    def cast(self, out: torch.Tensor, master: torch.Tensor) -> None:
+        """Make weights [n] what their master copy [n] is, rounded to their dtype."""
+        kernels.cast(out, master, self._threads)
+
+    def partial_norms(self, gradient: torch.Tensor, partials: NDArray[np.float64]) -> None:
+        """Sums of squares of a gradient in host memory, one for each ``ALIGN`` elements."""
+        kernels.partial_norms(gradient, partials, self._threads, grad_dtype=self._grad_dtype)
+
+    def fold_squares(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The same of one on the device; they stay there."""
+        return fold_squares(gradient, self._grad_dtype)
 
     def _runs_now(self, context: StepContext, g: int) -> list[tuple[int, int, int, int]]:
         """The group's runs in a step: (first element, end, index of hyper-parameters, number of the update).

@@ -1,0 +1,81 @@
+"""What each kind of op does: the only place where bytes of a step are moved or changed.
+
+One class for each thing that is acted on, with a table of the kinds of ops that it does. They find buffers by the names
+that ops have, and everything else (arrays, the tape, scratch space) by group and chunk, or stage and micro-batch. They
+decide nothing: order, place and sizes are the schedule's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock.runtime.access import Access
+from penstock.runtime.actions.checkpoints import Checkpoints
+from penstock.runtime.actions.compute import Compute
+from penstock.runtime.actions.gradients import Gradients
+from penstock.runtime.actions.norm import Norm
+from penstock.runtime.actions.optimizer import OptimizerSteps
+from penstock.runtime.actions.weights import Weights
+from penstock.runtime.bound import Bound, refuse_others
+from penstock.runtime.pools import Pools
+from penstock.runtime.stepping import Stepping
+from penstock.runtime.streams import CudaStreams, HostStreams
+from penstock.schedule.op import Op
+from penstock.state.arrays import StateArrays
+from penstock.store.store import Store
+from penstock.tape.groups import ParamGroup
+from penstock.tape.tape import Tape
+
+Act = Callable[[Op], None]
+
+
+class Actions:
+    """The actions of one schedule.
+
+    | attribute | meaning |
+    |---|---|
+    | ``access`` | to buffers and arrays, and ``access.context``, which is set anew for each step |
+    | ``norm`` | what is known of the norm of the gradients |
+    | ``kinds`` | kind of op -> what it does: what can be run |
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        pools: Pools,
+        groups: Sequence[ParamGroup],
+        arrays: StateArrays,
+        tape: Tape,
+        scratch: Store | None,
+        streams: HostStreams | CudaStreams,
+        stepping: Stepping,
+    ) -> None:
+        """
+        Raises:
+            ScheduleError: the schedule has ops that no action here is for.
+        """
+        self.access = Access(bound, pools, arrays, scratch)
+        self.norm = Norm(self.access, stepping)
+        self._compute = Compute(self.access, groups, tape)
+        self.kinds: dict[str, Act] = {}
+        tables: tuple[Mapping[str, Act], ...] = (
+            self._compute.kinds(),
+            Weights(self.access).kinds(),
+            Gradients(self.access, stepping).kinds(),
+            self.norm.kinds(),
+            OptimizerSteps(self.access, self.norm, stepping).kinds(),
+            Checkpoints(self.access, tape, streams).kinds(),
+        )
+        for table in tables:
+            assert self.kinds.keys().isdisjoint(table)
+            self.kinds |= table
+        refuse_others(bound.schedule, self.kinds)
+
+    def __call__(self, op: Op) -> int:
+        """Do what an op says; the bytes that it has moved, counted where they are. Arithmetic moves what is planned."""
+        self.access.moved = 0
+        self.kinds[op.word.kind](op)
+        return op.nbytes if op.lane == "cpu" else self.access.moved
+
+    def release(self) -> None:
+        """Detach all parameters; what a step that was broken off has left behind goes with it."""
+        self._compute.release()
+        self.norm.forget()

@@ -1,0 +1,58 @@
+"""Checkpoints of activations on their way off the device and back."""
+
+from collections.abc import Callable
+
+import torch
+
+from penstock.runtime.access import Access
+from penstock.runtime.bound import checkpoint_extent
+from penstock.runtime.streams import CudaStreams, HostStreams
+from penstock.schedule.op import Op
+from penstock.tape.tape import Tape
+
+
+class Checkpoints:
+    """Moves what the tape has kept of a stage for a micro-batch: all of its tensors, one behind the other."""
+
+    def __init__(self, access: Access, tape: Tape, streams: HostStreams | CudaStreams) -> None:
+        self._to = access
+        self._tape = tape
+        self._streams = streams
+
+    def kinds(self) -> dict[str, Callable[[Op], None]]:
+        return {"DC": self.down, "WC": self.write, "RC": self.read, "UC": self.up}
+
+    def down(self, op: Op) -> None:
+        """To host buffers that hold it together; the device's memory is free then."""
+        k, m = op.word.stage, op.word.micro_batch
+        offset = 0
+        for tensor in self._tape.checkpoint(k, m):
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            for piece, first in self._to.pools.pieces(op.writes, offset, data.numel()):
+                self._to.copy(piece, data[first : first + piece.numel()])
+            offset += data.numel()
+            self._streams.used_on("d2h", data)
+        self._tape.drop(k, m)
+
+    def up(self, op: Op) -> None:
+        """Back to the tape, in memory that torch allocates."""
+        k, m = op.word.stage, op.word.micro_batch
+        offset, tensors = 0, []
+        for old in self._tape.checkpoint(k, m):
+            tensor = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+            nbytes = tensor.numel() * tensor.itemsize
+            data = tensor.view(-1).view(torch.uint8)
+            for piece, first in self._to.pools.pieces(op.reads, offset, nbytes):
+                self._to.copy(data[first : first + piece.numel()], piece)
+            offset += nbytes
+            self._streams.used_on("compute", tensor)
+            tensors.append(tensor)
+        self._tape.restore(k, m, tensors)
+
+    def write(self, op: Op) -> None:
+        """To disk, in whole pages."""
+        self._to.write_scratch(checkpoint_extent(op), 0, self._to.pools.buffer(op.reads[0])[: op.nbytes])
+
+    def read(self, op: Op) -> None:
+        """Back from there."""
+        self._to.read_scratch(checkpoint_extent(op), 0, self._to.pools.buffer(op.writes[0])[: op.nbytes])

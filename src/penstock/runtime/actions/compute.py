@@ -1,0 +1,125 @@
+"""Forwards and backwards of stages, with weights in their place and gradients added up."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.errors import ModelError, NonFiniteError
+from penstock.runtime.access import Access
+from penstock.runtime.context import NonFinite
+from penstock.schedule.op import Op
+from penstock.tape.groups import ParamGroup
+from penstock.tape.tape import Tape
+
+
+class Compute:
+    """Runs the tape. Parameters of a group are views of the buffer that an op names, or of the group's array."""
+
+    def __init__(self, access: Access, groups: Sequence[ParamGroup], tape: Tape) -> None:
+        self._to = access
+        self._arrays = access.arrays
+        self._groups = groups
+        self._tape = tape
+        self._stages = access.bound.program.stages
+        self._specs = access.bound.program.groups
+        self._attached: dict[int, str] = {}
+        """group -> the buffer that its parameters are views of; empty: its array"""
+        self._accumulators: dict[int, torch.Tensor] = {}
+        self._under_way: Op | None = None  # while gradients are made
+        tape.on_gradient = self._accumulate
+
+    def kinds(self) -> dict[str, Callable[[Op], None]]:
+        return {"F": self.forward, "E": self.epilogue, "B": self.backward}
+
+    def forward(self, op: Op) -> None:
+        self._attach(op)
+        self._tape.forward(op.word.stage, op.word.micro_batch)
+        self._detach(op)
+
+    def epilogue(self, op: Op) -> None:
+        """Forward and backward of the last stage; the losses are looked at when all are there."""
+        self._under_way = op
+        self.forward(op)
+        if op.id == self._to.bound.last_loss:
+            self._check_losses()
+
+    def backward(self, op: Op) -> None:
+        self._under_way = op
+        self._attach(op)
+        self._tape.backward(op.word.stage, op.word.micro_batch)
+        self._detach(op)
+
+    def _check_losses(self) -> None:
+        """Before any optimizer step: a loss that is no number must not reach the state."""
+        context = self._to.context
+        for m, loss in enumerate(torch.stack(self._tape.losses()).tolist()):
+            if not math.isfinite(loss):
+                context.failure = NonFiniteError(
+                    f"step {context.step}, micro-batch {m}: the loss is {loss}. Nothing was updated. Look at that "
+                    "micro-batch, lower the learning rate, or use precision='bf16' instead of 'fp16'"
+                )
+                return
+
+    def _attach(self, op: Op) -> None:
+        """Weights that an op reads into the model, and gradients that it writes where they are added up."""
+        stage, dtype = self._stages[op.word.stage], self._arrays.dtype
+        for name in op.reads:
+            if name[0] == "W":
+                g = _group_of(name)
+                if self._attached.get(g) != name:
+                    self._groups[g].attach(self._to.view(name, self._specs[g].numel, dtype))
+                    self._attached[g] = name
+        for g in {*stage.forward_reads, *stage.backward_reads} - self._attached.keys():
+            if self._arrays.tier_of(f"weights.{g}") == "device":
+                self._groups[g].attach(self._arrays.array(f"weights.{g}"))
+                self._attached[g] = ""
+        taken = {name for name, _ in op.takes}
+        for name in op.writes:
+            if name[0] == "G":
+                g = _group_of(name)
+                flat = self._to.view(name, self._specs[g].trainable)
+                if name in taken:
+                    flat.zero_()
+                for piece, view in self._groups[g].views(flat):
+                    self._accumulators[id(piece.parameter)] = view
+
+    def _detach(self, op: Op) -> None:
+        for g in [g for g, name in self._attached.items() if name and name in op.gives]:
+            self._groups[g].detach(self._arrays.dtype, self._arrays.device)
+            del self._attached[g]
+        self._accumulators.clear()
+
+    def _accumulate(self, parameter: torch.nn.Parameter, stage: int, gradient: torch.Tensor) -> None:
+        """Add a parameter's gradient to its place; called by the tape."""
+        target, context = self._accumulators.get(id(parameter)), self._to.context
+        if target is None:
+            raise ModelError(
+                f"{self._name(parameter)} received a gradient in stage {stage} ({self._stages[stage].name}), which the "
+                "first micro-batch did not show. Which stage uses a parameter must not depend on the data"
+            )
+        target.add_(gradient)
+        context.touched.add(id(parameter))
+        if context.search and context.found is None and not bool(torch.isfinite(gradient).all()):
+            assert self._under_way is not None
+            context.found = NonFinite(
+                parameter=self._name(parameter),
+                stage=stage,
+                block=self._stages[stage].name,
+                micro_batch=self._under_way.word.micro_batch,
+            )
+
+    def _name(self, parameter: torch.nn.Parameter) -> str:
+        slices = (s for g in self._groups for s in g.slices)
+        return next((s.name for s in slices if s.parameter is parameter), "an unknown parameter")
+
+    def release(self) -> None:
+        """Detach all parameters."""
+        for g in self._attached:
+            self._groups[g].detach(self._arrays.dtype, self._arrays.device)
+        self._attached.clear()
+        self._accumulators.clear()
+
+
+def _group_of(name: str) -> int:
+    return int(name[1:].partition("@")[0])

@@ -1,0 +1,56 @@
+"""Gradients on their way from the device to the optimizer."""
+
+from collections.abc import Callable
+
+import torch
+
+from penstock.optim.crossing import copy_cast
+from penstock.runtime.access import Access
+from penstock.runtime.bound import gradient_extent
+from penstock.runtime.stepping import Stepping
+from penstock.schedule.op import Op
+from penstock.schedule.place import FP32
+
+
+class Gradients:
+    """Brings chunks of gradients down, adds them up, and puts them aside on disk."""
+
+    def __init__(self, access: Access, stepping: Stepping) -> None:
+        self._to = access
+        self._stepping = stepping
+
+    def kinds(self) -> dict[str, Callable[[Op], None]]:
+        return {"DG": self.down, "AG": self.add, "WG": self.put_aside, "RG": self.fetch}
+
+    def down(self, op: Op) -> None:
+        """From the device to a host buffer, rounded on the device where the op has a buffer for that."""
+        c, target = self._to.bound.chunk(op), self._to.gradient(op, op.writes[0])
+        source = self._to.view(op.reads[0], c.numel, offset=c.start * FP32)
+        if target.dtype == source.dtype:
+            self._to.copy(target, source)
+            return
+        # Where host and device are one memory the cast is the copy, and has no use for the buffer.
+        staging = None if source.device.type == "cpu" else self._to.view(op.writes[1], c.numel, torch.bfloat16)
+        copy_cast(target, source, staging)
+        self._to.moved += target.numel() * target.itemsize
+
+    def add(self, op: Op) -> None:
+        """One host buffer to another; ``op.reads``: the sum, and what is added to it."""
+        c = self._to.bound.chunk(op)
+        into, what = op.reads
+        self._stepping.add(self._to.view(into, c.numel), self._to.view(what, c.numel))
+
+    def put_aside(self, op: Op) -> None:
+        """To disk, where it waits."""
+        gradient = self._to.gradient(op, op.reads[0])
+        self._to.write_scratch(gradient_extent(op), self._offset(op, gradient), gradient)
+
+    def fetch(self, op: Op) -> None:
+        """Back from there."""
+        if self._to.idle(op):
+            return
+        gradient = self._to.gradient(op, op.writes[0])
+        self._to.read_scratch(gradient_extent(op), self._offset(op, gradient), gradient)
+
+    def _offset(self, op: Op, gradient: torch.Tensor) -> int:
+        return self._to.bound.chunk(op).start * gradient.itemsize

@@ -1,0 +1,63 @@
+"""The global norm of the gradients, from the sums of squares of their parts."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from penstock.optim.norm import grad_norm
+from penstock.runtime.access import Access
+from penstock.runtime.stepping import Stepping
+from penstock.schedule.op import Op
+
+
+class Norm:
+    """Collects the parts where they are computed, and adds them up in one order."""
+
+    def __init__(self, access: Access, stepping: Stepping) -> None:
+        self._to = access
+        self._stepping = stepping
+        self._on_device: dict[int, torch.Tensor] = {}
+
+    def kinds(self) -> dict[str, Callable[[Op], None]]:
+        return {"NG": self.of_chunk, "ND": self.of_group, "NORM": self.decide}
+
+    def of_chunk(self, op: Op) -> None:
+        """The sums of a chunk in host memory."""
+        c = self._to.bound.chunk(op)
+        partials = self._to.partials(op.word.group, c.start, c.numel)
+        self._stepping.partial_norms(self._to.gradient(op, op.reads[0]), partials)
+
+    def of_group(self, op: Op) -> None:
+        """The sums of a group whose gradient is on the device."""
+        g = op.word.group
+        self.on_device(g, self._to.view(op.reads[0], self._to.bound.program.groups[g].trainable))
+
+    def on_device(self, g: int, gradient: torch.Tensor) -> None:
+        """The same, with the gradient at hand: [trainable], fp32."""
+        if gradient.device.type == "cpu":
+            self._stepping.partial_norms(gradient, self._to.context.partials[g])
+        else:
+            self._on_device[g] = self._stepping.fold_squares(gradient)
+
+    def decide(self, op: Op) -> None:
+        """The norm, the factor that every gradient is multiplied by, and whether the step is skipped."""
+        context = self._to.context
+        self.collect()
+        assert context.norm is not None
+        context.skip = context.search or not math.isfinite(context.norm)
+        if not context.skip and not context.known:
+            context.repeat = self._to.bound.schedule.speculative and context.clip_factor() < 1.0
+            context.grad_scale = context.clip_factor() / context.loss_scale
+
+    def collect(self) -> None:
+        """Add up the sums of all groups."""
+        context = self._to.context
+        for g, partials in self._on_device.items():
+            context.partials[g][:] = partials.cpu().numpy()
+        self._on_device.clear()
+        context.norm = grad_norm(context.partials[g] for g in sorted(context.partials)) / context.loss_scale
+
+    def forget(self) -> None:
+        """A step was broken off."""
+        self._on_device.clear()

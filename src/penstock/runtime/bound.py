@@ -1,0 +1,133 @@
+"""A schedule bound to the arrays of a run: what its ops need that is neither on them nor in its header."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from penstock.errors import ScheduleError
+from penstock.schedule.meaning import ChunkId, late_chunks, narrow_groups_of
+from penstock.schedule.op import Op, Schedule
+from penstock.schedule.place import BF16, FP32, Chunk, chunks, grain
+from penstock.schedule.program import Program
+from penstock.state.arrays import Late
+from penstock.store.layout import Grid, Region
+
+_REST = frozenset({"RG", "RS", "OP", "WS", "WW", "UN", "CM"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """A schedule of a program, and what follows from the two."""
+
+    schedule: Schedule
+    program: Program
+
+    @cached_property
+    def late(self) -> frozenset[ChunkId]:
+        """The chunks that a step steps for the step before."""
+        return late_chunks(self.schedule)
+
+    @cached_property
+    def narrow(self) -> frozenset[int]:
+        """Groups whose gradients cross to the host, and wait, in bf16."""
+        return narrow_groups_of(self.schedule)
+
+    @cached_property
+    def normed(self) -> bool:
+        """Whether the norm is known within the step: else the optimizer computes its parts in passing."""
+        return "NORM" in self.schedule.by_id
+
+    @cached_property
+    def last_loss(self) -> str:
+        """The op after which all losses are there."""
+        return next((op.id for op in reversed(self.schedule.lanes["compute"]) if op.word.kind == "E"), "")
+
+    @cached_property
+    def _cuts(self) -> list[Sequence[Chunk]]:
+        return [chunks(g, self.schedule.chunk) for g in self.program.groups]
+
+    def chunk(self, op: Op) -> Chunk:
+        """The elements that an op is about."""
+        return self._cuts[op.word.group][op.word.chunk]
+
+    def is_late(self, op: Op) -> bool:
+        """Whether an op belongs to a chunk that the step before has left to this one."""
+        return (op.word.group, op.word.chunk) in self.late
+
+    @cached_property
+    def late_elements(self) -> Late:
+        """What a step leaves to the next one, by group."""
+        late: dict[int, list[range]] = {}
+        for g, index in sorted(self.late):
+            c = self._cuts[g][index]
+            late.setdefault(g, []).append(range(c.start, c.start + c.numel))
+        return late
+
+    @cached_property
+    def stepped(self) -> tuple[int, ...]:
+        """Groups in the order in which a step changes them."""
+        return tuple(dict.fromkeys(op.word.group for op in self.schedule.ops if op.word.kind in ("OP", "OD")))
+
+    def scratch(self) -> tuple[dict[str, int], dict[str, Grid]]:
+        """Bytes of each extent that the schedule needs on disk no longer than a step, and how they are cut."""
+        sizes: dict[str, int] = {}
+        grids: dict[str, Grid] = {}
+        for op in self.schedule.lanes["write"]:
+            if op.word.kind == "WG":
+                width = BF16 if op.word.group in self.narrow else FP32
+                numel, name = self.program.groups[op.word.group].trainable, gradient_extent(op)
+                sizes[name] = numel * width
+                grids[name] = (Region(nbytes=numel * width, block=grain(numel) * width),)
+            elif op.word.kind == "WC":
+                sizes[checkpoint_extent(op)] = op.nbytes
+        return sizes, grids
+
+    @cached_property
+    def rest(self) -> Schedule:
+        """What a step does for the one before, by itself: late chunks are stepped and brought home, and committed.
+
+        A buffer is taken by the first of these ops that touches it, and given back by the last one.
+        """
+        ops = [op for op in self.schedule.ops if op.id == "CM" or (op.word.kind in _REST and self.is_late(op))]
+        names = {op.id for op in ops}
+        carried = {start for start, _, _ in self.schedule.carried}
+        pools = {name: pool for op in self.schedule.ops for name, pool in op.takes}
+        first: dict[str, str] = {}
+        last: dict[str, str] = {}
+        for op in ops:
+            for name in (*op.writes, *op.reads):
+                first.setdefault(name, op.id)
+                last[name] = op.id
+        alone = tuple(
+            replace(
+                op,
+                after=tuple(n for n in op.after if n in names),
+                takes=tuple((n, pools[n]) for n, by in first.items() if by == op.id and n not in carried),
+                gives=tuple(n for n, by in last.items() if by == op.id),
+            )
+            for op in ops
+        )
+        return replace(self.schedule, name=f"{self.schedule.name}-rest", ops=alone, carried=())
+
+
+def gradient_extent(op: Op) -> str:
+    """The name of the extent in which the gradient of an op's group waits."""
+    return f"gradient.{op.word.group}"
+
+
+def checkpoint_extent(op: Op) -> str:
+    """The name of the extent in which an op's checkpoint waits."""
+    return f"checkpoint.{op.word.stage}.{op.word.micro_batch}"
+
+
+def refuse_others(schedule: Schedule, known: Mapping[str, object]) -> None:
+    """Raises:
+    ScheduleError: the schedule has ops that nothing here can run.
+    """
+    for op in schedule.ops:
+        if op.word.kind not in known:
+            raise ScheduleError(
+                f"op {op.id} of schedule {schedule.name} is for lane {op.lane}: training runs one rank, which can do "
+                f"{', '.join(sorted(known))}",
+                op=op.id,
+            )
