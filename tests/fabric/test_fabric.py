@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import penstock
 from penstock.fabric import Deferred, PenstockStrategy
 from tests.library_runs import CLOSE, VOCABULARY, check_same_weights, examples, llama, one_thread
+from tests.overrides import foreign_overrides
 
 STEPS, ACCUMULATE, CLIP = 4, 3, 0.5
 
@@ -394,3 +395,7 @@ MISUSES = {
 def test_what_cannot_be_honoured_is_refused(misuse: Any) -> None:
     with pytest.raises((penstock.ConfigError, penstock.ModelError), match=MISUSES[misuse]):
         misuse()
+
+
+def test_private_methods_of_fabric_are_overridden_in_compat_alone() -> None:
+    assert foreign_overrides(PenstockStrategy) == set()

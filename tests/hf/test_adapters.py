@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import penstock
 from penstock import ConfigError, ModelError
+from penstock.compat.peft import base_name
 from penstock.hf import export
-from penstock.hf.lora import base_name
 from penstock.hf.models.folder import SINGLE
 from tests import folders
 from tests.models import causal_lm

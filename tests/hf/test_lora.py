@@ -14,12 +14,13 @@ from torch import nn
 
 import penstock
 from penstock.cli.task import shape_of
+from penstock.compat.peft import base_name
 from penstock.config import DataConfig, LoraConfig, ModelConfig, TrainConfig
 from penstock.config.batch import BatchConfig
 from penstock.config.optimizer import OptimizerConfig
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import tiled_loss
-from penstock.hf.lora import BaseWeights, base_name, with_adapters
+from penstock.hf.lora import BaseWeights, with_adapters
 from penstock.schedule.place import Format
 from penstock.shape.huggingface import model_shape
 from tests import models

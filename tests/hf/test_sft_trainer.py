@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import penstock
 from penstock.hf import SFTTrainer
 from tests.library_runs import COMMON, check_same, in_memory, llama, on_disk, one_thread, shown, tokenizer
+from tests.overrides import foreign_overrides
 
 WORDS = [
     "import",
@@ -130,3 +131,9 @@ def test_an_adapter_trains_on_frozen_weights(tmp_path: Path) -> None:
 def test_what_would_have_no_effect_is_refused(tmp_path: Path) -> None:
     with pytest.raises(penstock.ConfigError, match="loss_tile=8 would have no effect"):
         run(SFTTrainer, tmp_path, chats, {"engine": in_memory(loss_tile=8)})
+
+
+def test_private_methods_of_the_libraries_are_overridden_in_compat_alone() -> None:
+    assert foreign_overrides(SFTTrainer) == set()
+    overriding = type("Overriding", (SFTTrainer,), {"_save": None, "__module__": "penstock.hf.elsewhere"})
+    assert foreign_overrides(overriding) == {"Overriding._save"}

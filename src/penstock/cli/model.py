@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, PreTrainedTokenizerBase
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedTokenizerBase
 
 from penstock.config import DataConfig, ModelConfig, Precision, check_parts
 from penstock.data.opening import choose_tokenizer

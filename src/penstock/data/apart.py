@@ -7,14 +7,13 @@ masks of their own. Which it is is found out by running the model's own code, wi
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
-from transformers import masking_utils
 
+from penstock.compat.marks import carries_state
+from penstock.compat.transformers import ReachedError, noticed
 from penstock.errors import ConfigError
 from penstock.tape.kv_cache import CachesOff
 
@@ -25,17 +24,13 @@ _MASKED = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers (``config.layer_types``) that attend by masks."""
 
 
-class _Reached(Exception):  # noqa: N818  it is no error
-    """The model asks which tokens belong together."""
-
-
 def check_keeps_apart(model: nn.Module) -> None:
     """Raise ConfigError unless a document in a packed sequence is to ``model`` what it is alone."""
     name = type(model).__name__
     inner = _innermost(model)
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         _refuse(f"{name} takes no position_ids, from which it could tell packed documents apart")
-    if getattr(inner, "_is_stateful", False) or _other_layers(inner):
+    if carries_state(inner) or _other_layers(inner):
         _refuse(f"{name} carries a state from each token to the next, over the ends of documents")
     reached, reason = _asks(inner)
     if not reached:
@@ -62,9 +57,9 @@ def _asks(model: nn.Module) -> tuple[bool, str]:
     positions = torch.tensor([[0, 1, 0, 1]], device=device)
     training, caches = model.training, CachesOff(model)  # beside a cache, models take all for one document
     try:
-        with _noticed(), torch.no_grad():
+        with noticed(), torch.no_grad():
             model.eval()(input_ids=ids, position_ids=positions)
-    except _Reached:
+    except ReachedError:
         return True, ""
     except Exception as error:  # noqa: BLE001  whatever a model makes of a run without weights
         return False, f", as far as can be seen ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
@@ -72,21 +67,6 @@ def _asks(model: nn.Module) -> tuple[bool, str]:
         model.train(training)
         caches.restore()
     return False, ""
-
-
-@contextmanager
-def _noticed() -> Iterator[None]:
-    """``_Reached`` is raised where masks for packed sequences begin."""
-
-    def reached(*_: Any, **__: Any) -> NoReturn:
-        raise _Reached
-
-    before = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = reached
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = before
 
 
 def _refuse(why: str) -> NoReturn:

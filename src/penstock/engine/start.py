@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from penstock.compat.torch import buffers_of, persistent_buffers
 from penstock.errors import ModelError
 from penstock.optim.spec import OptimizerSpec
 from penstock.schedule.place import FP32
@@ -121,12 +122,12 @@ def make_buffers(
     """
     given: list[tuple[str, torch.Tensor]] = []
     for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
+        for key, buffer in persistent_buffers(module).items():
             name = f"{prefix}.{key}" if prefix else key
-            if buffer is None or not buffer.is_meta or key in module._non_persistent_buffers_set:
+            if not buffer.is_meta:
                 continue
             if resumed or (weights is not None and name in weights):
-                module._buffers[key] = real = torch.empty(buffer.shape, dtype=buffer.dtype)
+                buffers_of(module)[key] = real = torch.empty(buffer.shape, dtype=buffer.dtype)
                 given.append((name, real))
     materialise_buffers(model, device, seed)
     if weights is not None and not resumed:
@@ -137,9 +138,9 @@ def make_buffers(
 def buffers_to(model: nn.Module, device: torch.device) -> None:
     """Move a model's buffers to the device; they are small and stay there."""
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+                buffers_of(module)[name] = buffer.to(device)
 
 
 def describe_model(

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter, tree_map_only
 
+from penstock.compat.torch import tree_iter, tree_map_only, version
 from penstock.errors import ModelError
 from penstock.tape import trees
 
@@ -96,6 +96,10 @@ class Deferred:
                 node._compute_now()
         return self._value
 
+    def settle(self, value: Any) -> None:
+        """Say what the value is, where no computation does."""
+        self._value = value
+
     def _compute_now(self) -> None:
         """What needs nothing but what is known. What it was computed from is not kept."""
         if self._value is not _UNKNOWN:
@@ -113,7 +117,7 @@ class Deferred:
         return self._value is _UNKNOWN and (self._spent or self._compute is MODEL)
 
     def _check_unchanged(self) -> None:
-        if any(_version(t) != version for t, version in zip(_tensors(self), self._versions, strict=True)):
+        if any(_version(t) != before for t, before in zip(_tensors(self), self._versions, strict=True)):
             raise ModelError(
                 "a tensor was changed in place after it was recorded (in a call of the model, or with its outputs) and "
                 "before optimizer.step(), where it is read: give each micro-batch tensors of its own (clone())"
@@ -252,7 +256,7 @@ def _tensors(node: Deferred) -> Iterator[torch.Tensor]:
 
 def _version(tensor: torch.Tensor) -> int:
     """How often it was changed in place; tensors made in inference mode do not say."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version(tensor)
 
 
 def _is_lost(name: str) -> bool:

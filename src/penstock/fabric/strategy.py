@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
-from lightning_fabric.plugins.precision import Precision as Plugin
-from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 from torch import nn
 
+from penstock.compat.fabric import OneDevice
+from penstock.compat.fabric import Precision as Plugin
+from penstock.compat.torch import note_step
 from penstock.config import Budget, GradDtype, Precision
 from penstock.engine.arguments import check_arguments
 from penstock.engine.device import resolve_device
@@ -38,7 +39,7 @@ _SNAPSHOT, _REST = "penstock.snapshot", "state.pt"
 _TOGETHER = "fabric.setup(model, optimizer): the engine needs the model and its optimizer together"
 
 
-class PenstockStrategy(SingleDeviceStrategy):
+class PenstockStrategy(OneDevice):
     """Fabric on the engine.
 
         fabric = Fabric(devices=1, strategy=PenstockStrategy(budget=penstock.Budget(...), clip_grad_norm=1.0))
@@ -56,9 +57,6 @@ class PenstockStrategy(SingleDeviceStrategy):
         init: whether a model of ``penstock.hf.load`` begins with random values instead, as in ``penstock.wrap``.
         schedule, plan, speculate, delay, grad_dtype, compile, io_threads: as in ``penstock.wrap``.
     """
-
-    num_nodes = 1
-    _num_nodes = 1
 
     def __init__(
         self,
@@ -135,8 +133,8 @@ class PenstockStrategy(SingleDeviceStrategy):
     def root_device(self) -> torch.device:
         return self._devices[0] if self._devices else torch.device("cpu")
 
-    def _configure_launcher(self) -> None:
-        if len(self._devices) > 1 or self._num_nodes > 1:
+    def check_devices(self) -> None:
+        if len(self._devices) > 1 or self.host_count > 1:
             raise ConfigError("the engine trains in one process on one device: Fabric(devices=1, num_nodes=1)")
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -249,11 +247,12 @@ class PenstockStrategy(SingleDeviceStrategy):
             check_unchanged(root)
         micro_batches = [inputs_of(root) | {_ROOT: (root, inputs_of(root))} for root in roots]
         stats = self.engine.step(micro_batches, loss_weights=[1.0] * len(roots))
-        setattr(self._given, "_opt_called", True)  # noqa: B010 - what its learning rate schedule looks for
+        assert self._given is not None
+        note_step(self._given)  # its learning rate schedule looks there
         for root in roots:
             spend(root)
         if norm is not None:
-            norm._value = torch.tensor(stats.grad_norm)
+            norm.settle(torch.tensor(stats.grad_norm))
         if stats.skipped and self._strict:
             raise NonFiniteError(
                 f"step {stats.step}: {stats.non_finite or 'a gradient'} was infinite or NaN, and nothing was updated. "
@@ -275,7 +274,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         folder, rest = Path(path), self._rest_of(state)
         folder.mkdir(parents=True, exist_ok=True)
         self.engine.save(folder / _SNAPSHOT, overwrite=True)
-        kept = self._convert_stateful_objects_in_state(rest, filter={})
+        kept = self.plain(rest)
         self.checkpoint_io.save_checkpoint({"step": self.engine.step_count, "state": kept}, folder / _REST)
 
     def load_checkpoint(

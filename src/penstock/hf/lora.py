@@ -1,23 +1,15 @@
-"""Low-rank adapters by ``peft``, on a model that has no memory.
+"""Low-rank adapters by ``peft``, on a model that has no memory."""
 
-names   peft's model has its base's parameters under other names: ``base_model.model.`` before them, and
-        ``.base_layer`` in those of a layer with an adapter; of a module that is trained whole there are two
-"""
-
-import re
 import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.compat.peft import base_name
 from penstock.config import LoraConfig
 from penstock.engine.start import WeightSource
 from penstock.errors import ConfigError
-
-_PREFIX = "base_model.model."
-_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")
-_ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
 
 
 def with_adapters(model: nn.Module, lora: LoraConfig) -> nn.Module:
@@ -46,13 +38,6 @@ def with_adapters(model: nn.Module, lora: LoraConfig) -> nn.Module:
         raise ConfigError(f"lora.target_modules={targets!r}: {' '.join(str(error).split())[:300]}") from error
     assert isinstance(adapted, nn.Module)
     return adapted
-
-
-def base_name(name: str) -> str | None:
-    """The name that a parameter has in the model without adapters; None for an adapter's own."""
-    if _ADAPTER.search(name):
-        return None
-    return _COPY.sub(".", name.removeprefix(_PREFIX).replace(".base_layer.", "."))
 
 
 class BaseWeights:

@@ -1,31 +1,15 @@
 """TRL's ``SFTTrainer`` on the engine: its data preparation, packing, losses and metrics, with the engine's steps."""
 
-from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
-from trl.trainer.sft_trainer import SFTTrainer as PlainSFTTrainer
-
+from penstock.compat.trl import Bookkeeping, Books
+from penstock.compat.trl import SFTTrainer as PlainSFTTrainer
 from penstock.errors import ConfigError
 from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.trainer import EngineMixin, Piece, current_piece
 
-Metrics = dict[str, defaultdict[str, list[float]]]
 
-
-def _empty() -> Metrics:
-    return {"train": defaultdict(list), "eval": defaultdict(list)}
-
-
-@dataclass(kw_only=True)
-class Books:
-    """What ``compute_loss`` notes beside the loss: entropy, accuracy of tokens and the like, and tokens trained on."""
-
-    metrics: Metrics = field(default_factory=_empty)
-    tokens: int = 0
-
-
-class SFTTrainer(EngineMixin, PlainSFTTrainer):
+class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
     """``trl.SFTTrainer`` on the engine; takes ``engine=EngineArguments(...)`` beside TRL's own arguments.
 
     TRL's ``compute_loss`` keeps books on ``self``. Here each micro-batch's passage has books of its own, since passages
@@ -43,7 +27,7 @@ class SFTTrainer(EngineMixin, PlainSFTTrainer):
         super().__init__(*args, engine=engine, **kwargs)
 
     @property
-    def _books(self) -> Books:
+    def books(self) -> Books:
         piece = current_piece()
         if piece is None:
             return self.__dict__.setdefault("_books_kept", Books())  # type: ignore[no-any-return]
@@ -52,25 +36,9 @@ class SFTTrainer(EngineMixin, PlainSFTTrainer):
         assert isinstance(piece.notes, Books)
         return piece.notes
 
-    @property
-    def _metrics(self) -> Metrics:
-        return self._books.metrics
-
-    @_metrics.setter
-    def _metrics(self, metrics: Metrics) -> None:
-        self._books.metrics = metrics
-
-    @property
-    def _total_train_tokens(self) -> int:
-        return self._books.tokens
-
-    @_total_train_tokens.setter
-    def _total_train_tokens(self, tokens: int) -> None:
-        self._books.tokens = tokens
-
     def _after_pieces(self, pieces: list[Piece]) -> None:
         """Enter what each micro-batch has noted, in their order."""
-        kept = self._books
+        kept = self.books
         for books in (piece.notes for piece in pieces):
             if books is None:
                 continue

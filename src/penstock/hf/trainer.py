@@ -10,18 +10,18 @@ A micro-batch goes through the engine as a mapping that also carries a ``Piece``
 
 import contextvars
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from penstock.compat.accelerate import note_skipped
+from penstock.compat.transformers import TrainerSteps
 from penstock.engine import start
 from penstock.engine.engine import Engine
 from penstock.engine.wrap import wrap
@@ -35,11 +35,6 @@ from penstock.optim.driven import DrivenOptimizer
 from penstock.state.stats import StepStats
 from penstock.tape import trees
 from penstock.tape.guard import guard
-
-if TYPE_CHECKING:
-    _Mixed = transformers.Trainer
-else:
-    _Mixed = object
 
 _PIECE = "penstock_piece"
 _FOREIGN = ("optimizers", "model_init")
@@ -64,7 +59,7 @@ def current_piece() -> Piece | None:
     return _current.get()
 
 
-class EngineMixin(_Mixed):
+class EngineMixin(TrainerSteps):
     """Puts the training of a ``transformers.Trainer`` (named after it among the bases) on the engine.
 
     Takes one more keyword argument than the class that it is mixed into: ``engine``, an ``EngineArguments``.
@@ -184,7 +179,7 @@ class EngineMixin(_Mixed):
             assert isinstance(value, torch.Tensor)
             return value
 
-        micro_batch = dict(self._prepare_inputs(inputs)) | {_PIECE: Piece(loss=loss)}
+        micro_batch = self.prepared(inputs) | {_PIECE: Piece(loss=loss)}
         self._collected.append((micro_batch, self._loss_weight(num_items_in_batch)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -216,14 +211,10 @@ class EngineMixin(_Mixed):
 
     def _finish_step(self) -> None:
         """What ``optimizer.step`` does: the engine has taken the step already."""
-        if isinstance(self.optimizer, AcceleratedOptimizer):  # the learning rate stays where a step was skipped
-            self.optimizer._is_overflow = self._taken().skipped
+        note_skipped(self.optimizer, self._taken().skipped)
         self._stats = None
 
-    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return torch.tensor(self._taken().grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+    def norm_of_step(self) -> float:
         return self._taken().grad_norm
 
     def _after_pieces(self, pieces: list[Piece]) -> None:
@@ -253,49 +244,36 @@ class EngineMixin(_Mixed):
             return torch.zeros((), device=self.args.device) if value is None else value
 
         piece = Piece(loss=loss)
-        self.engine.evaluate([dict(self._prepare_inputs(inputs)) | {_PIECE: piece}], loss_weights=[1.0])
+        self.engine.evaluate([self.prepared(inputs) | {_PIECE: piece}], loss_weights=[1.0])
         self._after_pieces([piece])
         return found[0]
 
     # ---- checkpoints
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def save_state(self, folder: Path) -> None:
         assert self.lr_scheduler is not None
-        checkpoint.save(self.engine, Path(output_dir))
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, checkpoint.SCHEDULER))
+        checkpoint.save(self.engine, folder)
+        torch.save(self.lr_scheduler.state_dict(), folder / checkpoint.SCHEDULER)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def look_at(self, folder: Path) -> None:
         """Only looks: the weights are part of the snapshot, and come when there is an engine."""
-        self._resumes = checkpoint.require(Path(resume_from_checkpoint))
+        self._resumes = checkpoint.require(folder)
 
-    def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
-        if checkpoint_dir is None:
-            return
+    def load_state(self, folder: Path) -> None:
         assert self.lr_scheduler is not None
-        checkpoint.load(self.engine, Path(checkpoint_dir))
-        states = torch.load(os.path.join(checkpoint_dir, checkpoint.SCHEDULER), weights_only=True)
-        self.lr_scheduler.load_state_dict(states)
+        checkpoint.load(self.engine, folder)
+        self.lr_scheduler.load_state_dict(torch.load(folder / checkpoint.SCHEDULER, weights_only=True))
         self._resumes = None
 
-    def _load_best_model(self) -> None:
+    def load_best(self) -> None:
         """Take over the best checkpoint: the library loads its weights, here the optimizer goes back with them."""
         assert self.state.best_model_checkpoint is not None
         checkpoint.load(self.engine, checkpoint.require(Path(self.state.best_model_checkpoint)))
 
-    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
-        folder = Path(str(self.args.output_dir if output_dir is None else output_dir))
+    def write_model(self, folder: Path) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         checkpoint.write_model(self.engine, folder, tokenizer, self._dtype)
         torch.save(self.args, folder / checkpoint.ARGUMENTS)
-
-    # ---- what the library would do to a model that it holds itself
-
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """No autocast: the engine computes in the precision that was asked for."""
-        return super()._build_accelerator_args(**kwargs) | {"mixed_precision": "no"}
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the model stays where it is until the engine takes its state over."""
 
 
 class Trainer(EngineMixin, transformers.Trainer):

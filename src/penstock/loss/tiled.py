@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from penstock.compat.torch import has_backward_hooks, new_wrapper, without_subclasses
 from penstock.errors import ConfigError, ModelError
 from penstock.loss import DEFAULT_TILE
 from penstock.loss.tiles import Elementwise, Entropy, linear_cross_entropy
@@ -67,7 +68,7 @@ def plain_head(model: nn.Module, tile: int) -> nn.Linear:
     """
     find: Any = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
-    if type(head) is nn.Linear and not (head._backward_hooks or head._backward_pre_hooks):
+    if type(head) is nn.Linear and not has_backward_hooks(head):
         return head
     kind = type(head)
     if head is None:
@@ -162,9 +163,7 @@ class Logits(torch.Tensor):
     @staticmethod
     def __new__(cls, source: _Source) -> "Logits":
         meta = source.on_meta
-        self: Logits = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, dtype=meta.dtype, device=source.hidden.device
-        )
+        self: Logits = new_wrapper(cls, meta, source.hidden.device)
         self.source = source
         return self
 
@@ -179,7 +178,7 @@ class Logits(torch.Tensor):
         if func is functional.cross_entropy:
             return _cross_entropy(*args, **kwargs)
         if _is_metadata(func):
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **kwargs)
         name = str(getattr(func, "__name__", func))
         logits = args[0] if args and isinstance(args[0], Logits) else next(a for a in args if isinstance(a, Logits))

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from penstock.compat.torch import note_step
 from penstock.errors import ConfigError
 from penstock.optim.formula import Hyper, Kind
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec
@@ -45,7 +46,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def record_step(self) -> None:
         """Tells LR schedulers that a step was taken, which they otherwise learn from ``step`` and warn without."""
-        self._opt_called = True
+        note_step(self)
 
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
         """Refuses: the update happens while gradients stream through ``engine.step``.

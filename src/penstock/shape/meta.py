@@ -182,8 +182,7 @@ def from_callable(
 
 def _build(config: Mapping[str, Any]) -> "nn.Module":
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     settings = {k: v for k, v in config.items() if k != "model_type"}
     kind = config.get("model_type")

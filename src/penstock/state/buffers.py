@@ -14,6 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
+from penstock.compat.torch import buffers_of, persistent_buffers
 from penstock.schedule.place import page_up
 from penstock.state.memory import HostSlab
 
@@ -28,13 +29,13 @@ class Buffers:
         self._places = {
             f"buffer.{prefix}.{key}" if prefix else f"buffer.{key}": (module, key)
             for prefix, module in model.named_modules()
-            for key, buffer in module._buffers.items()
-            if buffer is not None and buffer.numel() and key not in module._non_persistent_buffers_set
+            for key, buffer in persistent_buffers(module).items()
+            if buffer.numel()
         }
         self._written: dict[str, bytes] = {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        found = {name: module._buffers[key] for name, (module, key) in self._places.items()}
+        found = {name: buffers_of(module)[key] for name, (module, key) in self._places.items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def sizes(self) -> list[tuple[str, int]]:

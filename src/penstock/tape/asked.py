@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from penstock.compat.torch import number_of
 from penstock.errors import ModelError
 from penstock.tape import graph, trees
 from penstock.tape.cut import is_cut
@@ -70,9 +71,9 @@ class Asked(TorchFunctionMode):
         """The graph does not say what a block's output depends on: on anything that was there before it."""
         sources = [t.grad_fn for t in trees.tensors([inputs])]
         roots = [t.grad_fn for t in trees.tensors([outputs]) if t.grad_fn is not None]
-        first = min((-1 if node is None else node._sequence_nr() for node in sources), default=-1)
+        first = min((-1 if node is None else number_of(node) for node in sources), default=-1)
         for node in _below(roots):
-            if is_cut(node) and node not in sources and node._sequence_nr() > first:
+            if is_cut(node) and node not in sources and number_of(node) > first:
                 raise ModelError(
                     f"{self._who()} takes a gradient in its forward (torch.autograd.grad) that goes through blocks, "
                     "whose graphs are not kept: take it with respect to what the last block returned, or name other "

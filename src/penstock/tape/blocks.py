@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from penstock.compat.torch import entries_of
 from penstock.errors import ModelError
 from penstock.tape.refusals import refuse
 
@@ -73,7 +74,7 @@ def _members(path: str, module: nn.Module) -> Members:
 
 def _entries(path: str, module: nn.Module) -> Members:
     """The modules that a module holds, but for those without parameters (and for None, which lists may have)."""
-    named = [(f"{path}.{name}" if path else name, m) for name, m in module._modules.items() if m is not None]
+    named = [(f"{path}.{name}" if path else name, m) for name, m in entries_of(module).items() if m is not None]
     return [(name, m) for name, m in named if _parameter_count(m) > 0]
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from penstock.compat.torch import NotCompiledError, RecompiledError, compilations, is_watched
 from penstock.errors import ModelError
 from penstock.tape.blocks import Block
 
@@ -52,21 +52,18 @@ class _Compiled:
         self.__wrapped__ = block.module.forward  # what inspect.signature looks at
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _get_current_dispatch_mode() is not None:
+        if is_watched():
             return self._eager(*args, **kwargs)
-        import torch._dynamo.config as dynamo
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
         try:
-            with dynamo.patch(recompile_limit=LIMIT, fail_on_recompile_limit_hit=True):
+            with compilations(LIMIT):
                 return self._compiled(self._block.module, *args, **kwargs)
-        except FailOnRecompileLimitHit as error:
+        except RecompiledError as error:
             raise ModelError(
                 f"compile: block {self._block.name!r} and those like it have been compiled {LIMIT} times, and are "
                 "asked for once more: each shape of micro-batch is compiled for itself. Give micro-batches of few "
                 f"shapes (packing does), or leave compile out. What differed last: {_line(error)}"
             ) from error
-        except TorchDynamoException as error:
+        except NotCompiledError as error:
             raise ModelError(
                 f"compile: block {self._block.name!r} cannot be compiled as a whole: leave compile out. "
                 f"torch.compile says: {_line(error)}"

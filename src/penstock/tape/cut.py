@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.compat.torch import gradient_hooks, storage_key, version
 from penstock.errors import ModelError
 
 
@@ -58,7 +59,7 @@ def is_cut(node: Any) -> bool:
 def leaf_of(tensor: torch.Tensor) -> Leaf | None:
     """The leaf of a block's output that is as the block returned it, and that no hook waits for the gradient of."""
     node: Any = tensor.grad_fn
-    is_free = is_cut(node) and not tensor._backward_hooks and not tensor.retains_grad
+    is_free = is_cut(node) and not gradient_hooks(tensor) and not tensor.retains_grad
     return node.leaf if is_free else None
 
 
@@ -109,18 +110,18 @@ class SharedMemory:
         self._watched: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
 
     def watch(self, block: str, outputs: Sequence[torch.Tensor]) -> None:
-        places = [t.untyped_storage()._cdata if t.layout == torch.strided else id(t) for t in outputs]
+        places = [storage_key(t) if t.layout == torch.strided else id(t) for t in outputs]
         count = Counter(places)
         shared = [t for place, t in zip(places, outputs, strict=True) if count[place] > 1 and t.requires_grad]
         self._held += shared
-        self._watched += [(block, weakref.ref(t), t._version) for t in shared]
+        self._watched += [(block, weakref.ref(t), version(t)) for t in shared]
 
     def look(self) -> None:
         """Raise ModelError if one of them has been changed."""
         held, self._held = self._held, []
-        for block, ref, version in self._watched:
+        for block, ref, before in self._watched:
             tensor = ref()
-            if tensor is not None and tensor._version != version:
+            if tensor is not None and version(tensor) != before:
                 raise ModelError(
                     f"an output of block {block!r} is changed in place, and another of its outputs lies in the same "
                     "memory, so the gradient of that one would be wrong: write the result to a new tensor"

@@ -9,13 +9,10 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock.compat import torch as private
 
 Kind = Literal["cpu", "cuda"]
-
-_FLASH = 1
-"""``torch._C._SDPBackend.FLASH_ATTENTION``, as ``torch._fused_sdp_choice`` returns it."""
-
 
 _PLAIN = functional.scaled_dot_product_attention
 
@@ -34,11 +31,8 @@ class Fused(TorchFunctionMode):
         if func is _PLAIN:
             return self._attend(*args, **kwargs)
         if func is functional.multi_head_attention_forward:  # calls attention inside, where this mode is off
-            functional.scaled_dot_product_attention = self._attend
-            try:
+            with private.attention_by(self._attend):
                 return func(*args, **kwargs)
-            finally:
-                functional.scaled_dot_product_attention = _PLAIN
         if func is functional.dropout and self._kind == "cuda":
             return _dropout_cuda(*args, **kwargs)
         return func(*args, **kwargs)
@@ -52,7 +46,7 @@ class Fused(TorchFunctionMode):
 def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Any:
     """An op (below autograd) on the meta device, with the results that ``kind`` of device gives."""
     aten = torch.ops.aten
-    if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+    if func is private.GROUPED_MM.default and args[0].dtype != torch.bfloat16:
         # Its meta kernel knows bf16 alone; devices know more. The shapes are the same.
         result = func(*(t.to(torch.bfloat16) for t in args[:2]), *args[2:], **kwargs)
         return torch.empty_strided(result.shape, result.stride(), dtype=args[0].dtype, device="meta")
@@ -76,14 +70,12 @@ def _attention_cpu(
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
     """The flash kernel of the CPU, where torch chooses it; None where it takes the plain path."""
-    with _disable_current_modes():  # memory that is never touched costs nothing
+    with private.unwatched():  # memory that is never touched costs nothing
         q, k, v = (_on_cpu(t) for t in (query, key, value))
         mask = None if attn_mask is None else _on_cpu(attn_mask)
-        choice = torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if choice != _FLASH:
-        return None
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    result: torch.Tensor = attend(
+        if not private.takes_flash(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa):
+            return None
+    result: torch.Tensor = private.FLASH_CPU(
         query, key, value, dropout_p, is_causal, attn_mask=_additive(attn_mask, query.dtype), scale=scale
     )[0]
     return result
@@ -107,10 +99,9 @@ def _attention_cuda(
     dims = {t.shape[-1] for t in (query, key, value)}
     if query.dim() != 4 or (max(dims) > 256 and query.element_size() == 2):
         return None
-    aten = torch.ops.aten
     result: torch.Tensor
     if query.element_size() == 2 and attn_mask is None and len(dims) == 1:
-        result = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        result = private.FLASH(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return result
     if enable_gqa:
         return None
@@ -118,9 +109,7 @@ def _attention_cuda(
     if bias is not None:
         bias = bias.expand(*query.shape[:2], query.shape[2], key.shape[2])
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    result = aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
-    )[0]
+    result = private.EFFICIENT(query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale)[0]
     return result
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
+from penstock.compat.torch import number_of, storage_key
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.cut import is_cut
@@ -19,11 +20,6 @@ from penstock.tape.cut import is_cut
 EdgeKey = tuple[Node, int]
 
 _CHECKPOINT = "CheckpointFunctionBackward"
-
-
-def next_number() -> int:
-    """The number that the next autograd node of this thread will get."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 class Pending:
@@ -43,7 +39,7 @@ class Pending:
 
     def take(self, start: int) -> list[tuple[GradientEdge, torch.Tensor]]:
         """Remove and return what waits at nodes numbered ``start`` or later."""
-        keys = [key for key in self._waiting if key[0]._sequence_nr() >= start]
+        keys = [key for key in self._waiting if number_of(key[0]) >= start]
         return [self._waiting.pop(key) for key in keys]
 
 
@@ -95,7 +91,7 @@ def frontier(roots: Iterable[Node], start: int) -> Frontier:
                 continue
             if hasattr(node, "variable"):
                 leaves[node] = node.variable
-            elif node._sequence_nr() < start and not is_cut(node):
+            elif number_of(node) < start and not is_cut(node):
                 edges.setdefault((node, output), GradientEdge(node, output))
             elif node not in seen:
                 seen.add(node)
@@ -204,7 +200,7 @@ class WeightPacker:
         """Parameters from here on known by identity, and by the storage that they live in now."""
         for p in parameters:
             self._known[id(p)] = p
-            self._places.setdefault(p.untyped_storage()._cdata, []).append(p)
+            self._places.setdefault(storage_key(p), []).append(p)
 
     def forget(self) -> None:
         """Forget every place: the weights have left. What was packed stays good."""
@@ -213,14 +209,14 @@ class WeightPacker:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies where a known parameter does."""
-        return tensor.untyped_storage()._cdata in self._places
+        return storage_key(tensor) in self._places
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | WeightView:
         if not trees.has_storage(tensor):
             return tensor
         if id(tensor) in self._known:
             return WeightView(parameter=self._known[id(tensor)], geometry=None)
-        for p in self._places.get(tensor.untyped_storage()._cdata, ()):
+        for p in self._places.get(storage_key(tensor), ()):
             offset = int(tensor.storage_offset()) - int(p.storage_offset())
             if 0 <= offset < p.numel():
                 assert tensor.dtype == p.dtype, "a weight was saved under another dtype"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from penstock.compat.torch import gradient_hooks
 from penstock.errors import ModelError
 from penstock.schedule.program import ALIGN, LARGE_END, VIEW_ALIGN, GroupSpec, round_up
 from penstock.tape.blocks import Block
@@ -62,7 +63,7 @@ def groups_of(parameters: Collection[int], groups: Sequence[ParamGroup]) -> froz
 def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """``parameter.data = data``, also off the meta device, which torch does not let a parameter leave that way."""
     if parameter.is_meta and not data.is_meta:
-        assert not parameter._backward_hooks, "the hooks of this parameter would be lost"
+        assert not gradient_hooks(parameter), "the hooks of this parameter would be lost"
         real = nn.Parameter(data, requires_grad=parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]

@@ -5,7 +5,6 @@ Face model above a module, else the module's ``reset_parameters``. While one gro
 replaced in its module by a stand-in on the meta device, where an initialiser may do what it likes at no cost.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.compat.marks import has_adapters, initialiser_of, set_initialised
+from penstock.compat.torch import buffers_of, parameters_of, reset_method
 from penstock.errors import ModelError
 from penstock.tape import rng
 from penstock.tape.groups import ParamGroup
@@ -34,8 +35,7 @@ def initialise(model: nn.Module, group: ParamGroup, seed: int) -> None:
     with torch.no_grad(), _random(seed, group.spec.name), _stand_ins(model, own):
         for s in group.slices:
             s.parameter.fill_(float("nan"))
-            if hasattr(s.parameter, "_is_hf_initialized"):
-                s.parameter._is_hf_initialized = False
+            set_initialised(s.parameter, False)
         for module, initialiser in _initialisers(model):
             if initialiser is not None and any(id(p) in own for p in module.parameters()):
                 initialiser(module)
@@ -80,25 +80,18 @@ def _unfilled(parameter: nn.Parameter) -> bool:
 
 def _initialisers(model: nn.Module) -> Iterator[tuple[nn.Module, Initialiser | None]]:
     """Every module, children first, with the ``_init_weights`` of the nearest Hugging Face model above it or None."""
-    library = sys.modules.get("transformers.modeling_utils")
     seen: set[int] = set()
 
     def visit(module: nn.Module, above: Initialiser | None) -> Iterator[tuple[nn.Module, Initialiser | None]]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        if library is not None and isinstance(module, library.PreTrainedModel):
-            above = module._init_weights
+        above = initialiser_of(module) or above
         for child in module.children():
             yield from visit(child, above)
-        yield module, _adapters(model) if _has_adapters(module) else above
+        yield module, _adapters(model) if has_adapters(module) else above
 
     return visit(model, None)
-
-
-def _has_adapters(module: nn.Module) -> bool:
-    library = sys.modules.get("peft.tuners.lora.layer")
-    return library is not None and isinstance(module, library.LoraLayer)
 
 
 def _adapters(model: nn.Module) -> Initialiser:
@@ -123,8 +116,7 @@ def _adapters(model: nn.Module) -> Initialiser:
 
 
 def _reset(module: nn.Module) -> None:
-    """``reset_parameters`` of a module, under either of the names that torch's own modules use."""
-    reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    reset = reset_method(module)
     if reset is not None:
         reset()
 
@@ -148,20 +140,20 @@ def _stand_ins(model: nn.Module, but: set[int]) -> Iterator[None]:
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is None or id(parameter) in but:
                 continue
             if id(parameter) not in made:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                made[id(parameter)].__dict__["_is_hf_initialized"] = True
+                set_initialised(made[id(parameter)], True)
             originals.append((module, name, parameter))
-            module._parameters[name] = made[id(parameter)]
+            parameters_of(module)[name] = made[id(parameter)]
     try:
         yield
     finally:
         for module, name, parameter in originals:
-            module._parameters[name] = parameter
+            parameters_of(module)[name] = parameter
 
 
 @contextmanager
@@ -177,19 +169,19 @@ def _random(seed: int, name: str) -> Iterator[None]:
 def _meta_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
     """(owner, full name, key, tensor) of every buffer and plain tensor attribute on the meta device."""
     for path, module in model.named_modules():
-        for key, value in [*module._buffers.items(), *vars(module).items()]:
+        for key, value in [*buffers_of(module).items(), *vars(module).items()]:
             if isinstance(value, torch.Tensor) and value.is_meta:
                 yield module, f"{path}.{key}" if path else key, key, value
 
 
 def _put(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
-    if key in module._buffers:
-        module._buffers[key] = tensor
+    if key in buffers_of(module):
+        buffers_of(module)[key] = tensor
     else:
         vars(module)[key] = tensor
 
 
 def _get(module: nn.Module, key: str) -> torch.Tensor:
-    value = module._buffers[key] if key in module._buffers else vars(module)[key]
+    value = buffers_of(module)[key] if key in buffers_of(module) else vars(module)[key]
     assert isinstance(value, torch.Tensor)
     return value

@@ -8,12 +8,12 @@ any case (XLM): an empty one is left out of the calls of blocks that can do with
 import copy
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from penstock.compat.marks import is_cache
 from penstock.errors import ModelError
 from penstock.tape import trees
 
@@ -94,16 +94,15 @@ def without_caches(
     Raises:
         ModelError: it was handed a cache that holds something, or that it cannot do without.
     """
-    library = sys.modules.get("transformers.cache_utils")
-    if library is None or not any(_has_cache(value, library.Cache) for value in (*args, *kwargs.values())):
+    if not any(_has_cache(value) for value in (*args, *kwargs.values())):
         return args, kwargs
     optional = _optional(forward)
     positional = list(optional)
 
     def left_out(value: Any, parameter: str | None) -> Any:
-        if not _has_cache(value, library.Cache):
+        if not _has_cache(value):
             return value
-        if not isinstance(value, library.Cache) or not _is_empty(value):
+        if not is_cache(value) or not _is_empty(value):
             raise ModelError(
                 f"block {name!r} was handed a key-value cache that holds values (as peft's prefix tuning makes for "
                 "its prompts): the block would write to it, and again when it is recomputed. Pass no cache with "
@@ -139,8 +138,8 @@ class _Open(dict[str, bool]):
         return super().get(key, True)
 
 
-def _has_cache(value: Any, kind: type) -> bool:
-    return any(isinstance(leaf, kind) for leaf in _leaves(value))
+def _has_cache(value: Any) -> bool:
+    return any(is_cache(leaf) for leaf in _leaves(value))
 
 
 def _is_empty(cache: Any) -> bool:

@@ -1,8 +1,8 @@
 """Whether a recomputed block returned what its forward did."""
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from penstock.compat.torch import unwatched
 from penstock.tape import trees
 
 _SAMPLE = 4096
@@ -14,7 +14,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
     """Up to a few thousand of a tensor's elements, in fp64, unseen by whoever watches ops. Of no storage: none."""
     if not trees.has_storage(tensor):
         return torch.zeros(0, dtype=torch.float64)
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), unwatched():
         flat = tensor.detach().flatten()
         part = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE]
         return part.to(torch.float64, copy=True)  # the tensor may be changed in place
@@ -25,6 +25,6 @@ def alike(before: torch.Tensor, tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.is_meta or not trees.has_storage(tensor):
         return True
     after = sample(tensor)
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), unwatched():
         largest = _ROUNDING * torch.finfo(tensor.dtype).eps * before.norm()
         return not bool(before.isfinite().all()) or bool((after - before).norm() <= largest)

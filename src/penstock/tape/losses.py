@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock.compat.torch import unwatched
 
 _ENTROPIES = {f: inspect.signature(f) for f in (functional.cross_entropy, functional.nll_loss)}
 _CTC = inspect.signature(functional.ctc_loss)
@@ -48,7 +49,7 @@ class Losses(TorchFunctionMode):
         if func in _ENTROPIES:
             given = _ENTROPIES[func].bind(*args, **kwargs)
             given.apply_defaults()
-            with _disable_current_modes():  # what is noted is none of the model's memory
+            with unwatched():  # what is noted is none of the model's memory
                 self.seen.append(self._compared(given.arguments, result))
         elif func is functional.ctc_loss:
             given = _CTC.bind(*args, **kwargs)

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from penstock.compat import torch as private
 from penstock.errors import ModelError
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -88,9 +88,9 @@ class Stacks:
     @classmethod
     def capture(cls) -> "Stacks":
         return cls(
-            function_modes=torch._C._len_torch_function_stack(),
-            dispatch_modes=torch._C._len_torch_dispatch_stack(),
-            saved_tensors=torch._C._autograd._top_saved_tensors_default_hooks(True),
+            function_modes=private.function_modes(),
+            dispatch_modes=private.dispatch_modes(),
+            saved_tensors=private.saved_tensor_hooks(),
         )
 
 
@@ -102,9 +102,9 @@ def refuse_stacked(name: str, before: Stacks) -> None:
     now = Stacks.capture()
     if torch.is_inference_mode_enabled():
         what, instead = "torch.inference_mode()", "use torch.no_grad(), whose outputs training can go on with"
-    elif torch._C._functorch.peek_interpreter_stack() is not None:
+    elif private.is_in_transform():
         what, instead = "a transform of torch.func (grad, vmap, jvp)", "transform what is inside of a block, or none"
-    elif forward_ad._current_level >= 0:
+    elif private.is_in_forward_ad():
         what, instead = "forward-mode differentiation", "use it inside of a block, or not at all"
     elif now.saved_tensors != before.saved_tensors:
         what = "saved_tensors_hooks (torch.utils.checkpoint, save_on_cpu)"

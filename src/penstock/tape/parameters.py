@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.compat.torch import gradient_hooks
 from penstock.errors import ModelError
 from penstock.tape.groups import ParamGroup, ParamSlice
 from penstock.tape.refusals import refuse_accumulation_hooks
@@ -63,12 +64,12 @@ class GradientHooks:
 
     def has_others(self, parameter: nn.Parameter) -> bool:
         """Whether there are hooks on a parameter besides these."""
-        return len(parameter._backward_hooks or ()) > 1
+        return len(gradient_hooks(parameter)) > 1
 
     def _install_on(self, s: ParamSlice) -> None:
         parameter, hooked = s.parameter, self._hooked.get(id(s.parameter))
         refuse_accumulation_hooks(s.name, parameter, ours=hooked is not None)
-        if hooked is not None and next(reversed(parameter._backward_hooks or {})) == hooked.of_tensor.id:
+        if hooked is not None and next(reversed(gradient_hooks(parameter))) == hooked.of_tensor.id:
             return
         if hooked is not None:
             hooked.remove()

@@ -20,6 +20,7 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.compat.torch import buffers_of, is_view, next_number, version
 from penstock.errors import ModelError
 from penstock.tape import graph, opaque, trees
 from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
@@ -106,7 +107,7 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
     """
     return (
         tensor.layout == torch.strided
-        and tensor._base is None
+        and not is_view(tensor)
         and memory_order(tensor) is not None
         and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     )
@@ -251,7 +252,7 @@ class Passage:
         live = (args, kwargs, [value for _, value in held])
         before = trees.snapshot(live)
         inputs = trees.tensors(before)
-        versions = tuple(t._version for t in inputs)
+        versions = tuple(version(t) for t in inputs)
         saved, others = self._buffers(site)
         context.run(_forget, held)
         modes = Modes.capture(self._device_types)
@@ -264,12 +265,12 @@ class Passage:
                 output = site.forward(*args, **kwargs)
         finally:
             self.in_block = False
-        changed = any(t._version != v for t, v in zip(inputs, versions, strict=True))
+        changed = any(version(t) != v for t, v in zip(inputs, versions, strict=True))
         self._look_beside((output, live))
         if wanted:
             opaque.refuse_outputs(site.name, output, live, hidden)
             saved += _replaced(site.name, others)
-        self.starts[self._stage] = graph.next_number()
+        self.starts[self._stage] = next_number()
         # Without grad mode an output has a gradient only if the block has switched it on.
         cuts = Cuts(inputs, lambda tensor: wanted if modes.grad else tensor.requires_grad)
         output = trees.replace(output, cuts)
@@ -299,11 +300,11 @@ class Passage:
     def _buffers(self, site: Site) -> tuple[tuple[Buffer, ...], tuple[tuple[Buffer, int], ...]]:
         """Copies of the buffers that a call will change, and in a run the others, with their versions."""
         known = {(id(module), name) for module, name in self.facts.buffers}
-        copies = tuple((m, name, b.clone()) for m, name in self.facts.buffers if (b := m._buffers[name]) is not None)
+        copies = tuple((m, name, b.clone()) for m, name in self.facts.buffers if (b := buffers_of(m)[name]) is not None)
         if self.samples is not None:  # a probe finds out which change
             return copies, ()
-        found = ((m, name, b) for m in site.buffered for name, b in m._buffers.items() if b is not None)
-        return copies, tuple(((m, name, b), b._version) for m, name, b in found if (id(m), name) not in known)
+        found = ((m, name, b) for m in site.buffered for name, b in buffers_of(m).items() if b is not None)
+        return copies, tuple(((m, name, b), version(b)) for m, name, b in found if (id(m), name) not in known)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -398,7 +399,7 @@ class Passage:
 
     def _recompute(self, call: Call, fresh: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         """Run the block again on leaves (noted in ``fresh``). Its outputs, in the order of the forward's."""
-        if any(t._version != v for t, v in zip(trees.tensors(call.inputs), call.versions, strict=True)):
+        if any(version(t) != v for t, v in zip(trees.tensors(call.inputs), call.versions, strict=True)):
             raise ModelError(
                 f"an input of block {call.site.name!r} was changed in place after the block had run, so the block "
                 "cannot be recomputed from it: write the result to a new tensor"
@@ -419,16 +420,16 @@ class Passage:
     def _as_it_was(self, call: Call, buffers: tuple[Buffer, ...]) -> Iterator[None]:
         """A block's ``buffers``, and the modes that it was called in."""
         outer = Modes.capture(self._device_types)
-        current = [(module, name, module._buffers[name]) for module, name, _ in buffers]
+        current = [(module, name, buffers_of(module)[name]) for module, name, _ in buffers]
         for module, name, before in buffers:
-            module._buffers[name] = before
+            buffers_of(module)[name] = before
         try:
             call.modes.apply()
             yield
         finally:
             outer.apply()
             for module, name, buffer in current:
-                module._buffers[name] = buffer
+                buffers_of(module)[name] = buffer
 
 
 def _replaced(block: str, buffers: Sequence[tuple[Buffer, int]]) -> tuple[Buffer, ...]:
@@ -438,10 +439,10 @@ def _replaced(block: str, buffers: Sequence[tuple[Buffer, int]]) -> tuple[Buffer
         ModelError: one was written to, and nobody has a copy of what it held.
     """
     found = []
-    for (module, name, before), version in buffers:
-        if module._buffers.get(name) is not before:
+    for (module, name, before), at in buffers:
+        if buffers_of(module).get(name) is not before:
             found.append((module, name, before))
-        elif before._version != version:
+        elif version(before) != at:
             raise ModelError(
                 f"block {block!r} changes its buffer {name!r} for this micro-batch, and did not for the first one of "
                 "its shape, so what the buffer held before is not known where the block is recomputed: write to it in "

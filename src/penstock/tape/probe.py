@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
+from penstock.compat.torch import buffers_of, unwatched, version, without_functions
 from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.tape import graph, trees
@@ -96,7 +96,7 @@ class Probe:
 
     def _bring(self, group: int) -> None:
         if group not in self._loaded:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():  # it is nothing that the model does
+            with without_functions(), unwatched():  # it is nothing that the model does
                 self._load(group)
             self._loaded.add(group)
             self._packer.add(s.parameter for s in self._tape.groups[group].slices)
@@ -286,22 +286,22 @@ class _Buffer:
     version: int
 
     def has_changed(self) -> bool:
-        now = self.module._buffers[self.name]
+        now = buffers_of(self.module)[self.name]
         if now is not self.tensor:
             return True
         # Written to is changed, also where that has left the same value: in another micro-batch it may not.
-        return now._version != self.version or not (now.is_meta or torch.equal(now, self.value))
+        return version(now) != self.version or not (now.is_meta or torch.equal(now, self.value))
 
     def put_back(self) -> None:
-        self.module._buffers[self.name] = self.tensor
+        buffers_of(self.module)[self.name] = self.tensor
         self.tensor.copy_(self.value)
 
 
 def _buffers(module: nn.Module) -> list[_Buffer]:
     return [
-        _Buffer(module=m, name=n, tensor=b, value=b.clone(), version=b._version)
+        _Buffer(module=m, name=n, tensor=b, value=b.clone(), version=version(b))
         for m in module.modules()
-        for n, b in m._buffers.items()
+        for n, b in buffers_of(m).items()
         if b is not None
     ]
 

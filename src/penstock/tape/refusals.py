@@ -6,6 +6,8 @@ when it is recomputed) is refused where it shows: in ``kv_cache.without_caches``
 
 from torch import nn
 
+from penstock.compat.marks import is_moved
+from penstock.compat.torch import accumulation_hooks, gradient_hooks, is_compiled
 from penstock.errors import ModelError
 
 NOTHING_TRAINS = (
@@ -34,12 +36,12 @@ def refuse(model: nn.Module) -> None:
                 f"gradient checkpointing is switched on in the model (in {name or type(model).__name__!r}), but "
                 "Penstock recomputes blocks by itself: call model.gradient_checkpointing_disable()"
             )
-        if hasattr(module, "_hf_hook"):
+        if is_moved(module):
             raise ModelError(
                 f"{where} has hooks of accelerate, which move its weights (it was loaded with device_map, or "
                 "offloaded): load it without device_map; the budget says where weights live"
             )
-        if getattr(module, "_compiled_call_impl", None) is not None:
+        if is_compiled(module):
             raise ModelError(
                 f"{where} has been compiled by its compile(): leave that out and use compile=True of penstock.wrap"
             )
@@ -61,7 +63,7 @@ def _refuse_parameters(model: nn.Module) -> None:
     devices: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         refuse_accumulation_hooks(name, parameter)
-        if parameter.is_meta and parameter._backward_hooks:
+        if parameter.is_meta and gradient_hooks(parameter):
             raise ModelError(
                 f"parameter {name!r} has a hook and is on the meta device, which it leaves without hooks: register it "
                 "when the model is wrapped"
@@ -85,8 +87,7 @@ def _refuse_parameters(model: nn.Module) -> None:
 
 def refuse_accumulation_hooks(name: str, parameter: nn.Parameter, *, ours: bool = False) -> None:
     """Raise ModelError where hooks wait for what is accumulated in ``.grad``. ``ours``: one of them is the tape's."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
-    if parameter.requires_grad and len(hooks) > int(ours):
+    if parameter.requires_grad and len(accumulation_hooks(parameter)) > int(ours):
         raise ModelError(
             f"parameter {name!r} has a hook of register_post_accumulate_grad_hook: gradients are not accumulated in "
             ".grad, but streamed to where the optimizer's state is. Remove the hook; clipping and the optimizer are "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.compat.torch import packet_of, storage_key
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.watch import Birth
@@ -35,7 +36,7 @@ class Smuggled:
     def __init__(self, birth: Callable[[torch.Tensor], Birth | None], micro_batch: Any) -> None:
         """``birth``: that of a tensor's storage, where an op of the probe has made it."""
         self._birth = birth
-        self._own = {_storage(t) for t in trees.tensors(micro_batch) if trees.has_storage(t)}
+        self._own = {storage_key(t) for t in trees.tensors(micro_batch) if trees.has_storage(t)}
         self._views: set[int] = set()  # storages of weights that the leg has taken views of
         self._written: dict[int, tuple[int, str | None]] = {}  # storages from before the probe -> leg and block
         self._leg: int | None = None
@@ -47,7 +48,7 @@ class Smuggled:
     def begin(self, leg: int, block: str | None, handed: Iterable[torch.Tensor]) -> None:
         """A leg of the forward begins: of ``block``, which is ``handed`` these tensors, or of the model's own code."""
         self._leg, self._block = leg, block
-        self._handed = {_storage(t) for t in handed if trees.has_storage(t)}
+        self._handed = {storage_key(t) for t in handed if trees.has_storage(t)}
         if block is not None:
             self._blocks[leg] = block
 
@@ -76,23 +77,23 @@ class Smuggled:
             return
         for tensor in inputs:
             self._check(tensor)
-        if func._overloadpacket in _OF_SHAPES or not any(self._depends(t) for t in inputs):
+        if packet_of(func) in _OF_SHAPES or not any(self._depends(t) for t in inputs):
             return
         for tensor in results:
             birth = self._birth(tensor)
             if birth is not None:
                 birth.depends = True
-            elif _storage(tensor) not in self._own:
-                self._views.add(_storage(tensor))
+            elif storage_key(tensor) not in self._own:
+                self._views.add(storage_key(tensor))
         for tensor in written:
-            if self._birth(tensor) is None and _storage(tensor) not in self._own:
-                self._written[_storage(tensor)] = (self._leg, self._block)
+            if self._birth(tensor) is None and storage_key(tensor) not in self._own:
+                self._written[storage_key(tensor)] = (self._leg, self._block)
 
     def _depends(self, tensor: torch.Tensor) -> bool:
         birth = self._birth(tensor)
         if birth is not None:
             return birth.depends
-        storage = _storage(tensor)
+        storage = storage_key(tensor)
         return tensor.requires_grad or storage in self._own or storage in self._views or storage in self._written
 
     def _check(self, tensor: torch.Tensor) -> None:
@@ -100,13 +101,13 @@ class Smuggled:
         if self.found is not None or isinstance(tensor, nn.Parameter):
             return
         if birth is None:
-            leg, block = self._written.get(_storage(tensor), (self._leg, self._block))
+            leg, block = self._written.get(storage_key(tensor), (self._leg, self._block))
             if leg != self._leg and (block != self._block or block is None):
                 self.found = (
                     f"{_who(self._block)} reads a tensor of shape {shape} that {_who(block)} has written to before"
                 )
         elif birth.leg != self._leg and birth.depends:
-            if self._block is not None and _storage(tensor) not in self._handed:
+            if self._block is not None and storage_key(tensor) not in self._handed:
                 self.found = f"{_who(self._block)} reads a tensor of shape {shape} that is none of its arguments"
             elif self._block is None and birth.leg in self._blocks and not birth.returned:
                 made = self._blocks[birth.leg]
@@ -115,7 +116,3 @@ class Smuggled:
 
 def _who(block: str | None) -> str:
     return "the model itself" if block is None else f"block {block!r}"
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from penstock.compat.torch import buffers_of, next_number
 from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.tape import graph, rng, trees
@@ -325,7 +326,7 @@ class Tape:
     def run_code(self, passage: Passage, stage: int) -> Event:
         """Let the model's own code run, as a stage of its own."""
         rng.seed(self._seed, self._step, passage.index, stage, rng.FORWARD, self.device)
-        passage.starts[stage] = graph.next_number()
+        passage.starts[stage] = next_number()
         return passage.resume(stage)
 
     def run_call(self, passage: Passage, stage: int, facts: Facts) -> None:
@@ -455,7 +456,7 @@ class Boundary:
 
 def _site(index: int, block: Block, forward: Callable[..., Any]) -> Site:
     trainable = any(p.requires_grad for p in block.module.parameters())
-    buffered = tuple(m for m in block.module.modules() if m._buffers)
+    buffered = tuple(m for m in block.module.modules() if buffers_of(m))
     return Site(
         index=index, name=block.name, module=block.module, forward=forward, trainable=trainable, buffered=buffered
     )

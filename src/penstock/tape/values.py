@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from penstock.compat.torch import TorchDispatchMode, WeakTensorKeyDictionary, schema_of, storage_key
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.fused import Kind, run_on_meta
@@ -51,7 +50,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not tensor.is_meta:
             return tensor
         value: torch.Tensor | None = self._values.get(tensor)
-        return None if value is None or value.untyped_storage()._cdata in self._lost else value
+        return None if value is None or storage_key(value) in self._lost else value
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,14 +83,14 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget_written(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[int, torch.Tensor | None]
     ) -> None:
-        for position, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             written = args[position] if position < len(args) else kwargs.get(argument.name)
             for tensor in trees.tensors(written):
                 value = values.get(id(tensor))
                 if value is not None and tensor.is_meta:
-                    self._lost.add(value.untyped_storage()._cdata)
+                    self._lost.add(storage_key(value))
 
 
 def _is_kept(tensor: torch.Tensor) -> bool:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from penstock.compat import torch as private
+from penstock.compat.torch import packet_of, schema_of, storage_key
 from penstock.tape import trees
 
 _ATEN = torch.ops.aten
@@ -21,13 +21,11 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
 
 
 FLOP: Mapping[Any, Callable[..., int]] = {
-    **flop_registry,
-    _ATEN._grouped_mm: _grouped,
+    **private.flop_registry,
+    private.GROUPED_MM: _grouped,
     # torch counts attention on every other device; the arguments are the same
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _ATEN._scaled_dot_product_flash_attention_backward
-    ],
+    private.FLASH_CPU: private.flop_registry[private.FLASH],
+    private.FLASH_CPU_BACKWARD: private.flop_registry[private.FLASH_BACKWARD],
 }
 """The FLOP of an op, from its arguments; what is no product counts as none, causal attention as the whole square."""
 
@@ -73,7 +71,7 @@ class Ahead(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op below autograd: follows live bytes, and calls ``on_weight`` before an op that reads a parameter and
     ``on_write`` before one that writes to a tensor; ``on_op(func, inputs, written, results)`` behind each.
     """
@@ -98,17 +96,17 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def birth(self, tensor: torch.Tensor) -> Birth | None:
-        return self.births.get(tensor.untyped_storage()._cdata) if trees.has_storage(tensor) else None
+        return self.births.get(storage_key(tensor)) if trees.has_storage(tensor) else None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # looks of our own, of which ``Ahead`` and others need not hear
+        with private.without_functions():  # looks of our own, of which ``Ahead`` and others need not hear
             inputs, written = self._before(func, args, kwargs)
         result = func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            formula = FLOP.get(func._overloadpacket)
+        with private.without_functions():
+            formula = FLOP.get(packet_of(func))
             if formula is not None:
                 self.flops += formula(*args, **kwargs, out_val=result)
             self._behind(func, inputs, written, result)
@@ -133,17 +131,17 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return inputs, written
 
     def _behind(self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], result: Any) -> None:
-        old = {t.untyped_storage()._cdata for t in inputs}
+        old = {storage_key(t) for t in inputs}
         results = _tensors((result,))
         for tensor in results:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in old and storage._cdata not in self.births:
-                self._follow(storage)
+            key = storage_key(tensor)
+            if key not in old and key not in self.births:
+                self._follow(key, tensor.untyped_storage())
         if self._on_op is not None:
             self._on_op(func, inputs, written, results)
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+    def _follow(self, key: int, storage: torch.UntypedStorage) -> None:
+        nbytes = storage.nbytes()
 
         def freed(_: object) -> None:
             self.live -= nbytes
@@ -168,8 +166,8 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an op changes."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable or func._overloadpacket is _ATEN.set_:
+    schema = schema_of(func)
+    if schema is None or not schema.is_mutable or packet_of(func) is _ATEN.set_:
         return []  # set_ points elsewhere: peft does so, with the same place, around what it adds to experts
     values = [
         args[place] if place < len(args) else kwargs.get(argument.name)

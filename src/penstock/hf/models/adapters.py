@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from penstock import files
+from penstock.compat.peft import base_name, is_adapted, is_plain, names_embeddings
 from penstock.errors import ModelError
-from penstock.hf.lora import base_name
 from penstock.state.values import Place, Values
 from penstock.tape.guard import names_of_state
 
@@ -43,10 +43,8 @@ def _sort_sets(file: Path, settings: Mapping[str, Any]) -> None:
 
 def _embeddings(model: Any) -> Iterator[str]:
     """Names of the embedding and the head where one of them has an adapter: peft saves them whole then."""
-    from peft.utils.constants import EMBEDDING_LAYER_NAMES
-
     asked = getattr(model.peft_config[model.active_adapter], "target_modules", None) or ()
-    if any(name in asked for name in EMBEDDING_LAYER_NAMES):
+    if names_embeddings(asked):
         modules = (model.get_input_embeddings(), model.get_output_embeddings())
         own = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
         yield from (name for name, parameter in model.named_parameters() if id(parameter) in own)
@@ -76,13 +74,11 @@ class Merged(Values):
 
     def _adapted(self, model: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
         """(name of a weight before peft, (path of the layer, layer)) of each that has an adapter."""
-        from peft.tuners.lora import Embedding, Linear, LoraLayer
-
         for path, layer in model.named_modules():
-            if not isinstance(layer, LoraLayer):
+            if not is_adapted(layer):
                 continue
             special = any(layer.use_dora.values()) or any(layer.lora_bias.values())
-            if type(layer) not in (Linear, Embedding) or special:
+            if not is_plain(layer) or special:
                 raise ModelError(
                     f"{path}: an adapter of this kind ({type(layer).__name__}{', DoRA or with bias' * special}) is not "
                     "merged here: export the adapter, and merge it with peft (merge_and_unload)"

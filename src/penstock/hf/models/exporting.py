@@ -15,10 +15,15 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from transformers.dynamic_module_utils import custom_object_save
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock import files
+from penstock.compat.transformers import (
+    custom_object_save,
+    dtype_plan,
+    left_out_of_files,
+    remove_tied_weights_from_state_dict,
+    rules_of,
+)
 from penstock.config import parse_size
 from penstock.data.tokenizer import save
 from penstock.engine.engine import Engine
@@ -128,7 +133,7 @@ def export(
 
     write_folder(
         Path(out),
-        Source(cls=type(model), config=config, rules=getattr(model, "_weight_conversions", None), values=values),
+        Source(cls=type(model), config=config, rules=rules_of(model), values=values),
         companions,
         dtype=dtype,
         shard_size=shard_size,
@@ -250,13 +255,13 @@ def _steps(source: Source, dtype: torch.dtype) -> tuple[Any, tuple[Step, ...]]:
         ModelError: the values are those of another model than its configuration describes.
     """
     twin = shell.build(source.config, source.cls, dtype=dtype)
-    special = twin._get_dtype_plan(dtype)
+    special = dtype_plan(twin, dtype)
     state = {}
     for name, like in twin.state_dict().items():
         kept = next((kind for pattern, kind in special.items() if re.search(pattern.replace("*", ".*"), name)), None)
         as_saved = (kept or like.dtype) if like.is_floating_point() else like.dtype
         state[name] = torch.empty(like.shape, dtype=as_saved, device="meta")
-    for name in twin._keys_to_ignore_on_save or ():
+    for name in left_out_of_files(twin):
         state.pop(name, None)
     state = remove_tied_weights_from_state_dict(state, twin)
     _check_same(state, source.values)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils.loading_report import LoadStateDictInfo
 
+from penstock.compat.transformers import key_report, set_rules
 from penstock.engine import start
 from penstock.errors import ConfigError, ModelError
 from penstock.hf.models import mapping, shell
@@ -83,7 +83,7 @@ def load(
 
 def _like_loaded(model: Any, folder: Path, dtype: torch.dtype, weights: "FolderWeights") -> None:
     """Leave the traces on a model that ``from_pretrained`` does: what saving it, or generating with it, goes by."""
-    model._weight_conversions = list(weights.rules)
+    set_rules(model, weights.rules)
     for part in shell.parts(model.config):
         part.dtype = dtype
     model.config.name_or_path = model.name_or_path = str(folder)
@@ -153,25 +153,17 @@ class FolderWeights:
         """What transformers says nothing about is right: tied weights, and names that the model's class ignores."""
         # A conversion may make more than the model has (a branch that a configuration switches off).
         surplus = {target for target in self._step_of if target not in state}
-        info = LoadStateDictInfo(
-            missing_keys=self._missing(state),
-            unexpected_keys={*unknown, *surplus},
-            mismatched_keys=set(),
-            conversion_errors={},
-            error_msgs=[],
-            skipped_pp_keys=set(),
-        )
-        self._model._adjust_missing_and_unexpected_keys(info)
-        if info.missing_keys:
+        missing, unexpected = key_report(self._model, self._missing(state), {*unknown, *surplus})
+        if missing:
             raise ModelError(
-                f"{self._folder}: {len(info.missing_keys)} of the model's {len(state)} tensors are not in its files: "
-                f"{_names(info.missing_keys)}. Is it a folder of {type(self._model).__name__}? Give one that has all "
+                f"{self._folder}: {len(missing)} of the model's {len(state)} tensors are not in its files: "
+                f"{_names(missing)}. Is it a folder of {type(self._model).__name__}? Give one that has all "
                 "of them"
             )
-        if info.unexpected_keys:
+        if unexpected:
             raise ModelError(
-                f"{self._folder}: its files have {len(info.unexpected_keys)} tensors that {type(self._model).__name__} "
-                f"has no place for: {_names(info.unexpected_keys)}. Give the folder of one model, with its own "
+                f"{self._folder}: its files have {len(unexpected)} tensors that {type(self._model).__name__} "
+                f"has no place for: {_names(unexpected)}. Give the folder of one model, with its own "
                 "config.json"
             )
 

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
+
+from penstock.compat.transformers import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
     apply_converters,
     apply_renamings,
     dot_natural_key,
+    get_model_conversion_mapping,
+    patterns_of,
     rename_source_key,
 )
-
 from penstock.errors import ModelError
 
 Read = Callable[[str], torch.Tensor]
@@ -153,7 +154,7 @@ def _step(
 
 def rules_to_json(rules: tuple[Any, ...] | list[Any]) -> list[list[list[str]]]:
     """Rules as their patterns, by which ``rules_of`` finds them again."""
-    return [[list(rule._original_source_patterns), list(rule._original_target_patterns)] for rule in rules]
+    return [list(patterns_of(rule)) for rule in rules]
 
 
 def rules_of(model: Any, kept: list[list[list[str]]]) -> list[Any]:

@@ -2,15 +2,15 @@
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from penstock.compat.transformers import get_class_from_dynamic_module, maker_of
 from penstock.config import check_parts
 from penstock.errors import ConfigError
 from penstock.hf.models.folder import CONFIG, read_json
@@ -82,10 +82,9 @@ def build(config: Any, cls: Any = AutoModelForCausalLM, *, dtype: torch.dtype = 
         ConfigError: transformers cannot build it.
     """
     own = deepcopy(config)
-    make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
     try:
         with torch.device("meta"):
-            model = cast(Any, make)(own, dtype=dtype)
+            model = maker_of(cls)(own, dtype=dtype)
     except REFUSED as error:
         raise ConfigError(f"Hugging Face cannot build this {config.model_type} model: {short(error)}") from error
     return model

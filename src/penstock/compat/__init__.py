@@ -1,0 +1,14 @@
+"""Private names of other libraries, one file for each library: what each stands for, and what breaks without it.
+
+    torch          storages, versions, graph nodes, modes, kernels, what modules keep
+    transformers   its loading and saving, and the steps of its Trainer's loop
+    accelerate     its wrapper of an optimizer
+    peft           the names and the layers of adapters
+    trl            the books of ``SFTTrainer``
+    fabric         the steps of Lightning Fabric's strategies
+    marks          what transformers, accelerate and peft leave on modules, for rooms that must not import them
+
+A name is private if it begins with an underscore or is in a module that the library does not document; no other room
+uses such a name (a test looks). When a library changes one, the file of its name is all that has to change. May import:
+nothing of ``penstock``.
+"""

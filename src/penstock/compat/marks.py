@@ -1,0 +1,61 @@
+"""What transformers, accelerate and peft leave on modules, for rooms that work without these libraries.
+
+Nothing is imported: a library that is not loaded has left nothing.
+"""
+
+import sys
+from collections.abc import Callable
+
+from torch import nn
+
+
+def initialiser_of(module: nn.Module) -> Callable[[nn.Module], None] | None:
+    """``PreTrainedModel._init_weights``, which fills one module the way the model's authors do; None of others.
+
+    Without: transformers' models could not begin with random values on the meta device.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None or not isinstance(module, library.PreTrainedModel):
+        return None
+    found: Callable[[nn.Module], None] = module._init_weights
+    return found
+
+
+def set_initialised(parameter: nn.Parameter, value: bool) -> None:
+    """The mark by which transformers' initialisers leave alone what has its values.
+
+    Without: they would skip what is to be filled, or spend time on stand-ins.
+    """
+    if value or hasattr(parameter, "_is_hf_initialized"):
+        parameter.__dict__["_is_hf_initialized"] = value
+
+
+def is_cache(value: object) -> bool:
+    """Whether something is a key-value cache of transformers, whose class is where it is documented, not exported.
+
+    Without: blocks would write to a cache in the forward, and again in the recomputation.
+    """
+    library = sys.modules.get("transformers.cache_utils")
+    return library is not None and isinstance(value, library.Cache)
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a layer has low-rank adapters of peft. Without: they would begin as the linear layers that they are."""
+    library = sys.modules.get("peft.tuners.lora.layer")
+    return library is not None and isinstance(module, library.LoraLayer)
+
+
+def is_moved(module: nn.Module) -> bool:
+    """Whether accelerate moves a module's weights (``device_map``, offloading).
+
+    Without: two would move them, and the model would compute with what is not there.
+    """
+    return hasattr(module, "_hf_hook")
+
+
+def carries_state(model: nn.Module) -> bool:
+    """Whether a model of transformers hands a state from each token to the next, as state-space models do.
+
+    Without: packed documents would run into each other in such models.
+    """
+    return bool(getattr(model, "_is_stateful", False))

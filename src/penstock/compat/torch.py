@@ -1,0 +1,302 @@
+"""Private names of torch.
+
+Each function says what the name stands for, and (*Without*) what Penstock could not do if torch took it away.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["TorchDispatchMode", "WeakTensorKeyDictionary", "flop_registry", "tree_iter", "tree_map_only"]
+# TorchDispatchMode: sees every op below autograd. Without: no probe, so no program of an unmodified model.
+# WeakTensorKeyDictionary: tensors as keys, by identity. Without: a dry run could not keep values beside meta tensors.
+# flop_registry: FLOP by op. Without: a table of our own.
+# tree_iter, tree_map_only: nested arguments of any container. Without: Fabric's loops could use lists and dicts alone.
+
+_aten = torch.ops.aten
+
+# ---- tensors
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage while it lives, on the meta device too, where all have the address 0.
+
+    Without: views could not be told from copies, so neither what a graph keeps of a weight nor a block's own memory.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place. Not for tensors made in inference mode.
+
+    Without: an input that changes between a block and its recomputation would give other numbers, and no error.
+    """
+    return int(tensor._version)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another one, which keeps that one's storage alive.
+
+    Without: checkpoints would be moved whose memory does not become free.
+    """
+    return tensor._base is not None
+
+
+def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
+    """The hooks of ``register_hook`` on a tensor, by the ids of their handles, in order.
+
+    Without: the tape's own hook could run before the user's, which may replace the gradient.
+    """
+    return tensor._backward_hooks or {}
+
+
+def accumulation_hooks(parameter: nn.Parameter) -> Mapping[int, Any]:
+    """The hooks of ``register_post_accumulate_grad_hook`` on a parameter.
+
+    Without: a hook that waits for ``.grad`` would never be called, and nobody would say so.
+    """
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def new_wrapper(cls: type[Any], like: torch.Tensor, device: torch.device) -> Any:
+    """A tensor of a subclass that has ``like``'s shape and dtype, and no memory.
+
+    Without: a stand-in for logits would take the memory that it is there to save.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
+
+
+# ---- modules and optimizers
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters by attribute, to be read and put in place without ``__setattr__``.
+
+    Without: initialisers could not be run on one param group alone, as setting the attribute runs a class's own code.
+    """
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers by attribute, to be read and put in place without ``__setattr__``.
+
+    Without: a recomputation could not be given the buffers that the call had.
+    """
+    return module._buffers
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own buffers that are in its ``state_dict``.
+
+    Without: what follows from the configuration (rotary frequencies) would be kept and moved as state.
+    """
+    skipped = module._non_persistent_buffers_set
+    return {key: buffer for key, buffer in module._buffers.items() if buffer is not None and key not in skipped}
+
+
+def entries_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """What a module holds, in order; a list may hold one module twice, or None, which ``named_children`` leaves out.
+
+    Without: a block that stands in a list twice would be found once.
+    """
+    return module._modules
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether somebody looks at a module's gradients (``register_full_backward_hook`` and the like).
+
+    Without: a hook on a head whose logits are never made would not be called, and nobody would say so.
+    """
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, which leaves the module's class as it is.
+
+    Without: its calls would go past the boundary of the tape, into code that was compiled with it.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def reset_method(module: nn.Module) -> Callable[[], object] | None:
+    """``reset_parameters``, under either of the names that torch's own modules have it by.
+
+    Without: ``MultiheadAttention`` and the transformer layers of torch could not be made on the meta device.
+    """
+    found: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """What a learning rate schedule looks for to know that ``optimizer.step`` was called before its own ``step``.
+
+    Without: it warns of the wrong order at its first step.
+    """
+    setattr(optimizer, "_opt_called", True)  # noqa: B010 - torch sets it by the same detour
+
+
+# ---- autograd
+
+
+def number_of(node: Node) -> int:
+    """The number of an autograd node: of two of one thread the later one has the larger.
+
+    Without: a graph could not be cut into the parts that belong to stages.
+    """
+    return int(node._sequence_nr())
+
+
+def next_number() -> int:
+    """The number that the next autograd node of this thread will get. Without: as ``number_of``."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def saved_tensor_hooks() -> Any:
+    """The innermost pair of ``saved_tensors_hooks`` of this thread, None if there is none.
+
+    Without: a block inside of ``torch.utils.checkpoint`` would be recomputed twice, and its tensors kept by others.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of ``torch.func`` is under way. Without: blocks inside of one would be cut out of it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_in_forward_ad() -> bool:
+    """Whether forward-mode differentiation is under way. Without: tangents would be lost at blocks."""
+    return forward_ad._current_level >= 0
+
+
+# ---- modes
+
+
+def function_modes() -> int:
+    """How many modes for functions of torch are on in this thread.
+
+    Without: a forward suspended inside of one would change what other micro-batches compute.
+    """
+    return torch._C._len_torch_function_stack()
+
+
+def dispatch_modes() -> int:
+    """How many modes for ops are on in this thread. Without: as ``function_modes``."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def is_watched() -> bool:
+    """Whether a mode sees the ops of this thread. Without: a probe would see compiled code, which has no ops."""
+    return _get_current_dispatch_mode() is not None
+
+
+def unwatched() -> AbstractContextManager[Any]:
+    """Inside, no mode sees ops. Without: a probe would count its own work as the model's."""
+    return _disable_current_modes()
+
+
+def without_functions() -> AbstractContextManager[Any]:
+    """Inside, no mode or subclass sees functions of torch. Without: as ``unwatched``."""
+    return torch._C.DisableTorchFunction()
+
+
+def without_subclasses() -> AbstractContextManager[Any]:
+    """Inside, subclasses do not see functions of torch. Without: ``shape`` of a stand-in would call itself."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+# ---- ops
+
+GROUPED_MM = _aten._grouped_mm
+"""The product of mixtures of experts. Without: a dry run in fp32 would fail, and its FLOP would be none."""
+
+FLASH_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_CPU_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLASH = _aten._scaled_dot_product_flash_attention
+FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward
+EFFICIENT = _aten._scaled_dot_product_efficient_attention
+"""Kernels of attention. Without: a dry run would have the memory of attention's plain path, quadratic in length."""
+
+_FLASH_CHOICE = 1
+"""``torch._C._SDPBackend.FLASH_ATTENTION``, as ``torch._fused_sdp_choice`` returns it."""
+
+
+def takes_flash(*args: Any, **kwargs: Any) -> bool:
+    """Whether torch takes the flash kernel for these arguments of ``scaled_dot_product_attention``, on their device.
+
+    Without: as the kernels.
+    """
+    return bool(torch._fused_sdp_choice(*args, **kwargs) == _FLASH_CHOICE)
+
+
+@contextmanager
+def attention_by(attend: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Inside, functions of torch that call ``scaled_dot_product_attention`` themselves call ``attend`` in its place.
+
+    Without: a dry run of ``MultiheadAttention`` would take the plain path, as modes are off within a function.
+    """
+    before = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+
+
+def packet_of(func: Any) -> Any:
+    """The op that an overload belongs to, such as ``aten.add`` of ``aten.add.Tensor``.
+
+    Without: a table of FLOP for every overload.
+    """
+    return func._overloadpacket
+
+
+def schema_of(func: Any) -> Any:
+    """What an op says of its arguments: which it writes to. None if it says nothing.
+
+    Without: a write to a weight or a buffer in a forward would not be seen.
+    """
+    return getattr(func, "_schema", None)
+
+
+# ---- torch.compile
+
+
+@contextmanager
+def compilations(most: int) -> Iterator[None]:
+    """Inside, code is compiled at most ``most`` times, and once more is an error.
+
+    Raises:
+        RecompiledError: it was asked for once more.
+        NotCompiledError: torch cannot compile it.
+
+    Without: what is compiled too often would run uncompiled, slower and with other bits, and nobody would say so.
+    """
+    import torch._dynamo.config as dynamo
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    try:
+        with dynamo.patch(recompile_limit=most, fail_on_recompile_limit_hit=True):
+            yield
+    except FailOnRecompileLimitHit as error:
+        raise RecompiledError(str(error)) from error
+    except TorchDynamoException as error:
+        raise NotCompiledError(str(error)) from error
+
+
+class RecompiledError(Exception):
+    """Code was to be compiled more often than allowed; the text is torch's."""
+
+
+class NotCompiledError(Exception):
+    """torch cannot compile some code; the text is torch's."""

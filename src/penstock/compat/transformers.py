@@ -1,0 +1,207 @@
+"""Private names of transformers: loading and saving, and the steps of its Trainer's loop.
+
+transformers documents ``from_pretrained`` and ``save_pretrained``, which hold a model whole. What is here is what the
+two are made of, so that values can be streamed by the same rules.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import masking_utils
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils.loading_report import LoadStateDictInfo
+
+__all__ = [
+    "PrefixChange",
+    "WeightConverter",
+    "WeightRenaming",
+    "apply_converters",
+    "apply_renamings",
+    "custom_object_save",
+    "dot_natural_key",
+    "get_class_from_dynamic_module",
+    "get_model_conversion_mapping",
+    "remove_tied_weights_from_state_dict",
+    "rename_source_key",
+]
+# get_model_conversion_mapping, WeightConverter, WeightRenaming, PrefixChange, apply_*, rename_source_key,
+#   dot_natural_key: the rules by which a checkpoint's names and layouts become a model's, and back. Without: only those
+#   models could be loaded and exported that are stored as they compute.
+# remove_tied_weights_from_state_dict: what ``save_pretrained`` leaves out. Without: tied weights would be there twice.
+# custom_object_save, get_class_from_dynamic_module: code that comes with a model. Without: no such models.
+
+# ---- loading and saving
+
+
+def key_report(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[set[str], set[str]]:
+    """The missing and the unexpected names of a checkpoint that the model's class does not say are right.
+
+    Without: tied weights, and names that a class ignores, would be errors.
+    """
+    info = LoadStateDictInfo(
+        missing_keys=set(missing),
+        unexpected_keys=set(unexpected),
+        mismatched_keys=set(),
+        conversion_errors={},
+        error_msgs=[],
+        skipped_pp_keys=set(),
+    )
+    model._adjust_missing_and_unexpected_keys(info)
+    return set(info.missing_keys), set(info.unexpected_keys)
+
+
+def rules_of(model: Any) -> list[Any] | None:
+    """The rules that a model was loaded by; None: it was not loaded. Without: it would be saved under other names."""
+    return getattr(model, "_weight_conversions", None)
+
+
+def set_rules(model: Any, rules: Iterable[Any]) -> None:
+    """Note the rules that a model was loaded by, as ``from_pretrained`` does."""
+    model._weight_conversions = list(rules)
+
+
+def patterns_of(rule: Any) -> tuple[list[str], list[str]]:
+    """The patterns that a rule was made with, of the names it takes and of those it makes.
+
+    Without: a run could not keep the rules of its model, which are objects without a text.
+    """
+    return list(rule._original_source_patterns), list(rule._original_target_patterns)
+
+
+def dtype_plan(model: Any, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+    """The dtypes of parameters that a model's class keeps in another one than its weights', by patterns of names.
+
+    Without: routers and norms that are kept in fp32 would be written in 16 bits.
+    """
+    return cast(Mapping[str, torch.dtype], model._get_dtype_plan(dtype))
+
+
+def left_out_of_files(model: Any) -> Iterable[str]:
+    """The names that a model's class does not save. Without: other tools would find names that they do not know."""
+    return model._keys_to_ignore_on_save or ()
+
+
+def maker_of(cls: Any) -> Callable[..., Any]:
+    """What makes a model of a configuration, of an auto class or of a model's own class, which has it privately.
+
+    Without: a class that no auto class knows could not be built.
+    """
+    return cast(Callable[..., Any], cls.from_config if hasattr(cls, "from_config") else cls._from_config)
+
+
+# ---- packed documents
+
+
+class ReachedError(Exception):
+    """A model asks which tokens belong together."""
+
+
+@contextmanager
+def noticed() -> Iterator[None]:
+    """Inside, ``ReachedError`` is raised where masks for packed documents begin.
+
+    A function is put in the place of ``masking_utils.find_packed_sequence_indices``. Without: it could not be told
+    which models keep packed documents apart.
+    """
+
+    def reached(*_: Any, **__: Any) -> NoReturn:
+        raise ReachedError
+
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = reached
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
+
+
+# ---- the Trainer
+
+if TYPE_CHECKING:
+    _Mixed = transformers.Trainer
+else:
+    _Mixed = object
+
+
+class TrainerSteps(_Mixed):
+    """The private steps of a ``transformers.Trainer``'s loop, each handed to a method that says what it is to do.
+
+    Without them: the library would clip, save, load and move weights that it does not have, and placeholders with them.
+    """
+
+    # ---- to be overridden
+
+    def norm_of_step(self) -> float:
+        """The norm of the gradients of the step that the loop is about to finish."""
+        raise NotImplementedError
+
+    def save_state(self, folder: Path) -> None:
+        """Write what training goes on from, beside the model, into a checkpoint's folder."""
+        raise NotImplementedError
+
+    def look_at(self, folder: Path) -> None:
+        """A checkpoint is to be resumed; its model is to be looked at now, and ``load_state`` comes later."""
+        raise NotImplementedError
+
+    def load_state(self, folder: Path) -> None:
+        """Take over what ``save_state`` wrote."""
+        raise NotImplementedError
+
+    def load_best(self) -> None:
+        """Training is over: take over the best checkpoint."""
+        raise NotImplementedError
+
+    def write_model(self, folder: Path) -> None:
+        """Write the model and what belongs to it."""
+        raise NotImplementedError
+
+    # ---- the library's own, by its names
+
+    def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A batch as the library hands it to the model."""
+        return dict(self._prepare_inputs(inputs))
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return torch.tensor(self.norm_of_step())
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.norm_of_step()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.save_state(Path(output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.look_at(Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.load_state(Path(checkpoint))
+
+    def _load_best_model(self) -> None:
+        self.load_best()
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
+        self.write_model(Path(str(self.args.output_dir if output_dir is None else output_dir)))
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """No autocast: the engine computes in the precision that was asked for."""
+        return super()._build_accelerator_args(**kwargs) | {"mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the model stays where it is until the engine takes its state over."""

@@ -1,0 +1,148 @@
+"""No room but ``compat/`` uses a private name of another library: an attribute, a module or a method of its classes."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+SOURCES = Path(penstock.__file__).parent
+LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning_fabric")
+
+DOCUMENTED = {
+    *LIBRARIES,
+    *("torch.nn", "torch.nn.functional", "torch.overrides", "torch.autograd.graph"),
+    *("torch.optim.lr_scheduler", "torch.utils.tensorboard"),
+}
+"""Modules that a library documents: what they have is public."""
+
+ALLOWED = {
+    ("os", "_exit"): "documented: the end of a process without unwinding it",
+    ("signal", "_HANDLER"): "the only name that a handler's type has",
+    ("hasattr", "_fields"): "what Python documents for telling a named tuple from another one",
+}
+"""Private only by their looks: (what they are an attribute of, the name) and why."""
+
+_PRIVATE = re.compile(r"_[A-Za-z]\w*")
+_ASKING = {"getattr", "setattr", "hasattr", "delattr"}
+
+
+def _members(tree: ast.AST) -> set[str]:
+    """Names that classes of a file have of their own: methods, fields, slots, what ``self`` is given."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                if isinstance(part, ast.FunctionDef | ast.ClassDef):
+                    found.add(part.name)
+                targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+                if isinstance(part, ast.Assign) and found & {"__slots__"}:
+                    found |= {str(c.value) for c in ast.walk(part.value) if isinstance(c, ast.Constant)}
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            found.add(node.attr)
+    return found
+
+
+def _imported_from_libraries(tree: ast.AST) -> set[str]:
+    """The names under which a file has something of another library: what is set on one is set for everybody."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {(a.asname or a.name).partition(".")[0] for a in node.names if _of_library(a.name)}
+        elif isinstance(node, ast.ImportFrom) and node.module and _of_library(node.module):
+            found |= {a.asname or a.name for a in node.names}
+    return found
+
+
+def _name(node: ast.AST) -> str:
+    """The first name of a chain of attributes."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def private_uses(text: str, everywhere: frozenset[str] = frozenset()) -> Iterator[tuple[int, str]]:
+    """(line, what) of each private name of somebody else's that a source uses.
+
+    A private attribute is a class's own if the class is in this file; of ``self`` it may be from a base elsewhere in
+    the sources, ``everywhere``.
+    """
+    tree = ast.parse(text)
+    own, foreign = _members(tree), _imported_from_libraries(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _name(node.value) in foreign:
+            yield node.lineno, f"{ast.unparse(node)} = ..."
+        if isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
+            of = ast.unparse(node.value)
+            known = own | everywhere if _is_self(node.value) else own
+            if of.startswith("super(") or (node.attr not in known and (of, node.attr) not in ALLOWED):
+                yield node.lineno, f"{of}.{node.attr}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ASKING:
+            for value in node.args[1:2]:
+                name = str(value.value) if isinstance(value, ast.Constant) else ""
+                if _PRIVATE.fullmatch(name) and name not in own and (node.func.id, name) not in ALLOWED:
+                    yield node.lineno, f"{node.func.id}(..., {name!r})"
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, a.name) for a in node.names if not _is_documented(a.name))
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                if not _is_documented(node.module) or (_of_library(node.module) and _PRIVATE.fullmatch(alias.name)):
+                    yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def _of_library(module: str) -> bool:
+    return module.partition(".")[0] in LIBRARIES
+
+
+def _is_documented(module: str) -> bool:
+    return not _of_library(module) or module in DOCUMENTED
+
+
+def test_private_names_of_libraries_are_in_compat_alone() -> None:
+    texts = {p: p.read_text() for p in SOURCES.rglob("*.py") if p.parent != SOURCES / "compat"}
+    everywhere = frozenset().union(*(_members(ast.parse(text)) for text in texts.values()))
+    found = [
+        f"{path.relative_to(SOURCES)}:{line}: {what}"
+        for path, text in sorted(texts.items())
+        for line, what in private_uses(text, everywhere)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x.untyped_storage()._cdata",
+        "tensor._version",
+        "super()._save()",
+        "self._prepare_inputs(inputs)",
+        "from torch.utils._pytree import tree_map",
+        "from transformers.core_model_loading import WeightConverter",
+        "import torch._dynamo",
+        "from torch import _C",
+        "import torch; torch.nn.functional.relu = other",
+        "getattr(parameter, '_post_accumulate_grad_hooks', None)",
+    ],
+)
+def test_a_private_name_is_found(line: str) -> None:
+    assert [what for _, what in private_uses(f"class A:\n    _own = 1\n    def f(self, other):\n        {line}\n")]
+
+
+def test_what_is_ones_own_is_not() -> None:
+    text = """
+class A:
+    def __init__(self):
+        self._x = 1
+
+    def equals(self, other):
+        return other._x == self._x
+"""
+    assert not list(private_uses(text))
