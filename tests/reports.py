@@ -17,8 +17,8 @@ from penstock.config import (
     TokenizerTrainingConfig,
     TrainConfig,
 )
+from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.report.prediction import Prediction
-from penstock.runtime.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.schedule.op import Op, Schedule
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from penstock.cli import main
+from penstock.engine.trace import TraceEvent, TraceWriter
 from penstock.errors import ScheduleError
 from penstock.report.prediction import Prediction
 from penstock.report.run_page import Report, run_page
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import MeasuredStep, Ran
-from penstock.runtime.trace import TraceEvent, TraceWriter
 from penstock.schedule.op import _KIND_LANE, Op, Pool, Schedule, parse_word
 from penstock.schedule.world import World
 from penstock.sim.costs import Costs

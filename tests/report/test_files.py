@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.trace import TraceWriter
 from penstock.errors import ConfigError
 from penstock.report.metrics_file import read_metrics
 from penstock.report.prediction import Prediction, parse_prediction
 from penstock.report.trace_file import MeasuredStep, Ran, choose_step, read_trace, read_traces
-from penstock.runtime.trace import TraceWriter
 from tests.reports import BUDGET, offload_schedule, simulated, write_step
 
 # ---- the prediction's file

@@ -16,6 +16,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.cli.report import gather, parse_report
+from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.errors import ConfigError
 from penstock.report import colors
 from penstock.report.causes import measured_bars
@@ -30,7 +31,6 @@ from penstock.report.series import Because, last_of_each_moment, parse_cause
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import Ran
 from penstock.report.waits import held_up
-from penstock.runtime.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.schedule.op import _KIND_LANE, Lane, parse_schedule
 from penstock.schedule.world import World
 from penstock.sim.costs import Costs

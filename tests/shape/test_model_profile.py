@@ -15,11 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
 from penstock.errors import ConfigError, ModelError
-from penstock.hardware.machine import Device, Host, Machine
+from penstock.hardware.machine import Device, DeviceKind, Host, Machine
 from penstock.schedule.place import Format
 from penstock.shape import meta, transformer
 from penstock.shape.huggingface import HuggingFaceModel, model_shape
-from penstock.shape.meta import Kind
 from penstock.shape.model import EFFICIENCY, ModelProfile, stage_times
 from penstock.shape.shipped import CONFIGS, named
 from penstock.tape.dry import build_on_meta, dry_run, shorten
@@ -72,7 +71,7 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def dry(case: Case, *, dtype: torch.dtype = torch.float32, kind: Kind = "cpu") -> Any:
+def dry(case: Case, *, dtype: torch.dtype = torch.float32, kind: DeviceKind = "cpu") -> Any:
     return dry_run(build_on_meta(case.build), case.micro_batches(1)[0], dtype=dtype, kind=kind, loss_fn=case.loss_fn)
 
 
@@ -227,7 +226,9 @@ FORMULAS: Mapping[str, dict[str, Any]] = {
     ("rows", "length", "form", "kind"), [(1, 64, BF16, "cuda"), (8, 256, BF16, "cuda"), (4, 128, FP32, "cpu")]
 )
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_formula_gives_what_a_dry_run_gives(name: str, rows: int, length: int, form: Format, kind: Kind) -> None:
+def test_a_formula_gives_what_a_dry_run_gives(
+    name: str, rows: int, length: int, form: Format, kind: DeviceKind
+) -> None:
     formula = transformer.from_config(FORMULAS[name], name=name)
     assert formula is not None
     assert formula.is_usual
@@ -243,7 +244,7 @@ def test_a_formula_gives_what_a_dry_run_gives(name: str, rows: int, length: int,
 @pytest.mark.parametrize("name", ["llama grouped tied", "gpt2"])
 @pytest.mark.parametrize("tile", [250, 1024])
 def test_a_formula_knows_the_loss_in_tiles(
-    name: str, rows: int, length: int, form: Format, kind: Kind, tile: int
+    name: str, rows: int, length: int, form: Format, kind: DeviceKind, tile: int
 ) -> None:
     shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind=kind, loss_tile=tile)
     exact = replace(shape, exact=True).profile(rows, length, form)

@@ -1,6 +1,8 @@
 """The command line: ``penstock train`` and its relatives.
 
-Settings, the run's folder, the display and the training loop around an engine. May import everything.
+Settings, the run's folder, the display and the training loop around an engine. May import: ``errors``, ``files``,
+``documents``, ``config``, ``schedule``, ``sim``, ``hardware``, ``loss``, ``shape``, ``planner``, ``report``, ``store``,
+``optim``, ``data``, ``state``, ``engine``, ``doctor``, ``hf``.
 """
 
 import errno

@@ -28,11 +28,11 @@ from penstock.config import TrainConfig
 from penstock.data.batches import Batches, HeldOut
 from penstock.data.stream import Prepared
 from penstock.engine.engine import Engine
+from penstock.engine.trace import TraceWriter
 from penstock.errors import ConfigError
 from penstock.report.prediction import Prediction
 from penstock.report.trace_file import Ran
 from penstock.report.waits import held_up
-from penstock.runtime.trace import TraceWriter
 from penstock.schedule.op import Lane
 from penstock.sim.result import Simulation
 from penstock.state.stats import StepStats

@@ -11,13 +11,12 @@ from penstock.cli.settings import load
 from penstock.cli.task import free_here, shipped_shape, task_of
 from penstock.config import Durability, GradDtype, OptimizerName, Precision, TrainConfig, parse_size
 from penstock.errors import ConfigError
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import check_device, machine_named, on_directories
 from penstock.planner.arguments import check_disk
 from penstock.planner.ask import PlanReport, measured, plan, rated, report
 from penstock.planner.fit import Family
 from penstock.planner.task import free_bytes, own_budget
-from penstock.shape.meta import Kind
 
 PLAN_HELP = """\
 penstock plan: the best way to run a model on a machine, and what to expect of it
@@ -215,7 +214,7 @@ def _machine(config: TrainConfig, asked: str | None) -> Machine:
     """The machine that is named, or this one with the device that the settings name, with the budget's directories."""
     device, paths = config.device, config.budget.disk_paths
     if asked is None:
-        kind = next((kind for kind in get_args(Kind) if device is not None and device.startswith(kind)), None)
+        kind = next((kind for kind in get_args(DeviceKind) if device is not None and device.startswith(kind)), None)
         return measured(paths, kind=kind)
     machine = on_directories(machine_named(asked), paths)
     if device is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.cli.task import free_here, shape_of, task_of
 from penstock.config import TrainConfig
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.batches import choose, cuts, splits
 from penstock.planner.durability import settled
 from penstock.planner.fit import Request, fit
@@ -18,7 +18,6 @@ from penstock.planner.means import with_pinned_gradients
 from penstock.planner.task import DEVICE_TEMPORARIES, MOMENTS, TOKEN_BYTES
 from penstock.schedule.op import Schedule
 from penstock.schedule.place import Format
-from penstock.shape.meta import Kind
 from penstock.shape.model import ModelShape
 
 
@@ -38,7 +37,7 @@ class Cut:
         return f"{count} micro-batch{'es' * (count > 1)} of {self.size} sequence{'s' * (self.size > 1)}: {self.reason}"
 
 
-def cut_batch(config: TrainConfig, schedule: str | Schedule, machine: Machine | None, kind: Kind) -> Cut:
+def cut_batch(config: TrainConfig, schedule: str | Schedule, machine: Machine | None, kind: DeviceKind) -> Cut:
     """How a step's sequences are cut. ``machine``: to predict for; ``kind``: of the device that computes.
 
     Raises:
@@ -90,7 +89,7 @@ def _fastest(config: TrainConfig, machine: Machine) -> tuple[int, str]:
     return best.micro_batch_size, "predicted to be the fastest" + (f" ({', '.join(compared)})" if compared else "")
 
 
-def _largest(config: TrainConfig, kind: Kind) -> tuple[int, str]:
+def _largest(config: TrainConfig, kind: DeviceKind) -> tuple[int, str]:
     """The largest size that fits: without a machine's profile there is nothing else to choose by."""
     shape, sizes = shape_of(config, kind), list(reversed(cuts(config.sequences_per_step)))
     if not sizes:
@@ -110,7 +109,7 @@ def _largest(config: TrainConfig, kind: Kind) -> tuple[int, str]:
     raise refusal
 
 
-def _request(config: TrainConfig, shape: ModelShape, kind: Kind, size: int, count: int) -> Request:
+def _request(config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int) -> Request:
     """What the engine will ask for with such micro-batches."""
     assert not isinstance(config.schedule, Path)
     precision = config.precision or ("bf16" if kind == "cuda" else "fp32")

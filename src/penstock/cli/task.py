@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import DataConfig, LoraConfig, ModelConfig, TrainConfig
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.means import REPEATS, with_pinned_gradients
 from penstock.planner.task import MOMENTS, Task
 from penstock.shape.huggingface import model_shape
-from penstock.shape.meta import Change, Kind
+from penstock.shape.meta import Change
 from penstock.shape.model import ModelShape
 from penstock.shape.shipped import CONFIGS, shipped_name
 
@@ -45,7 +45,7 @@ def task_of(config: TrainConfig, machine: Machine, *, disk_free: int) -> Task:
     )
 
 
-def shape_of(config: TrainConfig, kind: Kind) -> ModelShape:
+def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
     """The model that ``penstock train`` builds; one that has no formula is built here too, to refuse what it would.
 
     Raises:

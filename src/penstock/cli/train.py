@@ -40,7 +40,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, save_profile
 from penstock.hf.lora import BaseWeights, with_adapters
 from penstock.loss.tiled import plain_head, tiled_loss
@@ -48,7 +48,6 @@ from penstock.optim.spec import OptimizerSpec
 from penstock.planner.durability import Weighed
 from penstock.report.sentence import format_time
 from penstock.schedule.op import Schedule
-from penstock.shape.meta import Kind
 from penstock.store.facts import facts_of
 
 
@@ -307,7 +306,7 @@ def _machine(config: TrainConfig, display: Display) -> Machine | None:
     return found
 
 
-def device_kind(asked: str | None) -> Kind:
+def device_kind(asked: str | None) -> DeviceKind:
     """The kind of the device that a run computes on."""
     return "cpu" if resolve_device(asked).type == "cpu" else "cuda"
 

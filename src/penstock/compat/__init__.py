@@ -10,5 +10,5 @@
 
 A name is private if it begins with an underscore or is in a module that the library does not document; no other room
 uses such a name (a test looks). When a library changes one, the file of its name is all that has to change. May import:
-nothing of ``penstock``.
+nothing.
 """

@@ -1,6 +1,6 @@
 """Settings as frozen, keyword-only dataclasses. The strict YAML file of ``penstock train`` is these same classes.
 
-One file for each section. May import: ``documents``, ``errors``.
+One file for each section. May import: ``errors``, ``documents``.
 """
 
 from penstock.config.batch import BatchConfig

@@ -8,7 +8,7 @@
     stream, streamed, batches, ahead      sequences from a position on, to micro-batches, in a thread of their own
     opening, told                         from settings to all of this, and what was read in words
 
-May import: ``config``, ``errors``.
+May import: ``errors``, ``files``, ``documents``, ``compat``, ``config``, ``tape``.
 """
 
 from typing import TYPE_CHECKING, Any

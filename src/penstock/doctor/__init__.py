@@ -13,6 +13,7 @@ overhead.py    what an op costs besides its work
 findings.py    what is wrong, in words
 examine.py     all of it, in order: the entry
 
-May import everything but ``engine`` and ``cli``. Everything is measured with the code that the engine runs, on buffers
-of its sizes, so that a profile predicts the engine and not the hardware's data sheet.
+Everything is measured with the code that the engine runs, on buffers of its sizes, so that a profile predicts the
+engine and not the hardware's data sheet. May import: ``errors``, ``config``, ``schedule``, ``hardware``, ``store``,
+``optim``, ``state``, ``runtime``.
 """

@@ -8,5 +8,6 @@
     batch, labels                     what users hand over as micro-batches
     turns, interrupt                  calls come one after another; Ctrl-C ends a run between steps
 
-May import: every room but ``hf``, ``fabric``, ``doctor``, ``report`` and ``cli``.
+May import: ``errors``, ``files``, ``documents``, ``compat``, ``config``, ``schedule``, ``sim``, ``hardware``, ``loss``,
+``tape``, ``shape``, ``planner``, ``store``, ``optim``, ``state``, ``runtime``.
 """

@@ -23,6 +23,7 @@ from penstock.engine.interrupt import whole_steps
 from penstock.engine.planning import Planning
 from penstock.engine.runner import Machinery, Runner, hyper_runs
 from penstock.engine.start import WeightSource
+from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.engine.turns import in_turn, is_foreign
 from penstock.errors import ConfigError, NonFiniteError
 from penstock.hardware.machine import Machine
@@ -33,7 +34,6 @@ from penstock.planner.fit import Plan
 from penstock.planner.means import REPEATS
 from penstock.runtime.context import StepContext
 from penstock.runtime.streams import streams_for
-from penstock.runtime.trace import MemorySample, TraceEvent
 from penstock.schedule.op import Schedule
 from penstock.sim.result import Simulation
 from penstock.state import numa, snapshots

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.errors import StoreError
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer
@@ -21,7 +22,6 @@ from penstock.runtime.pools import Pools
 from penstock.runtime.serial import SerialExecutor
 from penstock.runtime.stepping import Stepping
 from penstock.runtime.streams import CudaStreams, HostStreams
-from penstock.runtime.trace import MemorySample, TraceEvent
 from penstock.schedule.op import LOCAL_LANES, Lane, Op, Schedule
 from penstock.schedule.program import ALIGN
 from penstock.state.arrays import Late, StateArrays

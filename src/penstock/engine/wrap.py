@@ -18,13 +18,12 @@ from penstock.engine.engine import Engine
 from penstock.engine.start import WeightSource
 from penstock.engine.turns import alone
 from penstock.errors import ConfigError
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import check_device, find_profile, on_directories
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner.means import with_pinned_gradients
 from penstock.schedule.check import check
 from penstock.schedule.op import Schedule
-from penstock.shape.meta import Kind
 from penstock.store.owner import RUN_FILE, Owner, owner_in
 from penstock.tape.guard import check_unguarded
 from penstock.tape.passage import LossFn
@@ -198,7 +197,7 @@ def _machine(plan: Machine | Literal["auto"] | None, device: torch.device, budge
     """The machine to plan for, which computes on the kind of device that the run does, on the budget's directories."""
     if plan is None:
         return None
-    kind: Kind = "cpu" if device.type == "cpu" else "cuda"
+    kind: DeviceKind = "cpu" if device.type == "cpu" else "cuda"
     if plan == "auto":
         return find_profile(budget.disk_paths, kind=kind)
     check_device(plan, kind)

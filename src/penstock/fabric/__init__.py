@@ -3,7 +3,9 @@
     strategy   the strategy that a Fabric is given
     deferred   what a loop computes from a model's output before the engine has run the model
 
-May import: everything but ``cli`` and ``hf``. Importing the package itself imports neither torch nor Lightning.
+Importing the package itself imports neither torch nor Lightning. May import: ``errors``, ``files``, ``documents``,
+``compat``, ``config``, ``schedule``, ``hardware``, ``loss``, ``tape``, ``store``, ``optim``, ``data``, ``state``,
+``engine``.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -15,6 +15,9 @@ from typing import Any, Literal
 from penstock.errors import ConfigError
 from penstock.schedule.op import LANES
 
+DeviceKind = Literal["cuda", "cpu"]
+"""What may compute."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
@@ -55,7 +58,7 @@ class Device:
     """What computes. ``flops``: FLOP/s of a large matrix product, by dtype (``fp32``, ``bf16``, ``fp16``)."""
 
     name: str
-    kind: Literal["cuda", "cpu"]
+    kind: DeviceKind
     memory: int
     flops: Mapping[str, float]
     h2d: float

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import get_args
 
 from penstock.errors import ConfigError
-from penstock.hardware.machine import Drive, Machine, load_machine, parse_machine
-from penstock.shape.meta import Kind
+from penstock.hardware.machine import DeviceKind, Drive, Machine, load_machine, parse_machine
 
 _HOW = "penstock doctor --path DIR measures this machine"
 
@@ -65,14 +64,14 @@ def _not_stored(target: Path, error: OSError) -> str:
     return f"the profile cannot be stored as {target}: {error.strerror}. Set XDG_CACHE_HOME to a folder you may write"
 
 
-def _file_name(paths: Sequence[str], kind: Kind) -> str:
+def _file_name(paths: Sequence[str], kind: DeviceKind) -> str:
     """Readable, and different for different sets of directories and kinds of device."""
     words = "-".join(re.sub(r"[^A-Za-z0-9]+", "-", path).strip("-") for path in paths) or "no-disk"
     digest = hashlib.sha256("\0".join(sorted(paths)).encode()).hexdigest()[:8]
     return f"{words[:80]}-{kind}-{digest}.json"
 
 
-def find_profile(paths: Sequence[Path] = (), *, kind: Kind | None = None) -> Machine | None:
+def find_profile(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> Machine | None:
     """What was measured here, newest first, with a drive for each of ``paths``, in that order; None if there is none.
 
     A profile that has all directories is taken before several that have some each. Without ``paths``: the newest
@@ -82,7 +81,7 @@ def find_profile(paths: Sequence[Path] = (), *, kind: Kind | None = None) -> Mac
     Raises:
         ConfigError: the stored profile of these directories is damaged or from another version: names it.
     """
-    kinds: tuple[Kind, ...] = get_args(Kind) if kind is None else (kind,)
+    kinds: tuple[DeviceKind, ...] = get_args(DeviceKind) if kind is None else (kind,)
     asked = {_file_name([str(path.resolve()) for path in paths], one) for one in kinds}
     machines = [machine for machine in _stored(asked) if machine.device.kind in kinds]
     if not machines:

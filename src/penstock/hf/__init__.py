@@ -8,7 +8,9 @@
     training_arguments  what becomes of each of the Trainer's arguments
     engine_arguments    what a Trainer has to be told about the engine
 
-May import: everything but ``cli``. Importing the package itself imports neither torch nor transformers.
+Importing the package itself imports neither torch nor transformers. May import: ``errors``, ``files``, ``documents``,
+``compat``, ``config``, ``schedule``, ``hardware``, ``loss``, ``tape``, ``store``, ``optim``, ``data``, ``state``,
+``engine``.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -3,7 +3,7 @@
     tiled   ``tiled_loss``, a ``loss_fn``: a model's head hands out a stand-in for logits, which knows how to make them
     tiles   the cross-entropy of a linear head, computed tile by tile, forward and backward
 
-May import: ``errors``. Importing the package itself imports no torch.
+Importing the package itself imports no torch. May import: ``errors``, ``compat``.
 """
 
 DEFAULT_TILE = 1024

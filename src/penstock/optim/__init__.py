@@ -3,5 +3,5 @@
 ``spec`` says what the user asked for, ``formula`` fixes the arithmetic of each optimizer, ``kernels`` runs it in one
 pass over memory (``library`` finds the native code, ``native/`` is its source, ``fallback`` is the same in torch),
 ``crossing`` copies between host and device with a cast on the device, ``facade`` is what ``torch.optim.lr_scheduler``
-sees. May import: ``config``, ``errors``, ``schedule.program``.
+sees. May import: ``errors``, ``compat``, ``config``, ``schedule``.
 """

@@ -9,5 +9,5 @@
     task, batches, forecast,       what is asked, how large a step should be, what follows from a plan, what would help
     roofline, advice, ask
 
-May import: ``config``, ``errors``, ``schedule``, ``sim``, ``hardware``, ``shape``.
+May import: ``errors``, ``config``, ``schedule``, ``sim``, ``hardware``, ``shape``.
 """

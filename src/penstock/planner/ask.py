@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.config import Budget, GradDtype, OptimizerName, Precision, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories
 from penstock.planner.advice import Advice, advice, refusal
 from penstock.planner.alternatives import Alternatives, alternatives
@@ -29,7 +29,6 @@ from penstock.planner.roofline import Roofline, roofline
 from penstock.planner.search import Choice, search
 from penstock.planner.task import MOMENTS, Task, free_bytes, own_budget
 from penstock.shape.huggingface import model_shape
-from penstock.shape.meta import Kind
 from penstock.shape.model import ModelShape
 
 _FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
@@ -184,7 +183,7 @@ def _machine(machine: str | Path | Machine | None, budget: Budget | None) -> Mac
     return on_directories(machine if isinstance(machine, Machine) else machine_named(str(machine)), paths)
 
 
-def measured(paths: tuple[Path, ...], *, kind: Kind | None = None) -> Machine:
+def measured(paths: tuple[Path, ...], *, kind: DeviceKind | None = None) -> Machine:
     """The stored profile of this host and the directories. ``kind``: of the device that computes; None: any.
 
     Raises:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config import TIERS, Tier, format_size
+from penstock.schedule.moving import held_by, move_order
 from penstock.schedule.place import BOUNCE, FP32, Format, Placement, checksum_bytes, page_up
 from penstock.schedule.program import Program
 
@@ -36,23 +37,6 @@ def arrays(program: Program, form: Format) -> tuple[Array, ...]:
             state = Array(group=group.index, nbytes=group.trainable * FP32, state=True)
             found += [state] * (form.moments + form.split)
     return tuple(found)
-
-
-def move_order(sizes: Sequence[int], now: Sequence[Tier], wanted: Sequence[Tier]) -> tuple[int, ...]:
-    """The order in which arrays move so that no tier holds more than it does now or will, if there is one."""
-    held = _held(sizes, now)
-    final = _held(sizes, wanted)
-    most = {tier: max(held[tier], final[tier]) for tier in TIERS} | {"disk": sum(sizes)}
-    pending = [i for i in range(len(sizes)) if now[i] != wanted[i]]
-    order: list[int] = []
-    while pending:
-        fits = (i for i in pending if held[wanted[i]] + sizes[i] <= most[wanted[i]])
-        i = next(fits, pending[0])
-        held[now[i]] -= sizes[i]
-        held[wanted[i]] += sizes[i]
-        pending.remove(i)
-        order.append(i)
-    return tuple(order)
 
 
 def peaks_outside_steps(
@@ -98,7 +82,7 @@ def peaks_outside_steps(
     stored = sum(page_up(n) for n in sizes)
     wanted: list[Tier] = [place.state[p.group] if p.state else place.weights[p.group] for p in parts]
     first: list[Tier] = ["disk"] * len(parts) if disk else _start_in_memory(sizes, host_bytes)
-    start, final = _held(sizes, first), _held(sizes, wanted)
+    start, final = held_by(sizes, first), held_by(sizes, wanted)
     moments = form.moments + form.split
     checksums = 2 * checksum_bytes(program.groups, moments, slots)
     saved = stored + checksum_bytes(program.groups, moments, 1)
@@ -129,13 +113,6 @@ def beyond(peaks: Mapping[Phase, Peaks], room: Mapping[Tier, int]) -> str | None
     return None
 
 
-def _held(sizes: Sequence[int], tiers: Sequence[Tier]) -> Peaks:
-    held: Peaks = dict.fromkeys(TIERS, 0)
-    for nbytes, tier in zip(sizes, tiers, strict=True):
-        held[tier] += nbytes
-    return held
-
-
 def _start_in_memory(sizes: Sequence[int], room: int) -> list[Tier]:
     """Where arrays start without a disk: what fits into host memory there, the rest on the device (``StateArrays``)."""
     tiers: list[Tier] = []
@@ -147,7 +124,7 @@ def _start_in_memory(sizes: Sequence[int], room: int) -> list[Tier]:
 
 
 def _moving(sizes: Sequence[int], now: Sequence[Tier], wanted: Sequence[Tier]) -> Peaks:
-    held = _held(sizes, now)
+    held = held_by(sizes, now)
     most = dict(held)
     for i in move_order(sizes, now, wanted):
         held[wanted[i]] += sizes[i]

@@ -2,5 +2,5 @@
 
 ``prediction`` and ``trace_file`` read the two sides, ``run_page`` and ``simulated_page`` write the self-contained HTML
 page (its script and style are the files under ``page/``), ``chrome`` a Chrome trace, ``picture`` an SVG or a PNG.
-May import ``config``, ``errors``, ``schedule`` and ``sim``; never torch.
+Nothing here imports torch. May import: ``errors``, ``files``, ``documents``, ``config``, ``schedule``, ``sim``.
 """

@@ -1,6 +1,6 @@
 """Reads what a run has measured: its trace files, whole or cut off, and its metrics.
 
-The writer (``runtime.trace``) puts one record on a line, and after a step's ops and memory samples a marker ``step N``.
+The writer (``engine.trace``) puts one record on a line, and after a step's ops and memory samples a marker ``step N``.
 A run that is killed leaves a file that ends anywhere; what is there is read, and the step that the cut fell into says
 that it is not whole.
 """

@@ -5,6 +5,6 @@
     transformer           four architectures by formula
     huggingface, shipped  configurations of Hugging Face's models; those that ship by name
 
-Nothing here imports torch at module level. May import: ``config``, ``errors``, ``documents``, ``schedule``,
-``hardware``; ``tape`` and ``loss`` when a model is run on the meta device.
+Nothing here imports torch at module level. May import: ``errors``, ``documents``, ``config``, ``schedule``,
+``hardware``, ``loss``, ``tape``.
 """

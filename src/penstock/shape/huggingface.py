@@ -9,9 +9,10 @@ from typing import Any
 from penstock.config import check_parts
 from penstock.documents.text import MalformedError, parse_json, read_bounded
 from penstock.errors import ConfigError
+from penstock.hardware.machine import DeviceKind
 from penstock.schedule.place import FP32, Format
 from penstock.shape import meta, transformer
-from penstock.shape.meta import Change, Kind
+from penstock.shape.meta import Change
 from penstock.shape.model import ModelProfile
 
 _LAYERS = ("num_hidden_layers", "n_layer")
@@ -29,7 +30,7 @@ class HuggingFaceModel:
 
     name: str
     config: Mapping[str, Any]
-    kind: Kind = "cuda"
+    kind: DeviceKind = "cuda"
     exact: bool = False
     loss_tile: int | None = None
     change: Change | None = None
@@ -89,7 +90,11 @@ class HuggingFaceModel:
 
 
 def model_shape(
-    source: str | Path | Mapping[str, Any], *, kind: Kind = "cuda", exact: bool = False, loss_tile: int | None = None
+    source: str | Path | Mapping[str, Any],
+    *,
+    kind: DeviceKind = "cuda",
+    exact: bool = False,
+    loss_tile: int | None = None,
 ) -> HuggingFaceModel:
     """A model from a configuration, from a ``config.json`` or the folder that it is in, or by a name that ships, also
     under the name that it has on the hub, which is not asked.

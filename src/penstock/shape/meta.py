@@ -6,9 +6,10 @@ torch and transformers are imported when a profile is asked for, and not before.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.errors import ConfigError
+from penstock.hardware.machine import DeviceKind
 from penstock.schedule.place import FP32, Format
 from penstock.schedule.program import GroupSpec, Program, Stage
 from penstock.shape.model import ModelProfile
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from penstock.tape.dry import DryRun
     from penstock.tape.passage import LossFn
 
-Kind = Literal["cuda", "cpu"]
 MicroBatchSpec = Callable[[int, int], Mapping[str, Any]]
 """From (sequences, tokens each) to a micro-batch: a mapping of tensors, on the CPU or on the meta device."""
 
@@ -40,7 +40,7 @@ class MetaModel:
     build: Callable[[], "nn.Module"]
     micro_batch: MicroBatchSpec
     loss_fn: "LossFn | None" = None
-    kind: Kind = "cuda"
+    kind: DeviceKind = "cuda"
     repeats: bool = False
 
     def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
@@ -136,7 +136,7 @@ def from_config(
     config: Mapping[str, Any],
     *,
     name: str,
-    kind: Kind = "cuda",
+    kind: DeviceKind = "cuda",
     loss_tile: int | None = None,
     change: "Change | None" = None,
 ) -> MetaModel:
@@ -174,7 +174,7 @@ def from_callable(
     *,
     name: str = "model",
     loss_fn: "LossFn | None" = None,
-    kind: Kind = "cuda",
+    kind: DeviceKind = "cuda",
 ) -> MetaModel:
     """Any module: ``build()`` is called under ``torch.device("meta")``."""
     return MetaModel(name=name, build=build, micro_batch=micro_batch, loss_fn=loss_fn, kind=kind)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.hardware.machine import DeviceKind
 from penstock.shape.huggingface import HuggingFaceModel
-from penstock.shape.meta import Kind
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def shipped_name(name: str) -> str | None:
     return name if name in CONFIGS else ON_THE_HUB.get(name)
 
 
-def named(name: str, *, kind: Kind = "cuda") -> HuggingFaceModel:
+def named(name: str, *, kind: DeviceKind = "cuda") -> HuggingFaceModel:
     """The shape of a model that ships by name, for a ``kind`` of device.
 
     Raises:

@@ -1,5 +1,5 @@
 """Simulation: how long a schedule takes, and how much memory it holds when, on a machine that need not exist.
 
 ``simulate`` runs every rank's lanes in time; ``Costs`` say how long an op takes and which lanes slow each other down.
-May import ``config``, ``errors`` and ``schedule``; never torch.
+Nothing here imports torch. May import: ``errors``, ``config``, ``schedule``.
 """

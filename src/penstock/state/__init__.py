@@ -8,5 +8,5 @@
     buffers, values    a model's persistent buffers; values by name, out of wherever they live
     snapshots, stats   whole copies of the state; what a step reports, and its commit keeps
 
-May import: ``config``, ``errors``, ``documents``, ``schedule``, ``store``, ``optim``, ``tape``.
+May import: ``errors``, ``files``, ``documents``, ``compat``, ``config``, ``schedule``, ``store``, ``optim``.
 """

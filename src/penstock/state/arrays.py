@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from penstock.config import Tier
 from penstock.errors import StoreError
 from penstock.optim import kernels
-from penstock.planner.outside import move_order
+from penstock.schedule.moving import move_order
 from penstock.schedule.place import FP32, Format, Placement, grain
 from penstock.schedule.program import GroupSpec, round_up
 from penstock.state.memory import BOUNCE, DeviceSlab, HostSlab

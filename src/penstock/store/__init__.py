@@ -14,6 +14,7 @@ whole.py      folders that appear whole or not at all
 snapshot.py   `SnapshotWriter`, `SnapshotReader`: what `engine.save` and `engine.load` use
 
 Imports only config and errors from the rest of the package, and never torch: buffers are numpy arrays or memoryviews.
+May import: ``errors``, ``files``, ``documents``, ``config``.
 """
 
 from penstock.store.layout import ALIGN, Extent, Grid, Layout, Region

@@ -20,6 +20,6 @@
     init      fills a model from the meta device
     guard     refuses uses of the model outside of the engine
 
-``tape`` is built on ``probe`` and ``passage``, and ``passage`` on ``graph`` and ``trees``. May import: ``config``,
-``errors``, ``schedule.program``. Importing the package itself imports no torch.
+``tape`` is built on ``probe`` and ``passage``, and ``passage`` on ``graph`` and ``trees``. Importing the package itself
+imports no torch. May import: ``errors``, ``compat``, ``schedule``.
 """

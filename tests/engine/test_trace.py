@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.trace import MemorySample, TraceEvent, TraceWriter
+from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.schedule.op import LANES, Lane
 
 

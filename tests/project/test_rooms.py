@@ -1,0 +1,188 @@
+"""The rooms' directions: which room may import which, by what the sources say, imports within functions included."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+SOURCES = Path(penstock.__file__).parent
+DESIGN = SOURCES.parent.parent / "docs" / "design.md"
+
+_STATE = {"compat", "config", "documents", "errors", "files", "optim", "schedule", "store"}
+_ENGINE = _STATE | {"hardware", "loss", "planner", "runtime", "shape", "sim", "state", "tape"}
+_LOOPS = _ENGINE - {"planner", "runtime", "shape", "sim"} | {"data", "engine"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "files": set(),
+    "documents": set(),
+    "compat": set(),
+    "config": {"documents", "errors"},
+    "schedule": {"config", "errors"},
+    "sim": {"config", "errors", "schedule"},
+    "hardware": {"config", "documents", "errors", "schedule"},
+    "loss": {"compat", "errors"},
+    "tape": {"compat", "errors", "schedule"},
+    "shape": {"config", "documents", "errors", "hardware", "loss", "schedule", "tape"},
+    "planner": {"config", "errors", "hardware", "schedule", "shape", "sim"},
+    "report": {"config", "documents", "errors", "files", "schedule", "sim"},
+    "store": {"config", "documents", "errors", "files"},
+    "optim": {"compat", "config", "errors", "schedule"},
+    "data": {"compat", "config", "documents", "errors", "files", "tape"},
+    "state": _STATE,
+    "runtime": {"config", "errors", "optim", "schedule", "state", "store", "tape"},
+    "engine": _ENGINE,
+    "doctor": {"config", "errors", "hardware", "optim", "runtime", "schedule", "state", "store"},
+    "fabric": _LOOPS,
+    "hf": _LOOPS,
+    "cli": _LOOPS - {"compat", "tape"} | {"doctor", "hf", "planner", "report", "shape", "sim"},
+}
+"""Room -> the rooms that it may import. Everybody may import what ``penstock/__init__.py`` exports but no room does."""
+
+WITHOUT_TORCH = {"config", "documents", "errors", "files", "hardware", "planner", "report", "schedule", "shape", "sim"}
+"""Rooms that import no torch, nor anything built on it, when they are imported: planning needs no tensors."""
+
+BARE = ("penstock", "penstock.doctor", "penstock.fabric", "penstock.hf", "penstock.cli")
+"""Packages of which the same holds, though not of all that is in them."""
+
+_HEAVY = {"torch", "transformers", "accelerate", "peft", "trl", "lightning_fabric", "datasets"}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in SOURCES.rglob("*.py"):
+        parts = path.relative_to(SOURCES.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that a source imports, wherever it stands, and whoever it is for (``TYPE_CHECKING`` too)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert not node.level, "imports are absolute"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in modules() else node.module
+
+
+def wrong_ways(room: str, text: str) -> list[str]:
+    """What a source in ``room`` imports that the room may not."""
+    inside = (name for name in imports(ast.parse(text)) if name.split(".")[0] == "penstock")
+    return [name for name in inside if room_of(name) not in {room, *MAY_IMPORT[room]}]
+
+
+def at_import(module: str) -> set[str]:
+    """The modules that importing ``module`` imports: at its top, not in functions, and not for types alone."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        if name in modules():
+            waiting += [name.rpartition(".")[0]] if "." in name else []
+            waiting += _imported_at_top(name)
+    return found
+
+
+@cache
+def _imported_at_top(module: str) -> tuple[str, ...]:
+    return tuple(imports(_top(ast.parse(modules()[module].read_text()))))
+
+
+def _top(tree: ast.Module) -> ast.Module:
+    """What runs when a module is imported. Bodies of functions do not, nor what stands under ``TYPE_CHECKING``."""
+
+    class Top(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                return [self.visit(part) for part in node.orelse]
+            return self.generic_visit(node)
+
+    return Top().visit(tree)  # type: ignore[no-any-return]
+
+
+def test_every_folder_is_a_room() -> None:
+    rooms = {path.name for path in SOURCES.iterdir() if (path / "__init__.py").exists()}
+    files = {path.stem for path in SOURCES.glob("*.py")} - {"__init__", "__main__"}
+    assert rooms | files == set(MAY_IMPORT)
+
+
+def test_rooms_have_an_order() -> None:
+    done: set[str] = set()
+    while ready := {room for room, below in MAY_IMPORT.items() if room not in done and below <= done}:
+        done |= ready
+    assert done == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_what_it_may(room: str) -> None:
+    found = {
+        f"{path.relative_to(SOURCES)}: {wrong}"
+        for name, path in modules().items()
+        if room_of(name) == room
+        for wrong in wrong_ways(room, path.read_text())
+    }
+    assert found == set()
+
+
+def test_an_import_the_wrong_way_is_found() -> None:
+    lazy = "def f():\n    from penstock.planner import search\n"
+    for_types = "if TYPE_CHECKING:\n    import penstock.planner.search\n"
+    assert wrong_ways("runtime", lazy) == wrong_ways("runtime", for_types) == ["penstock.planner.search"]
+    assert not wrong_ways("engine", lazy)
+
+
+def test_only_the_engine_imports_both_the_planner_and_the_runtime() -> None:
+    assert {room for room, below in MAY_IMPORT.items() if {"planner", "runtime"} <= below} == {"engine"}
+
+
+@pytest.mark.parametrize("room", sorted(WITHOUT_TORCH))
+def test_planning_imports_no_torch(room: str) -> None:
+    for name in modules():
+        if room_of(name) == room:
+            heavy = {other for other in at_import(name) if other.split(".")[0] in _HEAVY}
+            assert not heavy, f"importing {name} imports {heavy}"
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_packages_import_no_torch(name: str) -> None:
+    assert not {other for other in at_import(name) if other.split(".")[0] in _HEAVY}
+
+
+def test_an_import_of_torch_is_found() -> None:
+    assert "torch" in at_import("penstock.tape.trees")
+    assert "torch" not in at_import("penstock.shape.meta")
+
+
+def test_the_design_says_the_same() -> None:
+    text = DESIGN.read_text().partition("## Rooms")[2].partition("\n## ")[0]
+    said: dict[str, set[str]] = {}
+    for rooms, below in re.findall(r"^\| ([a-z`, ]+) \| ([a-z`, ]+) \|$", text, re.MULTILINE):
+        for room in re.findall(r"`(\w+)`", rooms):
+            said[room] = set(re.findall(r"`(\w+)`", below))
+    assert said == MAY_IMPORT
+
+
+@pytest.mark.parametrize("room", [room for room in MAY_IMPORT if (SOURCES / room).is_dir()])
+def test_a_rooms_own_words_say_the_same(room: str) -> None:
+    words = ast.get_docstring(ast.parse((SOURCES / room / "__init__.py").read_text())) or ""
+    may = re.search(r"May\s+import:\s+([^.]*)\.", words)
+    assert may is not None, "its __init__ ends with: May import: ``config``, ``errors``."
+    assert set(re.findall(r"``(\w+)``", may[1])) == MAY_IMPORT[room]
