@@ -25,8 +25,8 @@ from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Limits, assign
 from penstock.planner.search import search
 from penstock.planner.task import Task, free_bytes
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Depths, Settings
-from penstock.schedule.world import World
 from penstock.shape.model import ModelShape
 from penstock.shape.shipped import CONFIGS
 from penstock.shape.transformer import from_config

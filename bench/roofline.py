@@ -109,7 +109,7 @@ def _shares(work: Mapping[str, float], steps: Sequence[Taken]) -> str:
 def describe(found: Sequence[tuple[Case, Measured]]) -> str:
     """The table, and what the steps waited for."""
     lines = [turns.table(HEADER, [row(case, measured) for case, measured in found]), ""]
-    lines += ["Waits are named by the op that ended them, as in `penstock.schedule.op`; means over the steps.", ""]
+    lines += ["Waits are named by the op that ended them, as in `penstock.schedule.ir.ops`; means over the steps.", ""]
     return "\n".join(lines + [waits(case, measured) for case, measured in found])
 
 

@@ -20,7 +20,7 @@ from penstock.hardware.machine import load_machine
 from penstock.report.causes import measured_bars
 from penstock.report.series import Bar, parse_cause
 from penstock.report.trace_file import MeasuredStep, Ran
-from penstock.schedule.op import parse_word
+from penstock.schedule.ir.ops import op_id
 
 _SECTOR = 512
 
@@ -118,7 +118,7 @@ def _cause(bar: Bar) -> str:
     because = parse_cause(bar.cause)
     if because.pool:
         return f"a free buffer of {because.pool.rstrip('0123456789.')}"
-    return parse_word(because.op).kind if because.op else "(no op: starting up)"
+    return op_id(because.op).kind if because.op else "(no op: starting up)"
 
 
 def _drive(path: Path) -> Path | None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.config import Tier
 from penstock.planner.fit import Family
 from penstock.schedule.horizontal import horizontal, horizontal_route
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
 from penstock.schedule.route import Route

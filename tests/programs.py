@@ -6,7 +6,7 @@ from typing import Literal
 
 from penstock.config import Tier
 from penstock.schedule.horizontal import horizontal
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
 from penstock.schedule.vertical import vertical

@@ -19,11 +19,11 @@ from penstock.config import (
 )
 from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.report.prediction import Prediction
-from penstock.schedule.op import Op, Schedule
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
 from penstock.schedule.vertical import vertical
-from penstock.schedule.world import World
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import Budget
 from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, ScheduleError, StoreError
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine

@@ -91,7 +91,7 @@ def test_what_turns_out_not_to_fit_is_cut_smaller(
 
 
 def test_a_schedule_of_ones_own_has_its_own_number_of_micro_batches(config: TrainConfig) -> None:
-    from penstock.schedule.op import parse_schedule
+    from penstock.schedule.ir.text import parse_schedule
 
     own = parse_schedule("schedule s micro-batches 3 chunk 4096\n")
     asked = replace(config, batch=BatchConfig(sequences=12), schedule=Path("own.schedule"))

@@ -19,7 +19,7 @@ import penstock
 from penstock.errors import BudgetError
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner import fit
-from penstock.schedule.op import parse_schedule
+from penstock.schedule.ir.text import parse_schedule
 from tests.models import MODELS
 from tests.training import Result, assert_same, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
 
@@ -150,7 +150,7 @@ def test_same_bits_with_any_chunk_size(
         with wrap(CASE, where, precision=precision, clip_grad_norm=clip, schedule=schedule) as engine:
             found = run_steps(engine, STEPS)
             assert engine.plan.settings.chunk == chunk
-            assert max(op.word.chunk for op in engine.plan.schedule.ops) >= 1
+            assert max(op.id.chunk for op in engine.plan.schedule.ops) >= 1
         assert_same(found, reference(precision, clip))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from penstock.engine.runner import Runner
 from penstock.errors import ScheduleError, StoreError
 from penstock.schedule.check import check_waits
-from penstock.schedule.op import Op
+from penstock.schedule.ir.ops import Op
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
 from penstock.schedule.vertical import vertical

@@ -17,12 +17,14 @@ from penstock.schedule.check import check
 from penstock.schedule.check_world import check_world
 from penstock.schedule.clocks import Clocks
 from penstock.schedule.horizontal import horizontal
-from penstock.schedule.op import Lane, Op, Schedule, parse_schedule
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.text import parse_schedule
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.order import run_order
 from penstock.schedule.place import FP32, PAGE, Depths, Format, Placement, Settings, chunks, delayed_share, part_of
 from penstock.schedule.program import ALIGN, Program
 from penstock.schedule.vertical import vertical
-from penstock.schedule.world import World
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.programs import Case, random_case, transformer
@@ -42,17 +44,17 @@ def delayed(case: Case, share: float) -> Case:
 
 def late_steps(schedule: Schedule) -> list[Op]:
     """The optimizer steps that use the gradient of the step before."""
-    return [op for op in schedule.lanes["cpu"] if op.word.kind == "OP" and op.reads[0][0] in "hr"]
+    return [op for op in schedule.lanes["cpu"] if op.id.kind == "OP" and op.reads[0][0] in "hr"]
 
 
 def late_count(plain: Schedule, share: float, last: int = 0) -> int:
     """How many chunks a share delays: all of the embedding (group ``last``), and as many of the others."""
-    groups = [op.word.group for op in plain.ops if op.word.kind == "OP"]
+    groups = [op.id.group for op in plain.ops if op.id.kind == "OP"]
     return groups.count(last) + ceil(share * (len(groups) - groups.count(last)))
 
 
 def steps(schedule: Schedule) -> list[str]:
-    return sorted(op.id for op in schedule.ops if op.word.kind in ("OP", "OD"))
+    return sorted(op.id for op in schedule.ops if op.id.kind in ("OP", "OD"))
 
 
 cases = st.builds(training, st.integers(0, 10_000))
@@ -74,19 +76,17 @@ def test_a_delay_moves_work_and_adds_none(case: Case, share: float) -> None:
     plain, late = case.build(), delayed(case, share).build()
     assert steps(plain) == steps(late)
     assert len(late_steps(late)) == late_count(plain, share)
-    assert {op.id for op in late.ops if op.word.kind == "OP" and op.word.group == 0} <= {
-        op.id for op in late_steps(late)
-    }
+    assert {op.id for op in late.ops if op.id.kind == "OP" and op.id.group == 0} <= {op.id for op in late_steps(late)}
     expected: dict[Lane, int] = dict(plain.bytes_per_lane())
     cuts = [chunks(g, case.settings.chunk) for g in case.program.groups]
     for op in late_steps(late):
-        numel = cuts[op.word.group][op.word.chunk].numel
+        numel = cuts[op.id.group][op.id.chunk].numel
         width = case.gradient_bytes(plain, op.id[2:])
         if f"NG{op.id[2:]}" not in plain.by_id:  # its step would have computed its part of the norm in passing
             expected["cpu"] += numel * width
-        if case.settings.place.weights[op.word.group] == "disk":
+        if case.settings.place.weights[op.id.group] == "disk":
             expected["read"] -= numel * case.settings.form.weight_bytes
-        if case.settings.place.gradients == "disk" and not case.settings.waits(op.word.group):
+        if case.settings.place.gradients == "disk" and not case.settings.waits(op.id.group):
             expected["read"] += numel * width
             expected["write"] += numel * width
     assert late.bytes_per_lane() == expected
@@ -98,8 +98,8 @@ def test_delayed_steps_come_before_whoever_uses_the_weights(case: Case, share: f
     schedule = delayed(case, share).build()
     clocks = Clocks(run_order(schedule))
     for step in late_steps(schedule):
-        g, c = step.word.group, step.word.chunk
-        loads = [op for op in schedule.ops if op.word.kind in ("RW", "UW") and (op.word.group, op.word.chunk) == (g, c)]
+        g, c = step.id.group, step.id.chunk
+        loads = [op for op in schedule.ops if op.id.kind in ("RW", "UW") and (op.id.group, op.id.chunk) == (g, c)]
         assert loads or case.settings.place.weights[g] == "device"
         for op in loads:
             assert clocks.before(step, op)
@@ -107,7 +107,7 @@ def test_delayed_steps_come_before_whoever_uses_the_weights(case: Case, share: f
             users = [
                 op
                 for op in schedule.lanes["compute"]
-                if op.word.kind in "FEB" and g in case.program.stages[op.word.stage].forward_reads
+                if op.id.kind in "FEB" and g in case.program.stages[op.id.stage].forward_reads
             ]
             home = schedule.by_id.get(f"UN{g}.{c}", step)
             for op in users:
@@ -135,7 +135,7 @@ class Run:
         self.place, self.split = case.settings.place, case.settings.form.split
         parts = [part_of(g, case.settings.ranks) for g in case.program.groups]
         self.cuts = [[c.index for c in chunks(part, case.settings.chunk) if c.trainable] for part in parts]
-        late = {(op.word.group, op.word.chunk) for op in late_steps(schedule)}
+        late = {(op.id.group, op.id.chunk) for op in late_steps(schedule)}
         self.now = 1
         self.state = {(g, c): 1 - ((g, c) in late) for g, cut in enumerate(self.cuts) for c in cut}
         self.weights = dict(self.state)
@@ -154,7 +154,7 @@ class Run:
         self.now += 1
 
     def _op(self, op: Op) -> None:
-        kind, at = op.word.kind, (op.word.group, op.word.chunk)
+        kind, at = op.id.kind, (op.id.group, op.id.chunk)
         match kind:
             case "RW" if at in self.weights:
                 self.held[op.writes[0]] = self.weights[at]
@@ -201,8 +201,8 @@ class Run:
             self.weights[at] = old + 1
 
     def _compute(self, op: Op) -> None:
-        stage = self.case.program.stages[op.word.stage]
-        groups = {"F": stage.forward_reads, "B": stage.backward_reads}.get(op.word.kind) or (
+        stage = self.case.program.stages[op.id.stage]
+        groups = {"F": stage.forward_reads, "B": stage.backward_reads}.get(op.id.kind) or (
             *stage.forward_reads,
             *stage.backward_reads,
         )
@@ -246,7 +246,7 @@ def test_the_step_before_is_committed_between_its_last_write_and_this_ones_first
     schedule = delayed(case, share).build()
     clocks = Clocks(run_order(schedule))
     late = {op.id[2:] for op in late_steps(schedule)}
-    writes = [op for op in schedule.lanes["write"] if op.word.kind in ("WS", "WW")]
+    writes = [op for op in schedule.lanes["write"] if op.id.kind in ("WS", "WW")]
     assert ("CM" in schedule.by_id) == any(op.id[2:] in late for op in writes)
     for op in writes if "CM" in schedule.by_id else ():
         commit = schedule.by_id["CM"]
@@ -405,7 +405,7 @@ def test_the_delayed_chunks_are_evenly_spread_over_all_groups(share: float) -> N
 def disk_bound(op: Op) -> float:
     """A drive that writes at half the rate it reads at, and takes as long for a step as the device computes."""
     if op.lane == "compute":
-        return {"F": 1.0, "B": 3.0}.get(op.word.kind, 1.0)
+        return {"F": 1.0, "B": 3.0}.get(op.id.kind, 1.0)
     rates: dict[Lane, float] = {"read": 2.5e5, "write": 1.25e5, "cpu": 1e7, "h2d": 2e6, "d2h": 2e6}
     return op.nbytes / rates[op.lane]
 
@@ -428,7 +428,7 @@ def test_a_delay_is_faster_where_the_drive_would_idle_in_the_forward() -> None:
 
 def test_a_step_after_the_load_of_its_weights_is_found() -> None:
     schedule = vertical(PLAIN, placed(delay=0.5))
-    tag = next(op.id[2:] for op in late_steps(schedule) if op.word.group == 5)
+    tag = next(op.id[2:] for op in late_steps(schedule) if op.id.group == 5)
     again = next(op for op in schedule.ops if op.id.startswith(f"RW{tag}@B"))
     for after, missing in (((), f"OP{tag}"), ((f"OP{tag}",), f"WW{tag}")):
         broken = replace(schedule, ops=tuple(replace(op, after=after) if op is again else op for op in schedule.ops))

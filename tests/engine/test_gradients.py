@@ -17,7 +17,8 @@ import torch
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.fit import Plan
-from penstock.schedule.op import Schedule, parse_schedule
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.vertical import vertical
 from tests.models import MODELS, causal_lm, llama
 from tests.training import (
@@ -78,7 +79,7 @@ def crossing(plan: Plan) -> Counter[float]:
     """Number of copies from the device by bytes of an element."""
     cuts = {g.index: g.trainable for g in plan.program.groups}
     assert all(numel <= plan.settings.chunk for numel in cuts.values())
-    return Counter(op.nbytes / cuts[op.word.group] for op in plan.schedule.lanes["d2h"] if op.word.kind == "DG")
+    return Counter(op.nbytes / cuts[op.id.group] for op in plan.schedule.lanes["d2h"] if op.id.kind == "DG")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -10,7 +10,7 @@ import penstock
 from penstock.hardware.crossing import crossing_of
 from penstock.hardware.machine import Device, Drive, Host, Machine
 from penstock.hardware.profiles import save_profile
-from penstock.schedule.op import LOCAL_LANES
+from penstock.schedule.ir.lanes import LOCAL_LANES
 from tests.models import MODELS
 from tests.training import assert_same, budget, run_steps, steps_of, wrap
 

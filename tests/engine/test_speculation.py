@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.clocks import Clocks
-from penstock.schedule.op import parse_schedule
+from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.order import run_order
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
@@ -34,9 +34,9 @@ def test_only_state_that_is_all_on_disk_steps_before_the_norm(case: Case) -> Non
     assert parse_schedule(str(schedule)) == schedule
     clocks, norm = Clocks(run_order(schedule)), schedule.by_id.get("NORM")
     for op in schedule.ops:
-        if op.word.kind in ("OP", "OD"):
-            on_disk = s.place.all_on_disk(op.word.group, s.form)
-            assert s.waits(op.word.group) == (not on_disk)
+        if op.id.kind in ("OP", "OD"):
+            on_disk = s.place.all_on_disk(op.id.group, s.form)
+            assert s.waits(op.id.group) == (not on_disk)
             assert on_disk or (norm is not None and clocks.before(norm, op))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
-from penstock.schedule.op import LANES, Lane
+from penstock.schedule.ir.lanes import LANES, Lane
 
 
 def _event(op: str, lane: Lane, start: float, end: float, step: int = 0) -> TraceEvent:

@@ -17,7 +17,7 @@ import pytest
 import penstock
 from penstock.config import TIERS
 from penstock.errors import BudgetError
-from penstock.schedule.op import LOCAL_LANES
+from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.program import ALIGN
 from tests.models import MODELS, causal_lm, llama
 from tests.training import budget, run_steps, steps_of, wrap

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import penstock
 from penstock.config import Tier
 from penstock.planner import fit
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.place import Placement
 from penstock.state.slots import Slots
 from penstock.state.values import committed
@@ -190,7 +190,7 @@ def test_what_is_delayed_may_all_be_in_memory_while_other_groups_are_on_disk(
 
 def _late(schedule: Schedule) -> list[str]:
     """Group and chunk of what is stepped with the gradient of the step before."""
-    return [op.id[2:] for op in schedule.lanes["cpu"] if op.word.kind == "OP" and op.reads[0][0] in "hr"]
+    return [op.id[2:] for op in schedule.lanes["cpu"] if op.id.kind == "OP" and op.reads[0][0] in "hr"]
 
 
 DELAYS = st.sampled_from([0.0, 0.3, 0.7, 1.0])

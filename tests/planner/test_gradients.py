@@ -13,9 +13,9 @@ from penstock.planner.lane_loads import Loads, by_lane
 from penstock.planner.question import Question
 from penstock.planner.roofline import roofline
 from penstock.planner.search import search
-from penstock.schedule.op import Op
+from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Format, Side
-from penstock.schedule.world import World
 from penstock.sim.simulate import simulate
 from tests.programs import transformer
 from tests.questions import MACHINE, question, times_for
@@ -65,7 +65,7 @@ def test_half_the_bytes_take_less_where_the_link_bounds() -> None:
 
 
 def ops(request: Request, kind: str) -> Iterator[Op]:
-    return (op for op in fit(request).schedule.ops if op.word.kind == kind)
+    return (op for op in fit(request).schedule.ops if op.id.kind == kind)
 
 
 def test_ops_take_what_was_measured_for_their_side() -> None:

@@ -10,9 +10,9 @@ from penstock.hardware.profiles import shipped_machine
 from penstock.planner.layer_costs import layer_costs, layer_sizes
 from penstock.schedule.distributed.families import build
 from penstock.schedule.distributed.request import Request
-from penstock.schedule.op import parse_schedule
+from penstock.schedule.ir.text import parse_schedule, parse_world
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Format
-from penstock.schedule.world import World, parse_world
 from penstock.shape.model import stage_times
 from penstock.shape.shipped import named
 from penstock.sim.costs import Costs

@@ -14,10 +14,10 @@ from penstock.planner.fit import Request, fitted, settings_of
 from penstock.planner.lane_loads import Loads, bound, by_lane, limits_of, step_bound
 from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.rounding import PATTERNS, Limits, Rounding, assign
-from penstock.schedule.op import LOCAL_LANES
+from penstock.schedule.ir.lanes import LOCAL_LANES
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Depths, Format
 from penstock.schedule.provision import narrow_groups
-from penstock.schedule.world import World
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.programs import Case, placement, random_case, transformer

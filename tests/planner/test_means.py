@@ -15,10 +15,11 @@ from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.question import Question
 from penstock.planner.search import best, search
 from penstock.schedule.check import check
-from penstock.schedule.op import Schedule, parse_schedule
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.text import parse_schedule
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Depths, Format
 from penstock.schedule.program import ALIGN, Program
-from penstock.schedule.world import World
 from penstock.shape.model import StageTimes
 from penstock.sim.simulate import simulate
 from tests.programs import placement, transformer
@@ -249,7 +250,7 @@ def test_a_schedule_by_other_means_is_refused_with_what_to_ask_for() -> None:
 
 def test_chunks_that_no_ratio_delays_are_refused() -> None:
     request, schedule = planned(delay=0.25)
-    late = [op for op in schedule.ops if op.word.kind == "OP" and op.reads[0].startswith("h")]
+    late = [op for op in schedule.ops if op.id.kind == "OP" and op.reads[0].startswith("h")]
     edited = str(schedule)
     for op in late[:-1]:
         edited = edited.replace(f"read {op.reads[0]}", f"read H{op.id[2:]}u0")

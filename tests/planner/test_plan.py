@@ -13,7 +13,8 @@ from penstock.errors import BudgetError, ConfigError, ScheduleError
 from penstock.planner.fit import Family, Plan, Request, fit
 from penstock.planner.own_schedule import with_schedule
 from penstock.schedule.check import check
-from penstock.schedule.op import Schedule, parse_schedule
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.place import GRAIN, LARGE_PART, Format, Placement
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
 from tests.programs import CHECKPOINT, transformer
@@ -246,7 +247,7 @@ def test_what_the_device_has_left_keeps_the_inputs_of_the_last_block_until_its_b
     pins: dict[str, Tier] = {"weights": "disk", "state": "disk", "checkpoints": "host"}
     least = fit(replace(request(micro_batches=6, **pins), micro_batches=6))  # type: ignore[arg-type]
     assert least.settings.depths.inputs == 6
-    assert not [op for op in least.schedule.ops if op.word.kind in ("DC", "UC") and op.word.stage == 3]
+    assert not [op for op in least.schedule.ops if op.id.kind in ("DC", "UC") and op.id.stage == 3]
     for taken in range(5):
         tight = request(least.device_bytes - taken * CHECKPOINT, micro_batches=6, **pins)  # type: ignore[arg-type]
         plan = fit(tight)

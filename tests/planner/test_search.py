@@ -22,8 +22,8 @@ from penstock.planner.roofline import moved_per_parameter, roofline
 from penstock.planner.search import best, estimate, fits, search
 from penstock.planner.task import DEVICE_TEMPORARIES, Task, free_bytes, own_budget
 from penstock.schedule.check import check
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import BOUNCE, Format, Settings
-from penstock.schedule.world import World
 from penstock.shape.shipped import named
 from penstock.shape.transformer import from_config
 from penstock.sim.simulate import simulate

@@ -20,8 +20,10 @@ from penstock.report.prediction import Prediction
 from penstock.report.run_page import Report, run_page
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import MeasuredStep, Ran
-from penstock.schedule.op import _KIND_LANE, Op, Pool, Schedule, parse_word
-from penstock.schedule.world import World
+from penstock.schedule.ir.ops import _KIND_LANE, Op, Pool, Schedule
+from penstock.schedule.ir.references import OpId
+from penstock.schedule.ir.text import buffer, op_id
+from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.reports import offload_schedule, simulated, write_run
@@ -302,7 +304,7 @@ def _example(kind: str) -> str:
     """An op's id of this kind."""
     for name in (kind, f"{kind}3m0", f"{kind}5"):
         with suppress(ScheduleError):
-            if parse_word(name).kind == kind:
+            if op_id(name).kind == kind:
                 return name
     raise AssertionError(f"no id of {kind}")
 
@@ -337,10 +339,10 @@ def _large(count: int) -> Schedule:
     kinds = ("RW{k}.{c}@F{k}", "UW{k}.{c}@F{k}", "F{k}m{c}", "DG{k}.{c}@B{k}", "OP{k}.{c}")
     ops: list[Op] = []
     for i in range(count // len(kinds)):
-        before: tuple[str, ...] = ()
+        before: tuple[OpId, ...] = ()
         for kind in kinds:
-            name = kind.format(k=i // 16, c=i % 16)
-            ops.append(Op(id=name, word=parse_word(name), after=before, nbytes=0 if name[0] == "F" else 4 << 20))
+            name = op_id(kind.format(k=i // 16, c=i % 16))
+            ops.append(Op(id=name, after=before, nbytes=0 if name.kind == "F" else 4 << 20))
             before = (name,)
     pool = Pool(name="w", tier="device", size=1, count=1)
     return Schedule(name="large", micro_batches=16, chunk=0, pools=(pool,), ops=tuple(ops))
@@ -409,18 +411,18 @@ def _pipeline(ranks: int, micro_batches: int) -> World:
     for rank in range(ranks):
         ops: list[Op] = []
 
-        def add(name: str, *after: str, peer: int = -1, into: list[Op] = ops, **buffers: Any) -> str:
-            into.append(Op(id=name, word=parse_word(name), after=after, peer=peer, **buffers))
-            return name
+        def add(name: str, *after: OpId, peer: int = -1, into: list[Op] = ops, **buffers: Any) -> OpId:
+            into.append(Op(id=op_id(name), after=after, peer=peer, **buffers))
+            return into[-1].id
 
         for m in range(micro_batches):
             got = (add(f"RA{rank - 1}m{m}", peer=rank - 1),) if rank else ()
-            done = add(f"F{rank}m{m}", *got, takes=((f"a{m}", "kept"),))
+            done = add(f"F{rank}m{m}", *got, takes=((buffer(f"a{m}"), "kept"),))
             if rank + 1 < ranks:
                 add(f"SA{rank}m{m}", done, peer=rank + 1)
         for m in range(micro_batches):
             got = (add(f"RD{rank}m{m}", peer=rank + 1),) if rank + 1 < ranks else ()
-            done = add(f"B{rank}m{m}", *got, f"F{rank}m{m}", gives=(f"a{m}",))
+            done = add(f"B{rank}m{m}", *got, op_id(f"F{rank}m{m}"), gives=(buffer(f"a{m}"),))
             if rank:
                 add(f"SD{rank - 1}m{m}", done, peer=rank - 1)
         pool = Pool(name="kept", tier="device", size=1, count=micro_batches, backed=False)
@@ -429,7 +431,7 @@ def _pipeline(ranks: int, micro_batches: int) -> World:
 
 
 def _seconds(op: Op) -> float:
-    return {"F": 1.0, "B": 2.0}.get(op.word.kind, 0.1)
+    return {"F": 1.0, "B": 2.0}.get(op.id.kind, 0.1)
 
 
 def _simulated_page(folder: Path, ranks: int) -> Path:

@@ -31,8 +31,10 @@ from penstock.report.series import Because, last_of_each_moment, parse_cause
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import Ran
 from penstock.report.waits import held_up
-from penstock.schedule.op import _KIND_LANE, Lane, parse_schedule
-from penstock.schedule.world import World
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import _KIND_LANE
+from penstock.schedule.ir.text import parse_schedule
+from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.reports import offload_schedule, simulated, write_run

@@ -13,7 +13,9 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.pools import Pools
 from penstock.runtime.serial import SerialExecutor
 from penstock.runtime.streams import HostStreams
-from penstock.schedule.op import LOCAL_LANES, Op, Schedule, parse_schedule, reserved_bytes
+from penstock.schedule.ir.lanes import LOCAL_LANES
+from penstock.schedule.ir.ops import Op, Schedule, reserved_bytes
+from penstock.schedule.ir.text import parse_schedule
 from tests.programs import Case, random_case
 
 CPU = torch.device("cpu")
@@ -160,7 +162,7 @@ class Oops(Exception):  # noqa: N818 - not an error of ours
 
 def _rich_case() -> Schedule:
     """A schedule with ops on all lanes and of most kinds."""
-    best = max((small(seed) for seed in range(40)), key=lambda s: len({op.word.kind for op in s.ops}))
+    best = max((small(seed) for seed in range(40)), key=lambda s: len({op.id.kind for op in s.ops}))
     assert all(best.lanes[lane] for lane in LOCAL_LANES)
     return best
 
@@ -168,13 +170,13 @@ def _rich_case() -> Schedule:
 RICH = _rich_case()
 
 
-@pytest.mark.parametrize("kind", sorted({op.word.kind for op in RICH.ops}))
+@pytest.mark.parametrize("kind", sorted({op.id.kind for op in RICH.ops}))
 @pytest.mark.parametrize("error", [Oops, KeyboardInterrupt])
 def test_an_error_in_any_kind_of_op_surfaces_as_itself_and_the_next_run_works(
     kind: str, error: type[BaseException]
 ) -> None:
     pools = Pools(RICH, CPU)
-    ops = [op for op in RICH.ops if op.word.kind == kind]
+    ops = [op for op in RICH.ops if op.id.kind == kind]
     bad: str | None = None
 
     def act(op: Op) -> None:

@@ -19,13 +19,13 @@ from penstock.planner.question import Question
 from penstock.planner.search import search
 from penstock.schedule.check import check, check_readers
 from penstock.schedule.horizontal import horizontal
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.meaning import Needs, prove
-from penstock.schedule.op import Op, Schedule
 from penstock.schedule.order import run_order
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
 from penstock.schedule.vertical import vertical
-from penstock.schedule.world import World
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.any_program import FORMATS, AnyCase, cases, programs
@@ -127,7 +127,7 @@ def gradients(schedule: Schedule) -> dict[tuple[int, int], Sum]:
     disk: dict[str, Sum] = {}
     found: dict[tuple[int, int], Sum] = {}
     for op in run_order(schedule):
-        word = op.word
+        word = op.id
         if word.kind in "BE":
             for name in op.writes:
                 if name.startswith("G"):

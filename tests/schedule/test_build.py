@@ -8,7 +8,8 @@ import pytest
 from penstock.config import Tier
 from penstock.schedule.check import check
 from penstock.schedule.horizontal import horizontal, horizontal_route
-from penstock.schedule.op import Lane, Schedule
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.place import (
     LARGE_PART,
     PAGE,
@@ -263,7 +264,7 @@ def test_as_many_inputs_of_the_last_block_stay_as_there_is_room_for(inputs: int)
     check(schedule)
     leave = 5 - inputs
     for kind in ("DC", "UC"):
-        found = {(op.word.stage, op.word.micro_batch) for op in schedule.ops if op.word.kind == kind}
+        found = {(op.id.stage, op.id.micro_batch) for op in schedule.ops if op.id.kind == kind}
         assert found == {(k, m) for k in range(LAYERS - 1) for m in range(5)} | {(LAYERS - 1, m) for m in range(leave)}
     for m in range(5):
         assert f"{'a' if m < leave else 'A'}2m{m}" in schedule.by_id[f"B3m{m}"].gives
@@ -317,9 +318,7 @@ def test_gradients_are_added_up_in_the_same_order_by_both_families() -> None:
         ]
         ops = horizontal(program, s).ops
         down = [
-            op.id.partition("@")[2]
-            for op in ops
-            if op.word.kind == "DG" and op.word.group == group and not op.word.chunk
+            op.id.partition("@")[2] for op in ops if op.id.kind == "DG" and op.id.group == group and not op.id.chunk
         ]
         by_stage = sorted(down, key=lambda visit: visit.partition("m")[0], reverse=True)
         assert [op.id for op in compute] == by_stage

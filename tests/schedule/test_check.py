@@ -12,9 +12,11 @@ import pytest
 from penstock.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.check_world import check_world
-from penstock.schedule.op import LOCAL_LANES, Op, Pool, Schedule, parse_op, parse_schedule
+from penstock.schedule.ir.lanes import LOCAL_LANES
+from penstock.schedule.ir.ops import Op, Pool, Schedule
+from penstock.schedule.ir.text import parse_op, parse_schedule
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.order import run_order
-from penstock.schedule.world import World
 from tests.programs import random_case
 
 # ---- an independent account of what may collide
@@ -49,7 +51,7 @@ def touches(op: Op) -> Iterator[tuple[str, bool]]:
         yield f"buffer {name}", name in op.writes
     for name in [*(name for name, _ in op.takes), *op.gives]:
         yield f"buffer {name}", True
-    kind, at = op.word.kind, f"{op.word.group}.{op.word.chunk}"
+    kind, at = op.id.kind, f"{op.id.group}.{op.id.chunk}"
     homes = {
         "RW": [("weights", False)],
         "UW": [("weights", False)],
@@ -64,7 +66,7 @@ def touches(op: Op) -> Iterator[tuple[str, bool]]:
     for what, changes in homes.get(kind, []):
         yield f"{what} {at}", changes
     if kind in ("WC", "RC"):
-        yield f"checkpoint {op.word.stage}m{op.word.micro_batch}", kind == "WC"
+        yield f"checkpoint {op.id.stage}m{op.id.micro_batch}", kind == "WC"
     if kind in ("NG", "ND"):
         yield f"part of the norm {at}", True
     if kind in ("NORM", "OP", "OD"):

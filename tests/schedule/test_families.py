@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError
 from penstock.schedule.check_world import violations
 from penstock.schedule.distributed import FAMILIES, Request, Sizes, build
-from penstock.schedule.op import Op
-from penstock.schedule.world import World, parse_world
+from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.text import parse_world
+from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
 from penstock.sim.models import puzzle, unit
 from penstock.sim.simulate import simulate
@@ -23,7 +24,7 @@ SIZES = Sizes(activation=100, activation_gradient=90, weights=66, gradient=130, 
 def uneven(op: Op) -> float:
     """Costs under which no two lanes keep step."""
     compute = {"F": 1.0, "B": 2.1, "I": 0.9, "W": 1.3, "OD": 0.3, "E": 0.4}
-    return compute.get(op.word.kind, 0.17 + op.nbytes / 500) * op.items
+    return compute.get(op.id.kind, 0.17 + op.nbytes / 500) * op.items
 
 
 COSTS = {
@@ -88,7 +89,7 @@ def test_every_micro_batch_goes_once_through_every_layer_and_back(request: Reque
     for schedule in world.ranks:
         place = {op.id: i for i, op in enumerate(schedule.ops)}
         for op in schedule.ops:
-            kind, layer, m = op.word.kind, op.word.stage, op.word.micro_batch
+            kind, layer, m = op.id.kind, op.id.stage, op.id.micro_batch
             if kind in ("F", "B", "I", "W", "E"):
                 done[kind, layer] += op.items
             if kind in ("B", "I"):
@@ -153,7 +154,7 @@ def test_an_option_changes_the_schedule_or_is_refused(family: str, option: str, 
 
 def test_buffers_to_look_ahead_let_the_network_run_beside_the_compute() -> None:
     """With one buffer for gathered weights, a gather waits until the layer before is done."""
-    costs = Costs(name="even", seconds=lambda op: {"F": 1.0, "B": 2.0, "GW": 0.9, "SG": 0.9}.get(op.word.kind, 0.0))
+    costs = Costs(name="even", seconds=lambda op: {"F": 1.0, "B": 2.0, "GW": 0.9, "SG": 0.9}.get(op.id.kind, 0.0))
     request = asked("fsdp", layers=8)
     alone, ahead = (build(replace(request, lookahead=n)) for n in (0, 1))
     assert simulate(alone, costs).time == pytest.approx(8 * 1.9 + 8 * 3.8)
@@ -195,7 +196,7 @@ def test_a_constant_buffer_takes_the_same_bytes_in_pieces(family: str) -> None:
     request = asked(family, ranks=2)
     at_once, pieces = build(request), build(replace(request, buffer_size=50))
     kind = "AR" if family == "ddp" else "SG"
-    moved = [[op.nbytes for op in world.ranks[0].ops if op.word.kind == kind] for world in (at_once, pieces)]
+    moved = [[op.nbytes for op in world.ranks[0].ops if op.id.kind == kind] for world in (at_once, pieces)]
     assert sum(moved[0]) == sum(moved[1])
     assert len(moved[1]) == request.layers * 3  # 130 in pieces of 50
     assert pools(pieces)["buffers"] == (1, 50)

@@ -8,11 +8,13 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule.check_world import check_world
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.text import parse_world
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.offload import FAMILIES, Request, build, settings
-from penstock.schedule.op import Lane, Op, Schedule
 from penstock.schedule.place import FP32, PAGE, Depths, Format
 from penstock.schedule.program import ALIGN
-from penstock.schedule.world import World, parse_world
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.uniform import uniform_program
@@ -66,7 +68,7 @@ def test_horizontal_moves_weights_2m_times_and_gradients_m_times(family: str) ->
         "read": weights + 12 * N,
         "write": (12 + 2) * N,
     }
-    sums = sum(op.nbytes for op in schedule.ops if op.word.kind == "AG")
+    sums = sum(op.nbytes for op in schedule.ops if op.id.kind == "AG")
     assert sums == (M - 1) * 3 * 4 * N, "each reads two and writes one"
 
 
@@ -93,7 +95,7 @@ def test_greedysnake_reads_the_weights_that_it_has_just_made_from_memory(delay: 
 def test_greedysnake_delays_half_and_waits_for_nothing() -> None:
     schedule = one("greedysnake")
     assert "NORM" not in schedule.by_id
-    steps = [op.word.group for op in schedule.ops if op.word.kind == "OP"]
+    steps = [op.id.group for op in schedule.ops if op.id.kind == "OP"]
     embedding = steps.count(0)
     assert len(schedule.carried) == embedding + -(-(len(steps) - embedding) // 2)
 
@@ -108,14 +110,14 @@ def test_zero_offload_keeps_weights_on_the_device_and_steps_after_the_norm() -> 
     assert fixed["host", "state"] == 12 * N
     held = next(pool for pool in schedule.pools if pool.name == "gradients_held")
     assert held.size * held.count == 4 * N
-    assert all("NORM" in op.after for op in schedule.ops if op.word.kind == "OP")
+    assert all("NORM" in op.after for op in schedule.ops if op.id.kind == "OP")
 
 
 def test_superoffload_steps_as_gradients_come_and_the_last_ones_on_the_device() -> None:
     """An eighth of the blocks: those that the forward uses first, whose gradients come last."""
     schedule = one("superoffload")
     assert "NORM" not in schedule.by_id
-    assert [op.id for op in schedule.ops if op.word.kind == "OD"] == [f"OD{g}" for g in request("x").blocks[:1]]
+    assert [op.id for op in schedule.ops if op.id.kind == "OD"] == [f"OD{g}" for g in request("x").blocks[:1]]
     stepped = N - BLOCK
     assert moved(schedule) == {"h2d": 2 * stepped, "d2h": M * 4 * stepped, "read": 0, "write": 0}
     more = one("superoffload", device_blocks=3)
@@ -139,7 +141,7 @@ def test_each_rank_moves_its_part_and_the_network_the_rest(family: str) -> None:
         assert RANKS * (nbytes - away[lane]) == moved(alone)[lane] - away[lane], lane
     gathered = 2 * (LOADED if by_block else LOADED_ONE_BY_ONE)
     scattered = (1 if by_block else M) * 4 * N
-    norm = sum(op.nbytes for op in together.ops if op.word.kind == "AN")
+    norm = sum(op.nbytes for op in together.ops if op.id.kind == "AN")
     sent = (gathered + scattered) * (RANKS - 1) // RANKS
     assert together.bytes_per_lane()["net"] == sent + norm
     assert bool(norm) == FAMILIES[family].wait
@@ -157,7 +159,7 @@ def test_ranks_wait_for_each_other() -> None:
 def test_the_norm_is_that_of_all_ranks_and_every_step_waits_for_it() -> None:
     schedule = one("vertical", ranks=2, wait=True)
     assert schedule.by_id["AN"].after == ("NORM",)
-    steps = [op for op in schedule.ops if op.word.kind == "OP"]
+    steps = [op for op in schedule.ops if op.id.kind == "OP"]
     assert steps
     assert all("AN" in op.after for op in steps)
 
@@ -194,7 +196,7 @@ def test_every_option_does_something_where_it_is_allowed_and_is_refused_elsewher
 def test_gradients_may_wait_on_disk_where_they_wait() -> None:
     for options in ({"wait": True}, {"delay": 0.5}):
         plain, on_disk = one("vertical", **options), one("vertical", gradients="disk", **options)
-        waiting = 4 * N if "wait" in options else sum(op.nbytes for op in on_disk.ops if op.word.kind == "WG")
+        waiting = 4 * N if "wait" in options else sum(op.nbytes for op in on_disk.ops if op.id.kind == "WG")
         assert moved(on_disk)["write"] == moved(plain)["write"] + waiting
     with pytest.raises(ConfigError, match="gradients='disk' does nothing: no gradient waits"):
         build(request("vertical", gradients="disk"))
@@ -241,7 +243,7 @@ def test_a_model_of_blocks_alone(family: str) -> None:
 def seconds(op: Op) -> float:
     """A machine on which moving a block's weights takes a tenth of a micro-batch's forward, its state 20 of them."""
     if op.lane == "compute":
-        return {"F": 1.0, "B": 3.0, "E": 1.0, "OD": 0.2}[op.word.kind]
+        return {"F": 1.0, "B": 3.0, "E": 1.0, "OD": 0.2}[op.id.kind]
     rates: dict[Lane, float] = {"h2d": 20, "d2h": 20, "read": 1.2, "write": 0.6, "cpu": 10}
     return op.nbytes / BLOCK / rates[op.lane]
 

@@ -12,8 +12,8 @@ from penstock.schedule.distributed.folded import dualpipe_v, zero_bubble_v
 from penstock.schedule.distributed.orders import Step, interleaved, looped_bfs
 from penstock.schedule.distributed.pipeline import Order
 from penstock.schedule.distributed.stages import Stages
-from penstock.schedule.op import Schedule
-from penstock.schedule.world import World
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.worlds import World
 from penstock.sim.models import CostModel, puzzle, unit
 from penstock.sim.simulate import simulate
 
@@ -146,7 +146,7 @@ def test_neighbours_on_one_rank_do_not_send_to_each_other() -> None:
     p, m = 4, 8
     world = ask("zero-bubble", p, m, virtual=2)
     assert all(op.peer != rank for rank, schedule in enumerate(world.ranks) for op in schedule.ops)
-    sends = Counter(op.word.stage for s in world.ranks for op in s.ops if op.word.kind == "SA")
+    sends = Counter(op.id.stage for s in world.ranks for op in s.ops if op.id.kind == "SA")
     assert sends == {stage: m for stage in range(2 * p - 1) if stage != p - 1}  # from p - 1 to p is the fold
 
 
@@ -154,12 +154,12 @@ def test_a_rank_without_layers_passes_on() -> None:
     ranks, layers, m = 6, 4, 3
     for family in ("gpipe", "1f1b", "pipeline", "zero-bubble"):
         world = ask(family, ranks, m, layers=layers, model=puzzle())
-        idle = [r for r, s in enumerate(world.ranks) if not any(op.word.kind == "F" for op in s.ops)]
+        idle = [r for r, s in enumerate(world.ranks) if not any(op.id.kind == "F" for op in s.ops)]
         assert len(idle) == ranks - layers
         assert 0 not in idle
         lanes = {op.lane for r in idle[:1] for op in world.ranks[r].ops}
         assert lanes == {"send", "recv"}
-        done = [op.word.stage for s in world.ranks for op in s.ops if op.word.kind == "F"]
+        done = [op.id.stage for s in world.ranks for op in s.ops if op.id.kind == "F"]
         assert sorted(done) == sorted(list(range(layers)) * (1 if family == "pipeline" else m))
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from penstock.schedule.distributed.families import build
 from penstock.schedule.distributed.request import GatherGroup, Request
-from penstock.schedule.op import Schedule
-from penstock.schedule.world import World
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.worlds import World
 from penstock.sim.models import PUZZLE_UNIT, puzzle
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate

@@ -12,8 +12,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule import check_world as check_world_module
 from penstock.schedule.check import check
 from penstock.schedule.check_world import check_world, violations
-from penstock.schedule.op import Op, Pool, Schedule, parse_op, parse_schedule
-from penstock.schedule.world import World, parse_world
+from penstock.schedule.ir.ops import Op, Pool, Schedule
+from penstock.schedule.ir.text import parse_op, parse_schedule, parse_world
+from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 

@@ -6,7 +6,8 @@ from penstock.errors import ScheduleError
 from penstock.schedule import offload
 from penstock.schedule.distributed import families
 from penstock.schedule.distributed.request import Request
-from penstock.schedule.world import format_ranks, parse_ranks, parse_world
+from penstock.schedule.ir.text import parse_ranks, parse_world
+from penstock.schedule.ir.worlds import format_ranks
 from penstock.sim.models import puzzle, unit
 from tests.programs import transformer
 

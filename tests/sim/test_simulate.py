@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import Op, Schedule, parse_schedule
-from penstock.schedule.world import World, parse_world
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.text import parse_schedule, parse_world
+from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate

@@ -10,7 +10,7 @@ import torch
 from penstock.runtime.executor import Executor
 from penstock.runtime.pools import Pools
 from penstock.runtime.streams import HostStreams
-from penstock.schedule.op import parse_schedule
+from penstock.schedule.ir.text import parse_schedule
 from penstock.state import numa
 from penstock.state.numa import Binding
 

@@ -8,7 +8,7 @@ from penstock.cli.task import free_here, task_of
 from penstock.config import Precision, TrainConfig
 from penstock.hardware.machine import Machine
 from penstock.planner.durability import Weighed, settled, undecided, weigh
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
 
 
 def with_durability(

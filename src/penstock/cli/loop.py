@@ -33,7 +33,7 @@ from penstock.errors import ConfigError
 from penstock.report.prediction import Prediction
 from penstock.report.trace_file import Ran
 from penstock.report.waits import held_up
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
 from penstock.sim.result import Simulation
 from penstock.state.stats import StepStats
 

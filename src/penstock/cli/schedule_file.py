@@ -4,7 +4,8 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.check_world import faults
-from penstock.schedule.world import World, parse_ranks, parse_world
+from penstock.schedule.ir.text import parse_ranks, parse_world
+from penstock.schedule.ir.worlds import World
 
 _TOLD = 10
 """As many violations as one message names."""

@@ -10,9 +10,9 @@ from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.costs import machine_costs
 from penstock.planner.layer_costs import layer_costs
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Format
-from penstock.schedule.world import World
 from penstock.shape.huggingface import model_shape
 from penstock.shape.model import ModelProfile, stage_times
 from penstock.sim.costs import Costs

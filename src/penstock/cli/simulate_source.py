@@ -26,8 +26,8 @@ from penstock.planner.layer_costs import check_layers, layer_sizes
 from penstock.schedule import offload
 from penstock.schedule.distributed import families
 from penstock.schedule.distributed.request import Request
-from penstock.schedule.op import Lane
-from penstock.schedule.world import World
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
 from penstock.sim.models import CostModel, puzzle, unit
 
@@ -252,7 +252,7 @@ def _training_of_layers(
 ) -> Training:
     """A model whose blocks are the layers of a file. The file must have been made for that, not for other costs."""
     arguments.refuse(f"{path}, whose ops say which layers there are", "layers")
-    words = [op.word for schedule in world.ranks for op in schedule.lanes["compute"]]
+    words = [op.id for schedule in world.ranks for op in schedule.lanes["compute"]]
     found = {word.stage for word in words if word.kind in ("F", "B", "I", "W")}
     if not found or len(found) <= max(found):
         missing = min(set(range(len(found) + 1)) - found)
@@ -273,7 +273,7 @@ def _check_model(path: Path, world: World, training: Training, arguments: Simula
     stages, groups = len(training.profile.program.stages), len(training.profile.program.groups)
     for schedule in world.ranks:
         for op in schedule.ops:
-            word = op.word
+            word = op.id
             if word.stage >= stages or word.group >= groups or (word.kind == "E" and word.stage != stages - 1):
                 model = f"{arguments.model or MODEL} with {counted(stages - 2, 'layer')}"
                 raise ConfigError(

@@ -12,7 +12,7 @@ from rich.table import Table
 from penstock.cli.simulate_case import Case
 from penstock.config import TIERS, format_size
 from penstock.report.sentence import format_time
-from penstock.schedule.op import LANES
+from penstock.schedule.ir.lanes import LANES
 from penstock.sim.figures import RankFigures, longest_stalls, rank_figures
 from penstock.sim.result import Simulation
 

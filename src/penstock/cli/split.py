@@ -16,7 +16,7 @@ from penstock.planner.durability import settled
 from penstock.planner.fit import Request, fit
 from penstock.planner.means import with_pinned_gradients
 from penstock.planner.task import DEVICE_TEMPORARIES, MOMENTS, TOKEN_BYTES
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.place import Format
 from penstock.shape.model import ModelShape
 

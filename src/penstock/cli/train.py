@@ -47,7 +47,7 @@ from penstock.loss.tiled import plain_head, tiled_loss
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner.durability import Weighed
 from penstock.report.sentence import format_time
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
 from penstock.store.facts import facts_of
 
 

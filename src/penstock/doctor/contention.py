@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping
 
 from penstock.doctor.pace import Load, Span, rate, rates
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
 
 LEAST = 0.03
 """slow-down that is left out: it is within what repeated measurements differ by"""

@@ -18,7 +18,7 @@ from penstock.doctor.system import System
 from penstock.errors import BudgetError, ConfigError, StoreError
 from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine
 from penstock.optim import agreement, kernels
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
 from penstock.state import numa
 from penstock.state.memory import HostSlab
 from penstock.store.directory import check_directory

@@ -8,7 +8,8 @@ import torch
 from penstock.runtime.executor import Executor
 from penstock.runtime.pools import Pools
 from penstock.runtime.streams import HostStreams
-from penstock.schedule.op import Op, parse_schedule
+from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.text import parse_schedule
 
 _CHUNKS = 200
 

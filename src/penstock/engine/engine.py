@@ -34,7 +34,7 @@ from penstock.planner.fit import Plan
 from penstock.planner.means import REPEATS
 from penstock.runtime.context import StepContext
 from penstock.runtime.streams import streams_for
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
 from penstock.sim.result import Simulation
 from penstock.state import numa, snapshots
 from penstock.state.buffers import Buffers

@@ -23,10 +23,10 @@ from penstock.planner.means import REPEATS
 from penstock.planner.own_schedule import cast_of, means_of, with_schedule
 from penstock.planner.search import best
 from penstock.schedule.check import check
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Placement
 from penstock.schedule.program import Program, Stage
-from penstock.schedule.world import World
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate

@@ -22,7 +22,8 @@ from penstock.runtime.pools import Pools
 from penstock.runtime.serial import SerialExecutor
 from penstock.runtime.stepping import Stepping
 from penstock.runtime.streams import CudaStreams, HostStreams
-from penstock.schedule.op import LOCAL_LANES, Lane, Op, Schedule
+from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
+from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.program import ALIGN
 from penstock.state.arrays import Late, StateArrays
 from penstock.state.numa import binding_for

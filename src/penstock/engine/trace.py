@@ -15,7 +15,7 @@ from typing import Self
 
 from penstock.config import TIERS, Tier
 from penstock.errors import StoreError
-from penstock.schedule.op import LANES, Lane
+from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.store.journal import Journal
 
 _PROCESS = 1

@@ -23,7 +23,7 @@ from penstock.hardware.profiles import check_device, find_profile, on_directorie
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner.means import with_pinned_gradients
 from penstock.schedule.check import check
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
 from penstock.store.owner import RUN_FILE, Owner, owner_in
 from penstock.tape.guard import check_unguarded
 from penstock.tape.passage import LossFn

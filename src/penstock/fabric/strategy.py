@@ -23,7 +23,7 @@ from penstock.hardware.machine import Machine
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
 from penstock.optim.precision import precision_of_weights
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
 from penstock.tape import trees
 from penstock.tape.guard import guard
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.errors import ConfigError
-from penstock.schedule.op import LANES
+from penstock.schedule.ir.lanes import LANES
 
 DeviceKind = Literal["cuda", "cpu"]
 """What may compute."""

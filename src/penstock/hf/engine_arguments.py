@@ -11,7 +11,7 @@ from penstock.engine.arguments import check_arguments
 from penstock.engine.start import WeightSource
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
-from penstock.schedule.op import Schedule
+from penstock.schedule.ir.ops import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from penstock.config import GradDtype
 from penstock.errors import ConfigError
 from penstock.hardware.crossing import crossing_of, step_rate
 from penstock.hardware.machine import Drive, Machine
-from penstock.schedule.op import LANES, Lane, Op
+from penstock.schedule.ir.lanes import LANES, Lane
+from penstock.schedule.ir.ops import Op
 from penstock.schedule.place import BF16, FP32, Format
 from penstock.schedule.program import Program
 from penstock.shape.model import StageTimes
@@ -85,7 +86,7 @@ def machine_costs(
     groups = program.groups
 
     def compute(op: Op) -> float:
-        word = op.word
+        word = op.id
         if word.kind in ("F", "E"):
             return times.forward[word.stage] * op.items
         if word.kind == "B":
@@ -103,7 +104,7 @@ def machine_costs(
             return 0.0
         if lane not in rates:
             raise KeyError(f"op {op.id} of lane {lane}: {machine.name} has none")
-        word = op.word
+        word = op.id
         if word.kind == "OP":
             return machine.overhead + op.nbytes / steps[word.group in narrow]
         if word.kind == "DG" and word.group in narrow:

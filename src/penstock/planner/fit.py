@@ -16,7 +16,7 @@ from penstock.config import Budget, GradDtype, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.means import check_means, no_speculation, steps_early
 from penstock.schedule.horizontal import horizontal, horizontal_route
-from penstock.schedule.op import Schedule, peak_bytes
+from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.place import BF16, FP32, Depths, Format, Placement, Settings, Side, checksum_bytes, page_up
 from penstock.schedule.program import ALIGN, Program
 from penstock.schedule.provision import Provision, fixed_bytes, narrow_groups

@@ -11,7 +11,7 @@ from penstock.planner.lane_loads import Loads, limits_of
 from penstock.planner.outside import peaks_outside_steps
 from penstock.planner.search import Choice
 from penstock.planner.task import Task
-from penstock.schedule.op import LOCAL_LANES, Lane
+from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
 from penstock.schedule.place import FP32, Depths
 
 MODEL_FLOP = 6

@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 
 from penstock.config import Tier
 from penstock.planner.fit import Request, tied_groups
-from penstock.schedule.op import LOCAL_LANES, Lane, Op, parse_word
+from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
+from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.text import op_id
 from penstock.schedule.place import BF16, FP32, Depths, Placement, Settings, chunk_count, page_up
 from penstock.schedule.provision import narrow_groups
 from penstock.sim.costs import Costs
@@ -340,7 +342,7 @@ class Loads:
     def _add(self, load: Load, phase: int, word: str, nbytes: int, ops: int, times: float = 1.0) -> None:
         """Add ``ops`` ops that move ``nbytes`` together, ``times`` over."""
         if ops and times > 0:
-            each = Op(id=word, word=parse_word(word), nbytes=nbytes // ops)
+            each = Op(id=op_id(word), nbytes=nbytes // ops)
             load[phase, _LANE[each.lane]] += times * ops * self._costs.seconds(each)
 
 

@@ -8,10 +8,10 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.hardware.machine import Machine
 from penstock.schedule.distributed.pipeline import activation_pools
 from penstock.schedule.distributed.request import Sizes
-from penstock.schedule.op import Op
+from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import FP32, Format
 from penstock.schedule.program import Stage
-from penstock.schedule.world import World
 from penstock.shape.model import ModelProfile, StageTimes
 from penstock.sim.costs import Costs
 
@@ -77,7 +77,7 @@ def layer_costs(
     step = elements * _share_stepped(world, state) / rate
 
     def cost(op: Op) -> float:
-        kind = op.word.kind
+        kind = op.id.kind
         if kind in seconds:
             return overhead + seconds[kind] * op.items
         if kind == "OD":
@@ -96,7 +96,7 @@ def _share_stepped(world: World, state: int) -> float:
     it, if the schedule does not say what a rank holds.
     """
     for schedule in world.ranks:
-        steps = sum(op.word.kind == "OD" for op in schedule.ops)
+        steps = sum(op.id.kind == "OD" for op in schedule.ops)
         held = sum(nbytes for _, what, nbytes in schedule.fixed if what == "state")
         if steps and held:
             return held / (steps * state)

@@ -6,7 +6,7 @@ from penstock.config import Tier, format_size
 from penstock.errors import BudgetError, ScheduleError
 from penstock.planner.fit import Plan, Request
 from penstock.schedule.check import check_readers, check_waits
-from penstock.schedule.op import Op, Schedule
+from penstock.schedule.ir.ops import Op, Schedule, chunk_of
 from penstock.schedule.place import GRAIN, Depths, Side, on_grain
 from penstock.schedule.program import ALIGN, Program
 
@@ -74,7 +74,7 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
 def _staying_inputs(request: Request, schedule: Schedule) -> int:
     """``Depths.inputs`` of a schedule: how many there were room for when it was made."""
     last = len(request.program.stages) - 3
-    leave = sum(op.word.kind == "DC" and op.word.stage == last for op in schedule.lanes["d2h"])
+    leave = sum(op.id.kind == "DC" and op.id.stage == last for op in schedule.lanes["d2h"])
     return max(request.route.at_once - leave, Depths.inputs)
 
 
@@ -82,7 +82,7 @@ def _order_of_sums(schedule: Schedule) -> dict[str, list[str]]:
     """For each buffer that gradients are added up in, the ops that add, in order."""
     sums: dict[str, list[str]] = {}
     for op in (*schedule.lanes["compute"], *schedule.lanes["cpu"]):
-        if op.word.kind in ("B", "E", "AG"):
+        if op.id.kind in ("B", "E", "AG"):
             for name in set(op.reads) & set(op.writes):
                 sums.setdefault(name, []).append(op.id)
     return sums
@@ -98,9 +98,9 @@ def means_of(schedule: Schedule, program: Program, *, wait: bool) -> tuple[bool,
     Raises:
         ScheduleError: no ratio delays these chunks.
     """
-    steps = sorted((op for op in schedule.ops if op.word.kind == "OP"), key=lambda op: (op.word.group, op.word.chunk))
-    stepped = [op for op in steps if op.word.group not in program.last_stepped]
-    ends = {_is_late(op) for op in steps if op.word.group in program.last_stepped}
+    steps = sorted((op for op in schedule.ops if op.id.kind == "OP"), key=lambda op: (op.id.group, op.id.chunk))
+    stepped = [op for op in steps if op.id.group not in program.last_stepped]
+    ends = {_is_late(op) for op in steps if op.id.group in program.last_stepped}
     above, most, late = -1.0, 1.0, 0
     for n, op in enumerate(stepped, start=1):
         late += _is_late(op)
@@ -118,12 +118,12 @@ def means_of(schedule: Schedule, program: Program, *, wait: bool) -> tuple[bool,
 def cast_of(schedule: Schedule) -> Side:
     """On which side of the link a schedule rounds gradients, if they are rounded: on the device it takes a buffer for
     each of them there."""
-    return "device" if any(len(op.writes) > 1 for op in schedule.lanes["d2h"] if op.word.kind == "DG") else "host"
+    return "device" if any(len(op.writes) > 1 for op in schedule.lanes["d2h"] if op.id.kind == "DG") else "host"
 
 
 def _is_late(op: Op) -> bool:
     """Whether a step is of a gradient that the step before has left: ``h`` held in host memory, ``r`` on disk."""
-    return any(name[0] in "hr" for name in op.reads)
+    return any(name.kind in ("h", "r") for name in op.reads)
 
 
 def _check_means(wanted: Schedule, schedule: Schedule, program: Program) -> None:
@@ -138,10 +138,10 @@ def _check_means(wanted: Schedule, schedule: Schedule, program: Program) -> None
             f"the schedule {does}, and the plan {doing}: give speculate={schedule.speculative}, or a schedule whose "
             f"first line {'ends with' if wanted.speculative else 'has no'} 'speculative'"
         )
-    late, planned = ({op.id[2:] for op in s.ops if op.word.kind == "OP" and _is_late(op)} for s in (schedule, wanted))
+    late, planned = ({chunk_of(op) for op in s.ops if op.id.kind == "OP" and _is_late(op)} for s in (schedule, wanted))
     if late != planned:
         differ = sorted(late ^ planned)
-        chunks = ", ".join(differ[:_SHOWN]) + (", ..." if len(differ) > _SHOWN else "")
+        chunks = ", ".join(f"{g}.{c}" for g, c in differ[:_SHOWN]) + (", ..." if len(differ) > _SHOWN else "")
         raise ScheduleError(
             f"the schedule delays the steps of {len(late)} chunks, and the plan of {len(planned)} (they differ in "
             f"{chunks}): give delay={means_of(schedule, program, wait=True)[1]:.6g}, as the schedule has it"

@@ -15,7 +15,7 @@ from penstock.hardware.crossing import Reads, step_rate
 from penstock.planner.costs import Disk
 from penstock.planner.lane_loads import bound, limits_of
 from penstock.planner.question import Question
-from penstock.schedule.op import LOCAL_LANES
+from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.place import BF16, FP32, Depths, Format
 
 

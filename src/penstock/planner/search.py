@@ -29,9 +29,9 @@ from penstock.planner.placement_lp import PlacementLP, Waits
 from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promising, Proposal, Proposals
 from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Pattern
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import ALIGN
-from penstock.schedule.world import World
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from penstock.report.series import Bar
 from penstock.report.trace_file import Ran
-from penstock.schedule.op import Lane, Op, Schedule
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import Op, Schedule
 
 _AT_ONCE = 5e-6
 """Seconds below which a lane went on without a pause: what starting the next op takes."""
@@ -43,7 +44,7 @@ def measured_bars(ops: Sequence[Ran], schedule: Schedule | None) -> list[Bar]:
 
 def _last(op: Op, ran: Ran, known: dict[str, Ran], givers: Iterable[tuple[str, str]], previous: Ran | None) -> str:
     """The candidate that ended last before the op started, in words of ``sim.result.Timed.cause``."""
-    found = [(known[other].end, other) for other in op.after if other in known]
+    found: list[tuple[float, str]] = [(known[other].end, other) for other in op.after if other in known]
     found += [(known[giver].end, f"pool {pool} (given by {giver})") for pool, giver in givers]
     found = [(end, text) for end, text in found if end <= ran.start + _AT_ONCE]
     if not found:

@@ -9,7 +9,7 @@ from penstock.report.causes import measured_bars
 from penstock.report.prediction import Prediction, predicted_bars
 from penstock.report.series import Bar, rows_of
 from penstock.report.trace_file import MeasuredStep
-from penstock.schedule.op import LANES
+from penstock.schedule.ir.lanes import LANES
 
 _ROWS_PER_LANE = 16  # as in run.trace
 _MICRO = 1e6

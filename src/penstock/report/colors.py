@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Kinds of ops (``schedule.op.Word.kind``) that share a colour, on white and in the dark."""
+    """Kinds of ops (``OpId.kind``) that share a colour, on white and in the dark."""
 
     name: str
     kinds: tuple[str, ...]

@@ -15,7 +15,8 @@ from penstock.report.colors import GROUP_OF, GROUPS, OTHER, Group
 from penstock.report.prediction import Prediction, predicted_bars
 from penstock.report.series import Bar, rows_of
 from penstock.report.trace_file import MeasuredStep
-from penstock.schedule.op import LANES, parse_word
+from penstock.schedule.ir.lanes import LANES
+from penstock.schedule.ir.text import op_id
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,7 +126,7 @@ def _draw_bars(
 
 def _group(bar: Bar) -> Group:
     try:
-        return GROUP_OF[parse_word(bar.id).kind]
+        return GROUP_OF[op_id(bar.id).kind]
     except ScheduleError:
         return OTHER
 

@@ -13,7 +13,9 @@ from penstock.documents.text import MalformedError, parse_json, read_text
 from penstock.errors import ConfigError, ScheduleError
 from penstock.report.sentence import bottleneck
 from penstock.report.series import Bar
-from penstock.schedule.op import LANES, Lane, Schedule, parse_schedule
+from penstock.schedule.ir.lanes import LANES, Lane
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.text import parse_schedule
 from penstock.sim.result import Simulation
 
 VERSION = 1
@@ -200,8 +202,8 @@ class _Reader:
         for op in schedule.ops:
             if strange := [name for name in op.gives if name not in names]:
                 raise self.wrong("schedule", f"one in which {op.id} gives only what is taken, not {strange[0]}")
-        if strange := [pool for _, pool in taken if pool not in pools]:
-            raise self.wrong("schedule", f"one that has the pool {strange[0]}")
+        if missing := [pool for _, pool in taken if pool not in pools]:
+            raise self.wrong("schedule", f"one that has the pool {missing[0]}")
         if len(schedule.by_id) < len(schedule.ops):
             raise self.wrong("schedule", "one in which no two ops share an id")
         return schedule

@@ -13,7 +13,7 @@ from penstock.report.prediction import Prediction, predicted_bars
 from penstock.report.sentence import format_time, measured_bottleneck, verdict
 from penstock.report.series import series
 from penstock.report.trace_file import MeasuredStep
-from penstock.schedule.op import LANES, Lane
+from penstock.schedule.ir.lanes import LANES, Lane
 
 _POINTS = 2000
 """Steps that a curve is drawn through at most; of more, the lowest and the highest of each stretch."""

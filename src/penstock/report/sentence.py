@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
 
 LANE_WORDS: dict[Lane, str] = {
     "compute": "compute",

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.config import Tier
 from penstock.report.columns import Columns, Names
-from penstock.schedule.op import LANES, Lane
+from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.sim.result import Simulation
 
 _POOL = re.compile(r"pool (\S+)(?: \(given by (\S+)\))?")

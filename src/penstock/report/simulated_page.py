@@ -10,7 +10,7 @@ from penstock.report.columns import Columns, Names
 from penstock.report.html import Figure, Page, table
 from penstock.report.sentence import bottleneck, format_time
 from penstock.report.series import series, simulated_bars
-from penstock.schedule.op import LANES, Lane
+from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.sim.result import Simulation
 
 _ROWS = 64

@@ -18,7 +18,7 @@ from penstock.config import TIERS, Tier
 from penstock.documents.text import MalformedError, parse_json
 from penstock.documents.typed import fits, shown
 from penstock.errors import ConfigError
-from penstock.schedule.op import LANES, Lane
+from penstock.schedule.ir.lanes import LANES, Lane
 
 _MICRO = 1e-6
 _STEP = re.compile(r"step (\d+)")

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from penstock.report.causes import measured_bars, predecessors
 from penstock.report.series import parse_cause
 from penstock.report.trace_file import Ran
-from penstock.schedule.op import Lane, Schedule
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import Schedule
 
 
 def held_up(ops: Sequence[Ran], schedule: Schedule) -> dict[Lane, float]:

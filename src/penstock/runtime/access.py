@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from penstock.runtime.bound import Bound
 from penstock.runtime.context import StepContext
 from penstock.runtime.pools import Pools
-from penstock.schedule.op import Op
+from penstock.schedule.ir.ops import Op
 from penstock.schedule.program import ALIGN
 from penstock.state.arrays import StateArrays, numpy_bytes
 from penstock.store.store import Store
@@ -48,7 +48,7 @@ class Access:
 
     def gradient(self, op: Op, name: str) -> torch.Tensor:
         """The gradient of an op's chunk in a host buffer, as wide as it crosses to it."""
-        dtype = torch.bfloat16 if op.word.group in self.bound.narrow else torch.float32
+        dtype = torch.bfloat16 if op.id.group in self.bound.narrow else torch.float32
         return self.view(name, self.bound.chunk(op).numel, dtype)
 
     def idle(self, op: Op) -> bool:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.errors import ScheduleError
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.references import Buffer, OpId
 from penstock.schedule.meaning import ChunkId, late_chunks, narrow_groups_of
-from penstock.schedule.op import Op, Schedule
 from penstock.schedule.place import BF16, FP32, Chunk, chunks, grain
 from penstock.schedule.program import Program
 from penstock.state.arrays import Late
@@ -40,7 +41,7 @@ class Bound:
     @cached_property
     def last_loss(self) -> str:
         """The op after which all losses are there."""
-        return next((op.id for op in reversed(self.schedule.lanes["compute"]) if op.word.kind == "E"), "")
+        return next((op.id for op in reversed(self.schedule.lanes["compute"]) if op.id.kind == "E"), "")
 
     @cached_property
     def _cuts(self) -> list[Sequence[Chunk]]:
@@ -48,11 +49,11 @@ class Bound:
 
     def chunk(self, op: Op) -> Chunk:
         """The elements that an op is about."""
-        return self._cuts[op.word.group][op.word.chunk]
+        return self._cuts[op.id.group][op.id.chunk]
 
     def is_late(self, op: Op) -> bool:
         """Whether an op belongs to a chunk that the step before has left to this one."""
-        return (op.word.group, op.word.chunk) in self.late
+        return (op.id.group, op.id.chunk) in self.late
 
     @cached_property
     def late_elements(self) -> Late:
@@ -66,19 +67,19 @@ class Bound:
     @cached_property
     def stepped(self) -> tuple[int, ...]:
         """Groups in the order in which a step changes them."""
-        return tuple(dict.fromkeys(op.word.group for op in self.schedule.ops if op.word.kind in ("OP", "OD")))
+        return tuple(dict.fromkeys(op.id.group for op in self.schedule.ops if op.id.kind in ("OP", "OD")))
 
     def scratch(self) -> tuple[dict[str, int], dict[str, Grid]]:
         """Bytes of each extent that the schedule needs on disk no longer than a step, and how they are cut."""
         sizes: dict[str, int] = {}
         grids: dict[str, Grid] = {}
         for op in self.schedule.lanes["write"]:
-            if op.word.kind == "WG":
-                width = BF16 if op.word.group in self.narrow else FP32
-                numel, name = self.program.groups[op.word.group].trainable, gradient_extent(op)
+            if op.id.kind == "WG":
+                width = BF16 if op.id.group in self.narrow else FP32
+                numel, name = self.program.groups[op.id.group].trainable, gradient_extent(op)
                 sizes[name] = numel * width
                 grids[name] = (Region(nbytes=numel * width, block=grain(numel) * width),)
-            elif op.word.kind == "WC":
+            elif op.id.kind == "WC":
                 sizes[checkpoint_extent(op)] = op.nbytes
         return sizes, grids
 
@@ -88,12 +89,12 @@ class Bound:
 
         A buffer is taken by the first of these ops that touches it, and given back by the last one.
         """
-        ops = [op for op in self.schedule.ops if op.id == "CM" or (op.word.kind in _REST and self.is_late(op))]
+        ops = [op for op in self.schedule.ops if op.id == "CM" or (op.id.kind in _REST and self.is_late(op))]
         names = {op.id for op in ops}
         carried = {start for start, _, _ in self.schedule.carried}
         pools = {name: pool for op in self.schedule.ops for name, pool in op.takes}
-        first: dict[str, str] = {}
-        last: dict[str, str] = {}
+        first: dict[Buffer, OpId] = {}
+        last: dict[Buffer, OpId] = {}
         for op in ops:
             for name in (*op.writes, *op.reads):
                 first.setdefault(name, op.id)
@@ -112,12 +113,12 @@ class Bound:
 
 def gradient_extent(op: Op) -> str:
     """The name of the extent in which the gradient of an op's group waits."""
-    return f"gradient.{op.word.group}"
+    return f"gradient.{op.id.group}"
 
 
 def checkpoint_extent(op: Op) -> str:
     """The name of the extent in which an op's checkpoint waits."""
-    return f"checkpoint.{op.word.stage}.{op.word.micro_batch}"
+    return f"checkpoint.{op.id.stage}.{op.id.micro_batch}"
 
 
 def refuse_others(schedule: Schedule, known: Mapping[str, object]) -> None:
@@ -125,7 +126,7 @@ def refuse_others(schedule: Schedule, known: Mapping[str, object]) -> None:
     ScheduleError: the schedule has ops that nothing here can run.
     """
     for op in schedule.ops:
-        if op.word.kind not in known:
+        if op.id.kind not in known:
             raise ScheduleError(
                 f"op {op.id} of schedule {schedule.name} is for lane {op.lane}: training runs one rank, which can do "
                 f"{', '.join(sorted(known))}",

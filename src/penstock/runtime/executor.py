@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 from penstock.runtime.pools import Pools
 from penstock.runtime.streams import CudaStreams, HostStreams, Mark
-from penstock.schedule.op import LOCAL_LANES, Lane, Op, Schedule
+from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
+from penstock.schedule.ir.ops import Op, Schedule
 from penstock.state.numa import Binding
 
 Action = Callable[[Op], int]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from penstock.config import TIERS, Tier
-from penstock.schedule.op import Op, Pool, Schedule, reserved_bytes
+from penstock.schedule.ir.ops import Op, Pool, Schedule, reserved_bytes
 from penstock.schedule.place import page_up
 from penstock.state.memory import DeviceSlab, HostSlab
 from penstock.state.numa import near

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
 
 
 @dataclass(kw_only=True, slots=True)

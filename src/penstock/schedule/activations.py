@@ -12,6 +12,7 @@ The last block's outputs are used by the epilogue at once and never leave; nor d
 from collections.abc import Sequence
 
 from penstock.schedule.build import Buffers, Builder
+from penstock.schedule.ir.references import Buffer, OpId, stage_buffer, stage_op
 from penstock.schedule.place import page_up
 from penstock.schedule.route import Visit
 
@@ -31,23 +32,24 @@ class Activations:
         io = Buffers(takes=[], reads=[], writes=[], gives=[])
         if visit.kind in "FE":
             if k < last and self.stages[k].checkpoint:
-                io.takes.append((f"A{k}m{m}", "activations"))
-                io.writes.append(f"A{k}m{m}")
+                io.takes.append((stage_buffer("A", k, m), "activations"))
+                io.writes.append(stage_buffer("A", k, m))
             if k > 0 and self.stages[k - 1].checkpoint:
-                io.reads.append(f"A{k - 1}m{m}")
+                io.reads.append(stage_buffer("A", k - 1, m))
                 if k == last or not self.train:
-                    io.gives.append(f"A{k - 1}m{m}")
+                    io.gives.append(stage_buffer("A", k - 1, m))
         if visit.kind == "B" and k > 0 and self.stages[k - 1].checkpoint:
-            name = f"{'a' if m in self.b.provision.leaving(k - 1, visit.micro_batches) else 'A'}{k - 1}m{m}"
+            away = m in self.b.provision.leaving(k - 1, visit.micro_batches)
+            name = stage_buffer("a" if away else "A", k - 1, m)
             io.reads.append(name)
             io.gives.append(name)
         if self.train and visit.kind in "BE":
             if k > 0 and self.stages[k - 1].gradient:
-                io.takes.append((f"D{k - 1}m{m}", "activation_gradients"))
-                io.writes.append(f"D{k - 1}m{m}")
+                io.takes.append((stage_buffer("D", k - 1, m), "activation_gradients"))
+                io.writes.append(stage_buffer("D", k - 1, m))
             if k < last and self.stages[k].gradient:
-                io.reads.append(f"D{k}m{m}")
-                io.gives.append(f"D{k}m{m}")
+                io.reads.append(stage_buffer("D", k, m))
+                io.gives.append(stage_buffer("D", k, m))
         return io
 
     def down(self, k: int, micro_batches: Sequence[int]) -> None:
@@ -56,45 +58,46 @@ class Activations:
         for m in self.b.provision.leaving(k, micro_batches):
             pool = "checkpoints_out" if self.tier == "disk" else self.b.provision.checkpoints_pool
             host = self._host(k, m)
-            self.b.emit(
-                f"DC{k}m{m}",
-                after=[f"F{k + 1}m{m}"],
+            down = self.b.emit(
+                stage_op("DC", k, m),
+                after=[stage_op("F", k + 1, m)],
                 takes=[(name, pool) for name in host],
-                reads=[f"A{k}m{m}"],
+                reads=[stage_buffer("A", k, m)],
                 writes=host,
-                gives=[f"A{k}m{m}"],
+                gives=[stage_buffer("A", k, m)],
                 nbytes=nbytes,
             )
             if self.tier == "disk":
-                self.b.emit(f"WC{k}m{m}", after=[f"DC{k}m{m}"], reads=host, gives=host, nbytes=page_up(nbytes))
+                self.b.emit(down.of("WC"), after=[down], reads=host, gives=host, nbytes=page_up(nbytes))
 
-    def _host(self, k: int, m: int) -> list[str]:
+    def _host(self, k: int, m: int) -> list[Buffer]:
         """The host buffers of a checkpoint: one, or in a pool that it shares with smaller ones, several."""
-        parts = range(1, self.b.provision.checkpoint_parts)
-        return [f"C{k}m{m}", *(f"C{k}m{m}.{part}" for part in parts)]
+        return [stage_buffer("C", k, m, part=part) for part in range(self.b.provision.checkpoint_parts)]
 
-    def up(self, k: int, micro_batches: Sequence[int]) -> dict[int, list[str]]:
+    def up(self, k: int, micro_batches: Sequence[int]) -> dict[int, list[OpId]]:
         """Emit the way back of the checkpoints that the backward of stage ``k + 1`` reads; what it waits for."""
         nbytes = self.stages[k].checkpoint
-        ready: dict[int, list[str]] = {}
+        ready: dict[int, list[OpId]] = {}
         last_stage = len(self.stages) - 1
         for m in self.b.provision.leaving(k, micro_batches):
-            host, after = self._host(k, m), [f"DC{k}m{m}"]
+            host, after = self._host(k, m), [stage_op("DC", k, m)]
             if self.tier == "disk":
-                host = [f"c{k}m{m}"]
+                host = [stage_buffer("c", k, m)]
                 takes = [(host[0], "checkpoints_in")]
+                after = [stage_op("WC", k, m)]
                 after = [
-                    self.b.emit(f"RC{k}m{m}", after=[f"WC{k}m{m}"], takes=takes, writes=host, nbytes=page_up(nbytes))
+                    self.b.emit(stage_op("RC", k, m), after=after, takes=takes, writes=host, nbytes=page_up(nbytes))
                 ]
             # The pool of activations changes hands: the forward's takers are done before the first one comes back.
-            after.append(f"F{last_stage - 1}m{micro_batches[-1]}")
+            after.append(stage_op("F", last_stage - 1, micro_batches[-1]))
+            back = stage_buffer("a", k, m)
             ready[m] = [
                 self.b.emit(
-                    f"UC{k}m{m}",
+                    stage_op("UC", k, m),
                     after=after,
-                    takes=[(f"a{k}m{m}", "activations")],
+                    takes=[(back, "activations")],
                     reads=host,
-                    writes=[f"a{k}m{m}"],
+                    writes=[back],
                     gives=host,
                     nbytes=nbytes,
                 )

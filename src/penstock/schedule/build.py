@@ -19,7 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.config import Tier
-from penstock.schedule.op import Carried, Op, Schedule, parse_word
+from penstock.schedule.ir.ops import Carried, Op, Schedule, Take
+from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer, stage_op
 from penstock.schedule.place import Chunk, Settings, chunks, part_of
 from penstock.schedule.provision import Provision
 from penstock.schedule.route import Route, Visit
@@ -44,12 +45,12 @@ class Builder:
         self.parts = [part_of(g, settings.ranks) for g in route.program.groups]
         """what this rank has of each group"""
         self.cuts: list[tuple[Chunk, ...]] = [chunks(part, settings.chunk) for part in self.parts]
-        self.ready: dict[str, list[str]] = defaultdict(list)
+        self.ready: dict[VisitId, list[OpId]] = defaultdict(list)
         """visit -> ops that its first compute op waits for"""
         self.carried: list[Carried] = []
         self.free = {pool.name: pool.count for pool in self.provision.pools.values()}
         """buffers of each pool that are left where all ops so far have run, in the order of emission"""
-        self._pool_of: dict[str, str] = {}
+        self._pool_of: dict[Buffer, str] = {}
         self._taken_from: set[str] = set()
 
     # ---- what a visit touches
@@ -71,16 +72,16 @@ class Builder:
 
     def emit(
         self,
-        ident: str,
+        ident: OpId,
         *,
-        after: Iterable[str] = (),
-        takes: Iterable[tuple[str, str]] = (),
-        reads: Iterable[str] = (),
-        writes: Iterable[str] = (),
-        gives: Iterable[str] = (),
+        after: Iterable[OpId] = (),
+        takes: Iterable[Take] = (),
+        reads: Iterable[Buffer] = (),
+        writes: Iterable[Buffer] = (),
+        gives: Iterable[Buffer] = (),
         nbytes: int = 0,
         group: str = "",
-    ) -> str:
+    ) -> OpId:
         taken = tuple(takes)
         for name, pool in taken:
             self._taken_from.add(pool)
@@ -91,7 +92,6 @@ class Builder:
         self.ops.append(
             Op(
                 id=ident,
-                word=parse_word(ident),
                 after=tuple(dict.fromkeys(after)),
                 takes=taken,
                 reads=tuple(reads),
@@ -103,16 +103,16 @@ class Builder:
         )
         return ident
 
-    def carry(self, start: str, end: str, pool: str) -> None:
+    def carry(self, start: Buffer, end: Buffer, pool: str) -> None:
         """A buffer that the step before leaves as ``start``, and this one leaves as ``end``."""
         self.carried.append((start, end, pool))
         self._hold(start, pool)
 
-    def _hold(self, name: str, pool: str) -> None:
+    def _hold(self, name: Buffer, pool: str) -> None:
         self._pool_of[name] = pool
         self.free[pool] -= 1
 
-    def collective(self, ident: str, after: str, source: str, into: tuple[str, str], nbytes: int) -> str:
+    def collective(self, ident: OpId, after: OpId, source: Buffer, into: Take, nbytes: int) -> OpId:
         """Emit a gather or a scatter over all ranks: ``nbytes`` are those of one rank's part, of which a rank sends one
         to each other rank."""
         return self.emit(
@@ -128,18 +128,18 @@ class Builder:
 
     # ---- weights
 
-    def weight_buffer(self, g: int, index: int) -> str:
+    def weight_buffer(self, g: int, index: int) -> Buffer:
         """What visit ``index`` reads a group's weights from: it has the name of the visit that loaded them."""
-        return f"W{g}@{self.visits[self.stay.source[g, index]].name}"
+        return group_buffer("W", g, visit=self.visits[self.stay.source[g, index]].name)
 
     # ---- gradients
 
-    def gradient_buffer(self, g: int, visit: Visit) -> str:
+    def gradient_buffer(self, g: int, visit: Visit) -> Buffer:
         if self.s.place.state[g] == "device":
-            return f"G{g}"
-        return f"G{g}@{visit.name}"
+            return group_buffer("G", g)
+        return group_buffer("G", g, visit=visit.name)
 
-    def compute(self, index: int, m: int, waits: Iterable[str], checkpoints: "Buffers") -> str:
+    def compute(self, index: int, m: int, waits: Iterable[OpId], checkpoints: "Buffers") -> OpId:
         """Emit the compute op of visit ``index`` for micro-batch ``m``."""
         visit = self.visits[index]
         first, last = m == visit.micro_batches[0], m == visit.micro_batches[-1]
@@ -152,7 +152,7 @@ class Builder:
         ]
         done = [name for g, name in weights.items() if last and (g, index) in self.stay.gives]
         return self.emit(
-            f"{visit.kind}{visit.stage}m{m}",
+            stage_op(visit.kind, visit.stage, m),
             after=[*(self.ready.pop(visit.name, []) if first else []), *waits],
             takes=[*takes, *checkpoints.takes],
             reads=[*weights.values(), *grads.values(), *checkpoints.reads],
@@ -185,7 +185,7 @@ class Builder:
 class Buffers:
     """Activation buffers that one compute op takes, reads, writes and gives."""
 
-    takes: list[tuple[str, str]]
-    reads: list[str]
-    writes: list[str]
-    gives: list[str]
+    takes: list[Take]
+    reads: list[Buffer]
+    writes: list[Buffer]
+    gives: list[Buffer]

@@ -27,11 +27,11 @@ from penstock.config import Tier
 from penstock.errors import ScheduleError
 from penstock.schedule.check_world import check_world
 from penstock.schedule.clocks import Clocks
-from penstock.schedule.op import Op, Schedule
+from penstock.schedule.ir.ops import Op, Schedule, chunk_of
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.order import run_order
 from penstock.schedule.program import Program
 from penstock.schedule.words import left_over
-from penstock.schedule.world import World
 
 
 def check(schedule: Schedule) -> None:
@@ -54,8 +54,8 @@ def check_waits(schedule: Schedule, waits: Callable[[int], bool]) -> None:
     left = {name for name, _, _ in schedule.carried}
     clocks = Clocks(run_order(schedule))
     for op in schedule.ops:
-        if op.word.kind in ("OP", "OD") and waits(op.word.group) and left.isdisjoint(op.reads):
-            if f"R{op.id[2:]}".lower() in op.reads:  # left by the step before, on disk
+        if op.id.kind in ("OP", "OD") and waits(op.id.group) and left.isdisjoint(op.reads):
+            if any(name.kind == "r" for name in op.reads):  # left by the step before, on disk
                 continue
             if norm is None or not clocks.before(norm, op):
                 raise ScheduleError(f"op {op.id} may run before NORM, which its group waits for", op=op.id)
@@ -72,20 +72,20 @@ def check_readers(schedule: Schedule, program: Program, weights: Sequence[Tier])
     clocks = Clocks(run_order(schedule))
     readers: dict[int, list[Op]] = defaultdict(list)
     for op in schedule.lanes["compute"]:
-        if op.word.kind in ("F", "B", "E"):
-            stage = program.stages[op.word.stage]
-            forward = () if op.word.kind == "B" else stage.forward_reads
-            backward = () if op.word.kind == "F" else stage.backward_reads
+        if op.id.kind in ("F", "B", "E"):
+            stage = program.stages[op.id.stage]
+            forward = () if op.id.kind == "B" else stage.forward_reads
+            backward = () if op.id.kind == "F" else stage.backward_reads
             for group in {g for g in (*forward, *backward) if weights[g] == "device"}:
                 readers[group].append(op)
     late = left_over(schedule, clocks)
     for op in schedule.ops:
-        if op.word.kind not in ("OP", "OD", "UN"):
+        if op.id.kind not in ("OP", "OD", "UN"):
             continue
-        for reader in readers[op.word.group]:
-            if op.id[2:] in late and not clocks.before(op, reader):
+        for reader in readers[op.id.group]:
+            if chunk_of(op) in late and not clocks.before(op, reader):
                 message = f"op {reader.id} may run before {op.id}, which ends the step before on the weights it reads"
                 raise ScheduleError(message, op=reader.id)
-            if op.id[2:] not in late and not clocks.before(reader, op):
+            if chunk_of(op) not in late and not clocks.before(reader, op):
                 message = f"op {op.id} may run before {reader.id}, which reads the weights it changes"
                 raise ScheduleError(message, op=op.id)

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import Op, Schedule
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.references import OpId, answer_to
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.order import on_rank, run_orders
 from penstock.schedule.rules import check_names, check_rules
-from penstock.schedule.world import World
 
 Shared = tuple[Schedule, list[int]]
 """A schedule and the ranks that have it."""
@@ -67,13 +68,13 @@ def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
             yield ScheduleError(f"group {name} has rank {unknown[0]}, which does not exist", op=f"group {name}")
         if twice := [rank for rank, count in Counter(members).items() if count > 1]:
             yield ScheduleError(f"group {name} has rank {twice[0]} twice", op=f"group {name}")
-    present: Counter[tuple[str, str]] = Counter()  # (collective's id, its group) -> ranks that have it
-    moved: dict[tuple[str, str], int] = {}  # and the bytes that the first of them has
+    present: Counter[tuple[OpId, str]] = Counter()  # (collective's id, its group) -> ranks that have it
+    moved: dict[tuple[OpId, str], int] = {}  # and the bytes that the first of them has
     members_of = {name: frozenset(members) for name, members in world.groups.items()}
     for schedule, ranks in shared:
         joined = {name for name, members in members_of.items() if members.issuperset(ranks)}
         for op in schedule.ops:
-            match op.word.lane:
+            match op.id.lane:
                 case "net":
                     present[op.id, op.group] += len(ranks)
                     if (first := moved.setdefault((op.id, op.group), op.nbytes)) != op.nbytes:
@@ -84,7 +85,7 @@ def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
                     yield from _unanswered(world, ranks, op)
                 case _ if op.group:
                     yield _fault(world, ranks[0], op, f"is of group {op.group}, but is no collective")
-            if op.peer != -1 and op.word.lane not in ("send", "recv"):
+            if op.peer != -1 and op.id.lane not in ("send", "recv"):
                 yield _fault(world, ranks[0], op, "has a peer, but neither sends nor receives")
     for (ident, group), count in present.items():
         members = world.groups.get(group, ())
@@ -97,7 +98,7 @@ def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
                 yield _fault(world, here, world.ranks[here].by_id[ident], message)
 
 
-def _has(world: World, rank: int, ident: str, group: str) -> bool:
+def _has(world: World, rank: int, ident: OpId, group: str) -> bool:
     op = world.ranks[rank].by_id.get(ident)
     return op is not None and op.group == group
 
@@ -114,8 +115,8 @@ def _stranger(world: World, ranks: list[int], op: Op) -> ScheduleError:
 
 def _unanswered(world: World, ranks: list[int], op: Op) -> Iterator[ScheduleError]:
     """The ranks on which a send has no recv, or the other way round."""
-    other = ("R" if op.word.lane == "send" else "S") + op.id[1:]
-    verb, there = ("sends to", "from") if op.word.lane == "send" else ("receives from", "to")
+    other = answer_to(op.id)
+    verb, there = ("sends to", "from") if op.id.lane == "send" else ("receives from", "to")
     for rank in ranks:
         if not 0 <= op.peer < len(world.ranks):
             peer = "no rank: write 'peer RANK'" if op.peer < 0 else f"rank {op.peer}, which does not exist"
@@ -124,7 +125,7 @@ def _unanswered(world: World, ranks: list[int], op: Op) -> Iterator[ScheduleErro
         answer = world.ranks[op.peer].by_id.get(other)
         if answer is None or answer.peer != rank:
             yield _fault(world, rank, op, f"{verb} rank {op.peer}, which has no op {other} {there} rank {rank}")
-        elif op.word.lane == "recv" and (op.nbytes, op.items) != (answer.nbytes, answer.items):
+        elif op.id.lane == "recv" and (op.nbytes, op.items) != (answer.nbytes, answer.items):
             sent = f"{answer.nbytes} bytes of {answer.items} micro-batches"
             yield _fault(world, rank, op, f"receives {op.nbytes} bytes of {op.items}, and rank {op.peer} sends {sent}")
 

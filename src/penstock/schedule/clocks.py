@@ -11,7 +11,9 @@ seen, so the checker may refuse what only such a detour makes safe, and never ac
 
 from collections.abc import Iterable
 
-from penstock.schedule.op import LANES, Lane, Op
+from penstock.schedule.ir.lanes import LANES, Lane
+from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.references import OpId
 
 Clock = tuple[int, ...]
 _SEVERAL_AT_A_TIME = {"read", "write"}
@@ -22,33 +24,34 @@ class Clocks:
 
     def __init__(self, order: Iterable[Op]) -> None:
         ops = list(order)
-        used = {op.word.lane for op in ops}
+        used = {op.id.lane for op in ops}
         self._index: dict[Lane, int] = {lane: i for i, lane in enumerate(lane for lane in LANES if lane in used)}
-        self._lane: dict[str, int] = {}
-        self._turn: dict[str, int] = {}
-        """from 1: the first op of a lane is done when the lane's clock shows 1"""
-        self._start: dict[str, Clock] = {}
+        self._at: dict[OpId, tuple[int, int, Clock, Clock]] = {}
+        """lane, turn in it (from 1: the first op of a lane is done when the lane's clock shows 1), clocks at the op's
+        start and when it is published"""
         self._run(ops)
 
     def before(self, first: Op, second: Op) -> bool:
         """Whether ``first`` is surely done when ``second`` starts."""
-        return self._start[second.id][self._lane[first.id]] >= self._turn[first.id]
+        lane, turn, _, _ = self._at[first.id]
+        return self._at[second.id][2][lane] >= turn
 
     def _run(self, ops: list[Op]) -> None:
         """Who knows that a lane is at a turn knows all that was known there: most merges have nothing to add."""
         nothing: Clock = (0,) * len(self._index)
         latest = [nothing] * len(self._index)  # what is surely done once the lane's newest op is published
-        done: dict[str, Clock] = {}
-        lanes, turns, starts, index = self._lane, self._turn, self._start, self._index
+        places, index = self._at, self._index
         for op in ops:
-            ident, lane = op.id, index[op.word.lane]
+            name = op.id.lane
+            lane = index[name]
             last = latest[lane]
-            one_by_one = op.word.lane not in _SEVERAL_AT_A_TIME
+            one_by_one = name not in _SEVERAL_AT_A_TIME
             clock = last if one_by_one else nothing
             for other in op.after:
-                if clock[lanes[other]] < turns[other]:
-                    clock = tuple(map(max, clock, done[other]))
+                other_lane, other_turn, _, done = places[other]
+                if clock[other_lane] < other_turn:
+                    clock = tuple(map(max, clock, done))
             turn = last[lane] + 1
-            lanes[ident], turns[ident], starts[ident] = lane, turn, clock
             known = clock if one_by_one else tuple(map(max, clock, last))
-            done[ident] = latest[lane] = (*known[:lane], turn, *known[lane + 1 :])
+            latest[lane] = (*known[:lane], turn, *known[lane + 1 :])
+            places[op.id] = lane, turn, clock, latest[lane]

@@ -7,8 +7,9 @@ host memory.
 from penstock.config import Tier
 from penstock.schedule.activations import Activations
 from penstock.schedule.build import Builder
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.references import OpId, visit
 from penstock.schedule.loads import Loads
-from penstock.schedule.op import Schedule
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
 from penstock.schedule.route import Route, Visit
@@ -19,11 +20,7 @@ def horizontal_route(program: Program, micro_batches: int) -> Route:
     """One micro-batch after the other visits every stage: forward, epilogue, backward."""
     last = len(program.stages) - 1
     order = [("F", k) for k in range(last)] + [("E", last)] + [("B", k) for k in reversed(range(last))]
-    visits = [
-        Visit(kind=kind, stage=k, micro_batches=(m,), name=f"{kind}{k}m{m}")
-        for m in range(micro_batches)
-        for kind, k in order
-    ]
+    visits = [Visit(name=visit(kind, k, m), micro_batches=(m,)) for m in range(micro_batches) for kind, k in order]
     return Route(program, visits, train=True)
 
 
@@ -38,13 +35,13 @@ def horizontal(
     activations = Activations(builder)
     updates = Updates(builder)
     loads = Loads(builder, updates)
-    waits: dict[int, list[str]] = {}
-    for i, visit in enumerate(visits):
-        (m,) = visit.micro_batches
+    waits: dict[int, list[OpId]] = {}
+    for i, stay in enumerate(visits):
+        (m,) = stay.micro_batches
         loads.until(i)
-        builder.compute(i, m, waits.get(m, []), activations.buffers(visit, m))
-        if visit.kind == "F":
-            activations.down(visit.stage - 1, [m])
+        builder.compute(i, m, waits.get(m, []), activations.buffers(stay, m))
+        if stay.kind == "F":
+            activations.down(stay.stage - 1, [m])
         following = visits[i + 1] if i + 1 < len(visits) else None
         waits = {}
         if following is not None and following.kind == "B":

@@ -23,6 +23,8 @@ The first block's delayed steps have nothing to hide behind: the step begins wit
 """
 
 from penstock.schedule.build import Builder
+from penstock.schedule.ir.ops import Take
+from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op
 from penstock.schedule.place import Chunk
 from penstock.schedule.route import Visit
 from penstock.schedule.update import Updates
@@ -79,11 +81,11 @@ class Loads:
                     last = self.updates.home_delayed(g, c, [done])
             b.ready[visit.name].append(last)
 
-    def _group(self, g: int, index: int, late: frozenset[int], *, first: bool) -> str:
+    def _group(self, g: int, index: int, late: frozenset[int], *, first: bool) -> OpId:
         """Emit the loads of one group; what a visit that reads it waits for."""
         visit = self.b.visits[index]
         whole = self.b.weight_buffer(g, index), self.b.provision.weights_pool[g]
-        into = whole if self.b.s.ranks == 1 else (f"P{g}@{visit.name}", "weight_parts")
+        into = whole if self.b.s.ranks == 1 else (group_buffer("P", g, visit=visit.name), "weight_parts")
         for c in self.b.cuts[g]:
             takes = [into] if c is self.b.cuts[g][0] else []
             if first and c.index in late:
@@ -91,20 +93,20 @@ class Loads:
                 last = self._up(g, c, visit, after=[done], takes=takes, into=into[0], reads=new, gives=[])
                 self.updates.home_delayed(g, c, [done, last] if new else [done])
             elif self.b.s.place.weights[g] == "disk":
-                staged = f"i{g}.{c.index}@{visit.name}"
+                staged = group_buffer("i", g, c.index, visit=visit.name)
                 read = self._read(g, c, visit, staged)
                 last = self._up(g, c, visit, after=[read], takes=takes, into=into[0], reads=[staged], gives=[staged])
             else:
                 last = self._up(g, c, visit, after=[], takes=takes, into=into[0], reads=[], gives=[])
         if into != whole:
             nbytes = self.b.parts[g].numel * self.b.s.form.weight_bytes
-            last = self.b.collective(f"GW{g}@{visit.name}", last, into[0], whole, nbytes)
+            last = self.b.collective(group_op("GW", g, visit=visit.name), last, into[0], whole, nbytes)
         return last
 
-    def _read(self, g: int, c: Chunk, visit: Visit, staged: str) -> str:
+    def _read(self, g: int, c: Chunk, visit: Visit, staged: Buffer) -> OpId:
         written = self.updates.written.get((g, c.index))
         return self.b.emit(
-            f"RW{g}.{c.index}@{visit.name}",
+            group_op("RW", g, c.index, visit=visit.name),
             after=[written] if written else [],
             takes=[(staged, "stage_in")],
             writes=[staged],
@@ -117,14 +119,14 @@ class Loads:
         c: Chunk,
         visit: Visit,
         *,
-        after: list[str],
-        takes: list[tuple[str, str]],
-        into: str,
-        reads: list[str],
-        gives: list[str],
-    ) -> str:
+        after: list[OpId],
+        takes: list[Take],
+        into: Buffer,
+        reads: list[Buffer],
+        gives: list[Buffer],
+    ) -> OpId:
         return self.b.emit(
-            f"UW{g}.{c.index}@{visit.name}",
+            group_op("UW", g, c.index, visit=visit.name),
             after=after,
             takes=takes,
             reads=reads,

@@ -18,7 +18,8 @@ from typing import NamedTuple, TypeVar
 from penstock.config import GradDtype, Tier
 from penstock.errors import ScheduleError
 from penstock.schedule.clocks import Clocks
-from penstock.schedule.op import Op, Pool, Schedule
+from penstock.schedule.ir.ops import Op, Pool, Schedule
+from penstock.schedule.ir.references import Buffer
 from penstock.schedule.order import run_order
 from penstock.schedule.place import BF16, FP32, Chunk, Format, Placement, Settings, chunks, page_up
 from penstock.schedule.program import Program, Stage
@@ -117,7 +118,7 @@ def prove(schedule: Schedule, needs: Needs) -> None:
 
 def narrow_groups_of(schedule: Schedule) -> frozenset[int]:
     """Groups whose gradients cross to the host, and wait, in bf16: those that take a buffer for that on the device."""
-    return frozenset(op.word.group for op in schedule.lanes["d2h"] if op.word.kind == "DG" and len(op.writes) > 1)
+    return frozenset(op.id.group for op in schedule.lanes["d2h"] if op.id.kind == "DG" and len(op.writes) > 1)
 
 
 def late_chunks(schedule: Schedule) -> frozenset[ChunkId]:
@@ -126,13 +127,13 @@ def late_chunks(schedule: Schedule) -> frozenset[ChunkId]:
     """
     left, written = {start for start, _, _ in schedule.carried}, set[ChunkId]()
     for op in schedule.ops:
-        tag = op.word.group, op.word.chunk
-        if op.word.kind == "WG":
+        tag = op.id.group, op.id.chunk
+        if op.id.kind == "WG":
             written.add(tag)
-        elif op.word.kind == "RG" and tag not in written:
+        elif op.id.kind == "RG" and tag not in written:
             left |= {*op.writes}
-    steps = (op for op in schedule.ops if op.word.kind == "OP")
-    return frozenset((op.word.group, op.word.chunk) for op in steps if not left.isdisjoint(op.reads))
+    steps = (op for op in schedule.ops if op.id.kind == "OP")
+    return frozenset((op.id.group, op.id.chunk) for op in steps if not left.isdisjoint(op.reads))
 
 
 def whole_sum(stages: Iterable[int], micro_batches: int) -> Sum:
@@ -182,7 +183,7 @@ class _Step:
         self.cuts = [chunks(g, schedule.chunk) for g in program.groups]
         self.outside = _Outside(Clocks(order))
         self.pools: dict[str, Pool] = {pool.name: pool for pool in schedule.pools}
-        self.pool_of = {start: self.pools[pool] for start, _, pool in schedule.carried}
+        self.pool_of: dict[str, Pool] = {start: self.pools[pool] for start, _, pool in schedule.carried}
         makers = [stage for stage in reversed(self.stages) if needs.train]
         uses = {g.index: [s.index for s in makers if g.index in s.gradients] for g in program.groups}
         self.whole = {g: whole_sum(stages, schedule.micro_batches) for g, stages in uses.items() if stages}
@@ -206,8 +207,8 @@ class _Step:
         """chunk that is left to the next step -> the buffer that its gradient is to be in at the end"""
         ends = {start: end for start, end, _ in schedule.carried}
         for op in order:
-            if op.word.kind == "OP" and op.reads and op.reads[0] in ends:
-                tag = op.word.group, op.word.chunk
+            if op.id.kind == "OP" and op.reads and op.reads[0] in ends:
+                tag = op.id.group, op.id.chunk
                 self.values[op.reads[0]] = Gradient(*tag, LEFT)
                 self.kept_gradients[tag] = ends.pop(op.reads[0])
         if ends:
@@ -238,7 +239,7 @@ class _Step:
 
     def run(self, op: Op) -> None:
         self.pool_of |= {name: self.pools[pool] for name, pool in op.takes}
-        what = self._kinds.get(op.word.kind)
+        what = self._kinds.get(op.id.kind)
         if what is None:
             raise _refused(op, "is for a rank among several: training runs one")
         what(op)
@@ -276,7 +277,7 @@ class _Step:
 
     def _chunk(self, op: Op, *, trained: bool = False) -> Chunk:
         """The chunk that an op is of. ``trained``: one with a gradient in this step."""
-        g, c = op.word.group, op.word.chunk
+        g, c = op.id.group, op.id.chunk
         if not (0 <= g < len(self.cuts) and 0 <= c < len(self.cuts[g])):
             raise _refused(op, "is of a chunk that this model does not have")
         if trained and (g, c) not in self.trained:
@@ -308,14 +309,14 @@ class _Step:
         self.values[name] = value
 
     def _home(self, op: Op, tiers: Mapping[int, Tier] | tuple[Tier, ...], *wanted: Tier) -> None:
-        if (tier := tiers[op.word.group]) not in wanted:
+        if (tier := tiers[op.id.group]) not in wanted:
             what = "weights" if tiers is self.place.weights else "state"
             raise _refused(op, f"is for {what} whose home is {' or '.join(wanted)}, and it is {tier}")
 
     def _gradient(self, op: Op, name: str) -> Gradient:
         """The gradient of an op's chunk in host memory."""
         value = self._value(op, name, Gradient)
-        if value[:2] != (op.word.group, op.word.chunk):
+        if value[:2] != (op.id.group, op.id.chunk):
             raise _refused(op, f"takes {name}, which is a gradient of something else")
         return value
 
@@ -333,7 +334,7 @@ class _Step:
     # ---- compute
 
     def _compute(self, op: Op) -> None:
-        kind, k, m, last = op.word.kind, op.word.stage, op.word.micro_batch, len(self.stages) - 1
+        kind, k, m, last = op.id.kind, op.id.stage, op.id.micro_batch, len(self.stages) - 1
         turn = self.backward[m] == k and self.forward[m] > last if kind == "B" else self.forward[m] == k
         if k > last or (kind == "E") != (k == last) or not turn or (kind == "B" and not self.needs.train):
             raise _refused(op, "is not the stage that its micro-batch comes to next")
@@ -372,7 +373,7 @@ class _Step:
 
     def _check_activations(self, op: Op, stage: Stage) -> None:
         """The checkpoint and the gradient that a stage reads are on the device; it puts out its own."""
-        k, m, kind = stage.index, op.word.micro_batch, op.word.kind
+        k, m, kind = stage.index, op.id.micro_batch, op.id.kind
         into = self.stages[k - 1] if k else None
         fresh = tuple(name for name, _ in op.takes if name in op.writes and not self.pool_of[name].backed)
         if into is not None and into.checkpoint:
@@ -394,10 +395,10 @@ class _Step:
             name = self._at(op, fresh, "the gradient of its input")
             self._put(op, name, Activation(k - 1, m, True), "device", into.gradient, backed=False)
 
-    def _sum_on_device(self, op: Op, g: int, taken: Mapping[str, str]) -> None:
-        names = tuple(name for name in op.writes if name[0] == "G" and int(name[1:].partition("@")[0]) == g)
+    def _sum_on_device(self, op: Op, g: int, taken: Mapping[Buffer, str]) -> None:
+        names = tuple(name for name in op.writes if name.kind == "G" and name.group == g)
         name = self._at(op, names, f"the gradient of group {g}")
-        new: Sum = (op.word.stage, op.word.micro_batch)
+        new: Sum = (op.id.stage, op.id.micro_batch)
         if name not in taken:
             new = self._value(op, name, Gradient).sum, new
         self._put(op, name, Gradient(g, -1, new), "device", self.needs.program.groups[g].trainable * FP32)
@@ -405,7 +406,7 @@ class _Step:
     # ---- weights
 
     def _read_weights(self, op: Op) -> None:
-        c, g = self._chunk(op), op.word.group
+        c, g = self._chunk(op), op.id.group
         self._home(op, self.place.weights, "disk")
         self.outside.look(op, "weights", g, c.index)
         self._moves(op, c.numel * self.form.weight_bytes)
@@ -413,7 +414,7 @@ class _Step:
         self._put(op, self._at(op, op.writes, "the chunk"), value, "host", op.nbytes)
 
     def _load(self, op: Op) -> None:
-        c, g = self._chunk(op), op.word.group
+        c, g = self._chunk(op), op.id.group
         self._moves(op, c.numel * self.form.weight_bytes)
         if op.reads:
             version = self._new_weights(op, op.reads[0])
@@ -429,7 +430,7 @@ class _Step:
 
     def _new_weights(self, op: Op, name: str) -> int:
         """The version of an op's chunk in a host buffer: of weights alone, or at the head of its fp32 state."""
-        g, c = op.word.group, op.word.chunk
+        g, c = op.id.group, op.id.chunk
         value = self.values.get(name)
         if isinstance(value, Weights) and value.group == g and list(value.versions) == [c]:
             return value.versions[c]
@@ -438,7 +439,7 @@ class _Step:
         raise _refused(op, f"takes {name} for {_SHOWN[Weights]} of its chunk, which it is not")
 
     def _write_weights(self, op: Op) -> None:
-        c, g = self._chunk(op), op.word.group
+        c, g = self._chunk(op), op.id.group
         self._home(op, self.place.weights, "disk")
         self._moves(op, c.numel * self.form.weight_bytes)
         self._bring_home(op)
@@ -446,7 +447,7 @@ class _Step:
         self.weights[g, c.index] = self._new_weights(op, self._at(op, op.reads, "the new weights"))
 
     def _renew(self, op: Op) -> None:
-        c, g = self._chunk(op), op.word.group
+        c, g = self._chunk(op), op.id.group
         self._home(op, self.place.weights, "device")
         self._moves(op, c.numel * self.form.weight_bytes)
         self.outside.change(op, "weights", g)
@@ -454,7 +455,7 @@ class _Step:
 
     def _bring_home(self, op: Op) -> None:
         """What is written to disk is the step before's until that is committed, and this one's from then on."""
-        late = (op.word.group, op.word.chunk) in self.late
+        late = (op.id.group, op.id.chunk) in self.late
         self.outside.look(op, "commit")
         if late and self.committed:
             raise _refused(op, "ends the step before, which CM has committed already")
@@ -474,7 +475,7 @@ class _Step:
     # ---- gradients
 
     def _down(self, op: Op) -> None:
-        c, g = self._chunk(op, trained=True), op.word.group
+        c, g = self._chunk(op, trained=True), op.id.group
         width, cast = self._width(g), g in self.narrow
         source = self._value(op, self._at(op, op.reads, "the gradient on the device"), Gradient)
         if (source.group, source.chunk) != (g, -1):
@@ -494,18 +495,18 @@ class _Step:
         into = self._at(op, op.writes, "the sum")
         what = self._at(op, tuple(name for name in op.reads if name != into), "what is added")
         total, part = self._gradient(op, into), self._gradient(op, what)
-        if LEFT in (total.sum, part.sum) or op.word.group in self.narrow:
+        if LEFT in (total.sum, part.sum) or op.id.group in self.narrow:
             raise _refused(op, "adds to a gradient that is whole already")
         self.values[into] = total._replace(sum=(total.sum, part.sum))
 
     def _measure(self, op: Op) -> None:
-        c, g = self._chunk(op, trained=True), op.word.group
+        c, g = self._chunk(op, trained=True), op.id.group
         self._moves(op, c.numel * self._width(g))
         self._whole(op, self._gradient(op, self._at(op, op.reads, "the gradient")))
         self._measured(op, c)
 
     def _measure_on_device(self, op: Op) -> None:
-        g = op.word.group
+        g = op.id.group
         gradient = self._value(op, self._at(op, op.reads, "the gradient"), Gradient)
         if (gradient.group, gradient.chunk) != (g, -1):
             raise _refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
@@ -515,8 +516,8 @@ class _Step:
                 self._measured(op, c)
 
     def _measured(self, op: Op, c: Chunk) -> None:
-        self.outside.change(op, "norm", op.word.group, c.index)
-        self.partials.add((op.word.group, c.index))
+        self.outside.change(op, "norm", op.id.group, c.index)
+        self.partials.add((op.id.group, c.index))
 
     def _norm(self, op: Op) -> None:
         for g, c in sorted(self.trained):
@@ -527,13 +528,13 @@ class _Step:
         self.normed = True
 
     def _put_aside(self, op: Op) -> None:
-        c, g = self._chunk(op, trained=True), op.word.group
+        c, g = self._chunk(op, trained=True), op.id.group
         self._moves(op, c.numel * self._width(g))
         self.outside.change(op, "gradient", g, c.index)
         self.extents[g, c.index] = self._gradient(op, self._at(op, op.reads, "the gradient"))
 
     def _fetch(self, op: Op) -> None:
-        c, g = self._chunk(op, trained=True), op.word.group
+        c, g = self._chunk(op, trained=True), op.id.group
         self._moves(op, c.numel * self._width(g))
         self.outside.look(op, "gradient", g, c.index)
         if (g, c.index) not in self.extents:
@@ -543,7 +544,7 @@ class _Step:
     # ---- optimizer
 
     def _read_state(self, op: Op) -> None:
-        c, g = self._chunk(op, trained=True), op.word.group
+        c, g = self._chunk(op, trained=True), op.id.group
         self._moves_state(op, c)
         for what in self._arrays_on_disk(g):
             self.outside.look(op, what, g, c.index)
@@ -551,16 +552,16 @@ class _Step:
         self._put(op, self._at(op, op.writes, "the state"), value, "host", self.form.state_slot_bytes * c.numel)
 
     def _moves_state(self, op: Op, c: Chunk) -> None:
-        if not self.place.state_on_disk(op.word.group, self.form):
+        if not self.place.state_on_disk(op.id.group, self.form):
             raise _refused(op, "is for state on disk, and nothing of it lives there")
-        self._moves(op, self.place.state_on_disk(op.word.group, self.form) * c.numel)
+        self._moves(op, self.place.state_on_disk(op.id.group, self.form) * c.numel)
 
     def _arrays_on_disk(self, g: int) -> list[str]:
         """In fp32 the master copy is the weights."""
         return ["state", *(["weights"] if not self.form.split and self.place.weights[g] == "disk" else [])]
 
     def _step(self, op: Op) -> None:
-        c, g = self._chunk(op, trained=True), op.word.group
+        c, g = self._chunk(op, trained=True), op.id.group
         tag, disk = (g, c.index), self.place.state_on_disk(g, self.form)
         self._home(op, self.place.state, "host", "disk")
         self._moves(op, self.form.step_bytes(self._width(g)) * c.numel)
@@ -585,11 +586,11 @@ class _Step:
 
     def _check_step(self, op: Op, gradient: Gradient) -> bool:
         """Whether a step is of the gradient that the step before has left; else it is whole, and the norm is known."""
-        tag = op.word.group, op.word.chunk
+        tag = op.id.group, op.id.chunk
         if gradient.sum == LEFT:
             return True
         self._whole(op, gradient)
-        self._may_step(op, early=self.schedule.speculative and self.place.all_on_disk(op.word.group, self.form))
+        self._may_step(op, early=self.schedule.speculative and self.place.all_on_disk(op.id.group, self.form))
         if "NORM" not in self.schedule.by_id:  # the step computes its part in passing
             self._measured(op, self.cuts[tag[0]][tag[1]])
         return False
@@ -601,7 +602,7 @@ class _Step:
                 raise _refused(op, "may run before NORM, which its group waits for")
 
     def _write_state(self, op: Op) -> None:
-        c, g = self._chunk(op, trained=True), op.word.group
+        c, g = self._chunk(op, trained=True), op.id.group
         self._moves_state(op, c)
         self._bring_home(op)
         value = self._value(op, self._at(op, op.reads, "the state"), State)
@@ -614,7 +615,7 @@ class _Step:
             self.weights[g, c.index] = value.version
 
     def _step_on_device(self, op: Op) -> None:
-        g = op.word.group
+        g = op.id.group
         self._home(op, self.place.state, "device")
         gradient = self._value(op, self._at(op, op.reads, "the gradient"), Gradient)
         if (gradient.group, gradient.chunk) != (g, -1):
@@ -633,13 +634,13 @@ class _Step:
 
     def _checkpoint(self, op: Op) -> int:
         """Bytes of the checkpoint that an op moves."""
-        k = op.word.stage
+        k = op.id.stage
         if k >= len(self.stages) or not self.stages[k].checkpoint:
             raise _refused(op, "is of a stage that has no checkpoint")
         return self.stages[k].checkpoint
 
     def _leave(self, op: Op) -> None:
-        k, m = op.word.stage, op.word.micro_batch
+        k, m = op.id.stage, op.id.micro_batch
         self._moves(op, self._checkpoint(op))
         if self.forward[m] < k + 2 or self.activations.get((k, m)) not in op.reads:
             raise _refused(op, f"takes a checkpoint that is not on the device, or that stage {k + 1} has yet to use")
@@ -653,11 +654,11 @@ class _Step:
         if room < nbytes:
             raise _refused(op, f"needs {nbytes} bytes on the host, and its buffers have {room}")
         for i, name in enumerate(names):
-            self._put(op, name, Kept(op.word.stage, op.word.micro_batch, i, len(names)), "host", 0)
+            self._put(op, name, Kept(op.id.stage, op.id.micro_batch, i, len(names)), "host", 0)
 
     def _held(self, op: Op) -> None:
         for i, name in enumerate(op.reads):
-            if self._value(op, name, Kept) != Kept(op.word.stage, op.word.micro_batch, i, len(op.reads)):
+            if self._value(op, name, Kept) != Kept(op.id.stage, op.id.micro_batch, i, len(op.reads)):
                 raise _refused(op, f"takes {name} for part {i} of its checkpoint, which it is not")
         if not op.reads:
             raise _refused(op, "reads no buffer")
@@ -668,19 +669,19 @@ class _Step:
         self._at(op, op.reads, "the checkpoint")
         if self.pool_of[op.reads[0]].size < op.nbytes:
             raise _refused(op, f"writes whole pages, and {op.reads[0]} has {self.pool_of[op.reads[0]].size} bytes")
-        self.outside.change(op, "checkpoint on disk", op.word.stage, op.word.micro_batch)
-        self.scratch.add((op.word.stage, op.word.micro_batch))
+        self.outside.change(op, "checkpoint on disk", op.id.stage, op.id.micro_batch)
+        self.scratch.add((op.id.stage, op.id.micro_batch))
 
     def _read_checkpoint(self, op: Op) -> None:
         self._moves(op, page_up(self._checkpoint(op)))
-        self.outside.look(op, "checkpoint on disk", op.word.stage, op.word.micro_batch)
-        if (op.word.stage, op.word.micro_batch) not in self.scratch:
+        self.outside.look(op, "checkpoint on disk", op.id.stage, op.id.micro_batch)
+        if (op.id.stage, op.id.micro_batch) not in self.scratch:
             raise _refused(op, "reads what no op has written to disk")
         self._at(op, op.writes, "the checkpoint")
         self._hold(op, op.writes, op.nbytes)
 
     def _come_back(self, op: Op) -> None:
-        k, m = op.word.stage, op.word.micro_batch
+        k, m = op.id.stage, op.id.micro_batch
         self._moves(op, self._checkpoint(op))
         self._held(op)
         if (k, m) in self.activations or self.backward[m] <= k:

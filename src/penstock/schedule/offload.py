@@ -28,11 +28,11 @@ from penstock.config import Tier
 from penstock.errors import ConfigError
 from penstock.schedule.build import EVERYONE
 from penstock.schedule.horizontal import horizontal
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import FP32, Depths, Format, Placement, Settings, part_of
 from penstock.schedule.program import ALIGN, Program, round_up
 from penstock.schedule.provision import fixed_bytes
 from penstock.schedule.vertical import vertical
-from penstock.schedule.world import World
 
 _PLACES = ("weights", "state", "checkpoints", "gradients")
 _CHUNKS = 16

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import Lane, Op, Schedule
-from penstock.schedule.world import World
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.references import Buffer, OpId, answer_to
+from penstock.schedule.ir.worlds import World
 
 LaneAt = tuple[int, Lane]
 """A lane of a rank."""
@@ -19,15 +21,16 @@ LaneAt = tuple[int, Lane]
 
 @dataclass(kw_only=True, slots=True)
 class _Rank:
-    """How far a rank is. ``waiting``: lanes by what they wait for, an op's id or a pool's name after a space."""
+    """How far a rank is. ``waiting``: lanes by the op that they wait for; ``starving``: by the pool."""
 
     schedule: Schedule
     free: dict[str, int]
-    held: dict[str, str]
+    held: dict[Buffer, str]
     heads: dict[Lane, int]
-    done: set[str] = field(default_factory=set)
+    done: set[OpId] = field(default_factory=set)
     order: list[Op] = field(default_factory=list)
     waiting: dict[str, list[LaneAt]] = field(default_factory=dict)
+    starving: dict[str, list[LaneAt]] = field(default_factory=dict)
 
 
 def on_rank(world: World, rank: int, what: str) -> str:
@@ -64,7 +67,7 @@ class _Progress:
     def __init__(self, world: World) -> None:
         self.world = world
         self.ranks = [self._start(rank) for rank in range(len(world.ranks))]
-        self.arrived: dict[str, list[LaneAt]] = {}  # collective's group and id -> who is there
+        self.arrived: dict[tuple[str, OpId], list[LaneAt]] = {}  # collective's group and id -> who is there
         self.agenda: deque[LaneAt] = deque((i, lane) for i, rank in enumerate(self.ranks) for lane in rank.heads)
 
     def _start(self, rank: int) -> _Rank:
@@ -97,10 +100,10 @@ class _Progress:
                     rank.waiting.setdefault(other, []).append((index, lane))
                     return
             if op.takes and (pool := _short(op, rank.free)):
-                rank.waiting.setdefault(f" {pool}", []).append((index, lane))
+                rank.starving.setdefault(pool, []).append((index, lane))
                 return
             if lane == "recv" and op.peer >= 0:
-                peer, send = self.ranks[op.peer], f"S{op.id[1:]}"
+                peer, send = self.ranks[op.peer], answer_to(op.id)
                 if send not in peer.done:
                     peer.waiting.setdefault(send, []).append((index, lane))
                     return
@@ -112,7 +115,7 @@ class _Progress:
     def _meet(self, index: int, op: Op) -> bool:
         """Whether this rank is the last of its group to arrive; if so, the others are done, too."""
         members = self.world.groups.get(op.group, (index,))
-        there = self.arrived.setdefault(f"{op.group} {op.id}", [])
+        there = self.arrived.setdefault((op.group, op.id), [])
         if len(there) + 1 < len(members):
             there.append((index, op.lane))
             return False
@@ -130,11 +133,11 @@ class _Progress:
                 raise ScheduleError(on_rank(self.world, index, message), op=op.id, rank=index)
             pool = rank.held.pop(name)
             rank.free[pool] += 1
-            if f" {pool}" in rank.waiting:
-                self.agenda += rank.waiting.pop(f" {pool}")
+            if pool in rank.starving:
+                self.agenda += rank.starving.pop(pool)
         rank.done.add(op.id)
         rank.order.append(op)
-        rank.heads[op.word.lane] += 1
+        rank.heads[op.id.lane] += 1
         if op.id in rank.waiting:
             self.agenda += rank.waiting.pop(op.id)
 
@@ -178,16 +181,16 @@ class _Progress:
         assert op is not None
         rank = self.ranks[index]
         missing = [f"op {other}" for other in op.after if other not in rank.done]
-        if (index, op.lane) in self.arrived.get(f"{op.group} {op.id}", ()):
+        if (index, op.lane) in self.arrived.get((op.group, op.id), ()):
             missing.append(f"op {op.id} of rank {self._absent(op)[0]}")
         else:
             missing += [f"a buffer of pool {pool}" for _, pool in op.takes if rank.free[pool] < 1]
-        if op.lane == "recv" and f"S{op.id[1:]}" not in self.ranks[op.peer].done:
-            missing.append(f"op S{op.id[1:]} of rank {op.peer}")
+        if op.lane == "recv" and answer_to(op.id) not in self.ranks[op.peer].done:
+            missing.append(f"op {answer_to(op.id)} of rank {op.peer}")
         return on_rank(self.world, index, f"{op.lane} {op.id} waits for {', '.join(missing) or 'its pools'}")
 
     def _absent(self, op: Op) -> list[int]:
-        there = {index for index, _ in self.arrived[f"{op.group} {op.id}"]}
+        there = {index for index, _ in self.arrived[op.group, op.id]}
         return [index for index in self.world.groups[op.group] if index not in there]
 
     def _circle(self, at: LaneAt) -> list[LaneAt]:
@@ -206,14 +209,14 @@ class _Progress:
         for other in op.after:
             if other not in rank.done:
                 return index, rank.schedule.by_id[other].lane
-        if at in self.arrived.get(f"{op.group} {op.id}", ()):
+        if at in self.arrived.get((op.group, op.id), ()):
             other_rank = self._absent(op)[0]
             return other_rank, op.lane
         if pool := _short(op, rank.free):
             for giver in rank.schedule.ops:
                 if giver.id not in rank.done and any(rank.held.get(name) == pool for name in giver.gives):
                     return index, giver.lane
-        if op.lane == "recv" and f"S{op.id[1:]}" not in self.ranks[op.peer].done:
+        if op.lane == "recv" and answer_to(op.id) not in self.ranks[op.peer].done:
             return op.peer, "send"
         return at  # it waits for a pool that nobody will give back to
 

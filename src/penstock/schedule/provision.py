@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from penstock.config import Tier
-from penstock.schedule.op import Pool
+from penstock.schedule.ir.ops import Pool
 from penstock.schedule.place import (
     BF16,
     FP32,

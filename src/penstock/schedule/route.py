@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.schedule.ir.references import OpId, VisitId, stage_op
 from penstock.schedule.program import Program
 from penstock.schedule.stay import Stay
 
@@ -16,13 +17,20 @@ from penstock.schedule.stay import Stay
 class Visit:
     """One stay of a stage's weights on the device: its compute ops, in order, on the given micro-batches."""
 
-    kind: str  # F, E or B
-    stage: int
+    name: VisitId
     micro_batches: tuple[int, ...]
-    name: str
 
-    def ops(self) -> list[str]:
-        return [f"{self.kind}{self.stage}m{m}" for m in self.micro_batches]
+    @property
+    def kind(self) -> str:
+        """F, E or B"""
+        return self.name.kind
+
+    @property
+    def stage(self) -> int:
+        return self.name.stage
+
+    def ops(self) -> list[OpId]:
+        return [stage_op(self.kind, self.stage, m) for m in self.micro_batches]
 
 
 class Route:

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from penstock.errors import ScheduleError
 from penstock.schedule.clocks import Clocks
-from penstock.schedule.op import Op, Schedule
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.references import Buffer
 from penstock.schedule.words import check_words
 
 
@@ -28,7 +29,7 @@ def check_names(schedule: Schedule) -> None:
             message = f"buffer {start} is carried in pool {pool}, which does not exist"
             raise ScheduleError(message, op=f"carry {start}")
     for op in schedule.ops:
-        if op.word.micro_batch >= schedule.micro_batches:
+        if op.id.micro_batch >= schedule.micro_batches:
             message = f"op {op.id} is of a micro-batch that is not: their numbers are below {schedule.micro_batches}"
             raise ScheduleError(message, op=op.id)
         if op.items < 1:
@@ -56,10 +57,10 @@ def check_rules(schedule: Schedule, order: list[Op]) -> None:
 
 def _check_buffers(schedule: Schedule, order: list[Op], clocks: Clocks) -> None:
     """Rules 2 to 4. A buffer that is carried in was taken and written before, one that is carried on is kept."""
-    touched: dict[str, list[Op]] = defaultdict(list)
+    touched: dict[Buffer, list[Op]] = defaultdict(list)
     carried = {name for name, _, _ in schedule.carried}
-    taker: dict[str, Op] = {}
-    giver: dict[str, Op] = {}
+    taker: dict[Buffer, Op] = {}
+    giver: dict[Buffer, Op] = {}
     for op in order:
         for name, _ in op.takes:
             if name in taker or name in carried:
@@ -82,7 +83,7 @@ def _check_buffers(schedule: Schedule, order: list[Op], clocks: Clocks) -> None:
         _check_races(name, taker.get(name), ops, clocks)
 
 
-def _check_life(name: str, first: Op | None, last: Op | None, ops: list[Op], clocks: Clocks) -> None:
+def _check_life(name: Buffer, first: Op | None, last: Op | None, ops: list[Op], clocks: Clocks) -> None:
     """Rule 2 on one buffer: ``first`` takes it, None if it is carried in; ``last`` gives it, None if it is kept."""
     if first is not None:
         for op in ops:
@@ -97,7 +98,7 @@ def _check_life(name: str, first: Op | None, last: Op | None, ops: list[Op], clo
         raise ScheduleError(f"op {last.id} gives {name} back before {first.id} has taken it", op=last.id)
 
 
-def _check_races(name: str, taker: Op | None, ops: list[Op], clocks: Clocks) -> None:
+def _check_races(name: Buffer, taker: Op | None, ops: list[Op], clocks: Clocks) -> None:
     """Rules 3 and 4 on one buffer. ``ops`` are in a possible order, so only neighbours that conflict are compared.
 
     Who takes a buffer may add to it at once (a gradient starts from zero); anybody else needs something to read, which

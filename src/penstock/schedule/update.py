@@ -22,6 +22,8 @@ since that overwrites what the commit before names.
 """
 
 from penstock.schedule.build import EVERYONE, Builder
+from penstock.schedule.ir.ops import Take
+from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, single_op
 from penstock.schedule.place import FP32, Chunk
 
 NORM_BYTES = 8
@@ -33,21 +35,21 @@ class Updates:
     def __init__(self, builder: Builder) -> None:
         self.b = builder
         self.s = builder.s
-        self._normed: list[str] = []
-        self._norm = ""  # op after which the global norm is known
+        self._normed: list[OpId] = []
+        self._norm: OpId | None = None  # op after which the global norm is known
         self._waited_for = any(self.s.waits(g) for g in self.b.route.gradient_visits)
         self._late = sum(map(len, self.b.provision.delayed.values()))  # delayed chunks to come
-        self._late_ends: list[str] = []  # what brings the delayed chunks so far home
+        self._late_ends: list[OpId] = []  # what brings the delayed chunks so far home
         self._late_writes = False
-        self._commit: list[str] = []  # the op that commits the step before, once there is one
-        self._final: dict[str, str] = {}  # H buffer u0 -> op that completes it
-        self._down: dict[str, str] = {}  # H buffer -> op that last wrote it
-        self.written: dict[tuple[int, int], str] = {}
+        self._commit: list[OpId] = []  # the op that commits the step before, once there is one
+        self._final: dict[Buffer, OpId] = {}  # H buffer u0 -> op that completes it
+        self._down: dict[Buffer, OpId] = {}  # H buffer -> op that last wrote it
+        self.written: dict[tuple[int, int], OpId] = {}
         """(group, chunk) stepped so far whose weights live on disk -> op that has written them there"""
 
-    def host_gradient(self, g: int, c: Chunk, use: int) -> tuple[str, str]:
+    def host_gradient(self, g: int, c: Chunk, use: int) -> Take:
         """Name and pool of the host buffer for one stage's gradient of a chunk."""
-        name = f"H{g}.{c.index}u{use}"
+        name = group_buffer("H", g, c.index, use=use)
         held = self.b.provision.held(g, use, waits=self.s.waits(g) or c.index in self._delayed(g))
         return name, self.b.provision.held_pool if held else "gradients_out"
 
@@ -64,7 +66,7 @@ class Updates:
             stepped = route.last_visit[g] == index and not self.s.waits(g)
             if self.s.place.state[g] == "device":
                 if completed and self._waited_for:
-                    self._normed.append(self.b.emit(f"ND{g}", reads=[f"G{g}"]))
+                    self._normed.append(self.b.emit(group_op("ND", g), reads=[group_buffer("G", g)]))
                 if stepped:
                     self._step_on_device(g)
                 continue
@@ -78,26 +80,25 @@ class Updates:
                 if stepped and c.index not in self._delayed(g):
                     self._step_on_time(g, c, first)
 
-    def _group_down(self, g: int, index: int, after: str) -> None:
+    def _group_down(self, g: int, index: int, after: OpId) -> None:
         visit = self.b.visits[index]
         use = self.b.route.uses[g].index(visit.stage)
         source = self.b.gradient_buffer(g, visit)
         trained, width = self.b.trained_chunks(g), self.b.provision.gradient_bytes(g)
         if self.s.ranks > 1:
-            part = f"g{g}@{visit.name}", "gradient_parts"
+            part = group_buffer("g", g, visit=visit.name), "gradient_parts"
             nbytes = self.b.parts[g].trainable * FP32
-            after = self.b.collective(f"SG{g}@{visit.name}", after, source, part, nbytes)
+            after = self.b.collective(group_op("SG", g, visit=visit.name), after, source, part, nbytes)
             source = part[0]
         for c in trained:
             name, pool = self.host_gradient(g, c, use)
-            tag = f"{g}.{c.index}@{visit.name}"
             first = name not in self._down
-            target = name if first else f"t{tag}"
+            target = name if first else group_buffer("t", g, c.index, visit=visit.name)
             if not first:
                 pool = "gradients_out"
-            cast = [f"c{tag}"] if width < FP32 else []
+            cast = [group_buffer("c", g, c.index, visit=visit.name)] if width < FP32 else []
             down = self.b.emit(
-                f"DG{tag}",
+                group_op("DG", g, c.index, visit=visit.name),
                 after=[after],
                 takes=[(target, pool), *((name, "casts") for name in cast)],
                 reads=[source],
@@ -106,13 +107,12 @@ class Updates:
                 nbytes=c.numel * width,
             )
             if not first:
-                down = self._add(tag, name, target, after=[down, self._down[name]], numel=c.numel)
+                adds = group_op("AG", g, c.index, visit=visit.name)
+                down = self._add(adds, name, target, after=[down, self._down[name]], numel=c.numel)
             self._down[name] = down
 
-    def _add(self, tag: str, into: str, what: str, *, after: list[str], numel: int) -> str:
-        return self.b.emit(
-            f"AG{tag}", after=after, reads=[into, what], writes=[into], gives=[what], nbytes=3 * numel * FP32
-        )
+    def _add(self, ident: OpId, into: Buffer, what: Buffer, *, after: list[OpId], numel: int) -> OpId:
+        return self.b.emit(ident, after=after, reads=[into, what], writes=[into], gives=[what], nbytes=3 * numel * FP32)
 
     def _complete_use(self, g: int, index: int) -> int:
         """Which of a group's stages after the first, if any, has all of its gradient with visit ``index``; else 0."""
@@ -121,29 +121,30 @@ class Updates:
 
     def _add_use(self, g: int, c: Chunk, use: int) -> None:
         """Add the gradient of one more stage to the total, as soon as it is whole: it holds its buffer no longer."""
-        total, part = f"H{g}.{c.index}u0", f"H{g}.{c.index}u{use}"
+        total, part = (group_buffer("H", g, c.index, use=k) for k in (0, use))
         after = [self._down[total], self._down[part]]
-        self._down[total] = self._add(f"{g}.{c.index}@sum{use}", total, part, after=after, numel=c.numel)
+        self._down[total] = self._add(group_op("AG", g, c.index, use=use), total, part, after=after, numel=c.numel)
 
     def _complete(self, g: int, c: Chunk) -> None:
         """The gradient of a chunk is whole: its partial norm, and to disk if it waits there."""
-        total = f"H{g}.{c.index}u0"
+        total = group_buffer("H", g, c.index, use=0)
         op = self._down[total]
         late, nbytes = c.index in self._delayed(g), c.numel * self.b.provision.gradient_bytes(g)
         if self._waited_for or late:  # else the step itself computes it in passing
-            op = self.b.emit(f"NG{g}.{c.index}", after=[op], reads=[total], nbytes=nbytes)
+            op = self.b.emit(group_op("NG", g, c.index), after=[op], reads=[total], nbytes=nbytes)
             self._normed.append(op)
         if self.s.place.gradients == "disk" and (self.s.waits(g) or late):
-            op = self.b.emit(f"WG{g}.{c.index}", after=[op], reads=[total], gives=[total], nbytes=nbytes)
+            op = self.b.emit(group_op("WG", g, c.index), after=[op], reads=[total], gives=[total], nbytes=nbytes)
         self._final[total] = op
 
     def steps_after_norm(self) -> None:
         """Emit the global norm and the steps that wait for it, if any does."""
         if not self._waited_for:
             return
-        self._norm = self.b.emit("NORM", after=self._normed)
+        self._norm = self.b.emit(single_op("NORM"), after=self._normed)
         if self.s.ranks > 1:
-            self._norm = self.b.emit("AN", after=[self._norm], nbytes=(self.s.ranks - 1) * NORM_BYTES, group=EVERYONE)
+            nbytes = (self.s.ranks - 1) * NORM_BYTES
+            self._norm = self.b.emit(single_op("AN"), after=[self._norm], nbytes=nbytes, group=EVERYONE)
         for g in sorted(self.b.route.gradient_visits):
             if not self.s.waits(g):
                 continue
@@ -155,31 +156,32 @@ class Updates:
                 if c.index not in self._delayed(g):
                     self._step_on_time(g, c, first)
 
-    def _before_step(self, g: int) -> list[str]:
+    def _before_step(self, g: int) -> list[OpId]:
         """What a group's step waits for besides its gradient: the norm if it waits, and who reads its weights last."""
         route = self.b.route
-        first = [self._norm] if self.s.waits(g) else []
+        first = [self._norm] if self._norm is not None and self.s.waits(g) else []
         if route.last_visit[g] > route.gradient_visits[g][-1]:  # else its own gradient comes after that op
             first.append(route.visits[route.last_visit[g]].ops()[-1])
         return first
 
     def _step_on_device(self, g: int) -> None:
-        self.b.emit(f"OD{g}", after=self._before_step(g), reads=[f"G{g}"], gives=[f"G{g}"])
+        gradient = [group_buffer("G", g)]
+        self.b.emit(group_op("OD", g), after=self._before_step(g), reads=gradient, gives=gradient)
 
     def _delayed(self, g: int) -> frozenset[int]:
         return self.b.provision.delayed.get(g, frozenset())
 
-    def _step_on_time(self, g: int, c: Chunk, first: list[str]) -> None:
+    def _step_on_time(self, g: int, c: Chunk, first: list[OpId]) -> None:
         """Emit one chunk's step in this step's backward, or after its norm."""
-        tag = f"{g}.{c.index}"
-        gradient, after = f"H{tag}u0", self._final[f"H{tag}u0"]
+        gradient = group_buffer("H", g, c.index, use=0)
+        after = self._final[gradient]
         if self.s.waits(g) and self.s.place.gradients == "disk":
-            gradient = f"R{tag}"
+            gradient = group_buffer("R", g, c.index)
             after = self._back(g, c, gradient, [after])
         done, _ = self._arithmetic(g, c, gradient, [after, *first])
         self.home(g, c, [done])
 
-    def home_delayed(self, g: int, c: Chunk, after: list[str]) -> str:
+    def home_delayed(self, g: int, c: Chunk, after: list[OpId]) -> OpId:
         """``home`` of a delayed chunk; after the last of them the step before is committed."""
         before = len(self.b.ops)
         last = self.home(g, c, after)
@@ -188,40 +190,41 @@ class Updates:
         self._late_writes |= bool(writes)
         self._late -= 1
         if not self._late and self._late_writes:
-            self._commit = [self.b.emit("CM", after=self._late_ends)]
+            self._commit = [self.b.emit(single_op("CM"), after=self._late_ends)]
         return last
 
-    def step_delayed(self, g: int, c: Chunk) -> tuple[str, list[str]]:
+    def step_delayed(self, g: int, c: Chunk) -> tuple[OpId, list[Buffer]]:
         """Emit one chunk's step with the gradient that the step before has left, without ``home``.
 
         Returns the op that makes the new weights, and the buffer that has them if they are on their way to disk.
         """
-        gradient, after = f"h{g}.{c.index}", []
+        gradient, after = group_buffer("h", g, c.index), list[OpId]()
         if self.s.place.gradients == "disk":
-            gradient = f"r{g}.{c.index}"
+            gradient = group_buffer("r", g, c.index)
             after = [self._back(g, c, gradient, [])]
         else:
-            self.b.carry(gradient, f"H{g}.{c.index}u0", self.b.provision.held_pool)
+            self.b.carry(gradient, group_buffer("H", g, c.index, use=0), self.b.provision.held_pool)
         done, new = self._arithmetic(g, c, gradient, after)
         return done, new if self.s.place.weights[g] == "disk" else []
 
-    def _back(self, g: int, c: Chunk, into: str, after: list[str]) -> str:
+    def _back(self, g: int, c: Chunk, into: Buffer, after: list[OpId]) -> OpId:
         """Emit the way back of a gradient that has waited on disk."""
         nbytes = c.numel * self.b.provision.gradient_bytes(g)
         return self.b.emit(
-            f"RG{g}.{c.index}", after=after, takes=[(into, "gradients_in")], writes=[into], nbytes=nbytes
+            group_op("RG", g, c.index), after=after, takes=[(into, "gradients_in")], writes=[into], nbytes=nbytes
         )
 
-    def _arithmetic(self, g: int, c: Chunk, gradient: str, after: list[str]) -> tuple[str, list[str]]:
+    def _arithmetic(self, g: int, c: Chunk, gradient: Buffer, after: list[OpId]) -> tuple[OpId, list[Buffer]]:
         """Emit state in and the step itself; its id, and the buffer that has the new weights if there is one."""
-        tag, form = f"{g}.{c.index}", self.s.form
+        form = self.s.form
         on_disk = self.s.place.state_on_disk(g, form) * c.numel
-        state = [f"S{tag}"] if on_disk else []
+        state = [group_buffer("S", g, c.index)] if on_disk else []
         if on_disk:
-            after = [*after, self.b.emit(f"RS{tag}", takes=[(state[0], "state")], writes=state, nbytes=on_disk)]
-        new = [f"O{tag}"] if self._leaves(g) else []
+            read = group_op("RS", g, c.index)
+            after = [*after, self.b.emit(read, takes=[(state[0], "state")], writes=state, nbytes=on_disk)]
+        new = [group_buffer("O", g, c.index)] if self._leaves(g) else []
         done = self.b.emit(
-            f"OP{tag}",
+            group_op("OP", g, c.index),
             after=after,
             takes=[(name, "new_weights") for name in new],
             reads=[gradient, *state],
@@ -235,21 +238,23 @@ class Updates:
         """Whether new weights go elsewhere than to their array in host memory or, in fp32, back with the state."""
         return self.s.form.split and self.s.place.weights[g] != "host"
 
-    def home(self, g: int, c: Chunk, after: list[str]) -> str:
+    def home(self, g: int, c: Chunk, after: list[OpId]) -> OpId:
         """Emit the way home of state and weights; the last of them (the step itself if both are at home).
 
         ``after``: the step, then who reads the new weights from the buffer that goes home.
         """
-        tag, form, last = f"{g}.{c.index}", self.s.form, after[0]
+        form, last = self.s.form, after[0]
         on_disk, leaves = self.s.place.state_on_disk(g, form) * c.numel, self._leaves(g)
         if on_disk:
-            state = [f"S{tag}"]
+            state = [group_buffer("S", g, c.index)]
             readers = after[:1] if leaves else after
-            last = self.b.emit(f"WS{tag}", after=[*readers, *self._commit], reads=state, gives=state, nbytes=on_disk)
+            write, commit = group_op("WS", g, c.index), self._commit
+            last = self.b.emit(write, after=[*readers, *commit], reads=state, gives=state, nbytes=on_disk)
         if leaves:
-            new = [f"O{tag}"]
+            new = [group_buffer("O", g, c.index)]
             kind, first = ("WW", [*after, *self._commit]) if self.s.place.weights[g] == "disk" else ("UN", after)
-            last = self.b.emit(f"{kind}{tag}", after=first, reads=new, gives=new, nbytes=c.numel * form.weight_bytes)
+            nbytes = c.numel * form.weight_bytes
+            last = self.b.emit(group_op(kind, g, c.index), after=first, reads=new, gives=new, nbytes=nbytes)
         if self.s.place.weights[g] == "disk":
             self.written[g, c.index] = last
         return last

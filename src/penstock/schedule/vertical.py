@@ -7,8 +7,9 @@ once.
 from penstock.config import Tier
 from penstock.schedule.activations import Activations
 from penstock.schedule.build import Builder
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.references import OpId, visit
 from penstock.schedule.loads import Loads
-from penstock.schedule.op import Schedule
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
 from penstock.schedule.route import Route, Visit
@@ -22,7 +23,7 @@ def vertical_route(program: Program, micro_batches: int, *, train: bool = True) 
     order = [("F", k) for k in range(last)] + [("E", last)]
     if train:
         order += [("B", k) for k in reversed(range(last))]
-    visits = [Visit(kind=kind, stage=k, micro_batches=everyone, name=f"{kind}{k}") for kind, k in order]
+    visits = [Visit(name=visit(kind, k), micro_batches=everyone) for kind, k in order]
     return Route(program, visits, train=train)
 
 
@@ -35,13 +36,13 @@ def vertical(
     activations = Activations(builder)
     updates = Updates(builder)
     loads = Loads(builder, updates)
-    waits: dict[int, list[str]] = {}
-    for i, visit in enumerate(visits):
+    waits: dict[int, list[OpId]] = {}
+    for i, stay in enumerate(visits):
         loads.until(i)
         for m in everyone:
-            builder.compute(i, m, waits.get(m, []), activations.buffers(visit, m))
-        if visit.kind == "F":
-            activations.down(visit.stage - 1, everyone)
+            builder.compute(i, m, waits.get(m, []), activations.buffers(stay, m))
+        if stay.kind == "F":
+            activations.down(stay.stage - 1, everyone)
         # What the next backward needs goes up before the weights of the one after it.
         following = visits[i + 1] if i + 1 < len(visits) else None
         waits = {}

@@ -5,16 +5,20 @@ from collections.abc import Iterator
 
 from penstock.errors import ScheduleError
 from penstock.schedule.clocks import Clocks
-from penstock.schedule.op import Op, Schedule, Word
+from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, chunk_of
+from penstock.schedule.ir.references import Buffer, OpId, VisitId, visit
 
 
-def left_over(schedule: Schedule, clocks: Clocks) -> frozenset[str]:
-    """The chunks ("5.1") that the step before has left to be stepped."""
-    left = _left(schedule, clocks)
-    return frozenset(op.id[2:] for op in schedule.ops if op.word.kind == "OP" and not left.isdisjoint(op.reads))
+def left_over(schedule: Schedule, clocks: Clocks) -> frozenset[ChunkAt]:
+    """The chunks that the step before has left to be stepped."""
+    return _late(schedule, _left(schedule, clocks))
 
 
-def _left(schedule: Schedule, clocks: Clocks) -> set[str]:
+def _late(schedule: Schedule, left: set[Buffer]) -> frozenset[ChunkAt]:
+    return frozenset(chunk_of(op) for op in schedule.ops if op.id.kind == "OP" and not left.isdisjoint(op.reads))
+
+
+def _left(schedule: Schedule, clocks: Clocks) -> set[Buffer]:
     """Buffers with gradients that the step before has left, in memory or on disk."""
     return {name for name, _, _ in schedule.carried} | set(_left_on_disk(schedule, clocks))
 
@@ -25,36 +29,36 @@ def check_words(schedule: Schedule, clocks: Clocks) -> None:
     _check_homes(schedule, clocks, left)
     order = _Order(schedule, left)
     for op in schedule.ops:
-        for other in order.before(op) if op.word.kind in _ORDERED else ():
+        for other in order.before(op) if op.id.kind in _ORDERED else ():
             _check_after(other, op, clocks)
 
 
 # ---- rule 6: what lies outside the pools
 
 
-def _check_homes(schedule: Schedule, clocks: Clocks, left: set[str]) -> None:
+def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
     """Rule 6. ``left``: buffers with gradients that the step before has left.
 
     An optimizer step whose gradient the step before has left (in a carried buffer, or on disk: read there before this
     step's own is written) is that step's own: its new weights come before all who read them here, and its norm was the
     step before's.
     """
-    readers: dict[tuple[int, int], list[Op]] = defaultdict(list)
+    readers: dict[ChunkAt, list[Op]] = defaultdict(list)
     parts: list[Op] = []
     for op in schedule.ops:
-        if op.word.kind in ("RW", "UW"):
-            readers[op.word.group, op.word.chunk].append(op)
-        elif op.word.kind in ("NG", "ND"):
+        if op.id.kind in ("RW", "UW"):
+            readers[chunk_of(op)].append(op)
+        elif op.id.kind in ("NG", "ND"):
             parts.append(op)
     norm = schedule.by_id.get("NORM")
     for op in schedule.ops:
-        word, needs = op.word, []
+        word, needs = op.id, list[Op]()
         if word.kind in ("OP", "OD"):
             if left.isdisjoint(op.reads):
                 waits = norm is not None and not _speculates(schedule, op)
-                needs = readers[word.group, word.chunk] + ([norm] if norm and waits else [])
+                needs = readers[chunk_of(op)] + ([norm] if norm and waits else [])
             else:
-                for other in readers[word.group, word.chunk]:
+                for other in readers[chunk_of(op)]:
                     for made in _made(schedule, op, other):
                         _check_after(made, other, clocks)
                 if norm:
@@ -62,7 +66,7 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[str]) -> None:
         elif word.kind == "NORM":
             needs = parts
         elif word.kind in ("RG", "RC"):
-            writer = schedule.by_id.get(f"W{op.id[1:]}")
+            writer = schedule.by_id.get(_written(op))
             if writer is None:
                 message = f"use before load: op {op.id} reads what no op has written to disk"
                 raise ScheduleError(message, op=op.id)
@@ -74,23 +78,23 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[str]) -> None:
 
 def _speculates(schedule: Schedule, step: Op) -> bool:
     """Whether an optimizer step need not know the norm: what it changes comes from disk, and goes back beside it."""
-    tag = step.id[2:]
-    return schedule.speculative and f"RS{tag}" in schedule.by_id and f"WS{tag}" in schedule.by_id
+    both = step.id.of("RS"), step.id.of("WS")
+    return schedule.speculative and all(ident in schedule.by_id for ident in both)
 
 
-def _check_commit(schedule: Schedule, left: set[str], clocks: Clocks) -> None:
+def _check_commit(schedule: Schedule, left: set[Buffer], clocks: Clocks) -> None:
     """``CM`` comes after all that the step before has left is stepped and at home, and before anything of this step is
     written."""
-    late = {op.id[2:] for op in schedule.ops if op.word.kind == "OP" and not left.isdisjoint(op.reads)}
+    late = _late(schedule, left)
     commit = schedule.by_id.get("CM")
     for op in schedule.ops:
-        if commit is not None and op.id[2:] in late and op.word.kind in ("OP", "UN", "WS", "WW"):
+        if commit is not None and chunk_of(op) in late and op.id.kind in ("OP", "UN", "WS", "WW"):
             _check_after(op, commit, clocks)
-        elif op.word.kind not in ("WS", "WW"):
+        elif op.id.kind not in ("WS", "WW"):
             continue
         elif commit is not None:
             _check_after(commit, op, clocks)
-        elif op.id[2:] in late:
+        elif chunk_of(op) in late:
             message = f"op {op.id} ends the step before, which no op CM commits"
             raise ScheduleError(message, op=op.id)
 
@@ -101,10 +105,15 @@ def _check_after(first: Op, second: Op, clocks: Clocks) -> None:
         raise ScheduleError(message, op=second.id)
 
 
-def _left_on_disk(schedule: Schedule, clocks: Clocks) -> Iterator[str]:
+def _written(read: Op) -> OpId:
+    """The op that brings to disk what another reads from there: a gradient that waits, or a checkpoint."""
+    return read.id.of("WG" if read.id.kind == "RG" else "WC")
+
+
+def _left_on_disk(schedule: Schedule, clocks: Clocks) -> Iterator[Buffer]:
     """Buffers into which gradients are read that the step before has left on disk."""
     for op in schedule.lanes["read"]:
-        if op.word.kind == "RG" and (writer := schedule.by_id.get(f"W{op.id[1:]}")) and clocks.before(op, writer):
+        if op.id.kind == "RG" and (writer := schedule.by_id.get(_written(op))) and clocks.before(op, writer):
             yield from op.writes
 
 
@@ -112,8 +121,8 @@ def _made(schedule: Schedule, step: Op, reader: Op) -> list[Op]:
     """What makes the new weights that an op reads: the optimizer step, and on disk the write that brings them there
     (with the state where that has them). An upload reads a buffer, or the array that the step itself has written.
     """
-    tag = step.id[2:]
-    home = schedule.by_id.get(f"WW{tag}", schedule.by_id.get(f"WS{tag}")) if reader.word.kind == "RW" else None
+    on_disk = schedule.by_id.get(step.id.of("WW"), schedule.by_id.get(step.id.of("WS")))
+    home = on_disk if reader.id.kind == "RW" else None
     return [step] if home is None else [step, home]
 
 
@@ -130,21 +139,21 @@ class _Order:
     done. Elsewhere the visit that an op names, and the buffers, say where a gradient is from.
     """
 
-    def __init__(self, schedule: Schedule, left: set[str]) -> None:
+    def __init__(self, schedule: Schedule, left: set[Buffer]) -> None:
         self._by_id = schedule.by_id
         self._own = not schedule.chunk
         self._left = left
-        self._visits: dict[str, list[Op]] = defaultdict(list)
+        self._visits: dict[VisitId, list[Op]] = defaultdict(list)
         """who makes gradients, by visit: ``B3``, ``B3m0``, ``E9``"""
         self._sums: dict[int, list[Op]] = defaultdict(list)
         """who brings a group's gradient together"""
         self._stepped: dict[int, Op] = {}
         for op in schedule.ops:
-            word = op.word
+            word = op.id
             if word.kind in ("B", "W", "E"):
-                visit = f"{'E' if word.kind == 'E' else 'B'}{word.stage}"
-                self._visits[visit].append(op)
-                self._visits[f"{visit}m{word.micro_batch}"].append(op)
+                kind = "E" if word.kind == "E" else "B"
+                self._visits[visit(kind, word.stage)].append(op)
+                self._visits[visit(kind, word.stage, word.micro_batch)].append(op)
             elif word.kind in ("DG", "AG", "SG", "AR"):
                 self._sums[word.group].append(op)
             elif word.kind == "OP":
@@ -152,32 +161,34 @@ class _Order:
 
     def before(self, op: Op) -> list[Op]:
         """Raises ScheduleError: nothing makes what the op brings home, or a group is stepped in two places."""
-        word = op.word
+        word = op.id
         match word.kind:
             case "B" | "I" | "W":
-                first = self._by_id.get(f"{'I' if word.kind == 'W' else 'F'}{op.id[1:]}")
+                first = self._by_id.get(word.of("I" if word.kind == "W" else "F"))
                 return [first] if first else []
             case "DG" | "AG" | "SG" | "AR":
+                if word.use:
+                    return []
                 return self._visits.get(word.visit, []) if word.visit else self._backwards(word.group)
             case "OD" if word.group in self._stepped:
                 raise ScheduleError(f"op {op.id} steps what {self._stepped[word.group].id} steps, too", op=op.id)
             case "OP" | "OD" if self._left.isdisjoint(op.reads):
-                sums = [other for other in self._sums[word.group] if self._same(word, other.word)]
+                sums = [other for other in self._sums[word.group] if self._same(word, other.id)]
                 return sums + self._backwards(word.group)
             case "WW" | "WS" | "UN":
-                return [self._maker(op, f"OP{op.id[2:]}")]
+                return [self._maker(op, word.of("OP"))]
             case "GN":
-                return [self._maker(op, f"OD{op.id[2:]}")]
+                return [self._maker(op, word.of("OD"))]
         return []
 
-    def _same(self, one: Word, other: Word) -> bool:
+    def _same(self, one: OpId, other: OpId) -> bool:
         """Whether two chunks have something in common: a group that is not cut has all of its chunks."""
         return one.chunk == other.chunk or -1 in (one.chunk, other.chunk)
 
     def _backwards(self, group: int) -> list[Op]:
-        return self._visits.get(f"B{group}", []) if self._own else []
+        return self._visits.get(visit("B", group), []) if self._own else []
 
-    def _maker(self, op: Op, ident: str) -> Op:
+    def _maker(self, op: Op, ident: OpId) -> Op:
         maker = self._by_id.get(ident)
         if maker is None:
             raise ScheduleError(f"op {op.id} brings home what nothing has made: there is no op {ident}", op=op.id)

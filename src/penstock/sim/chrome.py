@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule.op import LANES, Lane
+from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.sim.result import Simulation, Timed
 
 _ROWS_PER_LANE = 16  # thread ids kept for one lane, which has several rows if it keeps several ops in flight

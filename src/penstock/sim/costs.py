@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.schedule.op import Lane, Op
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import Op
 
 Pair = tuple[Lane, Lane]
 

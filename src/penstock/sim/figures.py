@@ -2,12 +2,13 @@
 
 import heapq
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from penstock.config import Tier
-from penstock.schedule.op import Op, Schedule
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.references import Buffer
 from penstock.sim.result import Simulation
 
 
@@ -54,11 +55,11 @@ def in_flight_peak(simulation: Simulation, rank: int, *, stage_ops: bool) -> int
     stage_of = _stages(schedule, stage_ops=stage_ops, folds=len(simulation.world.ranks) > 1)
     spans: dict[tuple[int, int], list[float]] = {}  # (stage, micro-batch) -> start, end, items
     for op, start, end in zip(schedule.ops, simulation.starts[rank], simulation.ends[rank], strict=True):
-        key = (stage_of.get(op.word.stage, -1), op.word.micro_batch)
-        if op.word.kind == "F":
+        key = (stage_of.get(op.id.stage, -1), op.id.micro_batch)
+        if op.id.kind == "F":
             span = spans.setdefault(key, [start, end, op.items])
             span[:2] = min(span[0], start), max(span[1], end)
-        elif op.word.kind in ("B", "I", "W") and key in spans:
+        elif op.id.kind in ("B", "I", "W") and key in spans:
             spans[key][1] = max(spans[key][1], end)
     changes = [(start, items) for start, _, items in spans.values()] + [(end, -n) for _, end, n in spans.values()]
     now = most = 0.0
@@ -70,7 +71,7 @@ def in_flight_peak(simulation: Simulation, rank: int, *, stage_ops: bool) -> int
 
 def _stages(schedule: Schedule, *, stage_ops: bool, folds: bool) -> dict[int, int]:
     """The first layer of the stage that each layer with a forward is in."""
-    words = [op.word for op in schedule.lanes["compute"]]
+    words = [op.id for op in schedule.lanes["compute"]]
     layers = sorted({word.stage for word in words if word.kind == "F"})
     apart = {
         word.stage
@@ -106,7 +107,7 @@ def _puzzle_peak(simulation: Simulation, rank: int) -> int:
     return most
 
 
-def _size(names: tuple[str, ...], pool_of: Mapping[str, str], size: Mapping[str, int]) -> int:
+def _size(names: Iterable[Buffer], pool_of: Mapping[Buffer, str], size: Mapping[str, int]) -> int:
     return sum(size.get(pool_of[name], 0) for name in names)
 
 
@@ -132,7 +133,7 @@ def longest_stalls(simulation: Simulation, count: int, *, serial: bool) -> list[
             (waited, -rank, -i)
             for rank, schedule in enumerate(simulation.world.ranks)
             for i, (op, waited) in enumerate(zip(schedule.ops, simulation.waits[rank], strict=True))
-            if waited > 0 and (serial or op.word.lane == "compute")
+            if waited > 0 and (serial or op.id.lane == "compute")
         ),
     )
     places: dict[int, dict[str, int]] = {}
@@ -163,5 +164,5 @@ def _causes(simulation: Simulation, places: dict[int, dict[str, int]], rank: int
         if rank not in places:
             places[rank] = {op.id: place for place, op in enumerate(ops)}
         i = places[rank][match[2]]
-        if ops[i].word.lane == "compute":
+        if ops[i].lane == "compute":
             return

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 from penstock.schedule.distributed.request import Sizes
-from penstock.schedule.op import Op
+from penstock.schedule.ir.ops import Op
 from penstock.sim.costs import Costs
 
 PUZZLE_UNIT = 512 * 256
@@ -38,7 +38,7 @@ _PUZZLE_LANES = {"net": 0.3, "send": 0.2, "recv": 0.2}
 
 
 def _puzzle_seconds(op: Op) -> float:
-    kind = op.word.kind
+    kind = op.id.kind
     if kind in _PUZZLE_COMPUTE:
         return _PUZZLE_COMPUTE[kind] * op.items
     if kind == "OD":
@@ -64,4 +64,4 @@ _UNIT_COMPUTE = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 def _unit_seconds(op: Op) -> float:
-    return _UNIT_COMPUTE.get(op.word.kind, 0.0) * op.items
+    return _UNIT_COMPUTE.get(op.id.kind, 0.0) * op.items

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.config import TIERS, Tier
-from penstock.schedule.op import Lane, Op, reserved_bytes
-from penstock.schedule.world import World
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import Op, reserved_bytes
+from penstock.schedule.ir.worlds import World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,9 @@ that changes whenever an op of its rank starts or ends.
 import heapq
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import LANES
-from penstock.schedule.world import World
+from penstock.schedule.ir.lanes import LANES
+from penstock.schedule.ir.references import answer_to
+from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.template import Template
@@ -233,7 +234,7 @@ class _Run:
     def _deliver(self, rank: _Rank, i: int, now: float) -> None:
         op = rank.t.ops[i]
         receiver = self.ranks[op.peer] if op.peer < len(self.ranks) else None
-        j = -1 if receiver is None else receiver.t.recvs.get((rank.index, op.id[1:]), -1)
+        j = -1 if receiver is None else receiver.t.recvs.get((rank.index, answer_to(op.id)), -1)
         if receiver is None or j < 0:
             raise ScheduleError(f"rank {rank.index}: op {op.id} sends to rank {op.peer}, which does not receive it")
         receiver.missing[j] -= 1

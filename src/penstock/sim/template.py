@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from math import inf
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import LANES, Schedule
+from penstock.schedule.ir.lanes import LANES
+from penstock.schedule.ir.ops import Schedule
 from penstock.sim.costs import Costs
 
 
@@ -19,7 +20,7 @@ class Template:
     | ``takes[i]``, ``gives[i]`` | pools, one entry for each buffer |
     | ``seconds[i]`` | time that it takes alone |
 
-    ``recvs[peer, what is sent]`` is the op that receives it.
+    ``recvs[peer, op]`` is the op that receives from that rank.
 
     Raises:
         ScheduleError: an op that does not exist is waited for, a buffer or pool is not there, or a cost is no time.
@@ -43,7 +44,7 @@ class Template:
             self.queues[lane].append(i)
         self._link()
         self._buffers()
-        self.recvs = {(op.peer, op.id[1:]): i for i, op in enumerate(ops) if op.lane == "recv"}
+        self.recvs: dict[tuple[int, str], int] = {(op.peer, op.id): i for i, op in enumerate(ops) if op.lane == "recv"}
         for i in self.recvs.values():
             self.missing[i] += 1
 

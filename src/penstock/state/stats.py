@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.config import Tier
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """What one step did. Bytes and seconds; lanes are those of ``penstock.schedule.op``."""
+    """What one step did. Bytes and seconds; lanes are those of ``penstock.schedule.ir.lanes``."""
 
     step: int
     """1 for the first"""

@@ -10,7 +10,7 @@ from typing import Protocol, TextIO
 from penstock.cli.showing.meter import LaneUse, Meter
 from penstock.config import format_size
 from penstock.report.sentence import format_time
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
 
 
 class Display(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.cli.showing.yardstick import Yardstick
 from penstock.config import Tier
 from penstock.planner.fit import Plan
-from penstock.schedule.op import LOCAL_LANES, Lane
+from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
 from penstock.state.stats import StepStats
 
 _RECENT = 10  # steps that rates and the time left are taken from

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.cli.showing.meter import LINKS, Meter
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
 from penstock.state.stats import StepStats
 
 

@@ -1,7 +1,7 @@
 """Steps that take much longer than predicted: which lane was slow, in numbers that a drive's data sheet has."""
 
 from penstock.report.sentence import format_time
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
 from penstock.sim.result import Simulation
 from penstock.state.stats import StepStats
 

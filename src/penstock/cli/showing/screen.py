@@ -12,7 +12,7 @@ from rich.text import Text
 from penstock.cli.showing.display import clock, counts, speed, step_notes, step_time, wear
 from penstock.cli.showing.meter import Meter
 from penstock.config import format_size
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LABEL = 12

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.config import TrainConfig
 from penstock.hardware.machine import Machine
-from penstock.schedule.op import Lane
+from penstock.schedule.ir.lanes import Lane
 
 DRIVE_WRITES = 0.3 * 365 * 5
 """Times that a drive is assumed to bear being written in full, where nothing says what it is rated for: 0.3 a day over

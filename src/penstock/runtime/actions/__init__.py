@@ -18,7 +18,7 @@ from penstock.runtime.bound import Bound, refuse_others
 from penstock.runtime.pools import Pools
 from penstock.runtime.stepping import Stepping
 from penstock.runtime.streams import CudaStreams, HostStreams
-from penstock.schedule.op import Op
+from penstock.schedule.ir.ops import Op
 from penstock.state.arrays import StateArrays
 from penstock.store.store import Store
 from penstock.tape.groups import ParamGroup
@@ -72,7 +72,7 @@ class Actions:
     def __call__(self, op: Op) -> int:
         """Do what an op says; the bytes that it has moved, counted where they are. Arithmetic moves what is planned."""
         self.access.moved = 0
-        self.kinds[op.word.kind](op)
+        self.kinds[op.id.kind](op)
         return op.nbytes if op.lane == "cpu" else self.access.moved
 
     def release(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from penstock.runtime.access import Access
 from penstock.runtime.bound import checkpoint_extent
 from penstock.runtime.streams import CudaStreams, HostStreams
-from penstock.schedule.op import Op
+from penstock.schedule.ir.ops import Op
 from penstock.tape.tape import Tape
 
 
@@ -24,7 +24,7 @@ class Checkpoints:
 
     def down(self, op: Op) -> None:
         """To host buffers that hold it together; the device's memory is free then."""
-        k, m = op.word.stage, op.word.micro_batch
+        k, m = op.id.stage, op.id.micro_batch
         offset = 0
         for tensor in self._tape.checkpoint(k, m):
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -36,7 +36,7 @@ class Checkpoints:
 
     def up(self, op: Op) -> None:
         """Back to the tape, in memory that torch allocates."""
-        k, m = op.word.stage, op.word.micro_batch
+        k, m = op.id.stage, op.id.micro_batch
         offset, tensors = 0, []
         for old in self._tape.checkpoint(k, m):
             tensor = torch.empty(old.shape, dtype=old.dtype, device=old.device)

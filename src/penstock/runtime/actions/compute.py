@@ -8,7 +8,7 @@ import torch
 from penstock.errors import ModelError, NonFiniteError
 from penstock.runtime.access import Access
 from penstock.runtime.context import NonFinite
-from penstock.schedule.op import Op
+from penstock.schedule.ir.ops import Op
 from penstock.tape.groups import ParamGroup
 from penstock.tape.tape import Tape
 
@@ -34,7 +34,7 @@ class Compute:
 
     def forward(self, op: Op) -> None:
         self._attach(op)
-        self._tape.forward(op.word.stage, op.word.micro_batch)
+        self._tape.forward(op.id.stage, op.id.micro_batch)
         self._detach(op)
 
     def epilogue(self, op: Op) -> None:
@@ -47,7 +47,7 @@ class Compute:
     def backward(self, op: Op) -> None:
         self._under_way = op
         self._attach(op)
-        self._tape.backward(op.word.stage, op.word.micro_batch)
+        self._tape.backward(op.id.stage, op.id.micro_batch)
         self._detach(op)
 
     def _check_losses(self) -> None:
@@ -63,10 +63,10 @@ class Compute:
 
     def _attach(self, op: Op) -> None:
         """Weights that an op reads into the model, and gradients that it writes where they are added up."""
-        stage, dtype = self._stages[op.word.stage], self._arrays.dtype
+        stage, dtype = self._stages[op.id.stage], self._arrays.dtype
         for name in op.reads:
-            if name[0] == "W":
-                g = _group_of(name)
+            if name.kind == "W":
+                g = name.group
                 if self._attached.get(g) != name:
                     self._groups[g].attach(self._to.view(name, self._specs[g].numel, dtype))
                     self._attached[g] = name
@@ -76,8 +76,8 @@ class Compute:
                 self._attached[g] = ""
         taken = {name for name, _ in op.takes}
         for name in op.writes:
-            if name[0] == "G":
-                g = _group_of(name)
+            if name.kind == "G":
+                g = name.group
                 flat = self._to.view(name, self._specs[g].trainable)
                 if name in taken:
                     flat.zero_()
@@ -106,7 +106,7 @@ class Compute:
                 parameter=self._name(parameter),
                 stage=stage,
                 block=self._stages[stage].name,
-                micro_batch=self._under_way.word.micro_batch,
+                micro_batch=self._under_way.id.micro_batch,
             )
 
     def _name(self, parameter: torch.nn.Parameter) -> str:
@@ -119,7 +119,3 @@ class Compute:
             self._groups[g].detach(self._arrays.dtype, self._arrays.device)
         self._attached.clear()
         self._accumulators.clear()
-
-
-def _group_of(name: str) -> int:
-    return int(name[1:].partition("@")[0])

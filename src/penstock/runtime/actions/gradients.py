@@ -8,7 +8,7 @@ from penstock.optim.crossing import copy_cast
 from penstock.runtime.access import Access
 from penstock.runtime.bound import gradient_extent
 from penstock.runtime.stepping import Stepping
-from penstock.schedule.op import Op
+from penstock.schedule.ir.ops import Op
 from penstock.schedule.place import FP32
 
 

@@ -8,7 +8,7 @@ import torch
 from penstock.optim.norm import grad_norm
 from penstock.runtime.access import Access
 from penstock.runtime.stepping import Stepping
-from penstock.schedule.op import Op
+from penstock.schedule.ir.ops import Op
 
 
 class Norm:
@@ -25,12 +25,12 @@ class Norm:
     def of_chunk(self, op: Op) -> None:
         """The sums of a chunk in host memory."""
         c = self._to.bound.chunk(op)
-        partials = self._to.partials(op.word.group, c.start, c.numel)
+        partials = self._to.partials(op.id.group, c.start, c.numel)
         self._stepping.partial_norms(self._to.gradient(op, op.reads[0]), partials)
 
     def of_group(self, op: Op) -> None:
         """The sums of a group whose gradient is on the device."""
-        g = op.word.group
+        g = op.id.group
         self.on_device(g, self._to.view(op.reads[0], self._to.bound.program.groups[g].trainable))
 
     def on_device(self, g: int, gradient: torch.Tensor) -> None:

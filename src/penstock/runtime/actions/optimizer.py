@@ -8,7 +8,7 @@ from penstock.runtime.access import Access
 from penstock.runtime.actions.norm import Norm
 from penstock.runtime.context import StepContext
 from penstock.runtime.stepping import Stepping
-from penstock.schedule.op import Op
+from penstock.schedule.ir.ops import Op
 from penstock.schedule.place import FP32
 
 
@@ -42,7 +42,7 @@ class OptimizerSteps:
     def _on_disk(self, op: Op) -> list[tuple[str, int]]:
         """(array, byte offset in the state buffer) of those that are read from disk and written there."""
         numel = self._to.bound.chunk(op).numel
-        names = enumerate(self._names(op.word.group))
+        names = enumerate(self._names(op.id.group))
         return [(name, i * numel * FP32) for i, name in names if self._arrays.tier_of(name) == "disk"]
 
     def read_state(self, op: Op) -> None:
@@ -59,7 +59,7 @@ class OptimizerSteps:
 
     def step(self, op: Op) -> None:
         """One chunk, in host memory."""
-        g, c, arrays = op.word.group, self._to.bound.chunk(op), self._arrays
+        g, c, arrays = op.id.group, self._to.bound.chunk(op), self._arrays
         arrays.about_to_change(g, c.start, c.numel)
         offsets, span = dict(self._on_disk(op)), slice(c.start, c.start + c.numel)
 
@@ -80,7 +80,7 @@ class OptimizerSteps:
 
     def step_on_device(self, op: Op) -> None:
         """A whole group, where its state is."""
-        g, arrays = op.word.group, self._arrays
+        g, arrays = op.id.group, self._arrays
         numel = self._to.bound.program.groups[g].trainable
         gradient, weights = self._to.view(op.reads[0], numel), arrays.array(f"weights.{g}")[:numel]
         arrays.about_to_change(g, 0, numel)

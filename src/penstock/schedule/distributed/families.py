@@ -13,7 +13,7 @@ from penstock.schedule.distributed.pipeline import Flush, Order, build_pipeline
 from penstock.schedule.distributed.replicated import Sharding, build_replicated
 from penstock.schedule.distributed.request import Request
 from penstock.schedule.distributed.stages import spread
-from penstock.schedule.world import World
+from penstock.schedule.ir.worlds import World
 
 OPTIONS = ("virtual_stages", "gather_group", "fused", "partition_activations", "buffer_size")
 """Fields of a request that only some families know."""

@@ -14,12 +14,13 @@ from math import gcd
 
 from penstock.errors import ConfigError
 from penstock.schedule.distributed.pipeline import activation_pools
-from penstock.schedule.distributed.recorder import Recorder, Take
+from penstock.schedule.distributed.recorder import Recorder
 from penstock.schedule.distributed.replicated import ring_bytes, split
 from penstock.schedule.distributed.request import Request
 from penstock.schedule.distributed.stages import Stages
-from penstock.schedule.op import Schedule
-from penstock.schedule.world import World
+from penstock.schedule.ir.ops import Schedule, Take
+from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, stage_buffer, stage_op, visit
+from penstock.schedule.ir.worlds import World
 
 
 def build_grid(request: Request) -> World:
@@ -62,7 +63,7 @@ class _Writer:
         self._shards = len(groups[self._group])
         self._joined = range(stages.layers) if everybody else self._mine
         self._items = request.micro_batches // (request.ranks // stages.ranks)
-        self._sent: tuple[str, ...] = ()
+        self._sent: tuple[OpId, ...] = ()
         self._visits = [("F", layer) for layer in self._joined] + [("B", layer) for layer in reversed(self._joined)]
         self._turns = {visit: turn for turn, visit in enumerate(self._visits)}
         self._gathered = 0  # visits whose weights have been gathered
@@ -93,24 +94,23 @@ class _Writer:
             lookahead=self._request.lookahead,
         )
 
-    def _activation(self, layer: int) -> str:
-        return f"A{layer}m{self._pipeline}" if layer >= 0 else f"Xm{self._pipeline}"
+    def _activation(self, layer: int) -> Buffer:
+        return stage_buffer("A", layer, self._pipeline)
 
-    def _gradient(self, layer: int) -> str:
-        return f"D{layer}m{self._pipeline}" if layer >= 0 else f"DXm{self._pipeline}"
+    def _gradient(self, layer: int) -> Buffer:
+        return stage_buffer("D", layer, self._pipeline)
 
-    def _gather(self, kind: str, layer: int) -> str:
+    def _gather(self, kind: str, layer: int) -> OpId:
         """All of a layer's weights, for its forward or backward, and those of the visits after it that the network may
         be ahead of, in the same order on all ranks. Returns the layer's own gather.
         """
         turn = self._turns[kind, layer]
         for ahead, other in self._visits[self._gathered : turn + self._request.lookahead + 1]:
-            buffer = f"W{other}@{ahead}{other}"
+            stay = visit(ahead, other)
+            buffer = group_buffer("W", other, visit=stay)
             unused = ahead == "F" and other not in self._mine
-            self.out.whole(
-                "GW",
-                other,
-                visit=f"{ahead}{other}",
+            self.out.emit(
+                group_op("GW", other, visit=stay),
                 takes=((buffer, "weights"),),
                 writes=(buffer,),
                 gives=(buffer,) if unused else (),
@@ -118,14 +118,12 @@ class _Writer:
                 group=self._group,
             )
             self._gathered += 1
-        return f"GW{layer}@{kind}{layer}"
+        return group_op("GW", layer, visit=visit(kind, layer))
 
-    def _receive(self, kind: str, layer: int, what: str, pool: str, peer: int) -> str:
+    def _receive(self, kind: str, layer: int, what: Buffer, pool: str, peer: int) -> OpId:
         size = self._sizes.activation if kind == "RA" else self._sizes.activation_gradient
-        return self.out.step(
-            kind,
-            layer,
-            self._pipeline,
+        return self.out.emit(
+            stage_op(kind, layer, self._pipeline),
             takes=((what, pool),),
             writes=(what,),
             nbytes=size * self._items,
@@ -133,12 +131,10 @@ class _Writer:
             peer=peer,
         )
 
-    def _send(self, kind: str, layer: int, what: str, after: str, peer: int) -> None:
+    def _send(self, kind: str, layer: int, what: Buffer, after: OpId, peer: int) -> None:
         size = self._sizes.activation if kind == "SA" else self._sizes.activation_gradient
-        sent = self.out.step(
-            kind,
-            layer,
-            self._pipeline,
+        sent = self.out.emit(
+            stage_op(kind, layer, self._pipeline),
             after=(after,),
             reads=(what,),
             nbytes=size * self._items,
@@ -151,16 +147,18 @@ class _Writer:
         if layer not in self._mine:
             self._gather("F", layer)
             return
-        taken, put, kept = self._activation(layer - 1), self._activation(layer), f"K{layer}m{self._pipeline}"
-        after: tuple[str, ...] = ()
+        taken, put, kept = (
+            self._activation(layer - 1),
+            self._activation(layer),
+            stage_buffer("K", layer, self._pipeline),
+        )
+        after: tuple[OpId, ...] = ()
         if layer == self._mine[0] and self._stage:
             after = (self._receive("RA", layer - 1, taken, "received_activations", self._rank - 1),)
         takes: tuple[Take, ...] = ((put, "activations"), (kept, "saved"))
-        weights = f"W{layer}@F{layer}"
-        done = self.out.step(
-            "F",
-            layer,
-            self._pipeline,
+        weights = group_buffer("W", layer, visit=visit("F", layer))
+        done = self.out.emit(
+            stage_op("F", layer, self._pipeline),
             after=(*after, self._gather("F", layer)),
             takes=takes if layer else ((taken, "activations"), *takes),
             reads=(weights, taken) if layer else (weights,),
@@ -176,10 +174,8 @@ class _Writer:
 
     def _loss(self, layer: int) -> None:
         gradient = self._gradient(layer)
-        self.out.step(
-            "E",
-            self._layers,
-            self._pipeline,
+        self.out.emit(
+            stage_op("E", self._layers, self._pipeline),
             takes=((gradient, "activation_gradients"),),
             reads=(self._activation(layer),),
             writes=(gradient,),
@@ -190,19 +186,21 @@ class _Writer:
         if layer not in self._mine:
             # It has nothing to add to the gradient, but its part of the sum is from all.
             gathered = self._gather("B", layer)
-            self._scatter(layer, gathered, gives=(f"W{layer}@B{layer}",))
+            self._scatter(layer, gathered, gives=(group_buffer("W", layer, visit=visit("B", layer)),))
             return
-        received: tuple[str, ...] = ()
+        received: tuple[OpId, ...] = ()
         if layer == self._mine[-1] and self._stage < self._count - 1:
             put = self._gradient(layer)
             received = (self._receive("RD", layer, put, "received_gradients", self._rank + 1),)
         gathered = self._gather("B", layer)
-        used = (self._activation(layer - 1), f"K{layer}m{self._pipeline}", self._gradient(layer))
-        before, gradient, weights = self._gradient(layer - 1), f"G{layer}", f"W{layer}@B{layer}"
-        done = self.out.step(
-            "B",
-            layer,
-            self._pipeline,
+        used = (self._activation(layer - 1), stage_buffer("K", layer, self._pipeline), self._gradient(layer))
+        before, gradient, weights = (
+            self._gradient(layer - 1),
+            group_buffer("G", layer),
+            group_buffer("W", layer, visit=visit("B", layer)),
+        )
+        done = self.out.emit(
+            stage_op("B", layer, self._pipeline),
             after=(*received, gathered),
             takes=((before, "activation_gradients"), (gradient, "gradients")),
             reads=(*used, weights),
@@ -214,11 +212,10 @@ class _Writer:
         if layer == self._mine[0] and self._stage:
             self._send("SD", layer - 1, before, done, self._rank - 1)
 
-    def _scatter(self, layer: int, after: str, *, gives: tuple[str, ...], reads: tuple[str, ...] = ()) -> None:
-        part = f"P{layer}"
-        self.out.whole(
-            "SG",
-            layer,
+    def _scatter(self, layer: int, after: OpId, *, gives: tuple[Buffer, ...], reads: tuple[Buffer, ...] = ()) -> None:
+        part = group_buffer("P", layer)
+        self.out.emit(
+            group_op("SG", layer),
             after=(after,),
             takes=((part, "gradient_shards"),),
             reads=reads,
@@ -232,13 +229,12 @@ class _Writer:
         """The first step is the flush: what a rank has put out stays until then, when it waits for its sends once, as
         in the known best solution of the puzzle, and so does the gradient of the model's input, which nobody needs.
         """
-        part = f"P{layer}"
+        part = group_buffer("P", layer)
         first = layer == self._joined[0]
         ends = (self._activation(self._mine[-1]), self._gradient(self._mine[0] - 1))
-        self.out.whole(
-            "OD",
-            layer,
-            after=(f"SG{layer}", *(self._sent if first else ())),
+        self.out.emit(
+            group_op("OD", layer),
+            after=(group_op("SG", layer), *(self._sent if first else ())),
             reads=(part,),
             gives=(part, *ends) if first else (part,),
         )

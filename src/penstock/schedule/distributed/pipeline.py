@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.schedule.distributed.orders import Step
-from penstock.schedule.distributed.recorder import Recorder, Take
+from penstock.schedule.distributed.recorder import Recorder
 from penstock.schedule.distributed.request import Request, Sizes
 from penstock.schedule.distributed.stages import Stages
-from penstock.schedule.op import Schedule
-from penstock.schedule.world import World
+from penstock.schedule.ir.ops import Schedule, Take
+from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, stage_buffer, stage_op
+from penstock.schedule.ir.worlds import World
 
 Order = Callable[[Stages, int, int], list[Step]]
 
@@ -85,9 +86,9 @@ class _Writer:
         self._passed = sizes.activation * flush.items
         self._passed_back = sizes.activation_gradient * flush.items
         self._layers = stages.held(rank)
-        self._gradients: dict[int, list[str]] = {layer: [] for layer in self._layers}
-        self._to_flush: list[str] = []
-        self._last_sent: tuple[str, ...] = ()
+        self._gradients: dict[int, list[Buffer]] = {layer: [] for layer in self._layers}
+        self._to_flush: list[Buffer] = []
+        self._last_sent: tuple[OpId, ...] = ()
 
     def _peer(self, stage: int) -> int:
         """The rank that holds a stage, or -1: this one does, or there is no such stage."""
@@ -99,14 +100,12 @@ class _Writer:
     def forward(self, stage: int, m: int) -> None:
         first, end = self._stages.firsts[stage], self._stages.firsts[stage + 1]
         before, behind = self._peer(stage - 1), self._peer(stage + 1)
-        taken = f"A{first - 1}m{m}" if stage else f"Xm{m}"
-        after: tuple[str, ...] = ()
+        taken = stage_buffer("A", first - 1, m)
+        after: tuple[OpId, ...] = ()
         if before >= 0:
             after = (
-                self.out.step(
-                    "RA",
-                    first - 1,
-                    m,
+                self.out.emit(
+                    stage_op("RA", first - 1, m),
                     takes=((taken, "received_activations"),),
                     writes=(taken,),
                     nbytes=self._passed,
@@ -115,12 +114,10 @@ class _Writer:
                 ),
             )
         for layer in range(first, end):
-            put, kept = f"A{layer}m{m}", f"K{layer}m{m}"
+            put, kept = stage_buffer("A", layer, m), stage_buffer("K", layer, m)
             takes: tuple[Take, ...] = ((put, "activations"), (kept, "saved"))
-            ident = self.out.step(
-                "F",
-                layer,
-                m,
+            ident = self.out.emit(
+                stage_op("F", layer, m),
                 after=after,
                 takes=takes if layer else ((taken, "activations"), *takes),
                 reads=(taken,) if layer else (),  # the first layer loads the model's input itself
@@ -131,15 +128,15 @@ class _Writer:
         if behind >= 0:
             self._send("SA", end - 1, m, taken, after, behind, last=False)
 
-    def _send(self, kind: str, layer: int, m: int, what: str, after: tuple[str, ...], peer: int, *, last: bool) -> None:
-        gives: tuple[str, ...] = (what,)
+    def _send(
+        self, kind: str, layer: int, m: int, what: Buffer, after: tuple[OpId, ...], peer: int, *, last: bool
+    ) -> None:
+        gives: tuple[Buffer, ...] = (what,)
         if self._held:
             self._to_flush.append(what)
             gives = self._flushed() if last else ()
-        sent = self.out.step(
-            kind,
-            layer,
-            m,
+        sent = self.out.emit(
+            stage_op(kind, layer, m),
             after=after,
             reads=(what,),
             gives=gives,
@@ -149,7 +146,7 @@ class _Writer:
         )
         self._last_sent = (sent,)
 
-    def _flushed(self) -> tuple[str, ...]:
+    def _flushed(self) -> tuple[Buffer, ...]:
         gone, self._to_flush = tuple(self._to_flush), []
         return gone
 
@@ -162,20 +159,18 @@ class _Writer:
             ident = self._layer_backward(kind, layer, m, after, last=last and layer == first and before < 0)
             after = (ident,) if layer == first else ()
         if before >= 0:
-            self._send("SD", first - 1, m, f"D{first - 1}m{m}", after, before, last=last)
+            self._send("SD", first - 1, m, stage_buffer("D", first - 1, m), after, before, last=last)
 
-    def _gradient_of_output(self, stage: int, layer: int, m: int) -> tuple[str, ...]:
+    def _gradient_of_output(self, stage: int, layer: int, m: int) -> tuple[OpId, ...]:
         """Receive the gradient of what a stage puts out, or compute the loss. Returns what the backward waits for."""
-        put, gradient = f"A{layer}m{m}", f"D{layer}m{m}"
+        put, gradient = stage_buffer("A", layer, m), stage_buffer("D", layer, m)
         if stage == self._stages.count - 1:
             if self._held:
                 self._to_flush.append(put)
             empty = layer not in self._gradients
-            loss = self.out.step(
-                "E",
-                self._stages.layers,
-                m,
-                after=(f"RA{layer}m{m}",) if empty else (),
+            loss = self.out.emit(
+                stage_op("E", self._stages.layers, m),
+                after=(stage_op("RA", layer, m),) if empty else (),
                 takes=((gradient, "activation_gradients"),),
                 reads=(put,),
                 writes=(gradient,),
@@ -186,10 +181,8 @@ class _Writer:
         behind = self._peer(stage + 1)
         if behind < 0:
             return ()
-        received = self.out.step(
-            "RD",
-            layer,
-            m,
+        received = self.out.emit(
+            stage_op("RD", layer, m),
             takes=((gradient, "received_gradients"),),
             writes=(gradient,),
             nbytes=self._passed_back,
@@ -198,17 +191,21 @@ class _Writer:
         )
         return (received,)
 
-    def _layer_backward(self, kind: str, layer: int, m: int, after: tuple[str, ...], *, last: bool) -> str:
-        reads: tuple[str, ...] = (f"A{layer - 1}m{m}" if layer else f"Xm{m}", f"K{layer}m{m}", f"D{layer}m{m}")
+    def _layer_backward(self, kind: str, layer: int, m: int, after: tuple[OpId, ...], *, last: bool) -> OpId:
+        reads: tuple[Buffer, ...] = (
+            stage_buffer("A", layer - 1, m),
+            stage_buffer("K", layer, m),
+            stage_buffer("D", layer, m),
+        )
         takes: tuple[Take, ...] = ()
-        writes: tuple[str, ...] = ()
+        writes: tuple[Buffer, ...] = ()
         gives = reads if kind == "B" else ()
         if layer:
-            writes = (f"D{layer - 1}m{m}",)
+            writes = (stage_buffer("D", layer - 1, m),)
             takes = ((writes[0], "activation_gradients"),)
         elif self._held:
             # Nobody needs the gradient of the model's input. The known solution has it, and holds it to the flush.
-            writes = (f"DXm{m}",)
+            writes = (stage_buffer("D", -1, m),)
             takes = ((writes[0], "activation_gradients"),)
             self._to_flush.append(writes[0])
         if kind == "B":
@@ -216,15 +213,21 @@ class _Writer:
         if last and self._held:
             gives = (*gives, *self._flushed())
             after = (*after, *self._last_sent)
-        return self.out.step(
-            kind, layer, m, after=after, takes=takes, reads=reads, writes=writes, gives=gives, items=self._items
+        return self.out.emit(
+            stage_op(kind, layer, m),
+            after=after,
+            takes=takes,
+            reads=reads,
+            writes=writes,
+            gives=gives,
+            items=self._items,
         )
 
     def _sum_gradient(
-        self, layer: int, m: int, takes: tuple[Take, ...], reads: tuple[str, ...], writes: tuple[str, ...]
-    ) -> tuple[tuple[Take, ...], tuple[str, ...], tuple[str, ...]]:
+        self, layer: int, m: int, takes: tuple[Take, ...], reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]
+    ) -> tuple[tuple[Take, ...], tuple[Buffer, ...], tuple[Buffer, ...]]:
         """Add the gradient of a layer's weights to what an op touches."""
-        gradient = f"G{layer}m{m}" if self._held else f"G{layer}"
+        gradient = group_buffer("G", layer, micro_batch=m if self._held else -1)
         known = self._gradients[layer]
         if known and not self._held:
             return takes, (*reads, gradient), (*writes, gradient)
@@ -234,11 +237,13 @@ class _Writer:
     def weight_gradients(self, stage: int, m: int) -> None:
         first, end = self._stages.firsts[stage], self._stages.firsts[stage + 1]
         for layer in range(end - 1, first - 1, -1):
-            gives = (f"A{layer - 1}m{m}" if layer else f"Xm{m}", f"K{layer}m{m}", f"D{layer}m{m}")
+            gives = (stage_buffer("A", layer - 1, m), stage_buffer("K", layer, m), stage_buffer("D", layer, m))
             takes, reads, writes = self._sum_gradient(layer, m, (), gives, ())
-            self.out.step("W", layer, m, takes=takes, reads=reads, writes=writes, gives=gives, items=self._items)
+            self.out.emit(
+                stage_op("W", layer, m), takes=takes, reads=reads, writes=writes, gives=gives, items=self._items
+            )
 
     def optimize(self) -> None:
         for layer in sorted(self._layers):
             gradients = tuple(self._gradients[layer])
-            self.out.whole("OD", layer, reads=gradients, gives=gradients)
+            self.out.emit(group_op("OD", layer), reads=gradients, gives=gradients)

@@ -21,16 +21,9 @@ that it waits for comes before it, and nobody later can have taken its buffer.
 from collections.abc import Iterable, Mapping
 
 from penstock.config import Tier
-from penstock.schedule.op import Lane, Op, Pool, Schedule, Word
-
-Take = tuple[str, str]
-
-_LANES: dict[str, Lane] = {
-    **dict.fromkeys(("F", "B", "E", "I", "W", "OD"), "compute"),
-    **dict.fromkeys(("GW", "GN", "AR", "SG", "GC"), "net"),
-    **dict.fromkeys(("SA", "SD"), "send"),
-    **dict.fromkeys(("RA", "RD"), "recv"),
-}
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import Op, Pool, Schedule, Take
+from penstock.schedule.ir.references import Buffer, OpId
 
 
 class Recorder:
@@ -39,76 +32,34 @@ class Recorder:
     def __init__(self, amounts: Mapping[str, int]) -> None:
         self.ops: list[Op] = []
         self._amounts = amounts
-        self._held: dict[str, str] = {}
+        self._held: dict[Buffer, str] = {}
         self._taker: dict[str, Lane] = {}
         self._now = dict.fromkeys(amounts, 0)
         self._most = dict.fromkeys(amounts, 0)
         self._given_elsewhere: set[str] = set()
 
-    def step(
+    def emit(
         self,
-        kind: str,
-        stage: int,
-        micro_batch: int,
+        ident: OpId,
         *,
-        after: tuple[str, ...] = (),
+        after: tuple[OpId, ...] = (),
         takes: Iterable[Take] = (),
-        reads: Iterable[str] = (),
-        writes: Iterable[str] = (),
-        gives: Iterable[str] = (),
+        reads: Iterable[Buffer] = (),
+        writes: Iterable[Buffer] = (),
+        gives: Iterable[Buffer] = (),
         nbytes: int = 0,
         items: int = 1,
         peer: int = -1,
         group: str = "",
-    ) -> str:
-        """An op of a stage and a micro-batch; returns its id."""
-        word = Word(kind=kind, lane=_LANES[kind], stage=stage, micro_batch=micro_batch)
-        return self._emit(
-            f"{kind}{stage}m{micro_batch}", word, after, takes, reads, writes, gives, nbytes, items, peer, group
-        )
-
-    def whole(
-        self,
-        kind: str,
-        layer: int,
-        *,
-        chunk: int = -1,
-        visit: str = "",
-        after: tuple[str, ...] = (),
-        takes: Iterable[Take] = (),
-        reads: Iterable[str] = (),
-        writes: Iterable[str] = (),
-        gives: Iterable[str] = (),
-        nbytes: int = 0,
-        group: str = "",
-    ) -> str:
-        """An op of a layer's weights, gradient or state (or a chunk of it); returns its id."""
-        word = Word(kind=kind, lane=_LANES[kind], group=layer, chunk=chunk, visit=visit)
-        ident = f"{kind}{layer}{'' if chunk < 0 else f'.{chunk}'}{visit and f'@{visit}'}"
-        return self._emit(ident, word, after, takes, reads, writes, gives, nbytes, 1, -1, group)
-
-    def _emit(
-        self,
-        ident: str,
-        word: Word,
-        after: tuple[str, ...],
-        takes: Iterable[Take],
-        reads: Iterable[str],
-        writes: Iterable[str],
-        gives: Iterable[str],
-        nbytes: int,
-        items: int,
-        peer: int,
-        group: str,
-    ) -> str:
-        taken = tuple([take for take in takes if self._take(take, word.lane)])
+    ) -> OpId:
+        """Write an op down; returns its id."""
+        taken = tuple([take for take in takes if self._take(take, ident.lane)])
         read = tuple([name for name in reads if self._amounts[self._held[name]]])
         written = tuple([name for name in writes if self._amounts[self._held[name]]])
-        given = tuple([name for name in gives if self._give(name, word.lane)])
+        given = tuple([name for name in gives if self._give(name, ident.lane)])
         self.ops.append(
             Op(
                 id=ident,
-                word=word,
                 after=after,
                 takes=taken,
                 reads=read,
@@ -132,14 +83,14 @@ class Recorder:
             self._most[pool] = now
         return self._amounts[pool] > 0
 
-    def _give(self, name: str, lane: Lane) -> bool:
+    def _give(self, name: Buffer, lane: Lane) -> bool:
         pool = self._held.pop(name)
         self._now[pool] -= 1
         if self._taker[pool] != lane:
             self._given_elsewhere.add(pool)
         return self._amounts[pool] > 0
 
-    def holds(self, name: str) -> bool:
+    def holds(self, name: Buffer) -> bool:
         return name in self._held
 
     def finish(

@@ -21,10 +21,11 @@ from typing import Literal
 
 from penstock.errors import ConfigError
 from penstock.schedule.distributed.pipeline import activation_pools
-from penstock.schedule.distributed.recorder import Recorder, Take
+from penstock.schedule.distributed.recorder import Recorder
 from penstock.schedule.distributed.request import Request
-from penstock.schedule.op import Schedule
-from penstock.schedule.world import World
+from penstock.schedule.ir.ops import Schedule, Take
+from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, stage_buffer, stage_op, visit
+from penstock.schedule.ir.worlds import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ class _Writer:
         self._items = 1 if sharding.step_of_one else request.micro_batches // self._replicas
         self._layers = request.layers
         self._steps = request.micro_batches if sharding.step_of_one else 1
-        self._reduced: dict[int, str] = {}
+        self._reduced: dict[int, OpId] = {}
         self._gathered = 0  # visits whose weights have been gathered: all forwards, then all backwards
         self.out = Recorder(
             activation_pools(sizes, self._items)
@@ -136,10 +137,10 @@ class _Writer:
             lookahead=self._request.lookahead,
         )
 
-    def _input(self, layer: int, m: int) -> str:
-        return f"A{layer - 1}m{m}" if layer else f"Xm{m}"
+    def _input(self, layer: int, m: int) -> Buffer:
+        return stage_buffer("A", layer - 1, m)
 
-    def _gather(self, kind: str, layer: int) -> tuple[str, ...]:
+    def _gather(self, kind: str, layer: int) -> tuple[OpId, ...]:
         """All of a layer's weights, for its forward or backward, and those of the visits after it that the network may
         be ahead of. Returns the layer's own gather, or nothing if weights are not sharded.
         """
@@ -149,45 +150,47 @@ class _Writer:
         while self._gathered <= min(turn + self._request.lookahead, 2 * self._layers - 1):
             forward = self._gathered < self._layers
             ahead = self._gathered if forward else 2 * self._layers - 1 - self._gathered
-            visit = f"{'F' if forward else 'B'}{ahead}"
-            buffer = f"W{ahead}@{visit}"
-            self.out.whole(
-                "GW",
-                ahead,
-                visit=visit,
+            stay = visit("F" if forward else "B", ahead)
+            buffer = group_buffer("W", ahead, visit=stay)
+            self.out.emit(
+                group_op("GW", ahead, visit=stay),
                 takes=((buffer, "weights"),),
                 writes=(buffer,),
                 nbytes=ring_bytes(self._sizes.weights, self._replicas),
                 group=self._data,
             )
             self._gathered += 1
-        return (f"GW{layer}@{kind}{layer}",)
+        return (group_op("GW", layer, visit=visit(kind, layer)),)
 
     def _forward(self, layer: int, m: int) -> None:
         after = self._gather("F", layer)
-        weights = (f"W{layer}@F{layer}",) if after else ()
-        taken, put, kept = self._input(layer, m), f"A{layer}m{m}", f"K{layer}m{m}"
+        weights = (group_buffer("W", layer, visit=visit("F", layer)),) if after else ()
+        taken, put, kept = self._input(layer, m), stage_buffer("A", layer, m), stage_buffer("K", layer, m)
         takes: tuple[Take, ...] = ((put, "activations"), (kept, "saved"))
-        writes: tuple[str, ...] = (put, kept)
+        writes: tuple[Buffer, ...] = (put, kept)
         if not layer:
             takes = ((taken, "activations"), *takes)
             writes = (taken, *writes)  # the first layer loads the model's input itself
         gives = weights
         if self._model:
-            takes = (*takes, (f"C{layer}m{m}", "activation_shards"))
-            writes = (*writes, f"C{layer}m{m}")
+            takes = (*takes, (stage_buffer("C", layer, m), "activation_shards"))
+            writes = (*writes, stage_buffer("C", layer, m))
             gives = (*gives, taken)
         reads = (*weights, taken) if layer else weights
-        self.out.step(
-            "F", layer, m, after=after, takes=takes, reads=reads, writes=writes, gives=gives, items=self._items
+        self.out.emit(
+            stage_op("F", layer, m),
+            after=after,
+            takes=takes,
+            reads=reads,
+            writes=writes,
+            gives=gives,
+            items=self._items,
         )
 
     def _loss(self, m: int) -> None:
-        put, gradient = f"A{self._layers - 1}m{m}", f"D{self._layers - 1}m{m}"
-        self.out.step(
-            "E",
-            self._layers,
-            m,
+        put, gradient = stage_buffer("A", self._layers - 1, m), stage_buffer("D", self._layers - 1, m)
+        self.out.emit(
+            stage_op("E", self._layers, m),
             takes=((gradient, "activation_gradients"),),
             reads=(put,),
             writes=(gradient,),
@@ -196,17 +199,17 @@ class _Writer:
         )
 
     def _backward(self, layer: int, m: int) -> None:
-        reads: tuple[str, ...] = (self._recall(layer, m), f"K{layer}m{m}", f"D{layer}m{m}")
+        reads: tuple[Buffer, ...] = (self._recall(layer, m), stage_buffer("K", layer, m), stage_buffer("D", layer, m))
         after = self._gather("B", layer)
         if after:
-            reads = (*reads, f"W{layer}@B{layer}")
+            reads = (*reads, group_buffer("W", layer, visit=visit("B", layer)))
         if self._model:
-            after = (*after, f"GC{layer}m{m}")
-        gives, gradient = reads, f"G{layer}"
+            after = (*after, stage_op("GC", layer, m))
+        gives, gradient = reads, group_buffer("G", layer)
         takes: tuple[Take, ...] = ()
-        writes: tuple[str, ...] = (gradient,)
+        writes: tuple[Buffer, ...] = (gradient,)
         if layer or self._sharding.keeps_ends:
-            before = f"D{layer - 1}m{m}" if layer else f"DXm{m}"
+            before = stage_buffer("D", layer - 1, m)
             takes, writes = ((before, "activation_gradients"),), (before, gradient)
         if m:
             reads = (*reads, gradient)
@@ -215,10 +218,8 @@ class _Writer:
         # Activations and gathered weights could go now. In the known best solution of the FSDP puzzle they go with
         # the whole gradient, when its part is there.
         late = self._sharding.weights and self._sharding.reduce == "scatter-early"
-        done = self.out.step(
-            "B",
-            layer,
-            m,
+        done = self.out.emit(
+            stage_op("B", layer, m),
             after=after,
             takes=takes,
             reads=reads,
@@ -229,16 +230,14 @@ class _Writer:
         if self._sharding.reduce == "scatter-early":
             self._reduce("SG", layer, done, gives=gives if late else ())
 
-    def _recall(self, layer: int, m: int) -> str:
+    def _recall(self, layer: int, m: int) -> Buffer:
         """The buffer with a layer's input, which is gathered first if it was kept in parts."""
         if not self._model:
             return self._input(layer, m)
-        part, gathered = f"C{layer}m{m}", f"N{layer}m{m}"
-        self.out.step(
-            "GC",
-            layer,
-            m,
-            after=(f"F{layer}m{m}",),
+        part, gathered = stage_buffer("C", layer, m), stage_buffer("N", layer, m)
+        self.out.emit(
+            stage_op("GC", layer, m),
+            after=(stage_op("F", layer, m),),
             takes=((gathered, "gathered_activations"),),
             reads=(part,),
             writes=(gathered,),
@@ -249,24 +248,22 @@ class _Writer:
         )
         return gathered
 
-    def _reduce(self, kind: str, layer: int, after: str, *, gives: tuple[str, ...] = ()) -> None:
+    def _reduce(self, kind: str, layer: int, after: OpId, *, gives: tuple[Buffer, ...] = ()) -> None:
         """All-reduce a layer's gradient in place, or reduce-scatter it, at once or piece by piece through a buffer."""
-        gradient, part = f"G{layer}", f"P{layer}"
+        gradient, part = group_buffer("G", layer), group_buffer("P", layer)
         size = self._sizes.gradient
         piece = min(self._request.buffer_size or size, size)
         pieces = split(size, piece) if piece else 1
         for chunk in range(pieces):
             last = chunk == pieces - 1
             amount = size - piece * chunk if last else piece
-            buffer: tuple[str, ...] = (f"T{layer}.{chunk}",) if self._request.buffer_size else ()
+            buffer: tuple[Buffer, ...] = (group_buffer("T", layer, chunk),) if self._request.buffer_size else ()
             takes: tuple[Take, ...] = tuple((name, "buffers") for name in buffer)
             if kind == "SG" and chunk == 0:
                 takes = (*takes, (part, "gradient_shards"))
             given = (gradient, *gives) if kind == "SG" and last else ()
-            self._reduced[layer] = self.out.whole(
-                kind,
-                layer,
-                chunk=chunk if buffer else -1,
+            self._reduced[layer] = self.out.emit(
+                group_op(kind, layer, chunk if buffer else -1),
                 after=(after,),
                 takes=takes,
                 reads=(gradient,) if kind == "SG" else (gradient, *buffer),
@@ -279,17 +276,16 @@ class _Writer:
     def _optimize(self, layer: int) -> None:
         reduce = self._sharding.reduce
         if reduce in ("all", "scatter-late"):
-            self._reduce("AR" if reduce == "all" else "SG", layer, f"B{layer}m{self._steps - 1}")
-        gradient = f"P{layer}" if reduce.startswith("scatter") else f"G{layer}"
-        gives: tuple[str, ...] = (gradient,)
+            self._reduce("AR" if reduce == "all" else "SG", layer, stage_op("B", layer, self._steps - 1))
+        gradient = group_buffer("P", layer) if reduce.startswith("scatter") else group_buffer("G", layer)
+        gives: tuple[Buffer, ...] = (gradient,)
         if self._sharding.keeps_ends and layer == 0:
-            gives = (gradient, f"A{self._layers - 1}m0", "DXm0")
+            gives = (gradient, stage_buffer("A", self._layers - 1, 0), stage_buffer("D", -1, 0))
         after = (self._reduced[layer],) if layer in self._reduced else ()
-        done = self.out.whole("OD", layer, after=after, reads=(gradient,), gives=gives)
+        done = self.out.emit(group_op("OD", layer), after=after, reads=(gradient,), gives=gives)
         if reduce.startswith("scatter") and not self._sharding.weights:
-            self.out.whole(
-                "GN",
-                layer,
+            self.out.emit(
+                group_op("GN", layer),
                 after=(done,),
                 nbytes=ring_bytes(self._sizes.weights, self._replicas),
                 group=self._data,

@@ -1,0 +1,8 @@
+"""The lanes of a rank: each does one thing at a time, in order."""
+
+from typing import Literal, get_args
+
+Lane = Literal["compute", "h2d", "d2h", "read", "write", "cpu", "net", "send", "recv"]
+LANES: tuple[Lane, ...] = get_args(Lane)
+LOCAL_LANES: tuple[Lane, ...] = LANES[:6]
+"""Those that a rank needs no other rank for."""
