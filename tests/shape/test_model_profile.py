@@ -257,9 +257,14 @@ def test_a_formula_knows_the_loss_in_tiles(
         assert exact.program.stages[-1].forward_peak < 0.75 * whole.program.stages[-1].forward_peak
 
 
-def test_where_hidden_states_take_more_than_a_tile_the_model_is_run() -> None:
-    shape = HuggingFaceModel(name="odd", config=LLAMA, loss_tile=16)
-    assert shape.profile(2, 256, BF16) == replace(shape, exact=True).profile(2, 256, BF16)
+@pytest.mark.parametrize(("tile", "form"), [(16, BF16), (64, BF16), (16, FP32), (64, FP32)])
+@pytest.mark.parametrize("name", ["llama grouped tied", "gpt2"])
+def test_where_hidden_states_take_more_than_a_tile_what_is_planned_is_what_a_dry_run_gives(
+    name: str, tile: int, form: Format
+) -> None:
+    shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind="cuda" if form is BF16 else "cpu", loss_tile=tile)
+    for rows in (1, 8):
+        assert shape.profile(rows, 128, form) == replace(shape, exact=True).profile(rows, 128, form)
 
 
 @pytest.mark.parametrize("name", ["gpt-175b", "llama-70b", "qwen3-8b"])

@@ -109,6 +109,7 @@ class PlacementLP:
         self.limits = limits_of(costs, settings.depths)
         self.base = base_placement(request)
         self._bases: dict[tuple[Tier, Waits], Sizes] = {}
+        self._lowest: dict[tuple[Tier, Waits], Sizes] = {}
         self.budget: Sizes = np.array(
             [request.budget.device_bytes, request.budget.host_bytes, np.inf if disk_free is None else disk_free],
             dtype=np.float64,
@@ -184,12 +185,19 @@ class PlacementLP:
         return self._bases[key]
 
     def _base_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
-        option = self._settings(checkpoints, gradients)
-        total = np.array([*self.request.peaks(option), self.request.space_bytes(option)], dtype=np.float64)
-        if self.s.speculate and gradients == "disk":  # with a group's state in memory, gradients come back from disk
-            total[1] += self.s.depths.stage_out * self.s.chunk * self._widest_gradient
-        found: Sizes = total - self._at_the_bottom(gradients)
+        found: Sizes = self.lowest_sizes(checkpoints, gradients) - self._at_the_bottom(gradients)
         return found
+
+    def lowest_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
+        """Bytes that a step takes with every group as low as it goes."""
+        key = (checkpoints, gradients)
+        if key not in self._lowest:
+            option = self._settings(checkpoints, gradients)
+            total = np.array([*self.request.peaks(option), self.request.space_bytes(option)], dtype=np.float64)
+            if self.s.speculate and gradients == "disk":  # those of a group whose state is in memory come back
+                total[1] += self.s.depths.stage_out * self.s.chunk * self._widest_gradient
+            self._lowest[key] = total
+        return self._lowest[key]
 
     def _at_the_bottom(self, gradients: Waits) -> Sizes:
         """Bytes of all groups as low as they go."""
@@ -203,8 +211,15 @@ class PlacementLP:
     @cached_property
     def device_is_full(self) -> bool:
         """Whether the device is too small even with everything as low as it goes."""
-        pairs = product(self.checkpoint_tiers, self.gradient_tiers)
-        return all(self.base_sizes(c, q)[0] + self._at_the_bottom(q)[0] > self.budget[0] for c, q in pairs)
+        pairs = product(self.checkpoint_tiers[::-1], self.gradient_tiers[::-1])
+        return all(self.lowest_sizes(c, q)[0] > self.budget[0] for c, q in pairs)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether anything fits. With a disk that is so if everything does as low as it goes."""
+        pairs = product(self.checkpoint_tiers[::-1], self.gradient_tiers[::-1])
+        low = any((self.lowest_sizes(c, q) <= self.budget).all() for c, q in pairs)
+        return low or (self.request.bottom != "disk" and self.relaxed is not None)
 
     # ---- solving
 
@@ -233,6 +248,13 @@ class PlacementLP:
     def relaxed(self) -> Shares | None:
         """The optimum with shares of everything; None if nothing fits."""
         return self.solve()
+
+    @cached_property
+    def least_whole(self) -> Shares | None:
+        """The best solution whose checkpoints and gradients have one tier each; None if nothing fits."""
+        if self.relaxed is not None and self.relaxed.whole:
+            return self.relaxed
+        return next(iter(self.solve_whole()), None)
 
     def solve_whole(self) -> list[Shares]:
         """Solutions whose checkpoints and gradients have one tier each, best first; empty if nothing fits."""

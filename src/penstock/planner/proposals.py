@@ -91,15 +91,14 @@ class Proposals:
         few = delays if len(delays) < 3 else (delays[0], delays[len(delays) // 2])
         for delay in _best_delays(self._screened(request, few)):
             lp = self._first_fitting(request, delay)
-            solved = [] if lp is None else lp.solve_whole()
-            if solved:
-                return solved[0].seconds * self._runs(request)
+            if lp is not None and lp.least_whole is not None:
+                return lp.least_whole.seconds * self._runs(request)
         return math.inf
 
     def _first_fitting(self, request: Request, delay: float) -> PlacementLP | None:
         """The program for the first of a few chunk sizes with which anything fits."""
         smallest = None if self.q.unstartable else self.smallest(request)
-        if smallest is None or smallest.relaxed is None:
+        if smallest is None or not smallest.fits:
             return None
         base = base_placement(request)
         for chunk in (*(c for c in _FEW_CHUNKS if c > smallest.s.chunk), smallest.s.chunk):
@@ -181,15 +180,17 @@ class Proposals:
 
     def _deepest(self, settings: Settings, request: Request) -> Settings | None:
         """The settings with the most buffers, up to the usual ones, with which anything fits."""
+        if not self.program(replace(settings, depths=_SHALLOWEST), request).fits:
+            return None
         for weights, gradients in _DEVICE_DEPTHS:
             for n in _HOST_DEPTHS:
                 depths = Depths(weights=weights, gradients=gradients, stage_in=n, stage_out=n, state=n, checkpoints=n)
                 option = replace(settings, depths=depths)
                 lp = self.program(option, request)
+                if lp.fits:
+                    return option
                 if lp.device_is_full:
                     break
-                if lp.relaxed is not None:
-                    return option
         return None
 
     def rounded(self, lp: PlacementLP, shares: Shares, patterns: Iterable[Pattern]) -> Iterator[Proposal]:

@@ -48,13 +48,13 @@ class HuggingFaceModel:
                 f"sequence_length={sequence_length}: {self.name} takes at most {longest} tokens at a time. Lower it, "
                 "or plan for a model with more positions"
             )
-        formula = (
-            None if self.exact or self.change is not None else transformer.from_config(self.config, name=self.name)
-        )
-        tokens = micro_batch_size * sequence_length
-        if formula is None or not self._holds(formula, sequence_length, form, tokens):
-            return self._run.profile(micro_batch_size, sequence_length, form)
-        return formula.profile(micro_batch_size, sequence_length, form, loss_tile=self.loss_tile)
+        if not self.exact and self.change is None:
+            formula = transformer.from_config(self.config, name=self.name)
+            if formula is not None and self._holds(formula, sequence_length, form):
+                found = formula.profile(micro_batch_size, sequence_length, form, loss_tile=self.loss_tile)
+                if self.loss_tile is None or _knows_most(formula, found, self.loss_tile, form):
+                    return found
+        return self._run.profile(micro_batch_size, sequence_length, form)
 
     def with_layers(self, layers: int) -> "HuggingFaceModel":
         """The same model with another number of layers.
@@ -75,18 +75,20 @@ class HuggingFaceModel:
             self.config, name=self.name, kind=self.kind, loss_tile=self.loss_tile, change=self.change
         )
 
-    def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format, tokens: int) -> bool:
-        """Whether the formulas are right to the byte for this model and device."""
+    def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format) -> bool:
+        """Whether the formulas are right to the byte for this model and device, but for a loss in tiles."""
         # On GPUs torch has no fused kernel for grouped queries in fp32.
         fused = self.kind == "cpu" or form.weight_bytes != FP32 or formula.kv_heads == formula.heads
-        return (
-            fused and formula.is_usual and sequence_length <= formula.window and self._tiles_are_most(formula, tokens)
-        )
+        return fused and formula.is_usual and sequence_length <= formula.window
 
-    def _tiles_are_most(self, formula: transformer.Transformer, tokens: int) -> bool:
-        """Whether a tile of logits is what an epilogue takes most for, rather than its hidden states."""
-        alive = min(self.loss_tile or tokens, tokens)
-        return self.loss_tile is None or alive * formula.vocabulary >= 4 * tokens * formula.hidden
+
+def _knows_most(formula: transformer.Transformer, profile: ModelProfile, tile: int, form: Format) -> bool:
+    """Whether the formula has the moment at which an epilogue holds most. Llama's in 16 bits has both that there are;
+    of the others only the one at which a tile of logits is alive, and not how the hidden states go through the norm."""
+    states, most = profile.tokens * formula.hidden * form.weight_bytes, profile.program.stages[-1].forward_peak
+    if form.weight_bytes != FP32:
+        return formula.gated or most >= 14 * states
+    return most >= 6 * states and min(tile, profile.tokens) * formula.vocabulary * FP32 >= states
 
 
 def model_shape(

@@ -225,7 +225,9 @@ class _Sizes:
         summed = FP32 * tokens * shape.hidden + shape.vocabulary * shape.hidden * e
         # Sums, factors and places of each token, and labels; a single row's are not copied when they are shifted.
         labels = (46 if e == FP32 else 38) * tokens + (20 if self.rows == 1 else 12)
-        return replace(self.epilogue(), forward_peak=norm - others + summed + labels + logits)
+        # With small slices it is in the norm's backward: copies of the hidden states in fp32.
+        norming = 12 * self.u + 12 if shape.gated and e != FP32 else 0
+        return replace(self.epilogue(), forward_peak=max(norm - others + summed + labels + logits, norming))
 
     def _rms_norm(self, rows: int, width: int, *, output: bool) -> int:
         """Bytes that an RMS norm keeps for its backward, besides its input, which stays anyway where it is fp32.
