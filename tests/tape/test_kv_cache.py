@@ -126,6 +126,36 @@ def test_a_cache_that_cannot_be_left_out_is_refused(
         engine.step(case.micro_batches(2))
 
 
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "its length": lambda cache: cache.get_seq_length(),
+    "its layers": lambda cache: len(cache.layers),
+    "how many it has": len,
+    "what it has": list,
+    "the first": lambda cache: cache[0],
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_what_blocks_would_have_left_in_a_cache_is_not_taken_for_nothing(
+    look: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """The model's own code goes by it. It may hand the cache on, or compare it with None."""
+
+    def run(model: Stack, x: torch.Tensor) -> torch.Tensor:
+        cache = dynamic()
+        assert cache.get_seq_length() == 0  # before the blocks it is what it is
+        for layer in model.layers:
+            x = layer(x, cache)
+        assert isinstance(cache, type(dynamic()))
+        look(cache)
+        return x
+
+    case = stack(Handed, run)
+    says = pytest.raises(ModelError, match=r"reads a key-value cache after blocks that would write to it.*blocks=\[")
+    with wrap(case, budget(tmp_path / "store")) as engine, says:
+        engine.step(case.micro_batches(2))
+
+
 def test_prefix_tuning_is_refused_for_what_it_does(tmp_path: Path) -> None:
     import peft
 

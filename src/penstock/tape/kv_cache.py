@@ -2,18 +2,20 @@
 
 A cache is written in the forward and would be written again in the recomputation, and it outlives both. So the setting
 that makes one is switched off for as long as a tape runs the model, wherever the model has it. Some models make one in
-any case (XLM): an empty one is left out of the calls of blocks that can do without, by their own signature.
+any case (XLM): an empty one is left out of the calls of blocks that can do without, by their own signature. What they
+would have written to it is missing then, so whoever reads it afterwards is refused (PI0: its second model attends to
+what the first one has left in a cache).
 """
 
 import copy
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from penstock.compat.marks import is_cache
 from penstock.errors import ModelError
 from penstock.tape import trees
 
@@ -94,19 +96,23 @@ def without_caches(
     Raises:
         ModelError: it was handed a cache that holds something, or that it cannot do without.
     """
-    if not any(_has_cache(value) for value in (*args, *kwargs.values())):
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None or not any(_has_cache(value, library.Cache) for value in (*args, *kwargs.values())):
         return args, kwargs
     optional = _optional(forward)
     positional = list(optional)
 
     def left_out(value: Any, parameter: str | None) -> Any:
-        if not _has_cache(value):
+        if not _has_cache(value, library.Cache):
             return value
-        if not is_cache(value) or not _is_empty(value):
+        if isinstance(value, _LeftOut):
+            return None
+        if not isinstance(value, library.Cache) or not _is_empty(value):
             raise ModelError(
                 f"block {name!r} was handed a key-value cache that holds values (as peft's prefix tuning makes for "
                 "its prompts): the block would write to it, and again when it is recomputed. Pass no cache with "
-                "micro-batches; of peft's methods use another one, such as LoRA"
+                "micro-batches; of peft's methods use another one, such as LoRA; where the model makes the cache "
+                "itself, name blocks that it is not handed to, blocks=[...]"
             )
         if parameter is None or not optional.get(parameter, False):
             raise ModelError(
@@ -114,12 +120,45 @@ def without_caches(
                 "model.config.use_cache = False, or pass use_cache=False with every micro-batch, or name other blocks "
                 "(blocks=[...]) that take no cache"
             )
+        _leave_out(value)
         return None
 
     named = [positional[i] if i < len(positional) else None for i in range(len(args))]
     return (
         tuple(left_out(value, parameter) for value, parameter in zip(args, named, strict=True)),
         {key: left_out(value, key) for key, value in kwargs.items()},
+    )
+
+
+class _LeftOut:
+    """A cache that blocks were not handed, so that it lacks what they would have written: nobody may look at it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        raise _unread()
+
+    def __len__(self) -> int:
+        raise _unread()
+
+    def __getitem__(self, _: Any) -> Any:
+        raise _unread()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise _unread()
+
+
+def _leave_out(cache: Any) -> None:
+    """From here on each look at a cache is an error. It is what the model has made it, but for that."""
+    kind = type(cache)
+    cache.__class__ = type(kind.__name__, (_LeftOut, kind), {"__module__": kind.__module__})
+
+
+def _unread() -> ModelError:
+    return ModelError(
+        "the model's own code reads a key-value cache after blocks that would write to it. Blocks are run again for "
+        "their gradients, and hand on what they return alone: what such a model reads there would be missing. Pass no "
+        "cache with micro-batches; where the model makes it itself, name blocks that it is not handed to, blocks=[...]"
     )
 
 
@@ -138,8 +177,8 @@ class _Open(dict[str, bool]):
         return super().get(key, True)
 
 
-def _has_cache(value: Any) -> bool:
-    return any(is_cache(leaf) for leaf in _leaves(value))
+def _has_cache(value: Any, kind: type) -> bool:
+    return any(isinstance(leaf, kind) for leaf in _leaves(value))
 
 
 def _is_empty(cache: Any) -> bool:
