@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.engine.fate import State
 from penstock.state.memory import HostSlab
 from penstock.tape.blocks import Block
 from tests.models import Case, MicroBatch
@@ -73,6 +74,11 @@ def state_of(engine: penstock.Engine) -> dict[str, torch.Tensor]:
         del piece
         slab.close()
     return found | {f"buffer {n}": b.detach().clone().cpu() for n, b in engine.model.named_buffers()}
+
+
+def abandon(engine: penstock.Engine) -> None:
+    """Leave an engine as a kill does: closing it brings nothing to its store."""
+    engine._durability.state = State.BROKEN
 
 
 def run_steps(engine: penstock.Engine, steps: Sequence[MicroBatches]) -> Result:

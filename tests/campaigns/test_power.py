@@ -10,7 +10,7 @@ import pytest
 from tests.campaign import SETTINGS, Setting, Truth, go_on, open_run, share, truth
 from tests.conftest import Campaign
 from tests.power import LOSSES, Killed, WriteLog
-from tests.training import assert_same_state, state_of
+from tests.training import abandon, assert_same_state, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,7 +85,7 @@ def test_a_power_cut_after_a_kill_within_a_commit(name: str, tmp_path: Path, cam
         go_on(engine, 1)
         with log.killed_before_flush_of_record(), pytest.raises(Killed):
             go_on(engine, LAST)
-        engine._standing.broken = "it was killed: closing must not commit"
+        abandon(engine)
         engine.close()
         opened, opening = log.end, len(log.commits)
         with open_run(setting, tmp_path / "store") as engine:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from penstock.engine.fate import State
 from penstock.engine.runner import Runner
 from penstock.errors import ScheduleError, StoreError
 from penstock.schedule.check import check_waits
@@ -96,7 +97,7 @@ def test_what_was_pending_when_a_step_broke_does_not_come_back_with_a_snapshot(
         broken_in(engine, "OP", late=True)
         with pytest.raises(OSError, match="injected"):
             engine.step(STEPS[2])
-        if engine._standing.broken is None:  # it was the first one: nothing had been changed
+        if engine._durability.state is State.PENDING:  # it was the first one: nothing had been changed
             broken_in(engine, "WS" if not place else "OP", late=False)
             with pytest.raises(OSError, match="injected"):
                 engine.step(STEPS[2])
@@ -122,7 +123,7 @@ def test_a_failure_in_the_background_is_said_by_the_next_step_and_costs_nothing(
     wanted = train(CASE, budget(tmp_path / "wanted"), STEPS, delay=0.0, **COMMON)
     where = budget(tmp_path / "run", weights="host", state="host", durability="interval", interval=1)
     with wrap(CASE, where, delay=0.0, **COMMON) as engine:
-        store = engine._home.store
+        store = engine._commits.store
         assert store is not None
         real = store.write
 
@@ -132,7 +133,7 @@ def test_a_failure_in_the_background_is_said_by_the_next_step_and_costs_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(store, "write", fail)
             engine.step(STEPS[0])
-            background = engine._standing._background
+            background = engine._durability._background
             assert background is not None
             assert background._thread is not None
             background._thread.join()

@@ -145,7 +145,7 @@ def test_durability_by_the_step_puts_all_state_on_disk(tmp_path: Path) -> None:
     where = penstock.Budget(device="64MiB", host="64MiB", disk=tmp_path, durability="step")
     with wrap(CASE, where, **COMMON) as engine:
         engine.step(STEPS[0])
-        assert engine._home.always_whole
+        assert engine._commits.every_step
         assert engine._arrays.stale()
 
 

@@ -26,6 +26,7 @@ from tests.library_runs import (
     shown,
     weights,
 )
+from tests.training import abandon
 
 DATA = examples(16)
 HELD_OUT = examples(5)
@@ -336,7 +337,7 @@ def test_a_checkpoint_is_resumed_whatever_a_kill_has_left_of_the_store(tmp_path:
     given = {"engine": in_memory(budget=budget)}
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = streamed(tmp_path, given=given, **settings)
-    whole.engine._standing.give_up("killed")  # what a kill within a step leaves: a store that says so
+    abandon(whole.engine)  # what a kill within a step leaves: a store that says so
     whole.end()
     resumed = Trainer(model=llama(seed=1), args=arguments(tmp_path / "engine", **settings), train_dataset=DATA, **given)
     resumed.train(resume_from_checkpoint=str(tmp_path / "engine" / "checkpoint-2"))

@@ -1,4 +1,4 @@
-"""A step, and what follows if it turns out that it should have been another one.
+"""A step under way: runs of one plan until one of them counts, or none does.
 
 A step that speculates changes nothing that counts: what it writes to disk lies beside the state that the last commit
 names. Once its norm is known it is
@@ -9,102 +9,181 @@ names. Once its norm is known it is
 
 What is not on disk waits for the norm, and is left alone in the first two runs of the last two cases. The weights of a
 group in memory are new already, though: they are cast again from the master copy that counts.
+
+What happens when is the machine's to say (``fate``); here is how each action is done.
 """
 
+import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from penstock.engine import batch
+from penstock.engine.durability import Actions, Durability
+from penstock.engine.fate import Action, Event, State
 from penstock.engine.runner import Runner, Totals
-from penstock.runtime.context import NonFinite, StepContext
+from penstock.engine.trace import MemorySample, TraceEvent
+from penstock.errors import NonFiniteError
+from penstock.runtime.context import Mode, NonFinite, StepContext, Verdict
+from penstock.state.arrays import StateArrays
+from penstock.state.buffers import Buffers
 from penstock.state.stats import StepStats
+from penstock.tape.groups import ParamGroup, groups_of
+
+log = logging.getLogger("penstock")
+
+_EVENTS: Mapping[Verdict | None, Event] = {
+    Verdict.WITHIN: Event.WITHIN,
+    Verdict.OVER: Event.OVER,
+    Verdict.NOT_FINITE: Event.NOT_FINITE,
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """``context``: of the run that counts. ``dropped``: what the run besides it has moved, and how long, if any."""
+@dataclass(kw_only=True)
+class Attempt:
+    """One step, with what it has found out so far."""
 
+    runner: Runner
     context: StepContext
-    losses: Sequence[float]
-    dropped: Totals | None = None
+    """of the run that counts, or of the last one"""
+    micro_batches: Sequence[Mapping[str, Any]]
+    """on the device"""
+    loss_weights: Sequence[float]
+    durability: Durability
+    arrays: StateArrays
+    groups: Sequence[ParamGroup]
+    buffers: Buffers
+    before: Mapping[str, torch.Tensor]
+    """copies of the model's buffers, from before the step"""
+    skips: bool
+    """whether a step that is not finite is skipped; else it is an error"""
+    began: float
+    """in ``perf_counter`` seconds"""
+    origin: float
+    """when ``trace`` begins"""
+    count: Callable[["Attempt"], None]
+    """makes the run one step further"""
+    losses: Sequence[float] = ()
+    repeats: int = 0
+    """runs besides the first"""
     non_finite: NonFinite | None = None
+    trace: Sequence[TraceEvent] = ()
+    samples: Sequence[MemorySample] = ()
+    stats: StepStats | None = None
+    _spent: Totals | None = None
+    """what the runs before this one have moved, and how long that took"""
 
-    def numbers(
-        self,
-        micro_batches: Sequence[Mapping[str, Any]],
-        weights: Sequence[float],
-        *,
-        clip: float | None,
-        seconds: float,
-    ) -> StepStats:
-        """What the step reports before it counts; its commit keeps it. ``weights``: of the micro-batches' losses."""
-        context = self.context
+    @property
+    def actions(self) -> Actions:
+        """How a step does what the machine says."""
+        return {
+            Action.MARK: self.durability.mark,
+            Action.MARK_PENDING: self.durability.mark_pending,
+            Action.RUN: self._run,
+            Action.DROP: self._drop,
+            Action.REPEAT: self._repeat,
+            Action.SEARCH: self._search,
+            Action.FILL: self._fill,
+            Action.FLIP: self._flip,
+            Action.COUNT: self._count,
+            Action.COMMIT: self.durability.commit,
+        }
+
+    @property
+    def skipped(self) -> bool:
+        return self.context.verdict is Verdict.NOT_FINITE
+
+    def _run(self) -> Event:
+        self.losses = self.runner.run(self.context, self.micro_batches, self.loss_weights)
+        if self.durability.state is State.FINISHING:  # what the step before had left to do was all in memory
+            self.durability.complete()
+        failure, self.context.failure = self.context.failure, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback holds this frame, which would hold it and the micro-batches
+        if self.skipped and not self.arrays.droppable:
+            raise NonFiniteError(
+                f"{self._not_finite()}, and the state was updated with it. Load a snapshot; with clip_grad_norm set "
+                "such a step is skipped"
+            )
+        return _EVENTS[self.context.verdict]
+
+    def _drop(self) -> Event:
+        self.arrays.drop_step()
+        self.buffers.put_back(self.before)
+        return Event.DROPPED
+
+    def _again(self, mode: Mode) -> StepContext:
+        """The same step anew, with the factor that is known now. What the step before had left to do is done."""
+        totals = self.runner.totals()
+        self._spent = totals if self._spent is None else self._spent + totals
+        self.repeats += 1
+        update = replace(self.context.update, touched=set())
+        fresh = StepContext(step=self.context.step, update=update, mode=mode)
+        return replace(fresh, clip=self.context.clip, loss_scale=self.context.loss_scale)
+
+    def _repeat(self) -> Event:
+        self.context = self._again(Mode.REPEAT)
+        return self._run()
+
+    def _search(self) -> Event:
+        search = self._again(Mode.SEARCH)
+        self.runner.run(search, self.micro_batches, self.loss_weights)
+        self.non_finite = search.found
+        self.buffers.put_back(self.before)
+        if not self.skips:
+            raise NonFiniteError(
+                f"{self._not_finite()}. Nothing was updated; with clip_grad_norm set such a step is skipped"
+            )
+        log.warning("%s; nothing was updated", self._not_finite())
+        self._report()
+        return Event.FOUND
+
+    def _not_finite(self) -> str:
+        return f"step {self.context.step}: {self.non_finite or 'a gradient'} was infinite or NaN"
+
+    def _fill(self) -> Event:
+        self._report()
+        self.arrays.complete_step(self.runner.late)
+        return Event.FILLED
+
+    def _flip(self) -> Event:
+        self.arrays.turn_step(self.runner.late, groups_of(self.context.update.touched, self.groups))
+        return Event.FILLED
+
+    def _count(self) -> Event:
+        self.count(self)
+        if self.skipped or not self.runner.late:
+            return Event.COUNTED
+        self.durability.hold(self.context.step, self.context.update, self.buffers.tensors())
+        return Event.DELAYED
+
+    def _report(self) -> None:
+        """What the step has done, but for its commit."""
+        context, runner = self.context, self.runner
         assert context.norm is not None
-        skipped = not math.isfinite(context.norm)
-        return StepStats(
+        self.trace, self.samples = runner.trace(context.step, self.origin), runner.samples(self.origin)
+        totals = runner.totals() if self._spent is None else runner.totals() + self._spent
+        hypers = context.update.hypers
+        self.stats = StepStats(
             step=context.step,
-            loss=math.fsum(w * loss for w, loss in zip(weights, self.losses, strict=True)),
+            loss=math.fsum(w * loss for w, loss in zip(self.loss_weights, self.losses, strict=True)),
             grad_norm=context.norm,
-            tokens=sum(batch.tokens(mb) for mb in micro_batches),
-            seconds=seconds,
-            lr=float(context.hypers[0].lr) if context.hypers else 0.0,
-            clipped=clip is not None and not skipped and context.norm > clip,
-            skipped=skipped,
-            repeats=int(self.dropped is not None),
+            tokens=sum(batch.tokens(mb) for mb in self.micro_batches),
+            seconds=time.perf_counter() - self.began,
+            lr=float(hypers[0].lr) if hypers else 0.0,
+            clipped=context.clip is not None and not self.skipped and context.norm > context.clip,
+            skipped=self.skipped,
+            repeats=self.repeats,
             non_finite=None if self.non_finite is None else str(self.non_finite),
             loss_scale=context.loss_scale,
+            bytes_moved=dict(totals.moved),
+            lane_seconds=dict(totals.busy),
+            peak_bytes=dict(runner.pools.peak),
         )
-
-
-def take_step(
-    runner: Runner,
-    context: StepContext,
-    micro_batches: Sequence[Mapping[str, Any]],
-    loss_weights: Sequence[float],
-    undo: Callable[[], None] | None,
-) -> Outcome:
-    """Run a step until it is what one that had waited for its norm would have been.
-
-    ``undo``: makes everything that is not on disk what it was before; None: that is not possible, because state in
-    memory was changed without a norm to wait for. Whether a norm that is no number may count is the caller's to say.
-
-    Raises:
-        BaseException: what the first failing op raised.
-    """
-    losses = runner.run(context, micro_batches, loss_weights)
-    assert context.norm is not None
-    if not context.complete:  # what the step before had left to do was all in memory
-        assert context.commit is not None
-        context.commit()
-        context.complete = True
-    if context.failure is not None:
-        failure, context.failure = context.failure, None
-        try:
-            raise failure
-        finally:
-            del failure  # its traceback holds this frame, which would hold it and the micro-batches
-    if undo is None:
-        return Outcome(context=context, losses=losses)
-    if not math.isfinite(context.norm):
-        dropped = runner.totals()
-        undo()
-        search = _again(context, search=True)
-        runner.run(search, micro_batches, loss_weights)
-        return Outcome(context=context, losses=losses, dropped=dropped, non_finite=search.found)
-    grad_scale = context.clip_factor() / context.loss_scale
-    if not runner.speculates or context.clip_factor() == 1.0:
-        context.grad_scale = grad_scale  # for the chunks that the next step steps
-        return Outcome(context=context, losses=losses)
-    dropped = runner.totals()
-    undo()
-    again = _again(context, known=True, grad_scale=grad_scale)
-    losses = runner.run(again, micro_batches, loss_weights)
-    return Outcome(context=again, losses=losses, dropped=dropped)
-
-
-def _again(context: StepContext, **changes: Any) -> StepContext:
-    """The same step anew. What the step before had left to do is done."""
-    fresh: dict[str, Any] = {"previous": None, "touched": set(), "partials": {}}
-    return replace(context, norm=None, skip=False, repeat=False, **fresh | changes)

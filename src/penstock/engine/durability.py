@@ -1,241 +1,233 @@
-"""What the state is worth between steps: whole, waiting for a step's delayed chunks, or half updated.
+"""Durability of a run: which step a kill goes on from, and whether the state in memory can be used.
 
-before_step   the step is about to change the state: the store is told, where that matters
-undo          drops what a step has written: it should have been another one
-broken_off    an error has ended a step; from then on the state is whole, or ``broken`` says what it lacks
-after_step    the step counts: commits it, leaves it pending, or begins to write it in the background
-settle        called within the next step, when it has stepped what was pending
-rest          nothing is pending and nothing is written any more: before arrays move, and before the end
+``Durability`` drives the machine of ``fate``: it holds the state, tells what has happened, and does what is done to the
+store. What a step itself does is ``attempt``'s.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from penstock.engine.due import Due
+from penstock.engine.fate import Action, Event, State, transition
 from penstock.engine.interrupt import whole_steps
+from penstock.engine.progress import Progress
 from penstock.engine.runner import Runner
-from penstock.errors import StoreError
-from penstock.runtime.context import StepContext
+from penstock.errors import ConfigError, StoreError
+from penstock.runtime.context import StepContext, Update
 from penstock.state.background import Background
-from penstock.state.buffers import Buffers
-from penstock.state.commits import Home
+from penstock.state.commits import Commits
+
+Actions = Mapping[Action, Callable[[], Event]]
+"""How each action is done; it returns what came of it."""
 
 
 @dataclass(kw_only=True)
 class Pending:
-    """A step whose delayed chunks the next one steps: what it knew, and what its commit will say."""
+    """A step whose delayed chunks the next one steps."""
 
-    context: StepContext
-    progress: Mapping[str, Any]
-    buffers: Mapping[str, torch.Tensor] | None = None
-    """the model's, at the step's end; None: as they are now"""
+    step: int
+    update: Update
+    record: Mapping[str, Any]
+    """what its commit will say"""
+    buffers: Mapping[str, torch.Tensor]
+    """the model's, at the step's end, on the host: its commit should not wait for the device"""
 
 
-class Standing:
-    """Keeps the promise of ``Home`` from step to step. ``broken``: why the state cannot be used, if it cannot."""
+_NOT_COMPLETE = "{what} was broken off by {error}; the step before was not complete"
+_REASONS: Mapping[State, str] = {
+    State.FINISHING: _NOT_COMPLETE,
+    State.COMPLETING: _NOT_COMPLETE,
+    State.COUNTING: "{what} was broken off by {error} while it was counted",
+    State.COMMITTING: "{what} was done, but could not be made durable: {error}",
+    State.DROPPING: "{what} was broken off, and what it had changed could not be taken back: {error}",
+    State.RETREATING: "{what} was broken off, and what it had changed could not be taken back: {error}",
+    State.FLUSHING: "{what} could not be completed: {error}",
+}
 
-    def __init__(
-        self,
-        home: Home,
-        buffers: Buffers,
-        progress: Callable[[], Mapping[str, Any]],
-        *,
-        waits: bool,
-        due: Due | None,
-    ) -> None:
-        """``progress``: all that a run is besides its arrays. ``waits``: whether the numbers of a step need the norm.
-        ``due``: when the next commit of what is in memory is, None: there are none.
-        """
-        self.broken: str | None = None
+
+class Durability:
+    """Keeps the promise of ``Commits`` from step to step."""
+
+    def __init__(self, commits: Commits, progress: Progress, due: Due | None) -> None:
+        """``due``: when the next commit of what is in memory is; None: there are none."""
+        self.state = State.WHOLE
         self.pending: Pending | None = None
-        self._home = home
-        self._buffers = buffers
+        self._why = ""
+        self._commits = commits
         self._progress = progress
-        self._waits = waits
         self._due = due
         self._background: Background | None = None
         self._unwritten: StoreError | None = None
 
-    def give_up(self, why: str) -> None:
-        """The state is half updated: it cannot be used until ``mend``. What was pending is lost with it."""
-        self.broken = why
-        self.pending = None
-
-    def mend(self) -> None:
-        """All of the state has been replaced by a whole one."""
-        self.broken = None
+    def check_open(self) -> None:
+        """Raises:
+        ConfigError: the engine is closed.
+        """
+        if self.state is State.CLOSED:
+            raise ConfigError("this engine is closed: build the model anew, and wrap that")
 
     def check_usable(self) -> None:
         """Raises:
+        ConfigError: the engine is closed.
         StoreError: the state is half updated.
         """
-        if self.broken is not None:
-            stands = self._home.always_whole or self._due is not None
+        self.check_open()
+        if self.state is State.BROKEN:
+            stands = self._commits.every_step or self._due is not None
             remedy = "wrap the model again: the store goes on from its last commit" if stands else "start over"
-            raise StoreError(f"{self.broken}. The state is half updated: engine.load a snapshot, or {remedy}")
+            raise StoreError(f"{self._why}. The state is half updated: engine.load a snapshot, or {remedy}")
 
-    # ---- a step
-
-    def before_step(self) -> Mapping[str, torch.Tensor]:
-        """The state is about to change; returns copies of the model's buffers.
-
-        Raises:
-            StoreError: what was written in the background has failed; the state is what it was without.
+    def check_written(self) -> None:
+        """Raises:
+        StoreError: what was written in the background has failed; the state is what it was without.
         """
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             raise unwritten
         if self._background is not None:
             self._background.check()
-        buffers = self._buffers.copies()
-        if self.pending is None:
-            self.note(between_steps=False)
-        else:
-            self._home.note_pending()
-            # on the host: its commit comes in the middle of the step, and should not wait for the device
-            self.pending.buffers = {name: tensor.to("cpu") for name, tensor in buffers.items()}
-        self._home.arrays.drop_step()
-        return buffers
 
-    def undo(
-        self, context: StepContext, buffers: Mapping[str, torch.Tensor], *, early: bool
-    ) -> Callable[[], None] | None:
-        """What makes a step that is dropped undone; None where that cannot be done. ``early``: whether it changes
-        anything before it knows the norm.
-        """
-        if not (self._waits or self._home.discardable):
-            return None
+    # ---- the machine
 
-        def undo() -> None:
-            self._home.arrays.drop_step()
-            self._buffers.put_back(buffers)
-            if early and context.updating:
-                self._home.arrays.recast(self._home.arrays.stale())
+    def tell(self, event: Event) -> tuple[Action, ...]:
+        """What has happened; returns what is to be done."""
+        self.state, actions = transition(self.state, event)
+        return actions
 
-        return undo
+    def follow(self, event: Event, do: Actions, what: str) -> None:
+        """Tell what has happened, do what is to be done then, tell what came of it, until there is nothing more to do.
 
-    def broken_off(self, context: StepContext, buffers: Mapping[str, torch.Tensor], error: BaseException) -> None:
-        """Find out what a step that an error has ended has left, and say so from now on if it cannot be used."""
-        said = f"step {context.step} was broken off by {_named(error)}"
-        if context.finishing and not context.complete:
-            self.give_up(f"{said}; the step before was not complete")
-            return
-        if context.in_memory or (context.updating and not self._home.writes_beside):
-            self.give_up(said)
-            return
-        self._home.arrays.drop_step()
-        try:
-            self._buffers.put_back(buffers)
-            if context.updating:
-                self._home.arrays.recast(self._home.arrays.stale())
-        except BaseException as second:
-            self.give_up(f"{said}; weights in memory could not be read back: {_named(second)}")
-            if not isinstance(second, StoreError):
-                raise
-            return
-        if self.pending is None:
-            with contextlib.suppress(StoreError):  # then the store stays marked as within a step: nothing is lost
-                self.note(between_steps=True)
-
-    def after_step(self, context: StepContext, runner: Runner) -> None:
-        """A step counts, and ``progress`` says so.
+        ``what``: is under way, for what is said of it.
 
         Raises:
-            StoreError: it could not be made durable.
+            BaseException: what an action has failed with, once the state is what it is worth then.
         """
-        if runner.late and not context.skip:
-            context.previous = None
-            self.pending = Pending(context=context, progress=self._progress())
-        else:
+        raised: BaseException | None = None
+        actions = self.tell(event)
+        while actions:
             try:
-                self.note(between_steps=True)
-            except StoreError as error:
-                self.give_up(f"step {context.step} was computed, but could not be made durable: {error}")
-                raise
-        if self._due is not None and self._due.after(context.step):
-            self.flush(runner)
+                for action in actions:
+                    event = do[action]()
+                actions = self.tell(event)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised below
+                reason = _REASONS.get(self.state, "{what} was broken off by {error}")
+                raised = error if raised is None or not isinstance(error, StoreError) else raised
+                actions = self.tell(Event.FAILED if self._commits.arrays.droppable else Event.FAILED_IN_PLACE)
+                if self.state is State.BROKEN:
+                    self._why, self.pending = reason.format(what=what, error=_named(error)), None
+        if raised is not None:
+            try:
+                raise raised
+            finally:
+                del raised  # its traceback holds this frame, which would hold it and the micro-batches
+
+    def mark(self) -> Event:
+        """The state is about to change."""
+        self._commits.arrays.begin_step()
+        self._commits.mark(self._progress.record())
+        return Event.MARKED
+
+    def mark_pending(self) -> Event:
+        self._commits.arrays.begin_step()
+        self._commits.mark_pending()
+        return Event.MARKED
+
+    def complete(self) -> None:
+        """Within a step: the one before is complete, its delayed chunks are stepped and at home."""
+        assert self.tell(Event.COMPLETED) == (Action.COMPLETE,)
+        assert self.pending is not None
+        self._commits.arrays.complete_late()
+        self._commits.complete(self.pending.record, self.pending.buffers)
+        self.pending = None
+        self.tell(Event.DURABLE)
+
+    def hold(self, step: int, update: Update, buffers: Mapping[str, torch.Tensor]) -> None:
+        """A step counts, and has left chunks to the next one."""
+        held = {name: tensor.to("cpu", copy=True) for name, tensor in buffers.items()}
+        self.pending = Pending(step=step, update=update, record=self._progress.record(), buffers=held)
+
+    def commit(self) -> Event:
+        self._commits.commit(self._progress.record())
+        return Event.DURABLE
+
+    def commit_loaded(self, runner: Runner | None) -> Event:
+        """All of the state has been replaced, and ``progress`` says by what. ``runner``: that is there, if one is."""
+        self.commit()
+        if self._due is not None:
+            self._write_in_background(() if runner is None else runner.stepped)
+            self._wait_written()
+        return Event.DURABLE
+
+    def rest(self, runner: Runner | None) -> None:
+        """Return when nothing is pending, and nothing is being written. ``runner``: of the last step.
+
+        Raises:
+            StoreError: either has failed.
+        """
+        self._flush(runner)
+        self._wait_written()
+
+    def _flush(self, runner: Runner | None) -> None:
+        """Complete the step before, if it has left chunks to the next one."""
+        step = 0 if self.pending is None else self.pending.step
+
+        def flush() -> Event:
+            assert runner is not None
+            assert self.pending is not None
+            left = self.pending.update
+            self._commits.arrays.begin_step()
+            runner.flush(StepContext(step=step, update=left, left=left))
+            self._commits.arrays.complete_late()
+            return Event.COMPLETED
+
+        def commit() -> Event:
+            assert self.pending is not None
+            pending, self.pending = self.pending, None
+            self._commits.commit(pending.record)
+            return Event.DURABLE
+
+        with whole_steps():
+            self.follow(Event.REST, {Action.FLUSH: flush, Action.COMMIT: commit}, f"step {step}")
+
+    # ---- state in memory
+
+    def after_step(self, step: int, runner: Runner) -> None:
+        """A step counts: begin to write what is in memory, if that is due.
+
+        Raises:
+            StoreError: it could not be completed.
+        """
+        if self._due is not None and self._due.after(step):
+            self._flush(runner)
             try:
                 self._write_in_background(runner.stepped)
             except StoreError as error:
                 self._unwritten = error  # the step counts: this is for the next one to say
 
-    def complete(self) -> None:
-        """The step before is complete: its delayed chunks are stepped."""
-        pending, self.pending = self.pending, None
-        assert pending is not None
-        self._home.complete(lambda: pending.progress, pending.buffers)
-
-    def flush(self, runner: Runner | None) -> None:
-        """Complete the step before, if it has left chunks to the next one. ``runner``: of that step."""
-        if self.pending is None or self.broken is not None:
-            return
-        assert runner is not None
-        context = replace(self.pending.context, previous=self.pending.context, complete=False, commit=self.complete)
-        try:
-            with whole_steps():
-                runner.flush(context)
-                self.note(between_steps=True)
-        except BaseException as error:
-            if self.pending is not None:
-                self.give_up(f"step {context.step} could not be completed: {_named(error)}")
-            raise
-
-    # ---- the store
-
-    def note(self, *, between_steps: bool) -> None:
-        """Record in the store whether it is whole; never again once the state is broken."""
-        if self.broken is None:
-            self._home.note(self._progress, between_steps=between_steps)
-
-    def replaced(self, runner: Runner | None) -> None:
-        """All of the state has been replaced, and ``progress`` says by what.
-
-        Raises:
-            StoreError: it could not be made durable.
-        """
-        self.mend()
-        try:
-            self.note(between_steps=True)
-            if self._due is not None:
-                self._write_in_background(() if runner is None else runner.stepped)
-                self.rest(runner)
-        except StoreError as error:
-            self.give_up(f"what was loaded could not be made durable: {error}")
-            raise
-
     def _write_in_background(self, order: Sequence[int]) -> None:
         """Begin to write what is in memory; the commit of this step follows when it is written. ``order``: groups in
         the order in which the next step changes them.
         """
-        arrays = self._home.arrays
+        due, arrays, record = self._due, self._commits.arrays, self._progress.record()
+        assert due is not None
         if self._background is None:
             self._background = arrays.background = Background(arrays)
         self._background.wait()
-        self._home.write_buffers()
-        progress = self._progress()
+        self._commits.write_buffers()
 
         def commit() -> None:
-            self._home.commit_interval(progress)
-            if self._due is not None:
-                self._due.committed()
+            self._commits.commit_written(record)
+            due.committed()
 
-        if self._due is not None:
-            self._due.began()
+        due.began()
         self._background.begin(order, commit)
         if arrays.any_state_on_disk():
             self._background.wait()  # the next step writes over what is on disk, which this commit names
 
-    def rest(self, runner: Runner | None) -> None:
-        """Return when nothing is pending, and nothing is being written.
-
-        Raises:
-            StoreError: either has failed.
-        """
-        self.flush(runner)
+    def _wait_written(self) -> None:
         if self._background is not None:
             self._background.wait()
 
@@ -243,10 +235,14 @@ class Standing:
         """Bring what is in memory to the store; with a broken state the last commit is left to stand."""
         try:
             if self._background is not None:
-                self._home.arrays.background = None
+                self._commits.arrays.background = None
                 self._background.close()
         finally:
-            self._home.close(self._progress if self.broken is None else None)
+            try:
+                if Action.SETTLE in self.tell(Event.CLOSE):
+                    self._commits.settle(self._progress.record())
+            finally:
+                self._commits.close()
 
 
 def _named(error: BaseException) -> str:

@@ -6,45 +6,49 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
 from penstock.config import Budget, GradDtype, Precision
 from penstock.engine import batch, start
-from penstock.engine.attempt import Outcome, take_step
+from penstock.engine.attempt import Attempt
 from penstock.engine.due import Due
-from penstock.engine.durability import Standing
+from penstock.engine.durability import Actions, Durability
+from penstock.engine.fate import Action, Event, State
 from penstock.engine.interrupt import whole_steps
 from penstock.engine.planning import Planning
-from penstock.engine.runner import Machinery, Runner, hyper_runs
+from penstock.engine.progress import Progress
+from penstock.engine.runner import Machinery, hyper_runs
 from penstock.engine.start import WeightSource
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.engine.turns import in_turn, is_foreign
-from penstock.errors import ConfigError, NonFiniteError
+from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale, format_of
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner.fit import Plan
 from penstock.planner.means import REPEATS
-from penstock.runtime.context import StepContext
+from penstock.runtime.context import StepContext, Update
 from penstock.runtime.streams import streams_for
 from penstock.schedule.ir.ops import Schedule
 from penstock.sim.result import Simulation
 from penstock.state import numa, snapshots
 from penstock.state.buffers import Buffers
-from penstock.state.commits import Home
+from penstock.state.commits import Commits
 from penstock.state.record import check_param_groups, check_progress
 from penstock.state.stats import StepStats
 from penstock.state.values import Values
 from penstock.store.owner import Owner
+from penstock.store.snapshot import SnapshotReader
 from penstock.tape.blocks import find_blocks
-from penstock.tape.groups import group_parameters, groups_of
+from penstock.tape.groups import group_parameters
 from penstock.tape.guard import guard
 from penstock.tape.passage import LossFn
 from penstock.tape.tape import Tape
@@ -85,35 +89,29 @@ class Engine:
         self.model = model
         self.budget = budget
         self.device = device
-        self.step_count = 0
-        """Steps taken, skipped ones included."""
-        self.last_step: StepStats | None = None
-        """What the last step reported; of the one that a store goes on after, its numbers without lanes and memory."""
-        self.trace: list[TraceEvent] = []
+        self.trace: Sequence[TraceEvent] = ()
         """Every op of the last step, as it ran; of a step that was run twice, of the run that counts."""
-        self.counters: list[MemorySample] = []
+        self.counters: Sequence[MemorySample] = ()
         """Bytes in use per tier over the last step."""
-        self.position: Mapping[str, Any] | None = None
-        """Where the last step left the data, as ``step`` was told; of a store, as it was committed."""
         self._began = time.perf_counter()
-        self._updates = 0
-        self._missed: dict[str, int] = {}
         self._waits = clip_grad_norm is not None or DTYPES[precision] == torch.float16
         self._clip = clip_grad_norm
-        self._seed = seed
         self._dtype = DTYPES[precision]
-        self._scale = LossScale.of(precision)
-        self._closed = False
         found = find_blocks(model, blocks)
         from_meta = start.built_on_meta(model)
         self._groups = group_parameters(model, found)
         self.optimizer = StreamedOptimizer(
             optimizer, [(s.name, s.parameter) for g in self._groups for s in g.slices if s.trainable]
         )
-        self._trained = [s.name for g in self._groups for s in g.slices if s.trainable]
+        self._progress = Progress(
+            seed=seed,
+            trained=[s.name for g in self._groups for s in g.slices if s.trainable],
+            optimizer=self.optimizer,
+            scale=LossScale.of(precision),
+        )
         self._buffers = Buffers(model)
         self._description = start.describe_model(self._groups, self._buffers, precision, optimizer)
-        self._home = Home(
+        self._commits = Commits(
             budget,
             [g.spec for g in self._groups],
             format_of(precision, optimizer.moments),
@@ -124,8 +122,8 @@ class Engine:
             io_threads=io_threads,
             owner=owner,
         )
-        self._arrays = self._home.arrays
-        self._standing = Standing(self._home, self._buffers, self._progress, waits=self._waits, due=Due.of(budget))
+        self._arrays = self._commits.arrays
+        self._durability = Durability(self._commits, self._progress, Due.of(budget))
         try:
             guard(model, blocks=[block.module for block in found])  # now: whatever fails from here on, it has no values
             self._settle_in(weights, from_meta=from_meta)
@@ -155,29 +153,31 @@ class Engine:
                 repeats=0.0 if clip_grad_norm is None else REPEATS,  # a step that overflows in fp16 is not run again
                 before_change=self._rest,
             )
-            self._standing.note(between_steps=True)
-            self._written = self._home.written
+            self._durability.commit()
+            self._written = self._commits.written
         except BaseException:
             if hasattr(self, "_tape"):
                 self._tape.close()
-            self._home.close(None)
+            self._commits.close()
             raise
 
     def _settle_in(self, weights: WeightSource | None, *, from_meta: bool) -> None:
         """Bring the model's parameters and buffers to where they live from now on."""
         if from_meta:
-            resumed = self._home.resumed is not None
-            start.make_buffers(self.model, self.device, self._seed, weights, resumed=resumed)
+            resumed = self._commits.resumed is not None
+            start.make_buffers(self.model, self.device, self._progress.seed, weights, resumed=resumed)
         start.buffers_to(self.model, self.device)
-        if self._home.resumed is None:
-            start.fill(self.model, self._groups, self._arrays, from_meta=from_meta, seed=self._seed, weights=weights)
+        if self._commits.resumed is None:
+            start.fill(
+                self.model, self._groups, self._arrays, from_meta=from_meta, seed=self._progress.seed, weights=weights
+            )
             return
         where = f"the last commit in {self.budget.disk_paths[0]}"
-        check_progress(self._home.resumed, where, trained=len(self._trained), seed=self._seed)
+        self._check_record(self._commits.resumed, where)
         for group in self._groups:
             group.detach(self._dtype, self.device)
-        self._buffers.read(self._home.read_buffer)
-        self._adopt(self._home.resumed)
+        self._buffers.read(self._commits.read_buffer)
+        self._progress.adopt(self._commits.resumed)
         log.warning("continuing the store in %s from step %d", self.budget.disk_paths[0], self.step_count)
 
     # ---- training
@@ -244,83 +244,61 @@ class Engine:
         given = batch.given_weights(micro_batches, loss_weights)
         runner = self._planning.runner_for(micro_batches, train=True)
         weights = given or self._planning.labels.weights(micro_batches)
-        on_device = batch.all_to_device(micro_batches, self.device, self._dtype)
-        buffers = (standing := self._standing).before_step()
-        context = StepContext(
-            step=self.step_count + 1,
-            count=self._updates + 1,
-            hypers=self.optimizer.hypers(),
-            clip=self._clip,
-            loss_scale=self._scale.value,
-            missed=dict(self._missed),
-            previous=None if standing.pending is None else standing.pending.context,
-            complete=standing.pending is None,
-            commit=standing.complete,
-        )
+        self._durability.check_written()
         scratch = runner.scratch_written
-        undo = standing.undo(context, buffers, early=runner.speculates or not self._waits)
-        try:
-            outcome = take_step(runner, context, on_device, weights, undo)
-            numbers = outcome.numbers(micro_batches, weights, clip=self._clip, seconds=time.perf_counter() - began)
-            stats = self._stats(runner, outcome, numbers)
-            if not numbers.skipped:
-                self._arrays.complete_step(runner.late)
-        except BaseException as error:
-            standing.broken_off(context, buffers, error)
-            raise
-        self._end_step(outcome, runner, buffers, numbers, position)
-        standing.after_step(outcome.context, runner)
-        written = self._home.written + runner.scratch_written - scratch
-        self.last_step = replace(
-            stats,
+        attempt = Attempt(
+            runner=runner,
+            context=self._context(),
+            micro_batches=batch.all_to_device(micro_batches, self.device, self._dtype),
+            loss_weights=weights,
+            durability=self._durability,
+            arrays=self._arrays,
+            groups=self._groups,
+            buffers=self._buffers,
+            before=self._buffers.copies(),
+            skips=self._waits,
+            began=began,
+            origin=self._began,
+            count=partial(self._count, position=position),
+        )
+        self._durability.follow(Event.BEGIN, attempt.actions, f"step {attempt.context.step}")
+        self._durability.after_step(self.step_count, runner)
+        self.trace, self.counters = attempt.trace, attempt.samples
+        written = self._commits.written + runner.scratch_written - scratch
+        assert attempt.stats is not None
+        self._progress.last = stats = replace(
+            attempt.stats,
             flops=self._planning.flops_of(micro_batches),
             labels=None if given else self._planning.labels.known,
             bytes_written=written - self._written,
             seconds=time.perf_counter() - began,
         )
-        self._written = self._home.written
-        return self.last_step
+        self._written = self._commits.written
+        return stats
 
-    def _end_step(
-        self,
-        outcome: Outcome,
-        runner: Runner,
-        buffers: Mapping[str, torch.Tensor],
-        numbers: StepStats,
-        position: Mapping[str, Any] | None,
-    ) -> None:
-        """Make a step that has run count, or refuse it: all of it, or the state says that it is in between."""
-        context = outcome.context
-        context.skip = numbers.skipped
-        if context.skip:
-            where = f"step {context.step}: {outcome.non_finite or 'a gradient'} was infinite or NaN"
-            self._buffers.put_back(buffers)
-            if not self._waits:
-                self._refuse_step(where)
-            log.warning("%s; nothing was updated", where)
-        try:
-            if not context.skip:
-                self._arrays.turn_step(runner.late, groups_of(context.touched, self._groups))
-            self.step_count, self.last_step, self.position = self.step_count + 1, numbers, position
-            self._planning.observe(over=not context.skip and context.clip_factor() < 1.0)
-            if not context.skip:
-                self._updates += 1
-                self._missed = context.missed_after(self._groups)
-            self._scale.update(overflow=context.skip)
-            self.optimizer.record_step()
-        except BaseException as error:
-            self._standing.give_up(f"step {context.step} was broken off by {type(error).__name__} while it was counted")
-            raise
+    def _context(self) -> StepContext:
+        """What the next step's first run needs to know."""
+        progress, pending = self._progress, self._durability.pending
+        return StepContext(
+            step=progress.step + 1,
+            update=Update(
+                count=progress.updates + 1,
+                hypers=self.optimizer.hypers(),
+                missed=progress.missed,
+                grad_scale=1.0 / progress.scale.value,
+            ),
+            clip=self._clip,
+            loss_scale=progress.scale.value,
+            left=None if pending is None else pending.update,
+            completed=None if pending is None else self._durability.complete,
+        )
 
-    def _refuse_step(self, where: str) -> NoReturn:
-        """A gradient that nothing waited for was infinite or NaN."""
-        if not self._home.discardable:
-            self._standing.give_up(f"{where}, and the state was updated with it")
-            raise NonFiniteError(
-                f"{self._standing.broken}. Load a snapshot; with clip_grad_norm set such a step is skipped"
-            )
-        self._standing.note(between_steps=True)
-        raise NonFiniteError(f"{where}. Nothing was updated; with clip_grad_norm set such a step is skipped")
+    def _count(self, attempt: Attempt, position: Mapping[str, Any] | None) -> None:
+        """The run is one step further."""
+        assert attempt.stats is not None
+        context = attempt.context
+        self._planning.observe(over=not attempt.skipped and context.clip_factor() < 1.0)
+        self._progress.count(attempt.stats, context.update.missed_after(self._groups), position)
 
     @in_turn
     def evaluate(
@@ -341,9 +319,7 @@ class Engine:
         try:
             runner = self._planning.runner_for(micro_batches, train=False)
             weights = given or self._planning.labels.weights(micro_batches)
-            context = StepContext(
-                step=self.step_count, count=1, hypers=self.optimizer.hypers(), clip=None, loss_scale=1.0
-            )
+            context = StepContext(step=self.step_count, update=Update(count=1, hypers=()))
             losses = runner.run(context, batch.all_to_device(micro_batches, self.device, self._dtype), weights)
             if context.failure is not None:
                 raise context.failure
@@ -375,17 +351,24 @@ class Engine:
         """
         return self._planning.prediction_of(self.plan)
 
-    def _stats(self, runner: Runner, outcome: Outcome, numbers: StepStats) -> StepStats:
-        """All that a step reports, but for the time that its commit takes."""
-        self.trace = runner.trace(numbers.step, self._began)
-        self.counters = runner.samples(self._began)
-        totals = runner.totals() if outcome.dropped is None else runner.totals() + outcome.dropped
-        return replace(
-            numbers,
-            bytes_moved=dict(totals.moved),
-            lane_seconds=dict(totals.busy),
-            peak_bytes=dict(runner.pools.peak),
-        )
+    @property
+    def step_count(self) -> int:
+        """Steps taken, skipped ones included."""
+        return self._progress.step
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """What the last step reported; of the one that a store goes on after, its numbers without lanes and memory."""
+        return self._progress.last
+
+    @property
+    def position(self) -> Mapping[str, Any] | None:
+        """Where the last step left the data, as ``step`` was told; of a store, as it was committed."""
+        return self._progress.position
+
+    @position.setter
+    def position(self, value: Mapping[str, Any] | None) -> None:
+        self._progress.position = value
 
     # ---- state
 
@@ -413,7 +396,7 @@ class Engine:
         """
         self._check_usable()
         self._rest()
-        meta = {"model": self._description, **self._progress()}
+        meta = {"model": self._description, **self._progress.record()}
         snapshots.save(Path(path), self._arrays, self._buffers, meta, overwrite=overwrite)
 
     @in_turn
@@ -425,32 +408,40 @@ class Engine:
                 failed on the way. Only in the last case has anything changed: load again then.
             ConfigError: it was saved by a run with another seed.
         """
-        self._check_open()
+        self._durability.check_open()
         self._rest()
         with snapshots.opened(Path(path), self._description) as snapshot:
-            check_progress(snapshot.meta, str(path), trained=len(self._trained), seed=self._seed)
+            self._check_record(snapshot.meta, str(path))
             check_param_groups(snapshot.meta["param_groups"], self.optimizer.param_groups, str(path))
-            self._standing.note(between_steps=False)
-            self._standing.give_up(f"loading {path} was broken off")  # until everything below is done
-            snapshots.restore(snapshot, self._arrays, self._buffers)
-            self._adopt(snapshot.meta)
-            for mine, saved in zip(self.optimizer.param_groups, snapshot.meta["param_groups"], strict=True):
-                mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-            self._standing.replaced(self._planning.runner)
+            actions: Actions = {
+                Action.MARK: self._durability.mark,
+                Action.RESTORE: partial(self._restore, snapshot),
+                Action.COMMIT: partial(self._durability.commit_loaded, self._planning.runner),
+            }
+            self._durability.follow(Event.LOAD, actions, f"loading {path}")
+
+    def _restore(self, snapshot: SnapshotReader) -> Event:
+        snapshots.restore(snapshot, self._arrays, self._buffers)
+        self._progress.adopt(snapshot.meta)
+        for mine, saved in zip(self.optimizer.param_groups, snapshot.meta["param_groups"], strict=True):
+            mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        return Event.LOADED
+
+    def _check_record(self, record: Mapping[str, Any], where: str) -> None:
+        check_progress(record, where, trained=len(self._progress.trained), seed=self._progress.seed)
 
     def close(self) -> None:
         """Bring what is in memory to the store and give everything back. The model's parameters stay placeholders.
 
         In a forked child nothing happens: all of it is the parent's.
         """
-        if not self._closed and not is_foreign(self):
+        if self._durability.state is not State.CLOSED and not is_foreign(self):
             self._close()
 
     @in_turn
     def _close(self) -> None:
-        self._closed = True
         with contextlib.ExitStack() as all_of_it:  # last in, first out; each happens whatever the others raise
-            all_of_it.callback(self._standing.close)
+            all_of_it.callback(self._durability.close)
             for group in self._groups:
                 all_of_it.callback(group.detach, self._dtype, self.device)
             all_of_it.callback(self._tape.close)
@@ -459,7 +450,7 @@ class Engine:
 
     def _rest(self) -> None:
         """Nothing is pending from here on: delayed chunks are stepped, and what is being written is written."""
-        self._standing.rest(self._planning.runner)
+        self._durability.rest(self._planning.runner)
 
     def __enter__(self) -> Self:
         return self
@@ -467,33 +458,5 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _progress(self) -> dict[str, Any]:
-        """All that a run is besides its arrays. Random state is a function of seed and step."""
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        return {
-            "step": self.step_count,
-            "updates": self._updates,
-            "missed": {str(i): self._missed[name] for i, name in enumerate(self._trained) if name in self._missed},
-            "seed": self._seed,
-            "loss_scale": asdict(self._scale),
-            "param_groups": groups,
-            "last": None if self.last_step is None else self.last_step.numbers(),
-            "position": self.position,
-        }
-
-    def _adopt(self, progress: Mapping[str, Any]) -> None:
-        self.step_count = int(progress["step"])
-        self._updates = int(progress["updates"])
-        self._missed = {self._trained[int(i)]: count for i, count in progress["missed"].items()}
-        self._scale = LossScale(**progress["loss_scale"])
-        last = progress.get("last")  # absent from what earlier versions wrote
-        self.last_step = None if last is None else StepStats(**last)
-        self.position = progress.get("position")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConfigError("this engine is closed: build the model anew, and wrap that")
-
     def _check_usable(self) -> None:
-        self._check_open()
-        self._standing.check_usable()
+        self._durability.check_usable()

@@ -137,7 +137,7 @@ class Runner:
         return self.bound.late_elements
 
     def flush(self, context: StepContext) -> None:
-        """Step the chunks that ``context.previous`` has left to the next step, and commit it.
+        """Step the chunks that the step before has left, by ``context.left``.
 
         Raises:
             BaseException: what the first failing op raised; the step before cannot be completed any more.
@@ -150,8 +150,6 @@ class Runner:
         finally:
             executor.close()
             self.pools.reset()
-        if not context.complete and context.commit is not None:
-            context.commit()
 
     def run(
         self, context: StepContext, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float]
@@ -165,8 +163,6 @@ class Runner:
         for partials in self._partials.values():
             partials.fill(0.0)
         context.partials = self._partials if train else {}
-        if not context.known:
-            context.grad_scale = 1.0 / context.loss_scale
         self.actions.access.context = context
         tape.facts = self._facts
         tape.begin(
@@ -185,8 +181,8 @@ class Runner:
             tape.abort()
             self.actions.release()
             raise
-        if train and context.norm is None:
-            self.actions.norm.collect()
+        if train and context.verdict is None:
+            self.actions.norm.judge()
         return losses
 
     @property

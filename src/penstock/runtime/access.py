@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.runtime.bound import Bound
-from penstock.runtime.context import StepContext
+from penstock.runtime.context import StepContext, Update
 from penstock.runtime.pools import Pools
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.program import ALIGN
@@ -36,7 +36,7 @@ class Access:
         self.bound = bound
         self.pools = pools
         self.arrays = arrays
-        self.context = StepContext(step=0, count=1, hypers=(), clip=None, loss_scale=1.0)
+        self.context = StepContext(step=0, update=Update(count=1, hypers=()))
         self._scratch = scratch
         self._tally = _Tally()
 
@@ -54,8 +54,8 @@ class Access:
     def idle(self, op: Op) -> bool:
         """Whether an op on a chunk's way has nothing to do: it is not stepped, or was when the step before ended."""
         if self.bound.is_late(op):
-            return self.context.previous is None
-        return self.context.search or self.context.failure is not None
+            return self.context.left is None
+        return self.context.idle
 
     # ---- bytes
 

@@ -1,7 +1,9 @@
-"""What one step needs to know besides the schedule, and what it finds out."""
+"""What one run of a step needs to know besides the schedule, and what it finds out."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +12,27 @@ from penstock.errors import NonFiniteError
 from penstock.optim.formula import Hyper
 from penstock.optim.norm import clip_scale
 from penstock.tape.groups import ParamGroup
+
+
+class Mode(Enum):
+    """What a run of a step is for."""
+
+    TRY = "try"
+    """to find the factor of its gradients, and step with it"""
+    REPEAT = "repeat"
+    """to step with the factor that a run before has found: it is right from the start"""
+    SEARCH = "search"
+    """to find the gradient that is infinite or NaN, and to change nothing"""
+
+
+class Verdict(Enum):
+    """What the norm of a step's gradients says of it."""
+
+    WITHIN = "within"
+    """whatever was stepped was stepped with the right factor"""
+    OVER = "over"
+    """some of it was stepped before the factor was known, and should have been clipped"""
+    NOT_FINITE = "not finite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,43 +48,44 @@ class NonFinite:
         return f"the gradient of {self.parameter} ({self.block}, micro-batch {self.micro_batch})"
 
 
-@dataclass(kw_only=True)
-class StepContext:
-    """What one step needs to know besides the schedule, and what it finds out."""
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What the gradients of one step are stepped with."""
 
-    step: int
     count: int
     """the optimizer's step number, from 1: skipped steps do not count"""
     hypers: tuple[Hyper, ...]
-    clip: float | None
-    loss_scale: float
-    partials: dict[int, NDArray[np.float64]] = field(default_factory=dict)
-    norm: float | None = None
-    """global gradient norm, unscaled; None until it is known"""
-    grad_scale: float = 1.0
-    skip: bool = False
     missed: Mapping[str, int] = field(default_factory=dict)
     """by name, how many updates a parameter has been passed over in, if any"""
     touched: set[int] = field(default_factory=set)
-    """ids of the parameters that have received a gradient"""
-    updating: bool = False
-    """whether any of the state may have been changed by this step"""
-    in_memory: bool = False
-    """... of the state that lives in memory, of which there is no other copy"""
-    finishing: bool = False
-    """whether any of it may have been changed by what the step before has left"""
-    previous: "StepContext | None" = None
-    """the step before, if it has delayed chunks that this one is to step"""
-    commit: Callable[[], None] | None = None
-    """makes the step before durable, once its delayed chunks are stepped"""
-    complete: bool = True
-    """whether the step before is"""
-    known: bool = False
-    """whether ``grad_scale`` is right from the start: the step runs again, after one that has found the norm"""
-    repeat: bool = False
-    """whether the step has to run again, because what it has written did not know the norm"""
-    search: bool = False
-    """whether to look for the gradient that is infinite or NaN, and to change nothing"""
+    """ids of the parameters that have received a gradient; grows while their step runs"""
+    grad_scale: float = 1.0
+    """what gradients are multiplied by"""
+
+    def missed_after(self, groups: Sequence[ParamGroup]) -> dict[str, int]:
+        """``missed`` once this update is counted: parameters without a gradient have been passed over once more."""
+        over = [s.name for g in groups for s in g.slices if s.trainable and id(s.parameter) not in self.touched]
+        return {**self.missed, **{name: self.missed.get(name, 0) + 1 for name in over}}
+
+
+@dataclass(kw_only=True)
+class StepContext:
+    """One run of a step. What follows ``partials`` is found out."""
+
+    step: int
+    update: Update
+    """its ``grad_scale`` is that of the loss until the norm is known, unless this is a repeat"""
+    mode: Mode = Mode.TRY
+    clip: float | None = None
+    loss_scale: float = 1.0
+    left: Update | None = None
+    """of the step before, if it has delayed chunks that this one is to step"""
+    completed: Callable[[], None] | None = None
+    """called when they are stepped and at home, before any of this step is written to disk"""
+    partials: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+    norm: float | None = None
+    """global gradient norm, unscaled; None until it is known"""
+    verdict: Verdict | None = None
     found: NonFinite | None = None
     failure: NonFiniteError | None = None
     """why the step must not count; it goes on to its end, for the sake of the step before, and changes nothing"""
@@ -69,12 +93,20 @@ class StepContext:
     @property
     def idle(self) -> bool:
         """Whether nothing of this step is to be stepped."""
-        return self.skip or self.repeat or self.search or self.failure is not None
+        stepped = self.verdict in (None, Verdict.WITHIN) and self.mode is not Mode.SEARCH
+        return not stepped or self.failure is not None
 
-    def missed_after(self, groups: Sequence[ParamGroup]) -> dict[str, int]:
-        """``missed`` once this update is counted: parameters without a gradient have been passed over once more."""
-        over = [s.name for g in groups for s in g.slices if s.trainable and id(s.parameter) not in self.touched]
-        return {**self.missed, **{name: self.missed.get(name, 0) + 1 for name in over}}
+    def judge(self, norm: float, *, speculative: bool) -> None:
+        """The norm is known. ``speculative``: whether anything was stepped before it was."""
+        self.norm = norm
+        if not math.isfinite(norm):
+            self.verdict = Verdict.NOT_FINITE
+        elif self.mode is Mode.TRY and speculative and self.clip_factor() < 1.0:
+            self.verdict = Verdict.OVER
+        else:
+            self.verdict = Verdict.WITHIN
+        if self.mode is Mode.TRY and self.verdict is not Verdict.NOT_FINITE:
+            self.update = replace(self.update, grad_scale=self.clip_factor() / self.loss_scale)
 
     def clip_factor(self) -> float:
         """What gradients are multiplied by so that their norm, which is known and finite, is within the limit."""

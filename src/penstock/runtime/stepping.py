@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.optim import kernels
 from penstock.optim.fallback import fold_squares
-from penstock.runtime.context import StepContext
+from penstock.runtime.context import Update
 from penstock.tape.groups import ParamGroup
 
 
@@ -32,7 +32,7 @@ class Stepping:
 
     def step(
         self,
-        context: StepContext,
+        update: Update,
         g: int,
         start: int,
         gradient: torch.Tensor,
@@ -43,12 +43,12 @@ class Stepping:
     ) -> None:
         """The optimizer on elements ``[start, start + n)`` of a group, run by run of equal hyper-parameters.
 
-        ``context``: of the step whose gradient it is. ``norms``: receives the gradient's partial sums of squares.
+        ``update``: of the step whose gradient it is. ``norms``: receives the gradient's partial sums of squares.
         """
         n = master.numel()
         spans = [
             (max(first, start) - start, min(end, start + n) - start, hyper, count)
-            for first, end, hyper, count in self._runs_now(context, g)
+            for first, end, hyper, count in self._runs_now(update, g)
             if max(first, start) < min(end, start + n)
         ]
         whole = sum(b - a for a, b, _, _ in spans) == n
@@ -59,14 +59,14 @@ class Stepping:
             norms = None
         for a, b, hyper, count in spans:
             kernels.step(
-                context.hypers[hyper],
+                update.hypers[hyper],
                 count,
                 grad=gradient[a:b],
                 master=master[a:b],
                 moments=tuple(m[a:b] for m in moments),
                 out=None if out is None else out[a:b],
                 grad_dtype=self._grad_dtype,
-                grad_scale=context.grad_scale,
+                grad_scale=update.grad_scale,
                 partials=norms,
                 threads=self._threads,
             )
@@ -87,20 +87,20 @@ class Stepping:
         """The same of one on the device; they stay there."""
         return fold_squares(gradient, self._grad_dtype)
 
-    def _runs_now(self, context: StepContext, g: int) -> list[tuple[int, int, int, int]]:
+    def _runs_now(self, update: Update, g: int) -> list[tuple[int, int, int, int]]:
         """The group's runs in a step: (first element, end, index of hyper-parameters, number of the update).
 
         A parameter that no micro-batch gave a gradient stays as it is, moments and weight decay included, and counts
         one update less from then on: torch's optimizers pass over a parameter without a gradient.
         """
         slices = [s for s in self._groups[g].slices if s.trainable]
-        if all(id(s.parameter) in context.touched and s.name not in context.missed for s in slices):
-            return [(first, end, hyper, context.count) for first, end, hyper in self._runs[g]]
+        if all(id(s.parameter) in update.touched and s.name not in update.missed for s in slices):
+            return [(first, end, hyper, update.count) for first, end, hyper in self._runs[g]]
         ends = [s.offset for s in slices[1:]] + [self._groups[g].spec.trainable]  # with padding
         return [
-            (max(first, s.offset), min(end, stop), hyper, context.count - context.missed.get(s.name, 0))
+            (max(first, s.offset), min(end, stop), hyper, update.count - update.missed.get(s.name, 0))
             for s, stop in zip(slices, ends, strict=True)
-            if id(s.parameter) in context.touched
+            if id(s.parameter) in update.touched
             for first, end, hyper in self._runs[g]
             if first < stop and s.offset < end
         ]

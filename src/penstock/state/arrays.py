@@ -136,6 +136,10 @@ class StateArrays:
         self.parts = {part.name: part for group in groups for part in parts_of(group, form, dtype)}
         self.background: Changes | None = None
         """who has to know before an array in memory is changed"""
+        self._changed: set[str] = set()
+        """arrays in memory that the step under way has changed"""
+        self._late_changed = False
+        """whether it has stepped anything that the step before had left to it"""
         self._kept: set[str] = set()
         """arrays in memory whose frozen part is in their extent's current slot as well"""
         self._arrays: dict[str, torch.Tensor] = {}
@@ -198,9 +202,49 @@ class StateArrays:
             self.slots.zero(name)
             self.turn(name)
 
-    def drop_step(self) -> None:
-        """What a step has written beside what counts is for nothing."""
+    def begin_step(self) -> None:
+        """A step is about to change the arrays: what it changes is noted from here on."""
         self.slots.drop(self._trained_on_disk())
+        self._changed.clear()
+        self._late_changed = False
+
+    def note_step(self, g: int, *, late: bool) -> None:
+        """Some of a group is about to be stepped, by the step under way or (``late``) for the one before. What follows
+        on disk is noted where it is written.
+        """
+        if late:
+            self._late_changed = True
+        else:
+            self._changed.update(
+                p.name for p in parts_of(self.groups[g], self.form, self.dtype) if p.name in self._arrays
+            )
+
+    def complete_late(self) -> None:
+        """What the step before had left is stepped: it is part of the state from here on.
+
+        Raises:
+            StoreError: some of it was not written.
+        """
+        self.slots.complete_owed()
+        self._late_changed = False
+
+    @property
+    def droppable(self) -> bool:
+        """Whether all that was changed since ``begin_step`` can be taken back: on disk it lies beside what counts, and
+        in memory it is weights that follow from their master copy on disk.
+        """
+        in_place = self._late_changed or self.slots.in_place(self._trained_on_disk())
+        return not in_place and self._changed.issubset(self.stale())
+
+    def drop_step(self) -> None:
+        """Take back what a step has changed, which is ``droppable``.
+
+        Raises:
+            StoreError: weights in memory could not be read back; it can be tried again.
+        """
+        self.slots.drop(self._trained_on_disk())
+        self.recast(sorted(self._changed))
+        self._changed.clear()
 
     def complete_step(self, late: Late) -> None:
         """Bring what a step has not written of the arrays that it has written, such as their frozen parts, so that

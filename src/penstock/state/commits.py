@@ -1,6 +1,6 @@
 """The commits of a run: its arrays, the store below them, and the record of how far it got."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from penstock.store.store import Store
 Progress = Mapping[str, Any]
 
 
-class Home:
+class Commits:
     """Opens or makes the store, and says at each moment whether it is whole.
 
     A store is *whole* when its last commit names one step's state, and only a whole store is continued. What is
@@ -109,89 +109,73 @@ class Home:
         return 0 if self.store is None else self.store.written
 
     @property
-    def writes_beside(self) -> bool:
-        """Whether what a step writes to disk lies beside what counts."""
-        return self.store is not None and self.slots.two and self._budget.durability != "interval"
-
-    @property
-    def discardable(self) -> bool:
-        """Whether all that a step writes lies beside what counts, so that it can be dropped."""
-        return self.writes_beside and self.arrays.state_on_disk()
-
-    @property
-    def always_whole(self) -> bool:
+    def every_step(self) -> bool:
         """Whether every step is a commit, and the last one stands whatever happens in a step."""
-        return self.discardable and self._budget.durability != "none"
+        beside = self.store is not None and self.slots.two and self._budget.durability not in ("interval", "none")
+        return beside and self.arrays.state_on_disk()
 
-    def note(
-        self,
-        progress: Callable[[], Progress],
-        *,
-        between_steps: bool,
-        buffers: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Record how far the state has got, or that a step is about to change it; writes only where that matters.
+    @property
+    def _interval(self) -> bool:
+        return self._budget.durability == "interval"
 
-        ``buffers``: the model's, as they were at the end of the step; None: as they are.
-        """
+    def mark(self, progress: Progress) -> None:
+        """A step is about to change the state: say so in the store, where it will not be whole until that is done."""
         if self.store is None:
             return
-        if not between_steps:
-            self._before_step(progress)
-        elif self.always_whole or self._whole_between_steps or (not self._started and self.arrays.state_on_disk()):
-            self.arrays.keep_frozen()
-            self._buffers.write_changed(self._write_buffer, buffers)
-            self._commit(progress, whole=True, stale=self.arrays.stale())
-        elif self._budget.durability != "interval":
-            self.slots.committed()  # no commit promises anything: a step may overwrite what the one before it had read
-
-    def complete(self, progress: Callable[[], Progress], buffers: Mapping[str, torch.Tensor] | None) -> None:
-        """Within a step, the one before is complete: commit it where every step is a commit.
-
-        ``progress``, ``buffers``: as they were at its end. Nothing of the step under way may have been written yet.
-        """
-        self.slots.complete_owed()
-        if self.always_whole:
-            self.note(progress, between_steps=True, buffers=buffers)
-        elif self.store is not None and self._budget.durability != "interval":
-            self.slots.committed()
-
-    def note_pending(self) -> None:
-        """A step begins while the one before has delayed chunks to step. If all of them are in memory, what is on disk
-        is that step's already, and this one writes beside it; otherwise it does so once they are written: ``complete``.
-        """
-        if self.store is not None and not self.slots.owes and self._budget.durability != "interval":
-            assert not self.always_whole, "all state is on disk, and nothing of what is delayed is"
-            self.slots.committed()
-
-    def _before_step(self, progress: Callable[[], Progress]) -> None:
         self._started = True
-        assert self.store is not None
-        if self.always_whole:
+        if self.every_step:
             if not self.slots.all_durable:  # arrays have moved to disk since the last commit
-                self.note(progress, between_steps=True)
-        elif self._budget.durability != "interval":
+                self.commit(progress)
+        elif not self._interval:
             last = self.store.last_commit()
             if last is None or last["whole"]:
                 self._commit(progress, whole=False, stale=[])
             self.slots.committed()
 
-    @property
-    def _whole_between_steps(self) -> bool:
-        return self._budget.durability is None and self.arrays.state_on_disk()
+    def mark_pending(self) -> None:
+        """A step begins while the one before has delayed chunks to step. If all of them are in memory, what is on disk
+        is that step's already, and this one writes beside it; otherwise it does so once they are written: ``complete``.
+        """
+        if self.store is not None and not self.slots.owes and not self._interval:
+            assert not self.every_step, "all state is on disk, and nothing of what is delayed is"
+            self.slots.committed()
 
-    def _commit(self, progress: Callable[[], Progress], *, whole: bool, stale: Sequence[str]) -> None:
+    def complete(self, progress: Progress, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Within a step, the one before is complete: commit it where every step is a commit.
+
+        ``progress``, ``buffers``: as they were at its end. Nothing of the step under way may have been written yet.
+        """
+        if self.every_step:
+            self.commit(progress, buffers)
+        elif self.store is not None and not self._interval:
+            self.slots.committed()
+
+    def commit(self, progress: Progress, buffers: Mapping[str, torch.Tensor] | None = None) -> None:
+        """The state is that of one step: record it where that is promised. ``buffers``: the model's, as they were at
+        the end of the step; None: as they are.
+        """
+        if self.store is None:
+            return
+        between_steps = self._budget.durability is None or not self._started
+        if self.every_step or (between_steps and self.arrays.state_on_disk()):
+            self.arrays.keep_frozen()
+            self._buffers.write_changed(self._write_buffer, buffers)
+            self._commit(progress, whole=True, stale=self.arrays.stale())
+        elif not self._interval:
+            self.slots.committed()  # no commit promises anything: a step may overwrite what the one before it had read
+
+    def _commit(self, progress: Progress, *, whole: bool, stale: Sequence[str]) -> None:
         assert self.store is not None
-        self.store.commit({**progress(), "whole": whole, "slots": self.slots.record(), "stale": list(stale)})
+        self.store.commit({**progress, "whole": whole, "slots": self.slots.record(), "stale": list(stale)})
         self.slots.committed()
 
     def write_buffers(self) -> None:
         """Write the model's buffers that have changed; the next commit names them."""
         self._buffers.write_changed(self._write_buffer)
 
-    def commit_interval(self, progress: Progress) -> None:
+    def commit_written(self, progress: Progress) -> None:
         """Commit a step all of whose state has been written, wherever it lives."""
-        self._commit(lambda: progress, whole=True, stale=[])
+        self._commit(progress, whole=True, stale=[])
 
     def read_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
         """Fill ``pages`` with those of a model's buffer."""
@@ -204,14 +188,17 @@ class Home:
         self.slots.write(name, 0, pages)
         self.slots.turn((name,))
 
-    def close(self, progress: Callable[[], Progress] | None) -> None:
-        """Bring what is in memory to disk and record it; with None the state is not fit to be continued."""
+    def settle(self, progress: Progress) -> None:
+        """Bring what is in memory to disk, and commit it."""
+        if self.store is not None:
+            self.arrays.to_disk()
+            self.write_buffers()
+            self.commit_written(progress)
+
+    def close(self) -> None:
+        """Give memory and the store back, whose last commit stands."""
         try:
-            if self.store is not None and progress is not None:
-                self.arrays.to_disk()
-                self._buffers.write_changed(self._write_buffer)
-                self._commit(progress, whole=True, stale=[])
-        finally:
             if self.store is not None:
                 self.store.close()
+        finally:
             self.arrays.close()

@@ -18,10 +18,10 @@ _RUN: Mapping[str, Any] = {
     "seed": int,
     "missed": Mapping[str, int],
     "param_groups": Sequence[Mapping[str, Any]],
+    "last": Mapping[str, Any] | None,
+    "position": Mapping[str, Any] | None,
 }
 _STORED: Mapping[str, Any] = {"whole": bool, "slots": str, "stale": Sequence[str]}
-_LATER: Mapping[str, Any] = {"last": Mapping[str, Any] | None, "position": Mapping[str, Any] | None}
-"""Absent from what earlier versions wrote."""
 
 
 def check_progress(found: Any, where: str, *, trained: int, seed: int) -> None:
@@ -32,9 +32,6 @@ def check_progress(found: Any, where: str, *, trained: int, seed: int) -> None:
         ConfigError: the run had another seed than ``seed``.
     """
     _check(found, _RUN, where)
-    for key, hint in _LATER.items():
-        if not fits(found.get(key), hint):
-            raise StoreError(_damaged(where, f"{key} must be {expected(hint)}, not {shown(found[key])}"))
     if min(found["step"], found["updates"], found["seed"]) < 0:
         raise StoreError(_damaged(where, "a count in it is negative"))
     if unknown := [i for i in found["missed"] if not (i.isdecimal() and len(i) < 10 and int(i) < trained)]:
@@ -45,7 +42,7 @@ def check_progress(found: Any, where: str, *, trained: int, seed: int) -> None:
         raise StoreError(_damaged(where, f"loss_scale: {error}")) from None
     if not (2.0**-24 <= scale.value <= 2.0**24 and scale.interval >= 1 and scale.good >= 0):
         raise StoreError(_damaged(where, f"loss_scale: {shown(scale)}"))
-    _check_last(found.get("last"), where)
+    _check_last(found["last"], where)
     if found["seed"] != seed:
         raise ConfigError(
             f"this run was started with seed={found['seed']}, not {seed}: random numbers would differ. Pass "

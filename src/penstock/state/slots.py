@@ -12,6 +12,9 @@ target becomes current) only when each block of it is accounted for:
     written   since the last ``turn`` or ``drop``
     alike     copied from the current slot by ``complete``, and written in neither slot since
     owed      a delayed chunk's: the next step writes it, before anybody reads it and before the next commit
+
+An extent that was written where reads find it (with one slot, twice since a commit, or what was owed) cannot be what it
+was before: ``in_place`` has it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -53,6 +56,7 @@ class Slots:
         self._written = {name: np.zeros(extent.blocks, np.bool_) for name, extent in self._extents.items()}
         self._alike = {name: np.zeros(extent.blocks, np.bool_) for name, extent in self._extents.items()}
         self._owed: dict[str, _Owed] = {}
+        self._in_place: set[str] = set()
 
     @staticmethod
     def of(store: Store) -> "Slots":
@@ -111,6 +115,8 @@ class Slots:
         blocks, owed = self._blocks(name, offset, data.nbytes), self._owed.get(name)
         self._alike[name][blocks] = False
         self._written[name][blocks] = False
+        if self._current[name] == self.target(name):
+            self._in_place.add(name)
         self._store.write(name, offset, data, self.target(name))
         if owed is None:
             self._written[name][blocks] = True
@@ -146,10 +152,15 @@ class Slots:
         """Whether any of an extent's target has been written since the last ``turn`` or ``drop``."""
         return bool(self._written[name].any())
 
+    def in_place(self, names: Iterable[str]) -> bool:
+        """Whether any of these has been written where reads find it since the last ``drop``."""
+        return not self._in_place.isdisjoint(names)
+
     def drop(self, names: Iterable[str]) -> None:
         """What has been written to these beside what counts is for nothing."""
         for name in names:
             self._written[name][:] = False
+            self._in_place.discard(name)
 
     def lacks(self, name: str, later: Sequence[range] = ()) -> bool:
         """Whether ``turn`` needs a ``complete`` before it."""
@@ -187,6 +198,7 @@ class Slots:
         for name, owed in self._owed.items():
             for span in self._spans(name, owed.blocks, self._extents[name].stride):
                 raise StoreError(f"{name}: bytes {span.start} to {span.stop} are owed, and have not been written")
+        self._in_place.difference_update(self._owed)
         self._owed.clear()
 
     @property

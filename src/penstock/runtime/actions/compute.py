@@ -7,7 +7,7 @@ import torch
 
 from penstock.errors import ModelError, NonFiniteError
 from penstock.runtime.access import Access
-from penstock.runtime.context import NonFinite
+from penstock.runtime.context import Mode, NonFinite
 from penstock.schedule.ir.ops import Op
 from penstock.tape.groups import ParamGroup
 from penstock.tape.tape import Tape
@@ -99,8 +99,8 @@ class Compute:
                 "first micro-batch did not show. Which stage uses a parameter must not depend on the data"
             )
         target.add_(gradient)
-        context.touched.add(id(parameter))
-        if context.search and context.found is None and not bool(torch.isfinite(gradient).all()):
+        context.update.touched.add(id(parameter))
+        if context.mode is Mode.SEARCH and context.found is None and not bool(torch.isfinite(gradient).all()):
             assert self._under_way is not None
             context.found = NonFinite(
                 parameter=self._name(parameter),

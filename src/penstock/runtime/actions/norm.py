@@ -1,6 +1,5 @@
 """The global norm of the gradients, from the sums of squares of their parts."""
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -42,21 +41,16 @@ class Norm:
 
     def decide(self, op: Op) -> None:
         """The norm, the factor that every gradient is multiplied by, and whether the step is skipped."""
-        context = self._to.context
-        self.collect()
-        assert context.norm is not None
-        context.skip = context.search or not math.isfinite(context.norm)
-        if not context.skip and not context.known:
-            context.repeat = self._to.bound.schedule.speculative and context.clip_factor() < 1.0
-            context.grad_scale = context.clip_factor() / context.loss_scale
+        self.judge()
 
-    def collect(self) -> None:
-        """Add up the sums of all groups."""
+    def judge(self) -> None:
+        """Add up the sums of all groups: what follows from the norm is known from here on."""
         context = self._to.context
         for g, partials in self._on_device.items():
             context.partials[g][:] = partials.cpu().numpy()
         self._on_device.clear()
-        context.norm = grad_norm(context.partials[g] for g in sorted(context.partials)) / context.loss_scale
+        norm = grad_norm(context.partials[g] for g in sorted(context.partials)) / context.loss_scale
+        context.judge(norm, speculative=self._to.bound.schedule.speculative)
 
     def forget(self) -> None:
         """A step was broken off."""

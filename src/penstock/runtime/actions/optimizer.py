@@ -6,7 +6,6 @@ import torch
 
 from penstock.runtime.access import Access
 from penstock.runtime.actions.norm import Norm
-from penstock.runtime.context import StepContext
 from penstock.runtime.stepping import Stepping
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.place import FP32
@@ -46,7 +45,7 @@ class OptimizerSteps:
         return [(name, i * numel * FP32) for i, name in names if self._arrays.tier_of(name) == "disk"]
 
     def read_state(self, op: Op) -> None:
-        c, before = self._to.bound.chunk(op), self._to.bound.is_late(op) and self._to.context.previous is not None
+        c, before = self._to.bound.chunk(op), self._to.bound.is_late(op) and self._to.context.left is not None
         for name, offset in self._on_disk(op):
             self._to.read(name, c.start, self._to.view(op.writes[0], c.numel, offset=offset), before=before)
 
@@ -73,10 +72,10 @@ class OptimizerSteps:
             new = [name for name in op.writes if name not in op.reads]
             out = self._to.view(new[0], c.numel, arrays.dtype) if new else arrays.array(f"weights.{g}")[span]
         late = self._to.bound.is_late(op)
-        context = self._to.context.previous if late else self._to.context
         in_passing = not (late or self._to.bound.normed)
         master, *moments = map(state, self._names(g))
-        self._update(context, g, c.start, self._to.gradient(op, op.reads[0]), master, moments, out, in_passing)
+        gradient = self._to.gradient(op, op.reads[0])
+        self._update(g, c.start, gradient, master, moments, out, late=late, in_passing=in_passing)
 
     def step_on_device(self, op: Op) -> None:
         """A whole group, where its state is."""
@@ -88,40 +87,36 @@ class OptimizerSteps:
             self._norm.on_device(g, gradient)
         master, *moments = (arrays.array(name)[:numel] for name in self._names(g))
         out = weights if arrays.form.split else None
-        self._update(self._to.context, g, 0, gradient, master, moments, out, in_passing=False)
+        self._update(g, 0, gradient, master, moments, out, late=False, in_passing=False)
 
     def _update(
         self,
-        context: StepContext | None,
         g: int,
         start: int,
         gradient: torch.Tensor,
         master: torch.Tensor,
         moments: list[torch.Tensor],
         out: torch.Tensor | None,
+        *,
+        late: bool,
         in_passing: bool,
     ) -> None:
         """The optimizer on elements ``[start, start + n)`` of a group.
 
-        ``context``: of the step whose gradient it is; None: it was stepped before, and only its weights are wanted.
+        ``late``: with what the step before has left; it may be stepped by now, and only the weights are wanted.
         ``in_passing``: whether the gradient's sums of squares are computed, too.
         """
-        if context is None or context.idle:
+        context = self._to.context
+        update = context.left if late else None if context.idle else context.update
+        if update is None:
             if out is not None:
                 self._stepping.cast(out, master)
             return
-        if context is self._to.context:
-            context.updating = True
-            context.in_memory |= any(self._arrays.tier_of(name) != "disk" for name in self._names(g))
-        else:
-            self._to.context.finishing = True
+        self._arrays.note_step(g, late=late)
         norms = self._to.partials(g, start, master.numel()) if in_passing else None
-        self._stepping.step(context, g, start, gradient, master, tuple(moments), out, norms)
+        self._stepping.step(update, g, start, gradient, master, tuple(moments), out, norms)
 
     def commit(self, op: Op) -> None:
         """What the step before has left is at home: it counts from now on, whatever happens."""
-        context = self._to.context
-        if context.previous is not None:
-            assert context.commit is not None
-            context.commit()
-            context.complete = True
+        if self._to.context.completed is not None:
+            self._to.context.completed()

@@ -1,0 +1,57 @@
+"""How far a run has got: all that it is besides its arrays and buffers. Random state is a function of seed and step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from penstock.optim.facade import StreamedOptimizer
+from penstock.optim.precision import LossScale
+from penstock.state.stats import StepStats
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What a commit and a snapshot keep of a run, as ``record`` writes it and ``adopt`` reads it."""
+
+    seed: int
+    trained: Sequence[str]
+    """names of the trained parameters"""
+    optimizer: StreamedOptimizer
+    scale: LossScale
+    step: int = 0
+    """steps taken, skipped ones included"""
+    updates: int = 0
+    missed: Mapping[str, int] = field(default_factory=dict)
+    """by name, how many updates a parameter has been passed over in, if any"""
+    last: StepStats | None = None
+    position: Mapping[str, Any] | None = None
+
+    def record(self) -> dict[str, Any]:
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "missed": {str(i): self.missed[name] for i, name in enumerate(self.trained) if name in self.missed},
+            "seed": self.seed,
+            "loss_scale": asdict(self.scale),
+            "param_groups": groups,
+            "last": None if self.last is None else self.last.numbers(),
+            "position": self.position,
+        }
+
+    def adopt(self, record: Mapping[str, Any]) -> None:
+        """Go on from a record, which has been checked. The optimizer's settings stay as they are."""
+        self.step, self.updates = record["step"], record["updates"]
+        self.missed = {self.trained[int(i)]: count for i, count in record["missed"].items()}
+        self.scale = LossScale(**record["loss_scale"])
+        self.last = None if record["last"] is None else StepStats(**record["last"])
+        self.position = record["position"]
+
+    def count(self, stats: StepStats, missed: Mapping[str, int], position: Mapping[str, Any] | None) -> None:
+        """A step has been taken. ``missed``: after it; ``position``: of the data behind it."""
+        self.step, self.last, self.position = self.step + 1, stats, position
+        if not stats.skipped:
+            self.updates += 1
+            self.missed = missed
+        self.scale.update(overflow=stats.skipped)
+        self.optimizer.record_step()
