@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests import sampling, small_examples
+from tests.runs import write_run
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when it is first imported: nothing is looked up, or reported
 # Two tests run at a time, on two cores; models are small, and threads that wait for each other only take time.
@@ -149,13 +150,9 @@ def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that ``penstock train`` has made of three steps, with its store in it. Copy it; it is shared."""
     from penstock.cli import main
-    from tests.cli.test_train import CONFIG
 
     made = tmp_path_factory.mktemp("finished")
-    text = made / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
-    config = made / "config.yaml"
-    config.write_text(CONFIG.format(run=made / "run", text=text))
+    config = write_run(made)
     assert main(["train", str(config), "--steps", "3"]) == 0
     return made / "run"
 

@@ -20,6 +20,7 @@ from penstock.store.store import Store
 from penstock.store.transfer import aligned_bytes
 from tests.conftest import Campaign
 from tests.interposed import FAILS, Commands, Ended, commands
+from tests.runs import write_text
 
 CONFIG = """\
 run: {run}
@@ -112,8 +113,7 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("calls")
-    text = folder / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(300)))
+    text = write_text(folder / "text.txt", 300)
     with commands(folder) as started:
         found = Place(folder=folder, commands=started)
         (folder / "config.yaml").write_text(CONFIG.format(run=found.run, text=text, disk=found.drive / "{run}"))

@@ -12,9 +12,9 @@ import pytest
 from penstock.cli import main
 from penstock.store.facts import facts_of
 from penstock.store.store import Store
-from tests.cli.test_train import CONFIG
 from tests.conftest import Campaign
 from tests.folder_power import LOSSES, FlushLog, Loss
+from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,11 +24,7 @@ LAST = 4
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("power")
-    text = made / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(1000)))
-    path = made / "config.yaml"
-    path.write_text(CONFIG.format(run=made / "truth", text=text))
-    return path
+    return write_run(made, run=made / "truth", lines=1000)
 
 
 def _numbers(run: Path) -> list[tuple[Any, ...]]:

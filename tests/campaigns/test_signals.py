@@ -15,9 +15,9 @@ import pytest
 
 from penstock.cli import main
 from penstock.store import Store
-from tests.cli.test_train import CONFIG
 from tests.conftest import Campaign
 from tests.faults import Call, Go, fill, intercepted
+from tests.runs import write_run
 from tests.victims import Victims, victims_of_one_thread
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,10 +63,7 @@ def _until(happened: Callable[[], bool]) -> None:
 
 def _settings(folder: Path, run: Path) -> tuple[Path, Path]:
     """A settings file, and the run's folder that it names."""
-    text, config = folder / "text.txt", folder / "config.yaml"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(400)))
-    config.write_text(CONFIG.format(run=run, text=text))
-    return config, run
+    return write_run(folder, run=run, lines=400), run
 
 
 def _check_resumed(config: Path, run: Path, folder: Path) -> None:

@@ -14,19 +14,15 @@ from penstock.config import BatchConfig, TrainConfig
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import save_profile
-from tests.cli.test_train import CONFIG
 from tests.engine.test_prediction import machine
+from tests.runs import FROM_NOTHING, write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(run=tmp_path / "run", text=text).replace("micro_batch_size: 2\n", ""))
-    return path
+    return write_run(tmp_path, settings=FROM_NOTHING.replace("micro_batch_size: 2\n", ""))
 
 
 @pytest.fixture

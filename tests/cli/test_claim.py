@@ -26,7 +26,7 @@ from penstock.store.owner import RUN_FILE, owner_in
 from penstock.store.snapshot import SnapshotWriter
 from penstock.store.store import DATA, Store
 from penstock.store.transfer import aligned_bytes
-from tests.run_settings import settings_for
+from tests.runs import settings_for
 
 LAYOUT = Layout.build([("weights.0", 4096, 1)])
 

@@ -32,7 +32,7 @@ from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.state.stats import StepStats
 from tests.engine.test_prediction import machine
-from tests.run_settings import settings_for
+from tests.runs import settings_for
 
 MIB = 1024**2
 

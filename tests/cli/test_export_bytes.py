@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from tests.cli.test_models import CONFIG
 from tests.documents import tokenizer
 from tests.folders import write
+from tests.runs import FROM_A_FOLDER, write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,10 +33,7 @@ def test_exports_of_the_same_state_have_the_same_bytes(tmp_path: Path) -> None:
     """A process of its own beside this one: the order of a set of text is another in each (PYTHONHASHSEED)."""
     source = write("llama-300", tmp_path / "source", max_shard_size="1GB")
     tokenizer(300).save_pretrained(source)
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines\\n" for i in range(500)))
-    config, run = tmp_path / "config.yaml", tmp_path / "run"
-    config.write_text(CONFIG.format(run=run, model=source, text=text))
+    config, run = write_run(tmp_path, settings=FROM_A_FOLDER, model=source), tmp_path / "run"
     lora = f"{{rank: 2, target_modules: {LAYERS}}}"
     assert main(["train", str(config), "--steps", "1", "--lora", lora]) == 0
     environment = {**os.environ, "PYTHONHASHSEED": "1"}

@@ -7,7 +7,7 @@ import pytest
 from penstock.cli import main
 from penstock.config import format_size
 from penstock.store.store import Store
-from tests.cli.test_train import CONFIG
+from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,10 +33,7 @@ BF16 = ["--precision", "bf16"]
 def test_the_space_and_the_cost_of_a_kill_are_said(
     flags: list[str], cost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.format(run=tmp_path / "run", text=text))
+    config = write_run(tmp_path)
     assert main(["train", str(config), "--steps", "1", "--evaluate", "null", *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("step 1"))

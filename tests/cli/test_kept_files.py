@@ -14,7 +14,7 @@ from penstock.cli import main
 from penstock.cli.kept_files import KEPT, KeptFile, KeptFiles, kept_of
 from penstock.cli.metrics import MetricsFile
 from penstock.errors import ConfigError, StoreError
-from tests.cli.test_train import CONFIG
+from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -154,10 +154,7 @@ def test_an_account_names_each_file_once_and_in_order() -> None:
 
 
 def test_shared_prepared_data_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.format(run=tmp_path / "run", text=text))
+    config = write_run(tmp_path)
     shared = tmp_path / "shared"
     words = ["--data.prepared", str(shared), "--evaluate", "null"]
     assert main(["train", str(config), "--steps", "1", *words]) == 0

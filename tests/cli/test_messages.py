@@ -13,19 +13,9 @@ from torch import nn
 from penstock.cli import main, train
 from penstock.cli.model import RunModel, run_model
 from penstock.hardware.profiles import save_profile
-from tests.cli.test_train import CONFIG
 from tests.engine.test_prediction import machine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(run=tmp_path / "run", text=text))
-    return path
 
 
 def test_a_drive_that_becomes_slow_is_said_each_time_it_does(
@@ -39,7 +29,7 @@ def test_a_drive_that_becomes_slow_is_said_each_time_it_does(
 
     def slow(*args: Any) -> int:
         if metrics.exists() and metrics.read_text().count("\n") in (3, 4, 6, 7):
-            time.sleep(0.3)
+            time.sleep(0.1)
         return real(*args)
 
     monkeypatch.setattr(os, "pwritev", slow)

@@ -20,19 +20,7 @@ from penstock.store.store import DATA, Store
 from tests import warm
 from tests.documents import tokenizer
 from tests.folders import write
-
-CONFIG = """\
-run: {run}
-model: {model}
-data: {{sources: "{text}", sequence_length: 32}}
-optimizer: {{lr: 1e-3}}
-budget: {{device: 8MiB, host: 12MiB, disk: "{{run}}/store", weights: disk, state: disk}}
-batch: {{sequences: 2}}
-micro_batch_size: 1
-device: cpu
-steps: 2
-plan: null
-"""
+from tests.runs import FROM_A_FOLDER, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -52,12 +40,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(source: Path, tmp_path: Path) -> Path:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(2000)))
     folder = shutil.copytree(source, tmp_path / "small")
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(run=tmp_path / "run", model=folder, text=text))
-    return path
+    return write_run(tmp_path, settings=FROM_A_FOLDER, model=folder)
 
 
 def losses(run: Path) -> list[float]:
@@ -215,10 +199,7 @@ def test_what_cannot_be_exported_is_said(
 def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one step."""
     folder = tmp_path_factory.mktemp("trained")
-    text = folder / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(2000)))
-    path = folder / "config.yaml"
-    path.write_text(CONFIG.format(run=folder / "run", model=source, text=text))
+    path = write_run(folder, settings=FROM_A_FOLDER, model=source)
     assert main(["train", str(path), "--steps", "1"]) == 0
     return folder / "run"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from tests.cli.test_models import CONFIG
 from tests.documents import tokenizer
 from tests.folders import write
+from tests.runs import FROM_A_FOLDER, write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,11 +42,8 @@ def test_code_in_a_runs_folder_runs_only_if_this_command_says_so(
     changes = {"model_type": kind, "architectures": ["MineForCausalLM"], "auto_map": classes}
     file = source / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines\\n" for i in range(500)))
-    config, run = tmp_path / "config.yaml", tmp_path / "run"
     model = f"{{path: {source}, trust_remote_code: true}}"
-    config.write_text(CONFIG.format(run=run, model=model, text=text))
+    config, run = write_run(tmp_path, settings=FROM_A_FOLDER, model=model), tmp_path / "run"
     assert main(["train", str(config), "--steps", "1"]) == 0
     assert marker.exists(), "a settings file that this command names may say it"
     assert (run / "model" / "modeling_mine.py").exists()

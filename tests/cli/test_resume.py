@@ -12,18 +12,8 @@ from penstock.cli import main, settings
 from penstock.cli.metrics import MetricsFile
 from penstock.store.store import Store
 from tests import warm
-from tests.cli.test_train import CONFIG
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(run=tmp_path / "run", text=text))
-    return path
 
 
 def _numbers(run: Path) -> list[tuple[Any, ...]]:

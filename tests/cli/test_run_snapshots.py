@@ -12,20 +12,10 @@ from penstock.cli.run_snapshots import RunSnapshots, snapshots_of, step_kept
 from penstock.config import Budget
 from penstock.engine.engine import Engine
 from penstock.store.snapshot import SnapshotReader
-from tests.cli.test_train import CONFIG
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MEMORY = ["--budget.disk", "null", "--budget.weights", "host", "--budget.state", "host", "--budget.host", "64MiB"]
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(run=tmp_path / "run", text=text))
-    return path
 
 
 def losses(run: Path) -> list[tuple[int, float]]:

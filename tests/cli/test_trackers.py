@@ -13,7 +13,7 @@ from penstock.cli import main
 from penstock.cli.trackers import tracking
 from penstock.cli.trackers.tracking import Trackers, named, start_trackers
 from tests import warm
-from tests.cli.test_train import CONFIG
+from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,11 +25,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its databases need more than mlflow-skinny
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(2000)))
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(run=tmp_path / "run", text=text))
-    return path
+    return write_run(tmp_path)
 
 
 def _metrics(run: Path) -> dict[int, dict[str, Any]]:

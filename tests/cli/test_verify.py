@@ -11,7 +11,7 @@ from penstock.cli import main
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
 from penstock.store.store import DATA, Store
-from tests.cli.test_train import CONFIG
+from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,10 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of three steps."""
     folder = tmp_path_factory.mktemp("verify")
-    text = folder / "text.txt"
-    text.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(4000)))
-    config = folder / "config.yaml"
-    config.write_text(CONFIG.format(run=folder / "run", text=text))
+    config = write_run(folder)
     assert main(["train", str(config), "--steps", "3", "--evaluate", "null"]) == 0
     return folder / "run"
 

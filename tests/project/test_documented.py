@@ -43,6 +43,7 @@ from tests.documented import KINDS, ROOT, Block, blocks, commands_within_text
 from tests.documents import MARKED_TEMPLATE, sentences, tokenizer, write_jsonl
 from tests.folders import write
 from tests.questions import DRIVE, MACHINE
+from tests.runs import write_text
 
 BLOCKS = list(blocks())
 FOLDERS = ("/models/my-8b", "/ssd")
@@ -88,8 +89,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_jsonl(folder / "chat.jsonl", [{"messages": said}] * 8)
     (folder / "books").mkdir()
     for number in range(2):
-        text = "".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(600))
-        (folder / "books" / f"{number}.txt").write_text(text)
+        write_text(folder / "books" / f"{number}.txt", 600)
     (folder / "config.yaml").write_text(
         'run: runs/mine\nmodel: models/my-8b\ndata: {sources: "books/*.txt", sequence_length: 32}\n'
         'optimizer: {lr: 1e-3}\nbudget: {device: 8MiB, host: 12MiB, disk: "{run}/store"}\nbatch: {sequences: 2}\n'

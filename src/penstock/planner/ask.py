@@ -36,7 +36,7 @@ _FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanReport:
-    """The best plan found, and what to expect of it.
+    """The best plan found, and what to expect of it. What takes other plans to tell is worked out when it is looked at.
 
     | attribute | meaning |
     |---|---|
@@ -50,12 +50,28 @@ class PlanReport:
     """
 
     forecast: Forecast
-    curve: tuple[Point, ...]
-    roofline: Roofline
-    alternatives: Alternatives
-    advice: tuple[Advice, ...]
     notes: tuple[str, ...]
     weighed: Weighed | None
+
+    @cached_property
+    def curve(self) -> tuple[Point, ...]:
+        f = self.forecast
+        batch = f.micro_batch_size * f.micro_batches
+        return tuple(curve(f.task, f.micro_batch_size, until=4 * batch, also=batch))
+
+    @cached_property
+    def roofline(self) -> Roofline:
+        f = self.forecast
+        return roofline(f.choice.question, f.task.profile(f.micro_batch_size).tokens)
+
+    @cached_property
+    def alternatives(self) -> Alternatives:
+        return alternatives(self.forecast.choice)
+
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        f = self.forecast
+        return advice(f.task, f.micro_batch_size, f.choice)
 
     def __repr__(self) -> str:
         f = self.forecast
@@ -220,17 +236,7 @@ def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | Non
     """
     task, choice, size, weighed = _settled(task, batch, split)
     found = forecast(task, choice, size)
-    batch = size * choice.request.micro_batches
-    points = curve(task, size, until=4 * batch, also=batch)
-    return PlanReport(
-        forecast=found,
-        curve=tuple(points),
-        roofline=roofline(choice.question, task.profile(size).tokens),
-        alternatives=alternatives(choice),
-        advice=advice(task, size, choice),
-        notes=(*_notes(task), *_beyond(found)),
-        weighed=weighed,
-    )
+    return PlanReport(forecast=found, notes=(*_notes(task), *_beyond(found)), weighed=weighed)
 
 
 def _settled(task: Task, batch: int | None, split: tuple[int, int] | None) -> tuple[Task, Choice, int, Weighed | None]:
