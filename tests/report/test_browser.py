@@ -20,8 +20,8 @@ from penstock.report.prediction import Prediction
 from penstock.report.run_page import Report, run_page
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import MeasuredStep, Ran
-from penstock.schedule.ir.ops import _KIND_LANE, Op, Pool, Schedule
-from penstock.schedule.ir.references import OpId
+from penstock.schedule.ir.ops import Op, Pool, Schedule
+from penstock.schedule.ir.references import LANE_OF, OpId
 from penstock.schedule.ir.text import buffer, op_id
 from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
@@ -292,7 +292,7 @@ def test_every_op_is_found_under_the_pointer(opened: Page) -> None:
 
 def test_every_kind_of_op_has_words(opened: Page) -> None:
     """The words of the page are those of the schedule: no op without a sentence, none with a gap left open."""
-    names = [_example(kind) for kind in _KIND_LANE]
+    names = [_example(kind) for kind in LANE_OF]
     words = {name: opened.js("(id) => penstock.describe(id)", name) for name in names}
     assert all(text and "{" not in text and "undefined" not in text for text in words.values()), words
     assert len(set(words.values())) == len(words)
