@@ -20,7 +20,7 @@ from penstock.hardware.machine import load_machine
 from penstock.report.causes import measured_bars
 from penstock.report.series import Bar, parse_cause
 from penstock.report.trace_file import MeasuredStep, Ran
-from penstock.schedule.ir.ops import op_id
+from penstock.schedule.ir.text import op_id
 
 _SECTOR = 512
 

@@ -32,7 +32,7 @@ from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import Ran
 from penstock.report.waits import held_up
 from penstock.schedule.ir.lanes import Lane
-from penstock.schedule.ir.ops import _KIND_LANE
+from penstock.schedule.ir.references import LANE_OF
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
@@ -330,11 +330,11 @@ def test_sentences_name_the_bottleneck_and_the_distance_from_the_bound() -> None
 
 def test_every_kind_of_op_has_one_colour_and_the_page_has_those_of_the_picture() -> None:
     kinds = [kind for group in GROUPS for kind in group.kinds]
-    assert sorted(kinds) == sorted(_KIND_LANE)
+    assert sorted(kinds) == sorted(LANE_OF)
     simulation = simulated(offload_schedule(1), 1)
     groups = _unpacked(simulated_page(simulation, title="one", unit="s"))[0]["groups"]
     assert [(g["name"], g["light"], g["dark"]) for g in groups[:-1]] == [(g.name, g.light, g.dark) for g in GROUPS]
-    assert {kind for group in groups for kind in group["kinds"]} == set(_KIND_LANE)
+    assert {kind for group in groups for kind in group["kinds"]} == set(LANE_OF)
     assert "#" not in _script("colors.js").partition("RAMP")[0], "the script has no colours of its own for them"
 
 
