@@ -17,9 +17,9 @@ from itertools import product
 from typing import Any
 
 from bench.harness import BenchError, write_section
-from penstock.config import Budget, Tier
+from penstock.config import Budget, Family, Tier
 from penstock.hardware.profiles import shipped_machine
-from penstock.planner.fit import Family, Request, base_placement, settings_of
+from penstock.planner.fit import Request, base_placement, settings_of
 from penstock.planner.lane_loads import GroupClass, Home, Loads, Walk, by_lane
 from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Limits, assign
@@ -66,7 +66,7 @@ class Pair:
             precision="bf16",
             optimizer="adamw",
             moments=2,
-            waits=self.waits,
+            clip_grad_norm=1.0 if self.waits else None,
             families=("vertical", "horizontal"),
             disk_free=free_bytes(found),
         )

@@ -11,8 +11,7 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
-from penstock.config import Tier
-from penstock.planner.fit import Family
+from penstock.config import Family, Tier
 from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.place import Depths, Format, Placement, Settings

@@ -1,8 +1,8 @@
 """A small machine, and questions to a planner about small programs on it."""
 
-from penstock.config import Budget
+from penstock.config import Budget, Family
 from penstock.hardware.machine import Device, Drive, Host, Machine
-from penstock.planner.fit import Family, Request
+from penstock.planner.fit import Request
 from penstock.planner.question import Question
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
@@ -53,6 +53,8 @@ def question(
         form=form,
         micro_batches=micro_batches,
         wait=wait,
+        speculate=False,
+        delay=0.0,
         family=family,
         inputs=4096,
     )

@@ -462,7 +462,7 @@ def test_only_the_vertical_schedule_delays() -> None:
 def test_a_users_schedule_with_a_delay_is_refused(gradients: Literal["host", "disk"], weights: Tier) -> None:
     budget = Budget(device=1 << 30, host=1 << 30, disk="/disk", weights=weights, state="disk", gradients=gradients)
     form = Format(weight_bytes=2, moments=2)
-    request = Request(program=PLAIN, budget=budget, form=form, micro_batches=2, wait=True)
+    request = Request(program=PLAIN, budget=budget, form=form, micro_batches=2, wait=True, speculate=False)
     plan = fit(request)
     assert with_schedule(request, plan, plan.schedule).schedule == plan.schedule
     late = vertical(PLAIN, replace(plan.settings, delay=0.5))

@@ -64,6 +64,7 @@ def cast_on_host(plan: Plan, *, wait: bool = True) -> Schedule:
 @cache
 def wanted(precision: str = "bf16", clip: float | None = 1e9) -> Result:
     settings = SERIAL | BF16 | {"precision": precision, "clip_grad_norm": clip}
+    settings["speculate"] = None if clip is None else False
     own = cast_on_host(planned(precision), wait=clip is not None)
     with TemporaryDirectory() as folder:
         return train(CASE, budget(Path(folder)), STEPS, schedule=own, **settings)

@@ -34,6 +34,7 @@ def asked(case: Case) -> Request:
         micro_batches=case.settings.micro_batches,
         wait=case.settings.wait,
         speculate=case.settings.speculate,
+        delay=0.0,
         grad_dtype=case.settings.grad_dtype,
         cast=case.settings.cast,
         train=case.settings.train,

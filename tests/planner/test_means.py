@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from penstock.config import Budget
+from penstock.config import Budget, Family
 from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.alternatives import alternatives, way_of
-from penstock.planner.fit import Family, Request, fit, fitted
+from penstock.planner.fit import Request, fit, fitted
 from penstock.planner.means import no_speculation, steps_early
 from penstock.planner.own_schedule import means_of, with_schedule
 from penstock.planner.placement_lp import PlacementLP
@@ -177,8 +177,8 @@ def test_a_forced_delay_is_kept(delay: float) -> None:
 @pytest.mark.parametrize(
     ("means", "family", "said"),
     [
-        ({"delay": 1.5}, "vertical", "delay=1.5: must be a share, from 0 to 1"),
-        ({"delay": float("nan")}, "vertical", "delay=nan: must be a share"),
+        ({"delay": 1.5}, "vertical", "delay=1.5: must be from 0 to 1"),
+        ({"delay": float("nan")}, "vertical", "delay=nan: must be a number"),
         ({"delay": 0.2}, "horizontal", "delay=0.2 needs schedule='vertical'"),
     ],
 )

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from penstock.config import Budget, Tier
+from penstock.config import Budget, Family, Tier
 from penstock.errors import BudgetError, ConfigError, ScheduleError
-from penstock.planner.fit import Family, Plan, Request, fit
+from penstock.planner.fit import Plan, Request, fit
 from penstock.planner.own_schedule import with_schedule
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
@@ -55,6 +55,8 @@ def request(
         form=form,
         micro_batches=micro_batches,
         wait=wait,
+        speculate=False,
+        delay=0.0,
         train=train,
         family=family,
         inputs=4096,

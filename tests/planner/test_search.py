@@ -148,7 +148,7 @@ def task(
         precision="fp32",
         optimizer="adamw",
         moments=2,
-        waits=waits,
+        clip_grad_norm=1.0 if waits else None,
         families=("vertical",),
         disk_free=free_bytes(machine),
     )
@@ -377,7 +377,7 @@ def large(name: str, machine: str, host: int | None = None) -> Task:
         precision="bf16",
         optimizer="adamw",
         moments=2,
-        waits=False,
+        clip_grad_norm=None,
         families=("vertical", "horizontal"),
         disk_free=free_bytes(found),
     )

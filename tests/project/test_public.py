@@ -47,7 +47,7 @@ WRAP = {
     "plan": "auto",
     "speculate": None,
     "delay": None,
-    "grad_dtype": None,
+    "grad_dtype": "fp32",
     "compile": False,
     "weights": None,
     "init": False,

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import Budget
+from penstock.config import Budget, Family
 from penstock.errors import BudgetError
-from penstock.planner.fit import Family, Plan, Request, fit
+from penstock.planner.fit import Plan, Request, fit
 from penstock.planner.question import Question
 from penstock.planner.search import search
 from penstock.schedule.check import check, check_readers

@@ -9,13 +9,12 @@ from typing import Any, get_args
 
 from penstock.cli.settings import load
 from penstock.cli.task import free_here, shipped_shape, task_of
-from penstock.config import Durability, GradDtype, OptimizerName, Precision, TrainConfig, parse_size
+from penstock.config import Durability, Family, GradDtype, OptimizerName, Precision, TrainConfig, parse_size
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import check_device, machine_named, on_directories
-from penstock.planner.arguments import check_disk
+from penstock.planner.arguments import check_drives
 from penstock.planner.ask import PlanReport, measured, plan, rated, report
-from penstock.planner.fit import Family
 from penstock.planner.task import free_bytes, own_budget
 
 PLAN_HELP = """\
@@ -186,7 +185,7 @@ def _of_config(path: Path, arguments: PlanArguments) -> PlanReport:
     paths = config.budget.disk_paths
     machine = _machine(config, options.get("machine"))
     free, tbw = _size(options, "disk-free"), _number(options, "tbw")
-    check_disk(config.budget, disk_free=free, tbw=tbw)
+    check_drives(free, tbw, config.budget)
     if free is None:
         free = free_bytes(machine) if "machine" in options else free_here(paths)
     if tbw is None:

@@ -57,7 +57,7 @@ def _head(f: Forecast) -> Iterator[str]:
     yield (
         f"{fits}. {f.choice.request.family} schedule, {f.micro_batches} micro-batch{'es' * (f.micro_batches > 1)} of "
         f"{f.micro_batch_size} x {task.sequence_length:,} tokens"
-        + (f", {_NORM[steps_early(f.choice.plan.program, settings)]}" if task.waits else "")
+        + (f", {_NORM[steps_early(f.choice.plan.program, settings)]}" if task.needs_norm else "")
         + (f", delay {settings.delay:g}" if settings.delay else "")
     )
 
@@ -86,7 +86,7 @@ def _step(f: Forecast) -> Iterator[str]:
 def _means(report: PlanReport) -> Iterator[str]:
     """How the step comes to its numbers, where there is a norm to wait for or a delay."""
     found = report.alternatives
-    if found.others or report.forecast.task.waits:
+    if found.others or report.forecast.task.needs_norm:
         yield f"{'until the norm is known':<34}{'a step':>10}{'gradients held':>17}{'disk a step':>14}"
         yield _way(found.chosen) + "  <- this plan"
         yield from map(_way, found.others)

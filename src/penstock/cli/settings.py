@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from penstock.cli.located import Located, dump_yaml, is_plain_text, parse_yaml, read_yaml
 from penstock.config import TrainConfig
+from penstock.config.meanings import meanings
 from penstock.documents.typed import LARGEST, fits, shown
 from penstock.errors import ConfigError
 
@@ -76,7 +77,7 @@ def dump(config: TrainConfig) -> str:
 def plain(config: TrainConfig) -> dict[str, Any]:
     """The settings as nested dictionaries of scalars and lists."""
     found: dict[str, Any] = _plain(asdict(config))
-    return found
+    return {f.name: found[f.name] for f in in_order(TrainConfig)}
 
 
 def _plain(value: Any) -> Any:
@@ -120,7 +121,7 @@ def read(cls: type[T], tree: Located, section: str) -> T:
     assert is_dataclass(cls)
     if not isinstance(tree.value, dict):
         raise ConfigError(f"{tree.where}: {section or 'the file'} must be a mapping, not {shown(tree.plain())}")
-    known = {f.name: f for f in fields(cls)}
+    known = {f.name: f for f in in_order(cls)}
     for key, item in tree.value.items():
         if key not in known:
             raise ConfigError(f"{item.where}: {_unknown(key, section, list(known))}")
@@ -133,6 +134,12 @@ def read(cls: type[T], tree: Located, section: str) -> T:
         return cls(**values)
     except ConfigError as error:
         raise ConfigError(f"{_blame(tree, str(error), section)}: {error}") from None
+
+
+def in_order(cls: type) -> list[Field[Any]]:
+    """The fields of a dataclass as people read them: what has to be given comes first."""
+    assert is_dataclass(cls)
+    return sorted(fields(cls), key=lambda f: not _required(f))
 
 
 def _required(f: Field[Any]) -> bool:
@@ -222,23 +229,23 @@ def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
     """Every setting below ``cls`` for people: dotted name, what it must be, default, meaning (from the docstrings)."""
     assert is_dataclass(cls)
     hints = typing.get_type_hints(cls)
-    meanings = _meanings(cls)
+    meaning = {name: text.replace("``", "").replace("None:", "null:") for name, text in meanings(cls).items()}
     rows: list[tuple[str, str, str, str]] = []
-    for f in fields(cls):
+    for f in in_order(cls):
         options = _options(hints[f.name])
         inner = section_of(hints[f.name])
         if inner is not None:
             others = [o for o in options if o not in (inner, type(None))]
             if others:  # it may be something else, too
                 kind = " or ".join([_expected(others), "a section"])
-                rows.append((_dotted(section, f.name), kind, _default(f), meanings.get(f.name, "")))
+                rows.append((_dotted(section, f.name), kind, _default(f), meaning.get(f.name, "")))
             within = "required" if _required(f) else "required if the section is there"
             rows += [
                 (name, kind, within if default == "required" else default, meaning)
                 for name, kind, default, meaning in describe(inner, _dotted(section, f.name))
             ]
             continue
-        rows.append((_dotted(section, f.name), _expected(options), _default(f), meanings.get(f.name, "")))
+        rows.append((_dotted(section, f.name), _expected(options), _default(f), meaning.get(f.name, "")))
     return rows
 
 
@@ -255,20 +262,3 @@ def section_of(hint: Any) -> type | None:
 def _options(hint: Any) -> tuple[Any, ...]:
     """The types of a union, or the one type."""
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _meanings(cls: type) -> dict[str, str]:
-    """Field -> meaning, from the ``| field | meaning |`` table in a dataclass's docstring."""
-    found: dict[str, str] = {}
-    rows: list[str] = []
-    for line in (line.strip() for line in (cls.__doc__ or "").splitlines()):
-        if rows and rows[-1].startswith("|") and not rows[-1].endswith("|"):
-            rows[-1] += f" {line}"  # a row that goes on in the next line
-        else:
-            rows.append(line)
-    for row in rows:
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        if row.startswith("|") and len(cells) == 2:
-            for name in cells[0].split(","):
-                found[name.strip().strip("`")] = cells[1].replace("``", "").replace("None:", "null:")
-    return found

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cli.task import free_here, shape_of, task_of
-from penstock.config import TrainConfig
+from penstock.config import TrainConfig, fields_of
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.batches import choose, cuts, splits
 from penstock.planner.durability import settled
 from penstock.planner.fit import Request, fit
-from penstock.planner.means import with_pinned_gradients
 from penstock.planner.task import DEVICE_TEMPORARIES, MOMENTS, TOKEN_BYTES
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.place import Format
@@ -112,7 +111,7 @@ def _largest(config: TrainConfig, kind: DeviceKind) -> tuple[int, str]:
 def _request(config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int) -> Request:
     """What the engine will ask for with such micro-batches."""
     assert not isinstance(config.schedule, Path)
-    precision = config.precision or ("bf16" if kind == "cuda" else "fp32")
+    precision = config.precision_on(kind)
     moments = MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum)
     form = Format(weight_bytes=4 if precision == "fp32" else 2, moments=moments)
     profile = shape.profile(size, config.data.sequence_length, form)
@@ -121,10 +120,8 @@ def _request(config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int
         budget=config.budget.by_default(precision).with_pins(precision),
         form=form,
         micro_batches=count,
-        wait=config.clip_grad_norm is not None or precision == "fp16",
-        speculate=with_pinned_gradients(config.speculate, config.delay, config.budget),
-        delay=config.delay,
-        grad_dtype=config.grad_dtype,
+        wait=config.needs_norm,
+        **fields_of(config),
         family=config.schedule,
         inputs=count * profile.tokens * TOKEN_BYTES,
         step_temporaries=0 if kind == "cpu" else DEVICE_TEMPORARIES,

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import DataConfig, LoraConfig, ModelConfig, TrainConfig
+from penstock.config import DataConfig, LoraConfig, ModelConfig, StepConfig, TrainConfig, fields_of
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.planner.means import REPEATS, with_pinned_gradients
 from penstock.planner.task import MOMENTS, Task
 from penstock.shape.huggingface import model_shape
 from penstock.shape.meta import Change
@@ -26,22 +25,16 @@ def task_of(config: TrainConfig, machine: Machine, *, disk_free: int) -> Task:
         ConfigError: the machine's profile lacks what the settings need, or the model is refused.
     """
     assert not isinstance(config.schedule, Path)
-    precision = config.precision or ("bf16" if machine.device.kind == "cuda" else "fp32")
     return Task(
         shape=shape_of(config, machine.device.kind),
         machine=machine,
         budget=config.budget,
         sequence_length=config.data.sequence_length,
-        precision=precision,
         optimizer=config.optimizer.name,
         moments=MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum),
-        waits=config.clip_grad_norm is not None or precision == "fp16",
         families=(config.schedule,),
         disk_free=disk_free,
-        speculate=with_pinned_gradients(config.speculate, config.delay, config.budget),
-        grad_dtype=config.grad_dtype,
-        delay=config.delay,
-        repeats=REPEATS if config.clip_grad_norm is not None else 0.0,
+        **fields_of(config, StepConfig) | {"precision": config.precision_on(machine.device.kind)},
     )
 
 

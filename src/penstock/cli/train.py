@@ -28,14 +28,14 @@ from penstock.cli.showing.summary import closing, opening, resident_bytes
 from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, cut_batch
 from penstock.cli.trackers import check_installed
-from penstock.config import LoraConfig, Precision, Tier, TrainConfig
+from penstock.config import LoraConfig, Precision, StepConfig, Tier, TrainConfig, fields_of
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
 from penstock.data.opening import Data, check_model, open_data, prepared_in
 from penstock.data.stream import Prepared
 from penstock.data.tokenizer import pad_id
 from penstock.data.told import told
-from penstock.engine.device import resolve_device
+from penstock.engine.device import kind_of, resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap
@@ -268,7 +268,7 @@ def _open_data(config: TrainConfig, display: Display, folder: Path, model: RunMo
 
 def _precision(config: TrainConfig) -> Precision:
     """The one that counts where none is named."""
-    return config.precision or ("fp32" if resolve_device(config.device).type == "cpu" else "bf16")
+    return config.precision_on(device_kind(config.device))
 
 
 def _schedule(asked: Literal["vertical", "horizontal"] | Path) -> Literal["vertical", "horizontal"] | Schedule:
@@ -308,7 +308,7 @@ def _machine(config: TrainConfig, display: Display) -> Machine | None:
 
 def device_kind(asked: str | None) -> DeviceKind:
     """The kind of the device that a run computes on."""
-    return "cpu" if resolve_device(asked).type == "cpu" else "cuda"
+    return kind_of(resolve_device(asked))
 
 
 def _adapted(model: RunModel, lora: LoraConfig | None) -> tuple[nn.Module, WeightSource | None]:
@@ -332,18 +332,14 @@ def _engine(
         weights=weights,
         optimizer=optimizer,
         budget=config.budget if config.budget.disk_paths else replace(config.budget, durability="none"),
-        precision=config.precision,
         schedule=schedule,
         plan=profile,
-        clip_grad_norm=config.clip_grad_norm,
         device=config.device,
         loss_fn=None if config.loss_tile is None else tiled_loss(config.loss_tile),
         compile=config.compile,
         seed=config.seed,
-        speculate=config.speculate,
-        grad_dtype=config.grad_dtype,
-        delay=config.delay,
         run=run,
+        **fields_of(config, StepConfig),
     )
 
 

@@ -3,9 +3,8 @@
 import textwrap
 import typing
 from collections.abc import Iterator
-from dataclasses import fields
 
-from penstock.cli.settings import describe, section_of
+from penstock.cli.settings import describe, in_order, section_of
 from penstock.config import TrainConfig
 
 _WIDTH = 100
@@ -31,7 +30,7 @@ def train_help() -> str:
     own = [row for row in rows if "." not in row[0]]
     parts = [_USAGE.rstrip(), "\n".join(["run", *_rows(own)])]
     hints = typing.get_type_hints(TrainConfig)
-    for f in fields(TrainConfig):
+    for f in in_order(TrainConfig):
         section = section_of(hints[f.name])
         inside = [row for row in rows if row[0].startswith(f"{f.name}.")]
         if section is not None and inside:

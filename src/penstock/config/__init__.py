@@ -12,6 +12,7 @@ from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
 from penstock.config.model import ModelConfig, check_parts
 from penstock.config.optimizer import OptimizerConfig, OptimizerName, OverrideConfig
 from penstock.config.sizes import format_size, parse_size
+from penstock.config.step import Family, StepConfig, StreamConfig, fields_of
 from penstock.config.trackers import TrackerName
 from penstock.config.train import EvaluateConfig, TrainConfig
 
@@ -24,6 +25,7 @@ __all__ = [
     "DecayShape",
     "Durability",
     "EvaluateConfig",
+    "Family",
     "GradDtype",
     "LoraConfig",
     "LrScheduleConfig",
@@ -33,6 +35,8 @@ __all__ = [
     "OverrideConfig",
     "Precision",
     "SourceConfig",
+    "StepConfig",
+    "StreamConfig",
     "Tier",
     "TokenizerConfig",
     "TokenizerTrainingConfig",
@@ -40,6 +44,7 @@ __all__ = [
     "TrainConfig",
     "ValidationConfig",
     "check_parts",
+    "fields_of",
     "format_size",
     "parse_duration",
     "parse_size",

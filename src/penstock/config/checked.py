@@ -14,11 +14,12 @@ def check_value(name: str, value: Any, hint: Any) -> None:
         raise ConfigError(f"{name}={shown(value)}: must be {expected(hint, none='None')}")
 
 
-def check_fields(instance: Any, section: str = "") -> None:
-    """Check all fields of a dataclass. ``section``: what they are of, for messages.
+def check_fields(instance: Any, section: str = "", *, of: type[Any] | None = None) -> None:
+    """Check the fields of a dataclass. ``section``: what they are of, for messages. ``of``: those of this class that
+    ``instance`` adds to; None: all.
 
     Raises:
         ConfigError: names the first that is of another type than its hint.
     """
-    for key, hint in hints_of(type(instance)).items():
+    for key, hint in hints_of(of or type(instance)).items():
         check_value(f"{section}.{key}" if section else key, getattr(instance, key), hint)

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.config.batch import BatchConfig
-from penstock.config.budget import Budget, GradDtype, Precision
+from penstock.config.budget import Budget
 from penstock.config.data import DataConfig
 from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig
+from penstock.config.step import Family, StepConfig
 from penstock.config.trackers import TrackerName
 from penstock.errors import ConfigError
 
@@ -35,7 +36,7 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(StepConfig):
     """One training run: the YAML file of ``penstock train``.
 
     | field | meaning |
@@ -46,16 +47,11 @@ class TrainConfig:
     | ``steps`` | optimizer steps; either these or ``epochs`` |
     | ``epochs`` | times through the training data instead, 0.5 or 3, in whole steps |
     | ``micro_batch_size`` | sequences in a micro-batch; null: the plan chooses, once for the whole run |
-    | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; null: bf16 on a GPU, fp32 on the CPU |
     | ``lora`` | section: train low-rank adapters instead of the model; may be left out |
     | ``compile`` | blocks are compiled by ``torch.compile``, once for all that are alike; rounds elsewhere |
     | ``loss_tile`` | tokens whose logits are in memory at a time, in the loss and its gradient; null: all |
-    | ``grad_dtype`` | ``fp32``, or ``bf16``: each step's gradient is rounded to it, once, before norm and optimizer |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
-    | ``delay`` | share of each group's chunks that steps in the next step's forward, 0 to 1; null: the plan chooses |
-    | ``speculate`` | whether groups step before the norm is known, and again if it was over; null: the plan chooses |
-    | ``clip_grad_norm`` | gradients are scaled down to this norm; null: off |
     | ``device`` | a torch device; null: the accelerator if there is one, else ``cpu`` |
     | ``drive_tbw`` | terabytes (1e12 bytes) that each drive of ``budget.disk`` may be written in its life, to tell how
     long it lasts; null: as the machine's profile says, else 0.3 of its size a day over five years |
@@ -78,16 +74,11 @@ class TrainConfig:
     micro_batch_size: int | None = None
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     evaluate: EvaluateConfig | None = None
-    precision: Precision | None = None
     lora: LoraConfig | None = None
     compile: bool = False
     loss_tile: int | None = 1024
-    grad_dtype: GradDtype = "fp32"
-    schedule: Literal["vertical", "horizontal"] | Path = "vertical"
+    schedule: Family | Path = "vertical"
     plan: Literal["auto"] | None = "auto"
-    delay: float | None = None
-    speculate: bool | None = None
-    clip_grad_norm: float | None = 1.0
     device: str | None = None
     drive_tbw: float | None = None
     seed: int = 0
@@ -117,6 +108,8 @@ class TrainConfig:
         return self.steps
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_with(self.budget)
         self._check_length()
         self._check_batch()
         if not self.run:
@@ -130,8 +123,6 @@ class TrainConfig:
             raise ConfigError(f"loss_tile={self.loss_tile}: must be at least 1 token, or null for whole logits")
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}: must not be negative")
-        if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
-            raise ConfigError(f"clip_grad_norm={self.clip_grad_norm}: must be positive, or null for no clipping")
         if self.drive_tbw is not None and not self.budget.disk_paths:
             raise ConfigError("drive_tbw has no effect without budget.disk, as nothing is written: drop it")
         if self.drive_tbw is not None and self.drive_tbw <= 0:
@@ -185,9 +176,7 @@ class TrainConfig:
             )
 
     def _check_overlap(self) -> None:
-        """``delay`` and ``speculate`` are refused where they would have no effect."""
-        if self.delay is not None and not 0 <= self.delay <= 1:
-            raise ConfigError(f"delay={self.delay}: must be from 0 to 1, or null: the plan chooses")
+        """``delay`` and ``speculate`` are refused where the schedule leaves no choice."""
         for key in ("delay", "speculate"):
             if getattr(self, key) is not None and isinstance(self.schedule, Path):
                 raise ConfigError(
@@ -196,9 +185,4 @@ class TrainConfig:
         if self.delay is not None and self.schedule == "horizontal":
             raise ConfigError(
                 "delay has no effect with schedule 'horizontal', which delays no step: drop it or use vertical"
-            )
-        if self.speculate is not None and self.clip_grad_norm is None and self.precision != "fp16":
-            raise ConfigError(
-                "speculate has no effect without clip_grad_norm or precision: fp16, as no step waits for a norm then: "
-                "drop it, or set clip_grad_norm"
             )

@@ -145,6 +145,8 @@ def expected(hint: Any, none: str = "null") -> str:
         return f"a list of {len(args)}"
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return f"a list in which each is {expected(args[0], none)}"
+    if dataclasses.is_dataclass(hint) and none != "null":
+        return f"a {getattr(hint, '__name__', hint)}"
     if dataclasses.is_dataclass(hint) or (isinstance(origin, type) and issubclass(origin, Mapping)):
         return "an object"
     if hint in (None, type(None)):

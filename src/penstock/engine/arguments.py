@@ -1,54 +1,132 @@
-"""Arguments of ``wrap`` and of what passes them on, checked for their types: what is wrong says what to write."""
+"""Settings of an engine as Python gives them, checked for their types: what is wrong says what to write.
+
+LoopArguments    what every loop that trains on an engine asks: that of ``wrap``'s caller, a Trainer's, Fabric's
+WrapArguments    all keyword arguments of ``wrap``
+"""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from penstock.config import Budget, GradDtype, Precision
+from penstock.config import Budget, Family, StepConfig, StreamConfig
 from penstock.config.checked import check_value
-from penstock.documents.typed import shown
+from penstock.documents.typed import hints_of, shown
+from penstock.engine.start import WeightSource
 from penstock.errors import ConfigError
+from penstock.hardware.machine import Machine
 from penstock.optim.from_torch import spec_of
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec
-
-_PLAIN: Mapping[str, Any] = {
-    "precision": Precision | None,
-    "clip_grad_norm": float | None,
-    "device": torch.device | str | None,
-    "seed": int,
-    "io_threads": int,
-    "overlap": bool,
-    "speculate": bool | None,
-    "delay": float | None,
-    "grad_dtype": GradDtype | None,
-    "compile": bool | str,
-    "init": bool,
-    "run": str | Path | None,
-}
-_SPECS = (AdamW, Adam, SGD, Lion)
+from penstock.schedule.ir.ops import Schedule
+from penstock.tape.passage import LossFn
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Check those of ``wrap``'s arguments that are ``given``, by their names.
+@dataclass(frozen=True, kw_only=True)
+class LoopArguments(StreamConfig):
+    """What is asked of an engine, whoever's loop it trains in.
+
+    | field | meaning |
+    |---|---|
+    | ``budget`` | memory per tier, and the directories of the disk tier. One that holds a store of the same model is
+    continued from its last step. With directories all that is trained lives there and every step is durable, unless
+    the budget says otherwise; without any, a kill costs what was not saved (``Engine.save``) |
+    | ``schedule`` | ``"vertical"``, ``"horizontal"``, or a schedule of your own, which is checked |
+    | ``plan`` | the machine to plan for. ``"auto"``: the profile that ``penstock doctor`` has stored for this machine
+    with this kind of device and the budget's directories. With a profile, placement, chunk size and depths are those
+    that are predicted to be fastest, and ``Engine.prediction`` tells what was predicted. None, or where none is stored:
+    state is placed by an order of preference, and nothing is predicted. Changes no result |
+    | ``blocks`` | the submodules to run one by one; None: found |
+    | ``compile`` | whether blocks are compiled by ``torch.compile``, all of a class at once; a text names its backend.
+    Each shape of micro-batch is compiled for itself, so give few. Changes results (compiled code rounds elsewhere), but
+    not with the schedule. Plans count the memory that blocks take without it |
+    | ``io_threads`` | threads that help with disk transfers, 1 to 32. Changes no result |
+    | ``weights`` | where the values of a model on the meta device come from, such as
+    ``penstock.hf.load(folder).weights``, which streams the shards of a folder. Not read where a store is continued.
+    None: the model's own values, or on the meta device its own initialisation |
+    | ``init`` | whether a model whose folder's weights are waiting (``penstock.hf.load``) initialises itself instead.
+    Without this, and without ``weights``, it is refused |
+    """
+
+    budget: Budget
+    schedule: Family | Schedule = "vertical"
+    plan: Machine | Literal["auto"] | None = "auto"
+    blocks: Sequence[nn.Module] | None = None
+    compile: bool | str = False
+    io_threads: int = 4
+    weights: WeightSource | None = None
+    init: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        super().__post_init__()
+        self.check_with(self.budget)
+        if not 1 <= self.io_threads <= 32:
+            raise ConfigError(f"io_threads={self.io_threads}: must be at least 1 and at most 32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapArguments(LoopArguments, StepConfig):
+    """The keyword arguments of ``wrap``.
+
+    | field | meaning |
+    |---|---|
+    | ``optimizer`` | ``penstock.AdamW(...)``, ``Adam``, ``SGD`` or ``Lion``. Its settings hold also where a store is
+    continued; a snapshot brings its own |
+    | ``device`` | ``"cpu"`` or ``"cuda"``; None: the GPU if there is one, else the CPU |
+    | ``loss_fn`` | from (model, micro-batch) to a mean loss; None: ``model(**micro_batch).loss``. Micro-batches count
+    by their labels that are not -100 (a share that a 16-bit loss rounds to 16 bits). Whether the first label of a row
+    counts, too, is found out in the first pass, from the targets that torch's losses are called with
+    (``StepStats.labels``); where that cannot be seen, ``step`` wants ``loss_weights`` |
+    | ``seed`` | of dropout and of initialisation |
+    | ``overlap`` | False runs everything one op at a time: the oracle |
+    | ``run`` | the folder of a run of ``penstock train`` whose state is in the budget's directories, to go on with it.
+    A store belongs to its run: nobody else may open it. None: the store belongs to no run |
+    """
+
+    optimizer: OptimizerSpec
+    device: torch.device | str | None = None
+    loss_fn: LossFn | None = None
+    seed: int = 0
+    overlap: bool = True
+    run: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seed(self.seed)
+
+
+def check_types(arguments: StreamConfig) -> None:
+    """Check all fields for their types, the ones that people mistake most with words of their own.
 
     Raises:
         ConfigError: one is not what it must be; with what to write instead, where that is known.
     """
-    for key, hint in _PLAIN.items():
-        if key in given:
-            check_value(key, given[key], hint)
-    for key, check in _CHECKS.items():
-        if key in given:
-            check(given[key])
-    if given.get("seed", 0) < 0:
-        raise ConfigError(f"seed={shown(given['seed'])}: must be at least 0")
+    for key, hint in hints_of(type(arguments)).items():
+        if key in _CHECKS:
+            _CHECKS[key](getattr(arguments, key))
+        else:
+            check_value(key, getattr(arguments, key), hint)
 
 
-def _model(value: Any) -> None:
+def check_seed(seed: int) -> None:
+    """Raises:
+    ConfigError: it is negative.
+    """
+    if seed < 0:
+        raise ConfigError(f"seed={shown(seed)}: must be at least 0")
+
+
+_SPECS = (AdamW, Adam, SGD, Lion)
+
+
+def check_model(value: Any) -> None:
+    """Raises:
+    ConfigError: it is no module; with how to come by one, where that is clear.
+    """
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise ConfigError(f"model is the class {value.__name__}: give a model of it, {value.__name__}(...)")
     if isinstance(value, str):
@@ -90,10 +168,7 @@ def _translated(optimizer: torch.optim.Optimizer) -> str | None:
     return f"penstock.{type(spec).__name__}({settings}{overrides})"
 
 
-def check_budget(value: Any) -> None:
-    """Raises:
-    ConfigError: it is no ``penstock.Budget``, with the one that is meant where that is clear.
-    """
+def _budget(value: Any) -> None:
     if isinstance(value, Budget):
         return
     written = 'penstock.Budget(device="4GiB", host="8GiB", disk="/ssd/run")'
@@ -120,7 +195,18 @@ def _weights(value: Any) -> None:
         raise ConfigError(f"weights is {_a(value)}: give penstock.hf.load(folder).weights, or None")
 
 
+def _schedule(value: Any) -> None:
+    if not isinstance(value, Schedule) and value not in get_args(Family):
+        raise ConfigError(f"schedule={shown(value)}: must be 'vertical', 'horizontal' or a penstock.Schedule")
+
+
+def _plan(value: Any) -> None:
+    if value is not None and value != "auto" and not isinstance(value, Machine):
+        raise ConfigError(f"plan={shown(value)}: must be 'auto', a penstock.hardware.machine.Machine or None")
+
+
 def _compile(value: Any) -> None:
+    check_value("compile", value, bool | str)
     if isinstance(value, str) and value not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise ConfigError(
             f"compile={shown(value)} is no backend of torch.compile's: give True, or one of {', '.join(known)}"
@@ -133,11 +219,12 @@ def _a(value: Any) -> str:
 
 
 _CHECKS: Mapping[str, Callable[[Any], None]] = {
-    "model": _model,
     "optimizer": _optimizer,
-    "budget": check_budget,
+    "budget": _budget,
     "blocks": _blocks,
     "loss_fn": _loss_fn,
     "weights": _weights,
     "compile": _compile,
+    "schedule": _schedule,
+    "plan": _plan,
 }

@@ -3,6 +3,7 @@
 import torch
 
 from penstock.errors import ConfigError
+from penstock.hardware.machine import DeviceKind
 
 
 def resolve_device(asked: torch.device | str | None) -> torch.device:
@@ -25,3 +26,8 @@ def resolve_device(asked: torch.device | str | None) -> torch.device:
     if not torch.cuda.is_available() or (index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device={asked!r}: CUDA sees {torch.cuda.device_count()} GPUs. Use another, or device='cpu'")
     return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """The kind of a device that ``resolve_device`` has found."""
+    return "cpu" if device.type == "cpu" else "cuda"

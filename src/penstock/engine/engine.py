@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from penstock.config import Budget, GradDtype, Precision
 from penstock.engine import batch, start
+from penstock.engine.arguments import WrapArguments
 from penstock.engine.attempt import Attempt
 from penstock.engine.due import Due
 from penstock.engine.durability import Actions, Durability
@@ -32,12 +32,9 @@ from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale, format_of
-from penstock.optim.spec import OptimizerSpec
 from penstock.planner.fit import Plan
-from penstock.planner.means import REPEATS
 from penstock.runtime.context import StepContext, Update
 from penstock.runtime.streams import streams_for
-from penstock.schedule.ir.ops import Schedule
 from penstock.sim.result import Simulation
 from penstock.state import numa, snapshots
 from penstock.state.buffers import Buffers
@@ -50,7 +47,6 @@ from penstock.store.snapshot import SnapshotReader
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import group_parameters
 from penstock.tape.guard import guard
-from penstock.tape.passage import LossFn
 from penstock.tape.tape import Tape
 
 log = logging.getLogger("penstock")
@@ -65,26 +61,18 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
+        settings: WrapArguments,
         *,
-        optimizer: OptimizerSpec,
-        budget: Budget,
-        precision: Precision,
-        schedule: Literal["vertical", "horizontal"] | Schedule,
-        clip_grad_norm: float | None,
         device: torch.device,
-        blocks: Sequence[nn.Module] | None,
-        loss_fn: LossFn,
-        seed: int,
-        io_threads: int,
-        overlap: bool,
         machine: Machine | None,
-        speculate: bool | None,
-        delay: float | None,
-        grad_dtype: GradDtype,
-        compile: str | None,  # noqa: A002  as in wrap
-        weights: WeightSource | None,
         owner: Owner | None,
     ) -> None:
+        """``settings``: as asked for, and what counts where nothing was. ``machine``: to plan for. ``owner``: the run
+        that the store belongs to.
+        """
+        budget, precision, optimizer = settings.budget, settings.precision, settings.optimizer
+        assert precision is not None, "wrap has chosen one"
+        assert settings.loss_fn is not None, "and this"
         self._process = os.getpid()
         self.model = model
         self.budget = budget
@@ -94,17 +82,17 @@ class Engine:
         self.counters: Sequence[MemorySample] = ()
         """Bytes in use per tier over the last step."""
         self._began = time.perf_counter()
-        self._waits = clip_grad_norm is not None or DTYPES[precision] == torch.float16
-        self._clip = clip_grad_norm
+        self._waits = settings.needs_norm
+        self._clip = settings.clip_grad_norm
         self._dtype = DTYPES[precision]
-        found = find_blocks(model, blocks)
+        found = find_blocks(model, settings.blocks)
         from_meta = start.built_on_meta(model)
         self._groups = group_parameters(model, found)
         self.optimizer = StreamedOptimizer(
             optimizer, [(s.name, s.parameter) for g in self._groups for s in g.slices if s.trainable]
         )
         self._progress = Progress(
-            seed=seed,
+            seed=settings.seed,
             trained=[s.name for g in self._groups for s in g.slices if s.trainable],
             optimizer=self.optimizer,
             scale=LossScale.of(precision),
@@ -119,15 +107,23 @@ class Engine:
             device,
             self._buffers,
             model=self._description,
-            io_threads=io_threads,
+            io_threads=settings.io_threads,
             owner=owner,
         )
         self._arrays = self._commits.arrays
         self._durability = Durability(self._commits, self._progress, Due.of(budget))
         try:
             guard(model, blocks=[block.module for block in found])  # now: whatever fails from here on, it has no values
-            self._settle_in(weights, from_meta=from_meta)
-            self._tape = Tape(model, found, self._groups, loss_fn, seed=seed, device=device, compile=compile)
+            self._settle_in(settings.weights, from_meta=from_meta)
+            self._tape = Tape(
+                model,
+                found,
+                self._groups,
+                settings.loss_fn,
+                seed=settings.seed,
+                device=device,
+                compile="inductor" if settings.compile is True else settings.compile or None,
+            )
             machinery = Machinery(
                 tape=self._tape,
                 groups=self._groups,
@@ -136,23 +132,13 @@ class Engine:
                 device=device,
                 streams=streams_for(device),
                 scratch_paths=tuple(path / "scratch" for path in budget.disk_paths),
-                io_threads=io_threads,
+                io_threads=settings.io_threads,
                 threads=numa.thread_count(device),
-                overlap=overlap,
+                overlap=settings.overlap,
                 machine=machine,
                 optimizer=rate_name(optimizer, precision),
             )
-            self._planning = Planning(
-                machinery,
-                budget,
-                schedule,
-                wait=self._waits,
-                speculate=speculate,
-                delay=delay,
-                grad_dtype=grad_dtype,
-                repeats=0.0 if clip_grad_norm is None else REPEATS,  # a step that overflows in fp16 is not run again
-                before_change=self._rest,
-            )
+            self._planning = Planning(machinery, settings, before_change=self._rest)
             self._durability.commit()
             self._written = self._commits.written
         except BaseException:

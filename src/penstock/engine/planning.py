@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from penstock.config import Budget, GradDtype, Tier
+from penstock.config import Tier, fields_of
 from penstock.engine import batch
+from penstock.engine.arguments import WrapArguments
 from penstock.engine.labels import LabelCount
 from penstock.engine.runner import Machinery, Runner
 from penstock.engine.timing import time_stages
@@ -18,8 +19,8 @@ from penstock.errors import BudgetError, ModelError
 from penstock.optim.agreement import KINDS, other_bits
 from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.planner.costs import machine_costs
-from penstock.planner.fit import Family, Plan, Request, fit, off_device
-from penstock.planner.means import REPEATS
+from penstock.planner.fit import Plan, Request, fit, off_device
+from penstock.planner.means import expected_repeats
 from penstock.planner.own_schedule import cast_of, means_of, with_schedule
 from penstock.planner.search import best
 from penstock.schedule.check import check
@@ -158,34 +159,15 @@ _SIZES = ("checkpoint", "gradient", "kept", "forward_peak", "backward_peak")
 class Planning:
     """Holds the plans made so far (one for training, one for evaluation) and the one runner that has memory."""
 
-    def __init__(
-        self,
-        machinery: Machinery,
-        budget: Budget,
-        schedule: Family | Schedule,
-        *,
-        wait: bool,
-        speculate: bool | None = False,
-        delay: float | None = 0.0,
-        grad_dtype: GradDtype = "fp32",
-        repeats: float = REPEATS,
-        before_change: Callable[[], None],
-    ) -> None:
-        """``wait``: whether a step's numbers need the global gradient norm. ``speculate``, ``delay``,
-        ``grad_dtype``: as in ``Request``; ``repeats``: as in ``Question``. ``before_change``: called before a runner
-        gives its memory back: what it has left to do is to be done now.
-        """
+    def __init__(self, machinery: Machinery, settings: WrapArguments, *, before_change: Callable[[], None]) -> None:
+        """``before_change``: called before a runner gives its memory back: what it has left to do is to be done now."""
         self._before_change = before_change
         self.runner: Runner | None = None
         self.labels = LabelCount()
         self._shared = machinery
-        self._budget = budget
-        self._schedule = schedule
-        self._wait = wait
-        self._speculate = speculate
-        self._delay = delay
-        self._grad_dtype = grad_dtype
-        self._repeats = repeats
+        self._asked = settings
+        self._schedule = settings.schedule
+        self._repeats = expected_repeats(settings)
         self._over: list[bool] = []
         self._plans: dict[bool, Ready] = {}
         self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
@@ -246,7 +228,8 @@ class Planning:
             return
         share = sum(self._over) / _WINDOW
         self._over.clear()
-        if abs(share - self._repeats) > _OTHER and self._speculate is None and self._wait:
+        left_open = self._asked.needs_norm and self._asked.steps_early(self._asked.budget) is None
+        if abs(share - self._repeats) > _OTHER and left_open:
             self._repeats = share
             self._plans.pop(True, None)
 
@@ -290,22 +273,21 @@ class Planning:
     def _request(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
         program = Program(groups=tuple(g.spec for g in self._shared.groups), stages=tuple(stages))
-        speculate, delay, cast = self._speculate, self._delay, None
+        asked, cast = self._asked, None
+        speculate, delay = asked.steps_early(asked.budget), asked.delay
         if train and isinstance(self._schedule, Schedule):  # what is left open is as the schedule has it
-            early, share = means_of(self._schedule, program, wait=self._wait)
+            early, share = means_of(self._schedule, program, wait=asked.needs_norm)
             speculate, delay = early if speculate is None else speculate, share if delay is None else delay
             cast = cast_of(self._schedule)
         if speculate is None and self._shared.machine is None and self._repeats > _OFTEN:
             speculate = False  # there is no profile to tell what a step and what waiting costs
         return Request(
             program=program,
-            budget=self._budget,
+            budget=asked.budget,
             form=self._shared.arrays.form,
             micro_batches=len(micro_batches),
-            wait=self._wait,
-            speculate=speculate,
-            delay=delay,
-            grad_dtype=self._grad_dtype,
+            wait=asked.needs_norm,
+            **fields_of(asked) | {"speculate": speculate, "delay": delay},
             cast=cast,
             train=train,
             family="horizontal" if name == "horizontal" else "vertical",

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -11,19 +12,18 @@ from torch import nn
 from penstock.compat.fabric import OneDevice
 from penstock.compat.fabric import Precision as Plugin
 from penstock.compat.torch import note_step
-from penstock.config import Budget, GradDtype, Precision
-from penstock.engine.arguments import check_arguments
+from penstock.config import Precision, fields_of
+from penstock.config.meanings import takes
+from penstock.config.step import check_clip
+from penstock.engine.arguments import LoopArguments, check_seed
 from penstock.engine.device import resolve_device
 from penstock.engine.engine import Engine
-from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap
 from penstock.errors import ConfigError, ModelError, NonFiniteError, StoreError
 from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, inputs_of, run, spend
-from penstock.hardware.machine import Machine
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
 from penstock.optim.precision import precision_of_weights
-from penstock.schedule.ir.ops import Schedule
 from penstock.tape import trees
 from penstock.tape.guard import guard
 
@@ -39,6 +39,25 @@ _SNAPSHOT, _REST = "penstock.snapshot", "state.pt"
 _TOGETHER = "fabric.setup(model, optimizer): the engine needs the model and its optimizer together"
 
 
+@dataclass(frozen=True, kw_only=True)
+class StrategyArguments(LoopArguments):
+    """The keyword arguments of ``PenstockStrategy``.
+
+    | field | meaning |
+    |---|---|
+    | ``clip_grad_norm`` | what the loop's ``fabric.clip_gradients(max_norm=...)`` asks for at each step; None: never |
+    | ``seed`` | of dropout and initialisation |
+    """
+
+    clip_grad_norm: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clip(self.clip_grad_norm)
+        check_seed(self.seed)
+
+
 class PenstockStrategy(OneDevice):
     """Fabric on the engine.
 
@@ -48,48 +67,12 @@ class PenstockStrategy(OneDevice):
     In training ``model(...)`` returns a ``Deferred`` (see there), and ``optimizer.step()`` runs every micro-batch whose
     loss was given to ``fabric.backward`` since the last step. Under ``torch.no_grad()`` and ``model.eval()`` the model
     runs at once and returns its outputs.
-
-    Args:
-        budget: memory per tier, and the directories of the disk tier.
-        clip_grad_norm: what the loop's ``fabric.clip_gradients(max_norm=...)`` asks for at each step; None: never.
-        seed: of dropout and initialisation.
-        weights: where the values of a model on the meta device come from, as in ``penstock.wrap``.
-        init: whether a model of ``penstock.hf.load`` begins with random values instead, as in ``penstock.wrap``.
-        schedule, plan, speculate, delay, grad_dtype, compile, io_threads: as in ``penstock.wrap``.
     """
 
-    def __init__(
-        self,
-        *,
-        budget: Budget,
-        clip_grad_norm: float | None = None,
-        seed: int = 0,
-        weights: WeightSource | None = None,
-        init: bool = False,
-        schedule: Literal["vertical", "horizontal"] | Schedule = "vertical",
-        plan: Machine | Literal["auto"] | None = "auto",
-        speculate: bool | None = None,
-        delay: float | None = None,
-        grad_dtype: GradDtype | None = None,
-        compile: bool | str = False,  # noqa: A002 - torch's word
-        io_threads: int = 4,
-    ) -> None:
-        self._clip = clip_grad_norm
-        self._settings: dict[str, Any] = {
-            "budget": budget,
-            "clip_grad_norm": clip_grad_norm,
-            "seed": seed,
-            "weights": weights,
-            "init": init,
-            "schedule": schedule,
-            "plan": plan,
-            "speculate": speculate,
-            "delay": delay,
-            "grad_dtype": grad_dtype,
-            "compile": compile,
-            "io_threads": io_threads,
-        }
-        check_arguments(self._settings)
+    @takes(StrategyArguments)
+    def __init__(self, asked: StrategyArguments) -> None:
+        self._asked = asked
+        self._clip = asked.clip_grad_norm
         self._compute: Precision | None = None
         self._devices: list[torch.device] = []
         self._engine: Engine | None = None
@@ -163,7 +146,7 @@ class PenstockStrategy(OneDevice):
             precision=self._compute or precision_of_weights(module),
             device=resolve_device(self.root_device),
             loss_fn=_loss_of_root,
-            **self._settings,
+            **fields_of(self._asked, StrategyArguments),
         )
         # A learning rate schedule made before holds the given optimizer: what it writes there must count.
         engine.optimizer.param_groups = given.param_groups

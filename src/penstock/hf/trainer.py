@@ -22,7 +22,9 @@ from torch import nn
 
 from penstock.compat.accelerate import note_skipped
 from penstock.compat.transformers import TrainerSteps
+from penstock.config import fields_of
 from penstock.engine import start
+from penstock.engine.arguments import LoopArguments
 from penstock.engine.engine import Engine
 from penstock.engine.wrap import wrap
 from penstock.errors import ConfigError, ModelError
@@ -116,7 +118,7 @@ class EngineMixin(TrainerSteps):
             device=self.args.device,
             loss_fn=_loss_of_piece,
             seed=self.args.seed,
-            **given.for_wrap(),
+            **fields_of(given, LoopArguments),
         )
         checkpoint.name_run(engine)
         guard(self.model, "use evaluate and predict, or load what save_model has written")

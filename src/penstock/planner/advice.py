@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from penstock.config import TIERS, Tier, format_size
+from penstock.config import TIERS, Family, Tier, format_size
 from penstock.errors import BudgetError
 from penstock.hardware.crossing import with_faster_link
 from penstock.hardware.machine import Drive, Machine
-from penstock.planner.fit import Family
 from penstock.planner.question import Question
 from penstock.planner.search import Choice, estimate, fits, hopeless, search, smallest_programs
 from penstock.planner.task import Task
@@ -121,7 +120,7 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
     if size % 2 == 0:
         words = f"{2 * count} micro-batches of {size // 2} sequences instead of {count} of {size}"
         yield variant(words, task, size=size // 2, count=2 * count)
-    if task.waits and task.precision != "fp16":
+    if task.needs_norm and task.precision != "fp16":
         yield variant("no gradient clipping, so that the optimizer need not wait", _unclipped(task))
     kinds = ("weights", "gradients", "checkpoints") if budget.durability == "step" else _KINDS
     pins = [kind for kind in kinds if getattr(budget, kind) is not None]
@@ -141,7 +140,7 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
 
 
 def _unclipped(task: Task) -> Task:
-    return replace(task, waits=False, speculate=None)
+    return replace(task, clip_grad_norm=None, speculate=None)
 
 
 def _more(now: int, step: int) -> int:

@@ -1,105 +1,105 @@
 """What ``penstock.plan`` is given, checked before anything is computed: its callers need not use a type checker."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-from penstock.config import Budget, GradDtype, OptimizerName, Precision
+from penstock.config import Budget, Family, OptimizerName, StepConfig
+from penstock.config.checked import check_fields
+from penstock.config.sizes import check_size
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
-from penstock.planner.fit import Family
 
 
-def check_sources(model: object, machine: object, budget: object) -> None:
-    """Raises ConfigError: one of them is of a type that means no model, machine or budget."""
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(StepConfig):
+    """What may be asked of a plan for a model that is no settings file, from Python and on the command line.
+
+    | field | meaning |
+    |---|---|
+    | ``batch`` | sequences in a step; it is cut into micro-batches as is best. None, with no ``micro_batches``: the
+    smallest batch with which more would gain less than 3% |
+    | ``micro_batches``, ``micro_batch_size`` | how a step is cut, instead of ``batch``; both or neither |
+    | ``sequence_length`` | tokens in a sequence |
+    | ``optimizer`` | its name |
+    | ``momentum`` | whether ``sgd`` has it |
+    | ``schedule`` | a family; None: the better one |
+    | ``disk_free`` | bytes on disk that may be used; None: what the profile says is free |
+    | ``tbw`` | terabytes that each drive is rated for; None: as in the profile |
+    """
+
+    clip_grad_norm: float | None = None
+    batch: int | None = None
+    micro_batches: int | None = None
+    micro_batch_size: int | None = None
+    sequence_length: int = 2048
+    optimizer: OptimizerName = "adamw"
+    momentum: bool = False
+    schedule: Family | None = None
+    disk_free: str | int | None = None
+    tbw: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, of=PlanSettings)
+        super().__post_init__()
+        for key in ("batch", "micro_batches", "micro_batch_size", "sequence_length"):
+            if (count := getattr(self, key)) is not None and count < 1:
+                raise ConfigError(f"{key}={count}: must be a whole number of at least 1")
+        if (self.micro_batches is None) != (self.micro_batch_size is None):
+            raise ConfigError("micro_batches and micro_batch_size belong together: give both, or batch")
+        if self.micro_batches is not None and self.batch is not None:
+            raise ConfigError("batch is cut into micro-batches by the planner: give it without micro_batches")
+        if self.momentum and self.optimizer != "sgd":
+            raise ConfigError(f"momentum has no effect with optimizer={self.optimizer!r}: leave it out")
+        check_drives(self.disk_free, self.tbw)
+
+    @property
+    def split(self) -> tuple[int, int] | None:
+        """(sequences in a micro-batch, micro-batches), if that is asked for."""
+        if self.micro_batches is None or self.micro_batch_size is None:
+            return None
+        return self.micro_batch_size, self.micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(PlanSettings):
+    """The keyword arguments of ``penstock.plan``.
+
+    | field | meaning |
+    |---|---|
+    | ``machine`` | a profile, its file, or the name of one that ships (``"a100-40g"``); None: what ``penstock doctor``
+    has stored for this host and the budget's directories. It computes with as many of its drives as the budget has
+    directories |
+    | ``budget`` | memory and directories; None: most of the machine's memory, and its drives |
+    """
+
+    machine: str | Path | Machine | None = None
+    budget: Budget | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        super().__post_init__()
+        if self.budget is not None:
+            self.check_with(self.budget)
+
+
+def check_model(model: object) -> None:
+    """Raises ConfigError: it is of a type that means no model."""
     if not isinstance(model, str | Path | Mapping) and not callable(getattr(model, "profile", None)):
         raise ConfigError(
-            f"model={_shown(model)}: must be a name, the path of a config.json, a configuration as a mapping or a "
+            f"model={model!r:.80}: must be a name, the path of a config.json, a configuration as a mapping or a "
             "ModelShape (penstock.shape.meta.from_callable makes one of a module)"
         )
-    if machine is not None and not isinstance(machine, str | Path | Machine):
-        raise ConfigError(f"machine={_shown(machine)}: must be a name, the path of a profile, a Machine or None")
-    if budget is not None and not isinstance(budget, Budget):
-        raise ConfigError(f"budget={_shown(budget)}: must be a penstock.Budget or None")
 
 
-def check_choices(
-    *, precision: object, grad_dtype: object, optimizer: object, momentum: object, schedule: object
-) -> None:
-    """Raises ConfigError: one of them is none of the words that it may be."""
-    _check_one_of("grad_dtype", grad_dtype, get_args(GradDtype))
-    _check_one_of("optimizer", optimizer, get_args(OptimizerName))
-    if precision is not None:
-        _check_one_of("precision", precision, get_args(Precision))
-    if schedule is not None:
-        _check_one_of("schedule", schedule, get_args(Family))
-    if not isinstance(momentum, bool):
-        raise ConfigError(f"momentum={_shown(momentum)}: must be True or False")
-    if momentum and optimizer != "sgd":
-        raise ConfigError(f"momentum has no effect with optimizer={optimizer!r}: leave it out")
-
-
-def check_split(*, batch: object, micro_batches: object, micro_batch_size: object, sequence_length: object) -> None:
-    """Raises ConfigError: not whole numbers of at least 1, or a batch that is cut in two ways."""
-    for name, value in (
-        ("batch", batch),
-        ("micro_batches", micro_batches),
-        ("micro_batch_size", micro_batch_size),
-    ):
-        if value is not None:
-            _check_whole(name, value, least=1)
-    _check_whole("sequence_length", sequence_length, least=1)
-    if (micro_batches is None) != (micro_batch_size is None):
-        raise ConfigError("micro_batches and micro_batch_size belong together: give both, or batch")
-    if micro_batches is not None and batch is not None:
-        raise ConfigError("batch is cut into micro-batches by the planner: give it without micro_batches")
-
-
-def check_amounts(*, clip_grad_norm: object, disk_free: object, tbw: object) -> None:
-    """Raises ConfigError: norms and terabytes that are no positive numbers, or bytes that are no whole number."""
-    for name, value in (("clip_grad_norm", clip_grad_norm), ("tbw", tbw)):
-        if value is not None and not _is_positive(value):
-            raise ConfigError(f"{name}={_shown(value)}: must be a number of more than 0, or None")
+def check_drives(disk_free: str | int | None, tbw: float | None, budget: Budget | None = None) -> None:
+    """Raises ConfigError: what is said of drives cannot be, or there are none in the ``budget`` that it is for."""
     if disk_free is not None:
-        _check_whole("disk_free", disk_free, least=0)
-
-
-def check_asked_means(*, speculate: object, delay: object) -> None:
-    """Raises ConfigError: no answer to whether to speculate, or no number to delay by."""
-    if speculate is not None and not isinstance(speculate, bool):
-        raise ConfigError(f"speculate={_shown(speculate)}: must be True, False or None")
-    if delay is not None and (isinstance(delay, bool) or not isinstance(delay, int | float)):
-        raise ConfigError(f"delay={_shown(delay)}: must be a number from 0 to 1, or None")
-
-
-def check_disk(budget: Budget, *, disk_free: int | None, tbw: float | None) -> None:
-    """Raises ConfigError: something is said of a disk tier that is not there."""
+        check_size("disk_free", disk_free)
+    if tbw is not None and tbw <= 0:
+        raise ConfigError(f"tbw={tbw:g}: must be a number of more than 0")
     for name, value in (("disk_free", disk_free), ("tbw", tbw)):
-        if value is not None and not budget.disk_paths:
+        if value is not None and budget is not None and not budget.disk_paths:
             raise ConfigError(
                 f"{name} has no effect without a disk tier: leave it out, or give a budget with a directory on disk"
             )
-
-
-def _check_one_of(name: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name}={_shown(value)}: must be one of {', '.join(known)}")
-
-
-def _check_whole(name: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={_shown(value)}: must be a whole number of at least {least}")
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _shown(value: object) -> str:
-    """As Python writes it, or its type where that is long."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"<a {type(value).__name__}>"
-
-
-_SHOWN = 60

@@ -103,7 +103,7 @@ def _plan(f: Forecast) -> dict[str, Any]:
         "grad_dtype": task.grad_dtype,
         "cast": settings.cast if task.grad_dtype != "fp32" else None,
         "optimizer": task.optimizer,
-        "waits_for_norm": task.waits,
+        "waits_for_norm": task.needs_norm,
         "speculates": steps_early(f.choice.plan.program, settings),
         "chunk": settings.chunk,
         "depths": {name: getattr(settings.depths, name) for name in settings.depths.__dataclass_fields__},

@@ -6,25 +6,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Budget, GradDtype, OptimizerName, Precision, Tier, format_size
+from penstock.config import Budget, Family, StepConfig, Tier, fields_of, format_size, parse_size
+from penstock.config.meanings import takes
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories
 from penstock.planner.advice import Advice, advice, refusal
 from penstock.planner.alternatives import Alternatives, alternatives
-from penstock.planner.arguments import (
-    check_amounts,
-    check_asked_means,
-    check_choices,
-    check_disk,
-    check_sources,
-    check_split,
-)
+from penstock.planner.arguments import PlanArguments, check_drives, check_model
 from penstock.planner.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
 from penstock.planner.durability import Weighed, settled, undecided, weigh
-from penstock.planner.fit import Family, Plan
+from penstock.planner.fit import Plan
 from penstock.planner.forecast import Forecast, forecast
-from penstock.planner.means import REPEATS, with_pinned_gradients
 from penstock.planner.roofline import Roofline, roofline
 from penstock.planner.search import Choice, search
 from penstock.planner.task import MOMENTS, Task, free_bytes, own_budget
@@ -93,98 +86,37 @@ class PlanReport:
         return as_json(self)
 
 
-def plan(
-    model: str | Path | Mapping[str, Any] | ModelShape,
-    *,
-    machine: str | Path | Machine | None = None,
-    budget: Budget | None = None,
-    batch: int | None = None,
-    micro_batches: int | None = None,
-    micro_batch_size: int | None = None,
-    sequence_length: int = 2048,
-    precision: Precision | None = None,
-    grad_dtype: GradDtype = "fp32",
-    optimizer: OptimizerName = "adamw",
-    momentum: bool = False,
-    clip_grad_norm: float | None = None,
-    schedule: Family | None = None,
-    speculate: bool | None = None,
-    delay: float | None = None,
-    disk_free: int | None = None,
-    tbw: float | None = None,
-) -> PlanReport:
+@takes(PlanArguments)
+def plan(model: str | Path | Mapping[str, Any] | ModelShape, asked: PlanArguments) -> PlanReport:
     """Plan the training of a model on a machine. Loads no weights; needs neither the machine nor a GPU.
 
-    Args:
-        model: the name of a model that ships (``"gpt-65b"``), the path of a Hugging Face ``config.json`` or of its
-            folder, such a configuration as a mapping, or a ``ModelShape`` (``penstock.shape.meta.from_callable`` makes
-            one of any module).
-        machine: a profile, its file, or the name of one that ships (``"a100-40g"``); None: what ``penstock doctor`` has
-            stored for this host and the budget's directories. It computes with as many of its drives as the budget has
-            directories.
-        budget: memory and directories; None: most of the machine's memory, and its drives.
-        batch: sequences in a step; it is cut into micro-batches as is best. None with no ``micro_batches``: the
-            smallest batch with which more would gain less than 3%.
-        micro_batches, micro_batch_size: how a step is cut, instead of ``batch``; both or neither.
-        sequence_length: tokens in a sequence.
-        precision: None: bf16 on a GPU, fp32 on a CPU.
-        grad_dtype: what gradients are rounded to before norm and optimizer. With ``"bf16"`` they are rounded on the
-            device, where that is faster, and half as many bytes go to the host.
-        optimizer: its name; ``momentum``: whether ``"sgd"`` has it.
-        clip_grad_norm: None: no clipping, and the optimizer overlaps with the backward without more ado.
-        schedule: a family; None: the better one.
-        speculate: whether what is on disk is stepped before the gradients' norm is known, and a step that is clipped is
-            run again (5% are expected to be); None: if that is faster than waiting. Only with clipping or fp16.
-        delay: the share of the optimizer's steps that is taken in the next step's forward, 0 to 1; None: the fastest.
-        disk_free: bytes on disk that may be used; None: what the profile says is free.
-        tbw: terabytes that each drive is rated for; None: as in the profile.
+    ``model``: the name of a model that ships (``"gpt-65b"``), the path of a Hugging Face ``config.json`` or of its
+    folder, such a configuration as a mapping, or a ``ModelShape`` (``penstock.shape.meta.from_callable`` makes one of
+    any module).
 
     Raises:
         ConfigError: an argument, the model, or the machine's profile is not usable; says which and why.
         BudgetError: it does not fit; says the smallest change that makes it fit.
         ModelError: the model cannot be run block by block.
     """
-    check_sources(model, machine, budget)
-    check_choices(precision=precision, grad_dtype=grad_dtype, optimizer=optimizer, momentum=momentum, schedule=schedule)
-    check_split(
-        batch=batch,
-        micro_batches=micro_batches,
-        micro_batch_size=micro_batch_size,
-        sequence_length=sequence_length,
-    )
-    check_amounts(clip_grad_norm=clip_grad_norm, disk_free=disk_free, tbw=tbw)
-    check_asked_means(speculate=speculate, delay=delay)
-    found = _machine(machine, budget)
-    if budget is None:
-        budget = own_budget(found, device=None, host=None)
-    check_disk(budget, disk_free=disk_free, tbw=tbw)
-    if tbw is not None:
-        found = rated(found, tbw)
-    if precision is None:
-        precision = "bf16" if found.device.kind == "cuda" else "fp32"
-    waits = clip_grad_norm is not None or precision == "fp16"
-    if budget.gradients is not None and not (waits or delay):
-        raise ConfigError(
-            f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a norm"
-        )
-    speculate = with_pinned_gradients(speculate, delay, budget)
+    check_model(model)
+    machine = _machine(asked.machine, asked.budget)
+    budget = own_budget(machine, device=None, host=None) if asked.budget is None else asked.budget
+    check_drives(asked.disk_free, asked.tbw, budget)
+    if asked.tbw is not None:
+        machine = rated(machine, asked.tbw)
     task = Task(
-        shape=_shape_of(model, found),
-        machine=found,
+        shape=_shape_of(model, machine),
+        machine=machine,
         budget=budget,
-        sequence_length=sequence_length,
-        precision=precision,
-        optimizer=optimizer,
-        moments=MOMENTS[optimizer] + momentum,
-        waits=waits,
-        families=_FAMILIES if schedule is None else (schedule,),
-        disk_free=free_bytes(found) if disk_free is None else disk_free,
-        speculate=speculate,
-        delay=delay,
-        grad_dtype=grad_dtype,
-        repeats=REPEATS if clip_grad_norm is not None else 0.0,
+        sequence_length=asked.sequence_length,
+        optimizer=asked.optimizer,
+        moments=MOMENTS[asked.optimizer] + asked.momentum,
+        families=_FAMILIES if asked.schedule is None else (asked.schedule,),
+        disk_free=free_bytes(machine) if asked.disk_free is None else parse_size(asked.disk_free),
+        **fields_of(asked, StepConfig) | {"precision": asked.precision_on(machine.device.kind)},
     )
-    return report(task, batch=batch, split=None if micro_batches is None else (micro_batch_size or 1, micro_batches))
+    return report(task, batch=asked.batch, split=asked.split)
 
 
 def rated(machine: Machine, tbw: float) -> Machine:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.config import Family
 from penstock.errors import BudgetError, ConfigError
-from penstock.planner.fit import Family
 from penstock.planner.search import Choice, estimate, search
 from penstock.planner.task import MOST_OPS, Task
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import product
 from typing import Literal
 
-from penstock.config import Budget, GradDtype, Tier, format_size
+from penstock.config import Budget, Family, StreamConfig, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.means import check_means, no_speculation, steps_early
 from penstock.schedule.horizontal import horizontal, horizontal_route
@@ -23,7 +23,6 @@ from penstock.schedule.provision import Provision, fixed_bytes, narrow_groups
 from penstock.schedule.route import Route
 from penstock.schedule.vertical import vertical, vertical_route
 
-Family = Literal["vertical", "horizontal"]
 _CHUNKS = tuple(2**power for power in range(21, 15, -1))  # elements: 8 MiB down to 256 KiB of fp32
 _DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 _HOST_DEPTHS = (Depths(), Depths(stage_in=3, stage_out=3, state=3), Depths(stage_in=2, stage_out=2, state=2))
@@ -76,14 +75,13 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(StreamConfig):
     """What is to be fitted.
 
-    ``wait``, ``speculate``, ``delay``: as in ``Settings``; of the latter two None leaves the choice to the planner,
-    and where there is nothing to choose by (``fit``) what can speculates, and nothing is delayed. ``grad_dtype``,
-    ``cast``: likewise; None is the device where there is nothing to choose by: fewer bytes cross and wait. ``inputs``:
-    bytes of all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the device besides
-    the state, where state steps there.
+    What is None is left to the planner, and where there is nothing to choose by (``fit``) what can speculates, nothing
+    is delayed, and the ``cast`` is done on the device: fewer bytes cross and wait. ``wait``: as in ``Settings``.
+    ``inputs``: bytes of all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the
+    device besides the state, where state steps there.
     """
 
     program: Program
@@ -91,9 +89,6 @@ class Request:
     form: Format
     micro_batches: int
     wait: bool
-    speculate: bool | None = False
-    delay: float | None = 0.0
-    grad_dtype: GradDtype = "fp32"
     cast: Side | None = None
     train: bool = True
     family: Family = "vertical"
@@ -119,10 +114,15 @@ class Request:
             return horizontal_route(self.program, self.micro_batches)
         return vertical_route(self.program, self.micro_batches, train=self.train)
 
+    @property
+    def early(self) -> bool | None:
+        """Whether to step before the norm is known, as far as that is said."""
+        return self.steps_early(self.budget)
+
     @cached_property
     def speculates(self) -> bool:
         """Whether groups with all state on disk step before the norm is known."""
-        return self.speculate is not False and self.may_speculate
+        return self.early is not False and self.may_speculate
 
     @cached_property
     def may_speculate(self) -> bool:
@@ -147,7 +147,7 @@ class Request:
     def check_means(self) -> None:
         """As ``means.check_means``; an evaluation steps nothing and has no means."""
         if self.train:
-            check_means(self.speculate, self.delay, self.budget, self.form, wait=self.wait, horizontal=self.one_by_one)
+            check_means(self, self.budget, self.form, wait=self.wait, horizontal=self.one_by_one)
 
     @property
     def holds_weights(self) -> bool:
@@ -261,7 +261,7 @@ def fitted(request: Request, keep: Placement | None = None) -> Settings:
     settings = _fit_host(request, settings)
     if keep is None:
         settings = _to_host(request, settings)
-    if request.speculate is None and not steps_early(request.program, settings):
+    if request.early is None and not steps_early(request.program, settings):
         settings = replace(settings, speculate=False)
     return settings
 

@@ -7,9 +7,7 @@
 - *Delaying*: a share of the steps is taken in the next step's forward (the delay ratio), with or without a norm.
 """
 
-import math
-
-from penstock.config import Budget, Tier
+from penstock.config import Budget, StepConfig, StreamConfig, Tier
 from penstock.errors import ConfigError
 from penstock.schedule.place import Format, Settings
 from penstock.schedule.program import Program
@@ -51,37 +49,25 @@ def _pinned_in_memory(budget: Budget, form: Format) -> tuple[str, Tier] | None:
     return None
 
 
-def check_means(
-    speculate: bool | None, delay: float | None, budget: Budget, form: Format, *, wait: bool, horizontal: bool
-) -> None:
+def check_means(asked: StreamConfig, budget: Budget, form: Format, *, wait: bool, horizontal: bool) -> None:
     """Refuse what is asked for and cannot be.
 
     Raises:
-        ConfigError: ``speculate=True`` where nothing can; a delay that is no share, or with the horizontal schedule.
+        ConfigError: ``speculate=True`` where nothing can; a delay with the horizontal schedule.
     """
-    if speculate and (why := no_speculation(budget, form, wait=wait)) is not None:
+    if asked.speculate and (why := no_speculation(budget, form, wait=wait)) is not None:
         raise ConfigError(f"speculate=True cannot be: {why}")
-    if delay is None:
-        return
-    if not (math.isfinite(delay) and 0 <= delay <= 1):
-        raise ConfigError(f"delay={delay:g}: must be a share, from 0 to 1, or None to have it chosen")
-    if delay and horizontal:
-        raise ConfigError(f"delay={delay:g} needs schedule='vertical': horizontal goes to every block several times")
-
-
-def with_pinned_gradients(speculate: bool | None, delay: float | None, budget: Budget) -> bool | None:
-    """``speculate`` where ``budget.gradients`` says where gradients wait: then they are to wait.
-
-    Raises:
-        ConfigError: they cannot, because ``speculate=True`` and nothing is delayed.
-    """
-    if budget.gradients is None:
-        return speculate
-    if speculate and not delay:
+    if asked.delay and horizontal:
         raise ConfigError(
-            f"budget.gradients={budget.gradients!r} has no effect with speculate=True: no gradient waits. Leave one out"
+            f"delay={asked.delay:g} needs schedule='vertical': horizontal goes to every block several times"
         )
-    return bool(speculate)
+
+
+def expected_repeats(config: StepConfig) -> float:
+    """The share of steps that are expected to be run again, if they speculate. One that overflows in fp16 is dropped,
+    and not run again.
+    """
+    return 0.0 if config.clip_grad_norm is None else REPEATS
 
 
 def steps_early(program: Program, settings: Settings) -> bool:

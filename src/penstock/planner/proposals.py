@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from penstock.config import format_size
+from penstock.config import Family, format_size
 from penstock.errors import BudgetError
-from penstock.planner.fit import Family, Request, base_placement, fitted, settings_of
+from penstock.planner.fit import Request, base_placement, fitted, settings_of
 from penstock.planner.lane_loads import Loads, Walk, step_bound
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.question import Question

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from penstock.config import Tier
+from penstock.config import Family, Tier
 from penstock.hardware.machine import Machine
 from penstock.planner.costs import machine_costs
-from penstock.planner.fit import Family, Request, base_placement
+from penstock.planner.fit import Request, base_placement
 from penstock.planner.means import DELAYS, REPEATS, steps_early
 from penstock.planner.outside import Peaks, Phase, beyond, peaks_outside_steps
 from penstock.schedule.place import Placement, Settings, Side
@@ -51,7 +51,7 @@ class Question:
         """
         late = bool(self.request.delay)
         families = [f for f in self.families if f == "vertical" or not late] or list(self.families)
-        free = self.request.speculate is None and self.request.may_speculate
+        free = self.request.early is None and self.request.may_speculate
         means = (False, True) if free else (self.request.speculates,)
         forced = replace(self.request, family=families[0])
         forced.check_means()

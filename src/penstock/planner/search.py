@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from penstock.config import Tier
+from penstock.config import Family, Tier
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
-from penstock.planner.fit import Family, Plan, Request, fit, fitted
+from penstock.planner.fit import Plan, Request, fit, fitted
 from penstock.planner.means import DELAY_STEP, REPEATS, steps_early
 from penstock.planner.outside import beyond
 from penstock.planner.placement_lp import PlacementLP, Waits

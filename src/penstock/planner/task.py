@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from penstock.config import Budget, GradDtype, OptimizerName, Precision, Tier, format_size
+from penstock.config import Budget, Family, OptimizerName, Precision, StepConfig, Tier, fields_of, format_size
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
-from penstock.planner.fit import Family, Request
-from penstock.planner.means import REPEATS, check_means, no_speculation
+from penstock.planner.fit import Request
+from penstock.planner.means import check_means, expected_repeats, no_speculation
 from penstock.planner.question import Question
 from penstock.schedule.place import BOUNCE, Format
 from penstock.shape.model import ModelProfile, ModelShape, stage_times
@@ -29,13 +29,11 @@ _OWN_SHARE = {"cuda": (0.95, 0.9), "cpu": (0.25, 0.5)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """A model, a machine and a budget.
+class Task(StepConfig):
+    """A model, a machine, a budget, and what is asked of a step.
 
-    ``waits``: the optimizer waits for the global gradient norm (clipping, or fp16's overflow check). ``families``:
-    schedules that may be chosen. ``disk_free``: bytes on disk that may be used. ``speculate``, ``delay``: forced, or
-    None to be chosen; ``repeats``: the share of steps that is expected to be run again if anything speculates, which is
-    none where nothing is clipped: a step that overflows in fp16 is dropped. ``grad_dtype``: as in ``Settings``.
+    ``precision``: the one that counts. ``families``: schedules that may be chosen. ``disk_free``: bytes on disk that
+    may be used.
     """
 
     shape: ModelShape
@@ -45,31 +43,21 @@ class Task:
     precision: Precision
     optimizer: OptimizerName
     moments: int
-    waits: bool
     families: tuple[Family, ...]
     disk_free: int
-    speculate: bool | None = None
-    delay: float | None = None
-    repeats: float = REPEATS
-    grad_dtype: GradDtype = "fp32"
     profiles: dict[int, ModelProfile] = field(default_factory=dict, compare=False, repr=False)
     """those made so far, by sequences in a micro-batch"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_with(self.budget)
         if self.rate_name not in self.machine.host.optimizer:
             known = ", ".join(sorted(self.machine.host.optimizer)) or "none"
             raise ConfigError(
                 f"the profile of {self.machine.name} has no optimizer rate {self.rate_name}, only {known}: measure it "
                 "with penstock doctor"
             )
-        check_means(
-            self.speculate,
-            self.delay,
-            self.budget,
-            self.form,
-            wait=self.waits,
-            horizontal="vertical" not in self.families,
-        )
+        check_means(self, self.budget, self.form, wait=self.needs_norm, horizontal="vertical" not in self.families)
         if self.budget.disk_paths and not self.machine.drives:
             raise ConfigError(f"the profile of {self.machine.name} has no drives, but a directory on disk is given")
 
@@ -80,7 +68,7 @@ class Task:
     @property
     def may_speculate(self) -> bool:
         """Whether anything could, if it is not forbidden."""
-        return no_speculation(self.budget, self.form, wait=self.waits) is None
+        return no_speculation(self.budget, self.form, wait=self.needs_norm) is None
 
     @property
     def rate_name(self) -> str:
@@ -107,10 +95,8 @@ class Task:
             budget=self.step_budget,
             form=self.form,
             micro_batches=micro_batches,
-            wait=self.waits,
-            speculate=self.speculate,
-            delay=self.delay,
-            grad_dtype=self.grad_dtype,
+            wait=self.needs_norm,
+            **fields_of(self),
             family=self.families[0],
             inputs=micro_batches * profile.tokens * TOKEN_BYTES,
             step_temporaries=0 if self.machine.device.kind == "cpu" else DEVICE_TEMPORARIES,
@@ -121,7 +107,7 @@ class Task:
             times=stage_times(profile, self.machine, self.precision),
             optimizer=self.rate_name,
             families=self.families,
-            repeats=self.repeats,
+            repeats=expected_repeats(self),
             disk_free=self.disk_free,
             most_ops=MOST_OPS,
             room=self.room,

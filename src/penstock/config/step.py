@@ -1,0 +1,112 @@
+"""How a step comes to its numbers: asked for alike by the file, by flags, ``wrap``, other libraries' loops and plans.
+
+A new setting of steps is one field here, with its row in the table and its check. Everything that takes a step's
+settings takes these classes, or a class of its own that adds to them.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from penstock.config.budget import Budget, GradDtype, Precision
+from penstock.config.checked import check_fields
+from penstock.errors import ConfigError
+
+Family = Literal["vertical", "horizontal"]
+"""Orders of a schedule that the planner makes: block by block, or micro-batch by micro-batch."""
+
+_DEFAULT: Mapping[str, Precision] = {"cpu": "fp32", "cuda": "bf16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """What may overlap with what, and what crosses between device and host.
+
+    | field | meaning |
+    |---|---|
+    | ``grad_dtype`` | ``fp32``, or ``bf16``: each step's gradient is rounded to it, once, before norm and optimizer.
+    Half as many bytes then go to host memory and wait there, where that is faster. Changes results, but not with the
+    plan |
+    | ``delay`` | share of each group's chunks that steps in the next step's forward, 0 to 1, so that a kill costs up to
+    one step more. Changes no result; None: the plan chooses |
+    | ``speculate`` | whether what is on disk steps before the gradients' norm is known, and again if that was over
+    ``clip_grad_norm``. Changes no result; None: the plan chooses |
+    """
+
+    grad_dtype: GradDtype = "fp32"
+    delay: float | None = None
+    speculate: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, of=StreamConfig)
+        if self.delay is not None and not 0 <= self.delay <= 1:
+            raise ConfigError(f"delay={self.delay:g}: must be from 0 to 1, or left out: the plan chooses")
+
+    def steps_early(self, budget: Budget) -> bool | None:
+        """``speculate``, of a run with this budget. Where the budget says where gradients wait, they are to wait."""
+        return self.speculate if budget.gradients is None else bool(self.speculate)
+
+    def check_with(self, budget: Budget) -> None:
+        """Raises:
+        ConfigError: settings of the step and of the budget contradict each other.
+        """
+        if budget.gradients is not None and self.speculate and not self.delay:
+            raise ConfigError(
+                f"budget.gradients={budget.gradients!r} has no effect with speculate=True: no gradient waits. Leave "
+                "one out"
+            )
+
+
+def check_clip(limit: float | None) -> None:
+    """Raises:
+    ConfigError: gradients cannot be scaled down to this norm.
+    """
+    if limit is not None and not (limit > 0 and math.isfinite(limit)):
+        raise ConfigError(f"clip_grad_norm={limit}: must be positive, or null (None) for no clipping")
+
+
+def fields_of(config: StreamConfig, kind: type[StreamConfig] = StreamConfig) -> dict[str, Any]:
+    """The fields of ``kind`` that a class which adds to it has, as keyword arguments of another one that does."""
+    return {field.name: getattr(config, field.name) for field in fields(kind)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig(StreamConfig):
+    """The same with what a library's own loop says itself.
+
+    | field | meaning |
+    |---|---|
+    | ``precision`` | ``fp32``, ``bf16`` or ``fp16``; None: bf16 on a GPU, fp32 on the CPU |
+    | ``clip_grad_norm`` | gradients are scaled down to this norm; None: off |
+    """
+
+    precision: Precision | None = None
+    clip_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, of=StepConfig)
+        super().__post_init__()
+        check_clip(self.clip_grad_norm)
+        if self.speculate is not None and not self.needs_norm:
+            raise ConfigError(
+                "speculate has no effect without clip_grad_norm or precision: fp16, as no step waits for a norm then: "
+                "drop it, or set clip_grad_norm"
+            )
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the numbers of a step depend on the norm of all its gradients: clipping, or fp16's overflow."""
+        return self.clip_grad_norm is not None or self.precision == "fp16"
+
+    def precision_on(self, kind: Literal["cpu", "cuda"]) -> Precision:
+        """The precision that counts, on a kind of device."""
+        return self.precision or _DEFAULT[kind]
+
+    def check_with(self, budget: Budget) -> None:
+        super().check_with(budget)
+        if budget.gradients is not None and not self.needs_norm and not self.delay:
+            raise ConfigError(
+                f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a "
+                "norm. Leave it out"
+            )

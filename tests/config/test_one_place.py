@@ -1,0 +1,63 @@
+"""A setting is declared once: what is asked of steps are fields of one dataclass, and whoever needs them takes that.
+
+Where a setting is used its name is a field or a parameter again: in a schedule that has been built, in what an op
+costs, in kernels. Anywhere else it would be one more place to which the next setting has to be added.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.config import Budget, StreamConfig
+
+SOURCE = Path(penstock.__file__).parent
+USED = {
+    "grad_dtype": {
+        **dict.fromkeys(("schedule/place.py", "schedule/meaning.py"), "what a built schedule was given"),
+        "planner/costs.py": "what an op costs",
+        **dict.fromkeys(("optim/fallback.py", "optim/kernels.py", "runtime/stepping.py"), "the rounding itself"),
+        "doctor/work.py": "measures it",
+    },
+    "delay": {
+        **dict.fromkeys(("schedule/place.py", "schedule/offload.py"), "what a built schedule was given"),
+        **dict.fromkeys(("planner/proposals.py", "planner/search.py", "planner/alternatives.py"), "ratios to try"),
+        "cli/simulate_arguments.py": "of a schedule that is simulated, without a plan",
+    },
+    "speculate": {
+        "schedule/place.py": "what a built schedule was given",
+        "planner/lane_loads.py": "the loads of such a schedule",
+    },
+    "slots": {
+        **dict.fromkeys(("store/digests.py", "store/layout.py", "store/store.py", "state/arrays.py"), "the slots"),
+        "planner/outside.py": "the memory of their checksums",
+    },
+    "durability": {
+        "planner/durability.py": "compares them",
+        "cli/keeping.py": "says what one costs",
+    },
+}
+
+
+def _declared(file: Path) -> Iterator[str]:
+    """Names of the fields of a file's classes and of the parameters of its functions."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef):
+            targets = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        if isinstance(node, ast.FunctionDef):
+            yield from (each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+
+
+@pytest.mark.parametrize("name", USED)
+def test_a_setting_is_declared_in_one_place_and_where_it_is_used(name: str) -> None:
+    found = {file.relative_to(SOURCE).as_posix() for file in SOURCE.rglob("*.py") if name in _declared(file)}
+    home = "config/budget.py" if name in {field.name for field in fields(Budget)} else "config/step.py"
+    assert found == {home, *USED[name]}
+
+
+def test_every_setting_of_a_steps_streams_is_looked_at() -> None:
+    assert {field.name for field in fields(StreamConfig)} <= set(USED)
