@@ -22,6 +22,7 @@ DOCUMENTED = {
 ALLOWED = {
     ("os", "_exit"): "documented: the end of a process without unwinding it",
     ("signal", "_HANDLER"): "the only name that a handler's type has",
+    ("total", "_replace"): "documented: a named tuple with another value",
     ("hasattr", "_fields"): "what Python documents for telling a named tuple from another one",
 }
 """Private only by their looks: (what they are an attribute of, the name) and why."""
