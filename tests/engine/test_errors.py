@@ -209,6 +209,42 @@ def test_micro_batches_that_take_another_way(overlap: bool, clip: float | None, 
         assert engine.step(steady).step == 2
 
 
+class Choosy(nn.Module):
+    """Cuts its embedding off from the loss where the data say so; ``mended``: it adds nothing of it there instead."""
+
+    def __init__(self, *, mended: bool) -> None:
+        super().__init__()
+        self.mended = mended
+        self.embed = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cut = bool(x[0, 0] > 0)
+        x = self.embed(x)
+        if cut:
+            x = x.detach() + 0 * self.embed.weight.sum() if self.mended else x.detach()
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_group_with_a_gradient_only_for_some_data_is_refused_and_the_way_out_is_one(
+    mended: bool, tmp_path: Path
+) -> None:
+    cut, uncut = [{"x": torch.ones(4, 8)}], [{"x": -torch.ones(4, 8)}]
+    with wrap(CASE, budget(tmp_path), model=Choosy(mended=mended), loss_fn=lambda m, mb: m(**mb)) as engine:
+        engine.step(cut)
+        before = state_of(engine)
+        if mended:
+            engine.step(uncut)
+            return
+        with pytest.raises(ModelError, match=r"embed.* received a gradient in stage 0 .*0 \* parameter\.sum\(\)"):
+            engine.step(uncut)
+        assert_same_state(state_of(engine), before)
+        engine.step(cut)
+
+
 # ---- the engine
 
 

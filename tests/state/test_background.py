@@ -271,20 +271,20 @@ def test_a_frozen_array_is_written_again_only_when_something_else_was_put_there(
     assert [written() for _ in range(2)] == [trained + size["weights.2"], trained]
 
 
-def test_slots_turn_when_all_is_written_and_not_before(
+def test_slots_flip_when_all_is_written_and_not_before(
     make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make()
     before = run.slots.record()
-    turned: list[str] = []
+    flipped: list[str] = []
     with monkeypatch.context() as patch:
         gate = Gate(patch)
-        run.background.begin(ORDER, lambda: turned.append(run.slots.record()))
+        run.background.begin(ORDER, lambda: flipped.append(run.slots.record()))
         gate.wait_for(1)
         assert run.slots.record() == before
         gate.open()
         run.background.wait()
-    assert turned == ["".join("10"[int(slot)] for slot in before)]
+    assert flipped == ["".join("10"[int(slot)] for slot in before)]
 
 
 # ---- who waits for what

@@ -64,7 +64,7 @@ class Steps(RuleBasedStateMachine):
         self.number = 0
         for name in NAMES:
             self.slots.zero(name)
-        self.slots.turn(NAMES)
+        self.slots.flip(NAMES)
         self.counts: Contents = {name: [0] * len(SPANS) for name in NAMES}
         self.owed: set[tuple[str, int]] = set()
         self.step: dict[tuple[str, int], int] = {}
@@ -97,20 +97,20 @@ class Steps(RuleBasedStateMachine):
     @rule(late=st.just(set()) | LATE, commit=st.booleans())
     def count(self, late: set[tuple[str, int]], commit: bool) -> None:
         """The step counts, but for what it leaves to the next one; an extent that it has not touched stays. What has
-        turned and is not committed is overwritten in place by the next step.
+        flipped and is not committed is overwritten in place by the next step.
         """
         late = {(name, block) for name, block in late - self.step.keys() if name not in self.in_place}
         bounce = aligned_bytes(3 * ALIGN)
         later = {n: [_bytes(b) for m, b in sorted(late) if m == n] for n in NAMES}
-        turned = [name for name in NAMES if any(n == name for n, _ in (*self.step, *late))]
-        assert all(self.slots.is_touched(name) == any(n == name for n, _ in self.step) for name in turned)
-        for name in turned:
+        flipped = [name for name in NAMES if any(n == name for n, _ in (*self.step, *late))]
+        assert all(self.slots.is_touched(name) == any(n == name for n, _ in self.step) for name in flipped)
+        for name in flipped:
             self.slots.complete(name, bounce, later[name])
-        self.slots.turn(turned, later)
+        self.slots.flip(flipped, later)
         for (name, block), value in self.step.items():
             self.counts[name][block] = value
         self.step.clear()
-        self.in_place.update(turned)
+        self.in_place.update(flipped)
         self.owed = late
         assert self.slots.owes == bool(late)
         if self.owed:
@@ -171,7 +171,7 @@ def slots(tmp_path: Path) -> Slots:
     slots = Slots.of(made(tmp_path / "store"))
     for name in NAMES:
         slots.zero(name)
-    slots.turn(NAMES)
+    slots.flip(NAMES)
     slots.committed()
     return slots
 
@@ -185,10 +185,10 @@ def test_an_extent_with_one_block_missing_does_not_turn(slots: Slots, block: int
         write(slots, "b", other, 1)
     where = f"a: bytes {SPANS[block].start * ALIGN} to {SPANS[block].stop * ALIGN} were to count"
     with pytest.raises(StoreError, match=where):
-        slots.turn(NAMES)
+        slots.flip(NAMES)
     assert contents(slots) == {name: [0] * len(SPANS) for name in NAMES}
     write(slots, "a", block, 1)
-    slots.turn(NAMES)
+    slots.flip(NAMES)
     assert contents(slots) == {name: [1] * len(SPANS) for name in NAMES}
 
 
@@ -198,14 +198,14 @@ def test_what_a_dropped_step_has_written_does_not_count_for_the_next_one(slots: 
     assert not slots.is_touched("a")
     write(slots, "a", 1, 2)
     slots.complete("a", aligned_bytes(2 * ALIGN))
-    slots.turn(["a"])
+    slots.flip(["a"])
     assert contents(slots)["a"] == [0, 2, 0, 0, 0]
 
 
 def test_a_store_of_which_not_all_was_written_is_not_committed(tmp_path: Path) -> None:
     slots = Slots.of(made(tmp_path / "store"))
     slots.zero("a")
-    slots.turn(["a"])
+    slots.flip(["a"])
     with pytest.raises(StoreError, match="b cannot be committed: not all of slot 0 has been written"):
         slots.record()
 
@@ -215,6 +215,6 @@ def test_with_one_slot_a_step_writes_in_place(tmp_path: Path) -> None:
     for name in NAMES:
         slots.zero(name)
     write(slots, "a", 1, 3)
-    slots.turn(["a"])
+    slots.flip(["a"])
     slots.record()
     assert contents(slots)["a"] == [0, 3, 0, 0, 0]

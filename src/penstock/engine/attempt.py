@@ -154,7 +154,7 @@ class Attempt:
         return Event.FILLED
 
     def _flip(self) -> Event:
-        self.arrays.turn_step(self.runner.late, groups_of(self.context.update.touched, self.groups))
+        self.arrays.flip_step(self.runner.late, groups_of(self.context.update.touched, self.groups))
         return Event.FILLED
 
     def _count(self) -> Event:

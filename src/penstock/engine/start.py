@@ -106,7 +106,7 @@ def _write_group(group: ParamGroup, flat: torch.Tensor, arrays: StateArrays) -> 
         for start, piece in arrays.pieces(part.name, bounce):
             piece.copy_(flat[start : start + piece.numel()])
             arrays.write(part.name, start, piece)
-        arrays.turn(part.name)
+        arrays.flip(part.name)
     bounce.close()
 
 

@@ -8,7 +8,7 @@ In fp32 the trainable part of the weights *is* the master copy. A group's arrays
 steps, chunk by chunk, so that no tier ever holds more than it has to.
 
 On disk an array has one slot or two (``state.slots``), and what is written of it is noted there. Whoever writes all of
-an array does so between ``begin`` and ``turn``; a step that has been taken says so with ``turn_step``.
+an array does so between ``begin`` and ``flip``; a step that has been taken says so with ``flip_step``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -171,7 +171,7 @@ class StateArrays:
             self.slots.read(name, start * out.itemsize, numpy_bytes(out), before=before)
 
     def write(self, name: str, start: int, data: torch.Tensor) -> None:
-        """The opposite of ``read``. On disk with two slots it goes beside what ``read`` gives, until ``turn``."""
+        """The opposite of ``read``. On disk with two slots it goes beside what ``read`` gives, until ``flip``."""
         if name in self._arrays:
             self._arrays[name][start : start + data.numel()].copy_(data)
             if start + data.numel() > self.parts[name].trainable:
@@ -184,14 +184,14 @@ class StateArrays:
         if name in self.slots:
             self.slots.drop((name,))
 
-    def turn(self, name: str) -> None:
+    def flip(self, name: str) -> None:
         """All of an array has been written: on disk, it is read from there now.
 
         Raises:
             StoreError: not all of it was.
         """
         if name in self.slots:
-            self.slots.turn((name,))
+            self.slots.flip((name,))
 
     def zero(self, name: str) -> None:
         """Make an array zeros."""
@@ -200,7 +200,7 @@ class StateArrays:
         else:
             self.begin(name)
             self.slots.zero(name)
-            self.turn(name)
+            self.flip(name)
 
     def begin_step(self) -> None:
         """A step is about to change the arrays: what it changes is noted from here on."""
@@ -248,14 +248,14 @@ class StateArrays:
 
     def complete_step(self, late: Late) -> None:
         """Bring what a step has not written of the arrays that it has written, such as their frozen parts, so that
-        ``turn_step`` may follow. ``late``: what it leaves to the next one.
+        ``flip_step`` may follow. ``late``: what it leaves to the next one.
 
         Raises:
             StoreError: the drive failed. What is read is what was read before.
         """
         self._complete(self._written(late), late)
 
-    def turn_step(self, late: Late, reached: Collection[int]) -> None:
+    def flip_step(self, late: Late, reached: Collection[int]) -> None:
         """A step counts: arrays on disk that it has written, or leaves to the next one, are read from there, and the
         others from where they were. ``reached``: groups with a gradient in this step.
 
@@ -266,7 +266,7 @@ class StateArrays:
         for name in self._trained_on_disk():
             if self.parts[name].group in reached and name not in written:
                 raise StoreError(f"{name}: the step has a gradient for it, and has not written it")
-        self.slots.turn(written, {name: self._late_bytes(name, late) for name in written})
+        self.slots.flip(written, {name: self._late_bytes(name, late) for name in written})
 
     def _trained_on_disk(self) -> list[str]:
         """Arrays on disk that a step may write."""
@@ -359,7 +359,7 @@ class StateArrays:
         on_disk = [name for name in names if self.tier_of(name) == "disk"]
         self._complete(on_disk, {})
         for name in on_disk:
-            self.turn(name)
+            self.flip(name)
 
     def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
         """Fill ``flat``, 1-D and fp32, with the elements of an array from ``offset`` on, all in its trainable or all in
@@ -392,7 +392,7 @@ class StateArrays:
                 for start, piece in self.pieces(name, bounce):
                     piece.copy_(array[start : start + piece.numel()])
                     self.slots.write(name, start * piece.itemsize, numpy_bytes(piece))
-                self.turn(name)
+                self.flip(name)
         finally:
             bounce.close()
         self.keep(names)
@@ -433,7 +433,7 @@ class StateArrays:
                 self.keep((name,))
         else:
             del self._arrays[name], self._slabs[name]
-            self.turn(name)
+            self.flip(name)
         if old is not None:
             old.close()
 

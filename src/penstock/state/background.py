@@ -10,7 +10,7 @@ goes from ``waiting`` over ``taken`` to ``safe``: safe, and free to be changed, 
 buffer. The thread has a piece taken only while it copies it, so a change never waits for a write that the thread has
 under way; nobody waits for a piece while another is taken by him, so no order of changes can deadlock.
 
-What is on disk at home is not written here: ``turn_step`` and the next step's writes would mix another step into the
+What is on disk at home is not written here: ``flip_step`` and the next step's writes would mix another step into the
 commit. Where trained state is both in memory and on disk, ``wait`` before the next step's first write to disk.
 """
 
@@ -63,7 +63,7 @@ class Background:
 
         Args:
             order: groups in the order in which the next step changes them. Groups that are left out come last.
-            done: called by the writing thread when all arrays are written and turned. It commits, with what was the
+            done: called by the writing thread when all arrays are written and flipped. It commits, with what was the
                 step's progress at ``begin``.
 
         Raises:
@@ -159,7 +159,7 @@ class Background:
                     pieces.count_written()
             if pieces.wait_written():
                 for name in pieces.names:
-                    self._arrays.turn(name)
+                    self._arrays.flip(name)
                 done()
                 self._arrays.keep(pieces.names)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the write is waited for

@@ -186,7 +186,7 @@ class Commits:
         assert offset == 0
         self.slots.drop((name,))
         self.slots.write(name, 0, pages)
-        self.slots.turn((name,))
+        self.slots.flip((name,))
 
     def settle(self, progress: Progress) -> None:
         """Bring what is in memory to disk, and commit it."""

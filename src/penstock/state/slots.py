@@ -6,10 +6,10 @@
 
 A commit makes what is current durable. With one slot all three are the same, and a step writes in place.
 
-Nothing is assumed about what a step writes: every write to a target is noted, block by block, and an extent turns (its
+Nothing is assumed about what a step writes: every write to a target is noted, block by block, and an extent flips (its
 target becomes current) only when each block of it is accounted for:
 
-    written   since the last ``turn`` or ``drop``
+    written   since the last ``flip`` or ``drop``
     alike     copied from the current slot by ``complete``, and written in neither slot since
     owed      a delayed chunk's: the next step writes it, before anybody reads it and before the next commit
 
@@ -37,7 +37,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class _Owed:
-    """What is still to be written of an extent that has turned. ``before``: the slot that has it until then."""
+    """What is still to be written of an extent that has flipped. ``before``: the slot that has it until then."""
 
     before: int
     blocks: Flags
@@ -92,7 +92,7 @@ class Slots:
     def read(self, name: str, offset: int, buffer: NDArray[np.uint8], *, before: bool = False) -> None:
         """Fill ``buffer`` with the bytes of an extent from ``offset`` on.
 
-        ``before``: what is owed, from where it was before the last ``turn``.
+        ``before``: what is owed, from where it was before the last ``flip``.
 
         Raises:
             StoreError: the drive failed, what is there is damaged, or it is owed.
@@ -106,7 +106,7 @@ class Slots:
         self._store.read(name, offset, buffer, slot)
 
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
-        """Write bytes of an extent, with two slots beside what ``read`` gives, until ``turn``.
+        """Write bytes of an extent, with two slots beside what ``read`` gives, until ``flip``.
 
         Raises:
             StoreError: the drive failed; the range then counts as not written.
@@ -124,14 +124,14 @@ class Slots:
             owed.blocks[blocks] = False
 
     def zero(self, name: str) -> None:
-        """Make an extent zeros, with two slots beside what ``read`` gives, until ``turn``."""
+        """Make an extent zeros, with two slots beside what ``read`` gives, until ``flip``."""
         assert self._store is not None
         self._alike[name][:] = False
         self._store.zero(name, self.target(name))
         self._written[name][:] = True
 
     def complete(self, name: str, bounce: NDArray[np.uint8], later: Sequence[range] = ()) -> None:
-        """Copy what was not written of an extent beside what was, so that ``turn`` may follow, through ``bounce``.
+        """Copy what was not written of an extent beside what was, so that ``flip`` may follow, through ``bounce``.
 
         ``later``: bytes that are left out, since they will be owed.
 
@@ -149,7 +149,7 @@ class Slots:
     # ---- what counts
 
     def is_touched(self, name: str) -> bool:
-        """Whether any of an extent's target has been written since the last ``turn`` or ``drop``."""
+        """Whether any of an extent's target has been written since the last ``flip`` or ``drop``."""
         return bool(self._written[name].any())
 
     def in_place(self, names: Iterable[str]) -> bool:
@@ -163,16 +163,16 @@ class Slots:
             self._in_place.discard(name)
 
     def lacks(self, name: str, later: Sequence[range] = ()) -> bool:
-        """Whether ``turn`` needs a ``complete`` before it."""
+        """Whether ``flip`` needs a ``complete`` before it."""
         return bool((self._lacking(name) & ~self._flags(name, later)).any())
 
-    def turn(self, names: Iterable[str], later: Mapping[str, Sequence[range]] | None = None) -> None:
+    def flip(self, names: Iterable[str], later: Mapping[str, Sequence[range]] | None = None) -> None:
         """All of these extents is there: reads return it from now on.
 
         ``later``: bytes of some of them that are owed from now on, where they have not been written.
 
         Raises:
-            StoreError: something is missing; nothing has turned.
+            StoreError: something is missing; nothing has flipped.
         """
         names = tuple(names)
         lacking = {name: self._lacking(name) for name in names if self._current[name] != self.target(name)}

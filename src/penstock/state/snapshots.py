@@ -78,7 +78,7 @@ def restore(snapshot: SnapshotReader, arrays: StateArrays, buffers: Buffers) -> 
                 snapshot.read(name, start * piece.itemsize, numpy_bytes(piece))
                 arrays.write(name, start, piece)
             if arrays.tier_of(name) == "disk":
-                arrays.turn(name)
+                arrays.flip(name)
         buffers.read(snapshot.read)
     finally:
         bounce.close()

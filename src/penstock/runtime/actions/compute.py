@@ -95,8 +95,10 @@ class Compute:
         target, context = self._accumulators.get(id(parameter)), self._to.context
         if target is None:
             raise ModelError(
-                f"{self._name(parameter)} received a gradient in stage {stage} ({self._stages[stage].name}), which the "
-                "first micro-batch did not show. Which stage uses a parameter must not depend on the data"
+                f"{self._name(parameter)} received a gradient in stage {stage} ({self._stages[stage].name}), where the "
+                "micro-batch that the plan was made from gave none to any parameter of its group. Which groups a stage "
+                "uses must not depend on the values of the data: where the model leaves this one out, let it add "
+                "0 * parameter.sum() to what it computes"
             )
         target.add_(gradient)
         context.update.touched.add(id(parameter))
