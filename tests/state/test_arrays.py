@@ -126,6 +126,58 @@ def test_what_is_written_in_memory_is_what_moves(store: Store) -> None:
     arrays.close()
 
 
+@pytest.fixture(params=[1, 2])
+def stepped(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[StateArrays, int]]:
+    """Arrays on disk, in one slot or two, that a commit names; group 1 has its weights in memory."""
+    parts = [part for group in GROUPS for part in parts_of(group, SPLIT, torch.bfloat16)]
+    entries = ((part.name, part.nbytes, request.param) for part in parts)
+    layout = Layout.build(entries, {part.name: part.grid for part in parts})
+    with Store.create([tmp_path / "store"], layout, model={}) as made:
+        arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, made, Slots.of(made), host_bytes=0)
+        for name in arrays.parts:
+            arrays.zero(name)
+        arrays.settle(placement(("disk", "disk"), ("host", "disk"), ("disk", "disk")))
+        made.commit({"slots": arrays.slots.record()})
+        arrays.slots.committed()
+        arrays.begin_step()
+        yield arrays, request.param
+        arrays.close()
+
+
+def write_some(arrays: StateArrays, name: str) -> None:
+    piece = pages(torch.float32, ALIGN)
+    piece.fill_(3.0)
+    arrays.write(name, 0, piece)
+
+
+def test_what_a_step_wrote_says_whether_it_can_be_dropped(stepped: tuple[StateArrays, int]) -> None:
+    """Beside what counts, or weights that follow from a master copy: yes. In place: no. Having begun says nothing."""
+    arrays, slots = stepped
+    arrays.note_step(1, late=False)
+    arrays.array("weights.1")[:ALIGN] = 3.0
+    assert arrays.droppable
+    write_some(arrays, "master.1")
+    assert arrays.droppable == (slots == 2)
+    if arrays.droppable:
+        arrays.drop_step()
+        assert not arrays.array("weights.1").any(), "they are what their master copy says"
+
+
+def test_state_in_memory_and_what_a_step_finishes_for_the_one_before_cannot_be_dropped(
+    stepped: tuple[StateArrays, int],
+) -> None:
+    arrays, _ = stepped
+    arrays.note_step(0, late=True)
+    assert not arrays.droppable
+    arrays.complete_late()
+    assert arrays.droppable
+    arrays.settle(placement(("disk", "disk"), ("host", "host"), ("disk", "disk")))
+    arrays.note_step(1, late=False)
+    assert not arrays.droppable
+    arrays.begin_step()
+    assert arrays.droppable
+
+
 def test_without_a_store_everything_starts_as_zeros_in_host_memory() -> None:
     arrays = StateArrays(GROUPS, ONE, torch.float32, CPU, None, Slots.none(), host_bytes=1 << 30)
     assert {arrays.tier_of(name) for name in arrays.parts} == {"host"}
