@@ -14,8 +14,8 @@ from torch import nn
 from penstock.engine.fate import State
 from penstock.engine.runner import Runner
 from penstock.errors import ScheduleError, StoreError
-from penstock.schedule.check import check_waits
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
 from penstock.schedule.vertical import vertical
@@ -209,9 +209,9 @@ def test_a_schedule_of_ones_own_may_not_step_in_place_before_the_norm() -> None:
         speculate=True,
     )
     schedule = vertical(program, settings)
-    check_waits(schedule, settings.waits)
+    prove(schedule, Needs.of(program, settings))
     early = schedule.by_id["OP0.0"]
     ops = [op for op in schedule.ops if op is not early]
     ops.insert(ops.index(schedule.by_id["NORM"]), replace(early, after=tuple(n for n in early.after if n != "NORM")))
     with pytest.raises(ScheduleError, match=r"op OP0\.0 may run before NORM"):
-        check_waits(replace(schedule, ops=tuple(ops)), settings.waits)
+        prove(replace(schedule, ops=tuple(ops)), Needs.of(program, settings))

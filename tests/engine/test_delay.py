@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.config import Budget, Tier
 from penstock.errors import ScheduleError
 from penstock.planner.fit import Request, fit
-from penstock.planner.own_schedule import with_schedule
+from penstock.planner.own_schedule import own_plan
 from penstock.schedule.check import check
 from penstock.schedule.check_world import check_world
 from penstock.schedule.clocks import Clocks
@@ -459,12 +459,12 @@ def test_only_the_vertical_schedule_delays() -> None:
 
 @pytest.mark.parametrize("gradients", ["host", "disk"])
 @pytest.mark.parametrize("weights", ["host", "disk"])
-def test_a_users_schedule_with_a_delay_is_refused(gradients: Literal["host", "disk"], weights: Tier) -> None:
+def test_a_users_schedule_says_itself_what_it_delays(gradients: Literal["host", "disk"], weights: Tier) -> None:
     budget = Budget(device=1 << 30, host=1 << 30, disk="/disk", weights=weights, state="disk", gradients=gradients)
     form = Format(weight_bytes=2, moments=2)
     request = Request(program=PLAIN, budget=budget, form=form, micro_batches=2, wait=True, speculate=False)
     plan = fit(request)
-    assert with_schedule(request, plan, plan.schedule).schedule == plan.schedule
     late = vertical(PLAIN, replace(plan.settings, delay=0.5))
-    with pytest.raises(ScheduleError):
-        with_schedule(request, plan, late)
+    assert own_plan(replace(request, delay=None), late).schedule.ops == late.ops
+    with pytest.raises(ScheduleError, match=r"leave delay=0\.0 out"):
+        own_plan(request, late)

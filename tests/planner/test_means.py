@@ -10,7 +10,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.alternatives import alternatives, way_of
 from penstock.planner.fit import Request, fit, fitted
 from penstock.planner.means import no_speculation, steps_early
-from penstock.planner.own_schedule import means_of, with_schedule
+from penstock.planner.own_schedule import own_plan
 from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.question import Question
 from penstock.planner.search import best, search
@@ -227,35 +227,30 @@ def planned(*, delay: float, speculate: bool = False, gradients: str | None = No
 @pytest.mark.parametrize("speculate", [False, True])
 def test_a_schedule_tells_by_which_means_it_was_made(delay: float, gradients: str, speculate: bool) -> None:
     request, schedule = planned(delay=delay, speculate=speculate, gradients=gradients)
-    early, share = means_of(parse_schedule(str(schedule)), request.program, wait=True)
-    assert early is speculate
-    again = replace(request, speculate=early, delay=share)
-    assert with_schedule(again, fit(again), schedule).schedule.ops == schedule.ops
+    plan = own_plan(replace(request, speculate=None, delay=None), parse_schedule(str(schedule)))
+    assert plan.schedule.ops == schedule.ops
+    assert plan.settings.speculate is speculate
+    assert (plan.settings.delay > 0) is (delay > 0)
+    asked = fit(request).settings.place
+    assert (plan.settings.place.weights, plan.settings.place.state) == (asked.weights, asked.state)
 
 
-def test_a_schedule_by_other_means_is_refused_with_what_to_ask_for() -> None:
+def test_what_is_asked_for_and_the_schedule_does_otherwise_is_refused() -> None:
     request, schedule = planned(delay=0.25)
-    for theirs, said in (
-        (planned(delay=0.0)[1], r"delays the steps of 0 chunks, and the plan of \d+ .* give delay=0,"),
-        (planned(delay=0.5)[1], r"delays the steps of \d+ chunks, .* give delay=0\.5"),
-        (planned(delay=0.25, speculate=True)[1], "the schedule speculates, and the plan does not: give speculate=True"),
-        (replace(schedule, carried=schedule.carried[1:]), "has no line 'carry h.* add it"),
-    ):
-        with pytest.raises(ScheduleError, match=said):
-            with_schedule(request, fit(request), theirs)
-    early, _ = planned(delay=0.25, speculate=True)
-    with pytest.raises(ScheduleError, match=r"does not speculate, .* give speculate=False"):
-        with_schedule(early, fit(early), schedule)
+    late = len(schedule.carried)
+    with pytest.raises(ScheduleError, match=rf"itself delays the steps of {late} chunks: leave delay=0\.5 out"):
+        own_plan(replace(request, delay=0.5), schedule)
+    with pytest.raises(ScheduleError, match="the schedule speculates: leave speculate=False out"):
+        own_plan(replace(request, delay=None), planned(delay=0.25, speculate=True)[1])
+    with pytest.raises(ScheduleError, match=r"weights of embed at home on disk, and budget\.weights='host'"):
+        own_plan(replace(request, delay=None, budget=replace(request.budget, weights="host")), schedule)
 
 
-def test_chunks_that_no_ratio_delays_are_refused() -> None:
+def test_a_gradient_that_is_not_handed_on_is_missed() -> None:
     request, schedule = planned(delay=0.25)
-    late = [op for op in schedule.ops if op.id.kind == "OP" and op.reads[0].startswith("h")]
-    edited = str(schedule)
-    for op in late[:-1]:
-        edited = edited.replace(f"read {op.reads[0]}", f"read H{op.id[2:]}u0")
-    with pytest.raises(ScheduleError, match="not the ones that a delay ratio does"):
-        means_of(parse_schedule(edited), request.program, wait=True)
+    name = schedule.carried[0][0]
+    with pytest.raises(ScheduleError, match=f"gives back {name}, which is not taken"):
+        own_plan(replace(request, delay=None), replace(schedule, carried=schedule.carried[1:]))
 
 
 def test_the_delay_that_is_chosen_is_about_the_best_where_the_drive_bounds_the_step() -> None:

@@ -17,7 +17,7 @@ from penstock.errors import BudgetError
 from penstock.planner.fit import Plan, Request, fit
 from penstock.planner.question import Question
 from penstock.planner.search import search
-from penstock.schedule.check import check, check_readers
+from penstock.schedule.check import check
 from penstock.schedule.horizontal import horizontal
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
@@ -243,7 +243,7 @@ def test_every_plan_is_safe_and_within_its_budget_or_refused_with_what_would_do(
             asked = asked.with_budget(**dict(wanted))
         assert plan is not None
         check(plan.schedule)
-        check_readers(plan.schedule, plan.program, plan.settings.place.weights)
+        prove(plan.schedule, Needs.of(plan.program, plan.settings))
         budget = asked.question.request.budget
         assert plan.device_bytes <= budget.device_bytes
         assert plan.host_bytes <= budget.host_bytes

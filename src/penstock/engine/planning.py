@@ -21,11 +21,12 @@ from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import Plan, Request, fit, off_device
 from penstock.planner.means import expected_repeats
-from penstock.planner.own_schedule import cast_of, means_of, with_schedule
+from penstock.planner.own_schedule import own_plan
 from penstock.planner.search import best
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement
 from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
@@ -197,7 +198,6 @@ class Planning:
         request = self._request(stages, micro_batches, train=train)
         times = _slowest([p.times for p in probed])
         plan = self._fit(request, times)
-        check(plan.schedule)
         if train and plan.settings.place != self._placed:
             self._placed = plan.settings.place
             self._plans.pop(not train, None)  # it was made for arrays in other places
@@ -273,13 +273,9 @@ class Planning:
     def _request(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
         program = Program(groups=tuple(g.spec for g in self._shared.groups), stages=tuple(stages))
-        asked, cast = self._asked, None
-        speculate, delay = asked.steps_early(asked.budget), asked.delay
-        if train and isinstance(self._schedule, Schedule):  # what is left open is as the schedule has it
-            early, share = means_of(self._schedule, program, wait=asked.needs_norm)
-            speculate, delay = early if speculate is None else speculate, share if delay is None else delay
-            cast = cast_of(self._schedule)
-        if speculate is None and self._shared.machine is None and self._repeats > _OFTEN:
+        asked = self._asked
+        speculate, own = asked.steps_early(asked.budget), train and isinstance(self._schedule, Schedule)
+        if speculate is None and not own and self._shared.machine is None and self._repeats > _OFTEN:
             speculate = False  # there is no profile to tell what a step and what waiting costs
         return Request(
             program=program,
@@ -287,8 +283,7 @@ class Planning:
             form=self._shared.arrays.form,
             micro_batches=len(micro_batches),
             wait=asked.needs_norm,
-            **fields_of(asked) | {"speculate": speculate, "delay": delay},
-            cast=cast,
+            **fields_of(asked) | {"speculate": speculate},
             train=train,
             family="horizontal" if name == "horizontal" else "vertical",
             inputs=len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches),
@@ -296,9 +291,12 @@ class Planning:
         )
 
     def _fit(self, request: Request, times: StageTimes | None) -> Plan:
+        if isinstance(self._schedule, Schedule) and request.train:
+            return own_plan(request, self._schedule, self._placed)
         plan = self._best(request, times)
-        own = self._schedule if isinstance(self._schedule, Schedule) and request.train else None
-        return plan if own is None else with_schedule(request, plan, own)
+        check(plan.schedule)
+        prove(plan.schedule, Needs.of(plan.program, plan.settings))
+        return plan
 
     def _best(self, request: Request, times: StageTimes | None) -> Plan:
         """The plan for a request; what is resident stays where it is if it can."""

@@ -17,6 +17,7 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.planner.means import check_means, no_speculation, steps_early
 from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.ir.ops import Schedule, peak_bytes
+from penstock.schedule.meaning import narrow_groups_of
 from penstock.schedule.place import BF16, FP32, Depths, Format, Placement, Settings, Side, checksum_bytes, page_up
 from penstock.schedule.program import ALIGN, Program
 from penstock.schedule.provision import Provision, fixed_bytes, narrow_groups
@@ -38,8 +39,11 @@ class Plan:
     state_bytes: int
     """weights, fp32 gradients and optimizer state of the whole model"""
     disk_bytes: int
-    narrow: frozenset[int] = frozenset()
-    """groups whose gradients cross to the host, and wait, in bf16"""
+
+    @cached_property
+    def narrow(self) -> frozenset[int]:
+        """Groups whose gradients cross to the host, and wait, in bf16."""
+        return narrow_groups_of(self.schedule)
 
     @property
     def device_bytes(self) -> int:
@@ -214,27 +218,28 @@ class Request(StreamConfig):
         more = min(free // max(stage.checkpoint for stage in self.program.stages[:-1]), leaving)
         return replace(settings, depths=replace(depths, inputs=depths.inputs + max(more, 0)))
 
-    def plan(self, settings: Settings) -> Plan:
-        """The plan with these settings; whether it fits is the caller's to know."""
+    def plan(self, settings: Settings, schedule: Schedule | None = None) -> Plan:
+        """The plan with these settings; whether it fits is the caller's to know. ``schedule``: the user's own, which
+        the settings describe; None: the one that is built from them."""
         trained = sum(g.trainable for g in self.program.groups)
         total = sum(g.numel for g in self.program.groups)
         per_element = FP32 * (1 + self.form.moments + self.form.split)
         return Plan(
             program=self.program,
             settings=settings,
-            schedule=self.build(settings),
+            schedule=self.build(settings) if schedule is None else schedule,
             state_bytes=total * self.form.weight_bytes + trained * per_element,
             disk_bytes=self.disk_bytes(settings.place),
-            narrow=narrow_groups(self.route, settings),
         )
 
-    def fixed(self, place: Placement) -> tuple[tuple[Tier, str, int], ...]:
-        """(tier, what, bytes) that the whole step holds besides its pools."""
+    def fixed(self, place: Placement, at_once: int | None = None) -> tuple[tuple[Tier, str, int], ...]:
+        """(tier, what, bytes) that the whole step holds besides its pools. ``at_once``: micro-batches under way at the
+        same time; None: those of the route."""
         return fixed_bytes(
             self.program,
             self.form,
             place,
-            self.route.at_once,
+            self.route.at_once if at_once is None else at_once,
             inputs=self.inputs,
             step_temporaries=self.step_temporaries,
         )

@@ -1,29 +1,110 @@
-"""A schedule of the user's own in the place of a plan's: checked against what the plan's settings need."""
+"""A schedule of the user's own in the place of a plan's: what it needs is read off it, what it computes is proved."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.config import Tier, format_size
 from penstock.errors import BudgetError, ScheduleError
-from penstock.planner.fit import Plan, Request
-from penstock.schedule.check import check_readers, check_waits
-from penstock.schedule.ir.ops import Op, Schedule, chunk_of
-from penstock.schedule.place import GRAIN, Depths, Side, on_grain
-from penstock.schedule.program import ALIGN, Program
+from penstock.planner.fit import Plan, Request, base_placement
+from penstock.planner.means import no_speculation
+from penstock.schedule.check import check
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.meaning import Needs, late_chunks, narrow_groups_of, prove
+from penstock.schedule.place import FP32, GRAIN, Depths, Placement, Settings, chunks, on_grain
+from penstock.schedule.program import ALIGN
 
-_SHOWN = 3
-"""chunks that an error names"""
 
+def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None) -> Plan:
+    """The plan that a schedule is. It may do whatever computes the step of this model, within the budget.
 
-def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
-    """The plan with a schedule of the user's own: the same ops on the same buffers, but in the order, with the
-    dependencies and with as many buffers per pool as theirs. It speculates, and delays the same chunks, if the plan
-    does: ``means_of`` tells what to ask of the plan. As many inputs of the last block stay on the device as in theirs.
+    ``request``: without a choice between waiting and speculating, of a delay and of the side that rounds: the schedule
+    has them. ``keep``: where arrays are now; those that no op is about stay there.
 
     Raises:
-        ScheduleError: it is for another number of micro-batches, or differs in more than that, or would change the
-            numbers by adding gradients up in another order.
+        ScheduleError: it is for another number of micro-batches; it is not safe, or does not compute this step; or the
+            settings say something else.
         BudgetError: its pools do not fit.
     """
+    _check_cut(request, schedule)
+    place = placement_of(schedule, request, base_placement(request) if keep is None else keep)
+    _check_settings(request, schedule, place)
+    late, steps = late_chunks(schedule), sum(op.id.kind == "OP" for op in schedule.ops)
+    settings = Settings(
+        micro_batches=request.micro_batches,
+        chunk=schedule.chunk,
+        form=request.form,
+        place=place,
+        depths=Depths(),
+        wait=request.wait,
+        speculate=speculates(schedule, wait=request.wait),
+        delay=len(late) / steps if late else 0.0,
+        grad_dtype=request.grad_dtype,
+        cast="device" if narrow_groups_of(schedule) else "host",
+    )
+    check(schedule)
+    prove(schedule, Needs.of(request.program, settings))
+    plan = request.plan(settings, _with_fixed(request, schedule, place))
+    for tier, used, most in (
+        ("device", plan.device_bytes, request.budget.device_bytes),
+        ("host", plan.host_bytes, request.budget.host_bytes),
+    ):
+        if used > most:
+            raise BudgetError(f"the schedule's pools take {format_size(used)} of budget.{tier}")
+    return plan
+
+
+def speculates(schedule: Schedule, *, wait: bool) -> bool:
+    """Whether any step comes before the norm that it depends on, or would if it were not delayed. ``wait``: whether
+    steps depend on it; then a schedule without an op for it speculates, even if all its chunks are delayed."""
+    return schedule.speculative or (wait and "NORM" not in schedule.by_id)
+
+
+def placement_of(schedule: Schedule, request: Request, others: Placement) -> Placement:
+    """Where a schedule has weights and state at home, and where gradients and checkpoints wait in it.
+
+    ``others``: where arrays are that no op is about.
+    """
+    count = len(request.program.groups)
+    weights, state = list(others.weights), list(others.state)
+    ops: list[list[Op]] = [[] for _ in range(count)]
+    for op in schedule.ops:
+        if 0 <= op.id.group < count:
+            ops[op.id.group].append(op)
+    used = {g for stage in request.program.stages for g in (*stage.forward_reads, *stage.backward_reads)}
+    for g, group in enumerate(request.program.groups):
+        kinds = {op.id.kind for op in ops[g]}
+        loads = [op for op in ops[g] if op.id.kind == "UW"]
+        if g not in used or not group.numel:
+            continue
+        if "RW" in kinds or any(op.reads for op in loads):
+            weights[g] = "disk"
+        else:
+            weights[g] = "host" if loads else "device"
+        if "OD" in kinds:
+            state[g] = "device"
+        elif "OP" in kinds:
+            arrays = max((_arrays_moved(op, request, schedule) for op in ops[g] if op.id.kind == "RS"), default=0)
+            in_fp32 = not request.form.split and weights[g] == "disk"
+            state[g] = "disk" if arrays > in_fp32 or (in_fp32 and not request.form.moments) else "host"
+    wrote = {op.id.kind for op in schedule.lanes["write"]}
+    away: Tier = "host" if any(op.id.kind == "DC" for op in schedule.lanes["d2h"]) else "device"
+    return Placement(
+        weights=tuple(weights),
+        state=tuple(state),
+        gradients="disk" if "WG" in wrote else "host",
+        checkpoints="disk" if "WC" in wrote else away,
+    )
+
+
+def _arrays_moved(op: Op, request: Request, schedule: Schedule) -> int:
+    """How many arrays of a chunk's state an op reads from disk."""
+    cut = chunks(request.program.groups[op.id.group], schedule.chunk)
+    return op.nbytes // (cut[op.id.chunk].numel * FP32) if 0 <= op.id.chunk < len(cut) else 0
+
+
+def _check_cut(request: Request, schedule: Schedule) -> None:
+    if schedule.micro_batches != request.micro_batches:
+        raise ScheduleError(f"the schedule is for {schedule.micro_batches} micro-batches, not {request.micro_batches}")
     if schedule.chunk < ALIGN or schedule.chunk % ALIGN:
         raise ScheduleError(f"the schedule's chunk of {schedule.chunk} elements is not a multiple of {ALIGN}")
     for group in request.program.groups:
@@ -32,125 +113,64 @@ def with_schedule(request: Request, plan: Plan, schedule: Schedule) -> Plan:
                 f"the schedule's chunk of {schedule.chunk} elements is smaller than what has one checksum on disk in "
                 f"group {group.name}: make it {GRAIN} or more"
             )
-    settings = replace(plan.settings, chunk=schedule.chunk)
-    if schedule.micro_batches != settings.micro_batches:
-        raise ScheduleError(f"the schedule is for {schedule.micro_batches} micro-batches, not {settings.micro_batches}")
-    inputs = _staying_inputs(request, schedule)
-    settings = replace(settings, depths=replace(settings.depths, inputs=inputs))
-    wanted = request.build(settings)
-    _check_means(wanted, schedule, request.program)
-    for missing in wanted.by_id.keys() - schedule.by_id.keys():
-        raise ScheduleError(f"the schedule has no op {missing}, which this model on this budget needs")
-    for extra in schedule.by_id.keys() - wanted.by_id.keys():
-        raise ScheduleError(f"the schedule has an op {extra}, which this model on this budget does not have")
-    for op in wanted.ops:
-        theirs = schedule.by_id[op.id]
-        if replace(theirs, after=op.after) != op:
-            raise ScheduleError(f"op {op.id} moves or touches something else than this model needs: write '{op}'")
-    pools = {pool.name: pool for pool in schedule.pools}
-    for pool in wanted.pools:
-        if pool.name not in pools or replace(pools[pool.name], count=pool.count) != pool:
-            raise ScheduleError(f"the schedule needs a pool like '{pool}'; only its number of buffers may differ")
-    found, sums = _order_of_sums(schedule), _order_of_sums(wanted)
-    for name in sums:
-        if found[name] != sums[name]:
-            raise ScheduleError(
-                f"gradients are added up in {name} by {', '.join(found[name])}, which changes the numbers: keep the "
-                f"order {', '.join(sums[name])}"
-            )
-    check_readers(schedule, request.program, settings.place.weights)
-    check_waits(schedule, settings.waits)
-    own = replace(schedule, fixed=wanted.fixed)
-    limits: tuple[tuple[Tier, int], ...] = (
-        ("device", request.budget.device_bytes),
-        ("host", request.budget.host_bytes),
-    )
-    for tier, most in limits:
-        if own.peak_bytes(tier) > most:
-            raise BudgetError(f"the schedule's pools take {format_size(own.peak_bytes(tier))} of budget.{tier}")
-    return replace(plan, settings=settings, schedule=own)
 
 
-def _staying_inputs(request: Request, schedule: Schedule) -> int:
-    """``Depths.inputs`` of a schedule: how many there were room for when it was made."""
-    last = len(request.program.stages) - 3
-    leave = sum(op.id.kind == "DC" and op.id.stage == last for op in schedule.lanes["d2h"])
-    return max(request.route.at_once - leave, Depths.inputs)
+def _check_settings(request: Request, schedule: Schedule, place: Placement) -> None:
+    """Raises ScheduleError: a setting and the schedule say different things."""
+    early = speculates(schedule, wait=request.wait)
+    if request.speculate is not None and request.speculate != early:
+        does = "speculates" if early else "does not speculate"
+        raise ScheduleError(f"the schedule {does}: leave speculate={request.speculate} out, or take another schedule")
+    if early and (why := no_speculation(request.budget, request.form, wait=request.wait)) is not None:
+        raise ScheduleError(f"the schedule speculates, which cannot be: {why}")
+    late = len(late_chunks(schedule))
+    if request.delay is not None and (late or request.delay):
+        raise ScheduleError(f"the schedule itself delays the steps of {late} chunks: leave delay={request.delay} out")
+    budget, base = request.budget, base_placement(request)
+    for g, group in enumerate(request.program.groups):
+        for kind, pin, tier, may in (
+            ("weights", budget.weights, place.weights[g], base.weights[g]),
+            ("state", budget.state if group.trainable else None, place.state[g], base.state[g]),
+        ):
+            if pin is not None and tier not in (pin, may):
+                raise ScheduleError(
+                    f"the schedule has the {kind} of {group.name} at home on {tier}, and budget.{kind}={pin!r}"
+                )
+            if tier == "disk" and request.bottom != "disk":
+                raise ScheduleError(f"the schedule has {kind} of {group.name} on disk: give budget.disk a directory")
+    _check_waiting(request, schedule, late_chunks(schedule))
 
 
-def _order_of_sums(schedule: Schedule) -> dict[str, list[str]]:
-    """For each buffer that gradients are added up in, the ops that add, in order."""
-    sums: dict[str, list[str]] = {}
-    for op in (*schedule.lanes["compute"], *schedule.lanes["cpu"]):
-        if op.id.kind in ("B", "E", "AG"):
-            for name in set(op.reads) & set(op.writes):
-                sums.setdefault(name, []).append(op.id)
-    return sums
+def _check_waiting(request: Request, schedule: Schedule, late: frozenset[tuple[int, int]]) -> None:
+    """The same of what waits within a step, or for the next one."""
+    budget, kinds = request.budget, {op.id.kind for op in schedule.ops}
+    if request.bottom != "disk" and (lacking := kinds & {"WG", "WC"}):
+        raise ScheduleError(f"the schedule has ops {min(lacking)}, which write to disk: give budget.disk a directory")
+    away = {(op.id.stage, op.id.micro_batch): "host" for op in schedule.ops if op.id.kind == "DC"}
+    away |= {(op.id.stage, op.id.micro_batch): "disk" for op in schedule.ops if op.id.kind == "WC"}
+    if budget.checkpoints is not None and (others := {*away.values()} - {budget.checkpoints}):
+        raise ScheduleError(f"checkpoints wait on {min(others)}, and budget.checkpoints={budget.checkpoints!r}")
+    aside = {(op.id.group, op.id.chunk) for op in schedule.ops if op.id.kind == "WG"}
+    if budget.gradients == "host" and aside:
+        raise ScheduleError("gradients wait on disk, and budget.gradients='host'")
+    if budget.gradients == "disk" and not late <= aside:
+        raise ScheduleError("gradients wait in memory, and budget.gradients='disk'")
 
 
-def means_of(schedule: Schedule, program: Program, *, wait: bool) -> tuple[bool, float]:
-    """Whether a schedule speculates, and the largest delay ratio that delays exactly the chunks that it delays.
-
-    ``wait``: whether a step's numbers need the norm. Then a schedule without an op for it speculates, even if all its
-    chunks are delayed. Of the first n chunks that step in host memory n times the ratio are delayed, rounded up
-    (``delayed_share``), and all of ``program.last_stepped``, which do not count among them.
-
-    Raises:
-        ScheduleError: no ratio delays these chunks.
-    """
-    steps = sorted((op for op in schedule.ops if op.id.kind == "OP"), key=lambda op: (op.id.group, op.id.chunk))
-    stepped = [op for op in steps if op.id.group not in program.last_stepped]
-    ends = {_is_late(op) for op in steps if op.id.group in program.last_stepped}
-    above, most, late = -1.0, 1.0, 0
-    for n, op in enumerate(stepped, start=1):
-        late += _is_late(op)
-        above, most = max(above, (late - 1) / n), min(most, late / n)
-    delays = late > 0 or True in ends
-    if above >= most or (delays and (False in ends or (stepped and not late))):
-        raise ScheduleError(
-            f"the schedule delays the steps of {sum(map(_is_late, steps))} of {len(steps)} chunks, but not the ones "
-            "that a delay ratio does, which are all of the groups that the backward is done with last, and of the "
-            "others as evenly spread as can be: take a schedule from penstock simulate --delay"
-        )
-    return schedule.speculative or (wait and "NORM" not in schedule.by_id), most if delays else 0.0
+def _with_fixed(request: Request, schedule: Schedule, place: Placement) -> Schedule:
+    """The schedule with what a step of this model holds besides its pools."""
+    fixed = request.fixed(place, _under_way(schedule.lanes["compute"]))
+    return replace(schedule, fixed=tuple(item for item in fixed if item[2]))
 
 
-def cast_of(schedule: Schedule) -> Side:
-    """On which side of the link a schedule rounds gradients, if they are rounded: on the device it takes a buffer for
-    each of them there."""
-    return "device" if any(len(op.writes) > 1 for op in schedule.lanes["d2h"] if op.id.kind == "DG") else "host"
-
-
-def _is_late(op: Op) -> bool:
-    """Whether a step is of a gradient that the step before has left: ``h`` held in host memory, ``r`` on disk."""
-    return any(name.kind in ("h", "r") for name in op.reads)
-
-
-def _check_means(wanted: Schedule, schedule: Schedule, program: Program) -> None:
-    """Raises ScheduleError: one speculates, delays or rounds gradients, and the other does otherwise."""
-    if cast_of(schedule) == "device" != cast_of(wanted):
-        raise ScheduleError(
-            "the schedule rounds gradients to bf16 on the device, and the plan does not: give grad_dtype='bf16'"
-        )
-    if schedule.speculative != wanted.speculative:
-        does, doing = ("speculates", "does not") if schedule.speculative else ("does not speculate", "does")
-        raise ScheduleError(
-            f"the schedule {does}, and the plan {doing}: give speculate={schedule.speculative}, or a schedule whose "
-            f"first line {'ends with' if wanted.speculative else 'has no'} 'speculative'"
-        )
-    late, planned = ({chunk_of(op) for op in s.ops if op.id.kind == "OP" and _is_late(op)} for s in (schedule, wanted))
-    if late != planned:
-        differ = sorted(late ^ planned)
-        chunks = ", ".join(f"{g}.{c}" for g, c in differ[:_SHOWN]) + (", ..." if len(differ) > _SHOWN else "")
-        raise ScheduleError(
-            f"the schedule delays the steps of {len(late)} chunks, and the plan of {len(planned)} (they differ in "
-            f"{chunks}): give delay={means_of(schedule, program, wait=True)[1]:.6g}, as the schedule has it"
-        )
-    carried, handed_on = set(schedule.carried), set(wanted.carried)
-    if carried != handed_on:
-        start, end, pool = sorted(carried ^ handed_on)[0]
-        missing = (start, end, pool) in handed_on
-        raise ScheduleError(
-            f"the schedule {'has no' if missing else 'has a'} line 'carry {start} {end} {pool}', which hands a "
-            f"gradient on to the next step: {'add it' if missing else 'remove it'}"
-        )
+def _under_way(ops: Sequence[Op]) -> int:
+    """The most micro-batches that are at once between the start of their forward and the end of their backward."""
+    most = 0
+    under_way: set[int] = set()
+    for op in ops:
+        if op.id.kind == "F":
+            under_way.add(op.id.micro_batch)
+            most = max(most, len(under_way))
+        elif op.id.kind == "B" and op.id.stage == 0:
+            under_way.discard(op.id.micro_batch)
+    return most

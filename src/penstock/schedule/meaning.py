@@ -497,7 +497,7 @@ class _Step:
         total, part = self._gradient(op, into), self._gradient(op, what)
         if LEFT in (total.sum, part.sum) or op.id.group in self.narrow:
             raise _refused(op, "adds to a gradient that is whole already")
-        self.values[into] = total._replace(sum=(total.sum, part.sum))
+        self.values[into] = Gradient(total.group, total.chunk, (total.sum, part.sum))
 
     def _measure(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group

@@ -9,11 +9,6 @@ from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, chunk_of
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, visit
 
 
-def left_over(schedule: Schedule, clocks: Clocks) -> frozenset[ChunkAt]:
-    """The chunks that the step before has left to be stepped."""
-    return _late(schedule, _left(schedule, clocks))
-
-
 def _late(schedule: Schedule, left: set[Buffer]) -> frozenset[ChunkAt]:
     return frozenset(chunk_of(op) for op in schedule.ops if op.id.kind == "OP" and not left.isdisjoint(op.reads))
 
