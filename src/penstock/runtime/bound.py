@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.ops import ChunkAt, Op, Schedule
 from penstock.schedule.ir.references import Buffer, OpId
-from penstock.schedule.meaning import ChunkId, late_chunks, narrow_groups_of
+from penstock.schedule.meaning import late_chunks, narrow_groups_of
 from penstock.schedule.place import BF16, FP32, Chunk, chunks, grain
 from penstock.schedule.program import Program
 from penstock.state.arrays import Late
@@ -24,7 +24,7 @@ class Bound:
     program: Program
 
     @cached_property
-    def late(self) -> frozenset[ChunkId]:
+    def late(self) -> frozenset[ChunkAt]:
         """The chunks that a step steps for the step before."""
         return late_chunks(self.schedule)
 

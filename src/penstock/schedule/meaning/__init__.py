@@ -1,0 +1,108 @@
+"""Proves that a schedule computes the step that it is for, whatever made it.
+
+The checker's rules order every two accesses to a buffer of which one writes it. Here the same is asked of what lies
+outside the pools: weights and state at home, what waits on disk, the sums of the norm, the commit. Then every timing
+gives the values that one order gives. That order is gone through once, with values that say what they are: "chunk 1 of
+group 5's weights, not stepped yet", "the gradient of stage 3, of micro-batches 0 and 1, added up in this order".
+
+An op is refused when something that it takes is not what it has to be. In the end every chunk that has a gradient is
+stepped once, from the sum that all schedules make (micro-batches in order within a stage, then stages in backward
+order), or is left to the next step with that gradient kept, and all of it is where it lives.
+"""
+
+from collections.abc import Callable
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.meaning.arrays import ArrayRules
+from penstock.schedule.meaning.compute import ComputeRules
+from penstock.schedule.meaning.values import (
+    AFTER,
+    NOW,
+    Activation,
+    Gradient,
+    Needs,
+    late_chunks,
+    narrow_groups_of,
+    refused,
+)
+from penstock.schedule.meaning.waiting import WaitingRules
+from penstock.schedule.order import run_order
+
+__all__ = ["Needs", "late_chunks", "narrow_groups_of", "prove"]
+
+
+def prove(schedule: Schedule, needs: Needs) -> None:
+    """Prove a schedule that the checker's rules hold for.
+
+    Raises:
+        ScheduleError: names the op that takes something else than it has to, or what is missing in the end.
+    """
+    order = list(run_order(schedule))
+    step = _Step(schedule, needs, order)
+    for op in order:
+        step.run(op)
+    step.finish()
+
+
+class _Step(ComputeRules, ArrayRules, WaitingRules):
+    """All ops of a step, one after the other."""
+
+    def __init__(self, schedule: Schedule, needs: Needs, order: list[Op]) -> None:
+        super().__init__(schedule, needs, order)
+        self._kinds: dict[str, Callable[[Op], None]] = {
+            **dict.fromkeys(("F", "E", "B"), self._compute),
+            "RW": self._read_weights,
+            "UW": self._load,
+            "WW": self._write_weights,
+            "UN": self._renew,
+            "DG": self._down,
+            "AG": self._add,
+            "NG": self._measure,
+            "ND": self._measure_on_device,
+            "NORM": self._norm,
+            "WG": self._put_aside,
+            "RG": self._fetch,
+            "RS": self._read_state,
+            "OP": self._step,
+            "WS": self._write_state,
+            "OD": self._step_on_device,
+            "CM": self._commit,
+            "DC": self._leave,
+            "WC": self._write_checkpoint,
+            "RC": self._read_checkpoint,
+            "UC": self._come_back,
+        }
+
+    def run(self, op: Op) -> None:
+        self.pool_of |= {name: self.pools[pool] for name, pool in op.takes}
+        what = self._kinds.get(op.id.kind)
+        if what is None:
+            raise refused(op, "is for a rank among several: training runs one")
+        what(op)
+        for name in op.gives:
+            value = self.values.pop(name, None)
+            if isinstance(value, Activation) and self.activations.get(value[:2]) == name and not value.gradient:
+                raise refused(op, f"gives {name} back, which a checkpoint is still in")
+
+    def finish(self) -> None:
+        """All stages have run, and everything that has a gradient is stepped, or left with it."""
+        for m, (forward, backward) in enumerate(zip(self.forward, self.backward, strict=True)):
+            if forward < len(self.stages) or (self.needs.train and backward >= 0):
+                stage = f"F{forward}m{m}" if forward < len(self.stages) - 1 else f"E{forward}m{m}"
+                raise self._lacks(stage if forward < len(self.stages) else f"B{backward}m{m}")
+        for g, c in sorted(self.trained):
+            if (g, c) not in self.stepped:
+                raise self._lacks(f"OD{g}" if self.place.state[g] == "device" else f"OP{g}.{c}")
+            if (g, c) not in self.partials:
+                raise self._lacks(f"NG{g}.{c}")
+            want = NOW if (g, c) in self.late else AFTER
+            if self.on_disk[g, c] != want and self.place.state_on_disk(g, self.form):
+                raise self._lacks(f"WS{g}.{c}")
+            if self.weights[g, c] != want:
+                raise self._lacks(f"{'WW' if self.place.weights[g] == 'disk' else 'UN'}{g}.{c}")
+        for tag in sorted(self.late):
+            kept = self.values.get(self.kept_gradients[tag]) if tag in self.kept_gradients else self.extents.get(tag)
+            if kept != Gradient(*tag, self.whole[tag[0]]):
+                what = f"chunk {tag[0]}.{tag[1]} is left to the next step, and its gradient is not kept for that"
+                raise ScheduleError(what, op=f"OP{tag[0]}.{tag[1]}")

@@ -1,0 +1,93 @@
+"""What stages need: their weights, checkpoint and gradient, in the order of each micro-batch."""
+
+from collections.abc import Mapping
+
+from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.references import Buffer
+from penstock.schedule.meaning.ground import Ground
+from penstock.schedule.meaning.values import (
+    AFTER,
+    BEFORE,
+    NOW,
+    Activation,
+    Gradient,
+    Sum,
+    Weights,
+    refused,
+)
+from penstock.schedule.place import FP32
+from penstock.schedule.program import Stage
+
+
+class ComputeRules(Ground):
+    """Rules of F, E and B."""
+
+    def _compute(self, op: Op) -> None:
+        kind, k, m, last = op.id.kind, op.id.stage, op.id.micro_batch, len(self.stages) - 1
+        turn = self.backward[m] == k and self.forward[m] > last if kind == "B" else self.forward[m] == k
+        if k > last or (kind == "E") != (k == last) or not turn or (kind == "B" and not self.needs.train):
+            raise refused(op, "is not the stage that its micro-batch comes to next")
+        stage, taken = self.stages[k], dict(op.takes)
+        for g in self._read_by(kind, stage):
+            self._check_weights(op, g)
+        self._check_activations(op, stage)
+        if self.needs.train and kind in "BE":
+            for g in stage.gradients:
+                self._sum_on_device(op, g, taken)
+        if kind == "B":
+            self.backward[m] -= 1
+        else:
+            self.forward[m] += 1
+
+    def _read_by(self, kind: str, stage: Stage) -> list[int]:
+        found = {*stage.backward_reads} if kind == "B" else {*stage.forward_reads}
+        if kind == "E" and self.needs.train:
+            found |= {*stage.backward_reads}
+        return sorted(g for g in found if self.cuts[g])
+
+    def _check_weights(self, op: Op, g: int) -> None:
+        """The weights of a group are there, whole, and not stepped yet."""
+        if self.place.weights[g] == "device":
+            self.outside.look(op, "weights", g)
+            versions = {c.index: self.weights[g, c.index] for c in self.cuts[g]}
+        else:
+            found = [v for v in map(self.values.get, op.reads) if isinstance(v, Weights) and v.group == g]
+            if len(found) != 1:
+                raise refused(op, f"reads {len(found)} buffers with weights of group {g}, and needs one")
+            versions = found[0].versions
+        for c in self.cuts[g]:
+            if versions.get(c.index) != NOW:
+                state = {None: "not there", BEFORE: "not stepped for the step before", AFTER: "stepped already"}
+                raise refused(op, f"reads chunk {g}.{c.index} of the weights, which is {state[versions.get(c.index)]}")
+
+    def _check_activations(self, op: Op, stage: Stage) -> None:
+        """The checkpoint and the gradient that a stage reads are on the device; it puts out its own."""
+        k, m, kind = stage.index, op.id.micro_batch, op.id.kind
+        into = self.stages[k - 1] if k else None
+        fresh = tuple(name for name, _ in op.takes if name in op.writes and not self.pool_of[name].backed)
+        if into is not None and into.checkpoint:
+            self.outside.look(op, "checkpoint", k - 1, m)
+            if self.activations.get((k - 1, m)) not in op.reads:
+                raise refused(op, f"needs the checkpoint of stage {k - 1} on the device, in a buffer that it reads")
+            if kind != "F" or not self.needs.train:
+                del self.activations[k - 1, m]  # nobody reads it after that
+        if kind == "B" and stage.gradient:
+            found = [self.values.get(name) for name in op.reads]
+            if Activation(k, m, True) not in found:
+                raise refused(op, f"needs the gradient of what stage {k} put out, in a buffer that it reads")
+        if kind == "F" and stage.checkpoint:
+            name = self._at(op, fresh, "its checkpoint")
+            self._put(op, name, Activation(k, m, False), "device", stage.checkpoint, backed=False)
+            self.activations[k, m] = name
+            self.outside.change(op, "checkpoint", k, m)
+        elif kind != "F" and self.needs.train and into is not None and into.gradient:
+            name = self._at(op, fresh, "the gradient of its input")
+            self._put(op, name, Activation(k - 1, m, True), "device", into.gradient, backed=False)
+
+    def _sum_on_device(self, op: Op, g: int, taken: Mapping[Buffer, str]) -> None:
+        names = tuple(name for name in op.writes if name.kind == "G" and name.group == g)
+        name = self._at(op, names, f"the gradient of group {g}")
+        new: Sum = (op.id.stage, op.id.micro_batch)
+        if name not in taken:
+            new = self._value(op, name, Gradient).sum, new
+        self._put(op, name, Gradient(g, -1, new), "device", self.needs.program.groups[g].trainable * FP32)

@@ -1,0 +1,129 @@
+"""What a proof knows of a step so far, and how it looks at what an op takes."""
+
+from collections.abc import Mapping
+
+from penstock.config import Tier
+from penstock.errors import ScheduleError
+from penstock.schedule.clocks import Clocks
+from penstock.schedule.ir.ops import ChunkAt, Op, Pool, Schedule, chunk_of
+from penstock.schedule.meaning.values import (
+    BEFORE,
+    LEFT,
+    NOW,
+    SHOWN,
+    Gradient,
+    Needs,
+    Outside,
+    V,
+    Value,
+    late_chunks,
+    narrow_groups_of,
+    refused,
+    told,
+    whole_sum,
+)
+from penstock.schedule.place import BF16, FP32, Chunk, chunks
+
+
+class Ground:
+    """The values of one step, op by op: what all rules of ops share."""
+
+    def __init__(self, schedule: Schedule, needs: Needs, order: list[Op]) -> None:
+        program, self.place, self.form = needs.program, needs.place, needs.form
+        self.schedule, self.needs, self.stages = schedule, needs, program.stages
+        self.cuts = [chunks(g, schedule.chunk) for g in program.groups]
+        self.outside = Outside(Clocks(order))
+        self.pools: dict[str, Pool] = {pool.name: pool for pool in schedule.pools}
+        self.pool_of: dict[str, Pool] = {start: self.pools[pool] for start, _, pool in schedule.carried}
+        makers = [stage for stage in reversed(self.stages) if needs.train]
+        uses = {g.index: [s.index for s in makers if g.index in s.gradients] for g in program.groups}
+        self.whole = {g: whole_sum(stages, schedule.micro_batches) for g, stages in uses.items() if stages}
+        self.trained = {(g, c.index) for g in self.whole for c in self.cuts[g] if c.trainable}
+        self.narrow, self.late = narrow_groups_of(schedule), late_chunks(schedule)
+        self.normed = False
+        self.partials: set[ChunkAt] = set()
+        self.stepped: set[ChunkAt] = set()
+        self.committed = False
+        start = {(g, c.index): NOW for g, cut in enumerate(self.cuts) for c in cut} | dict.fromkeys(self.late, BEFORE)
+        self.weights, self.on_disk = dict(start), dict(start)
+        """version of each chunk's weights at home, and of what state lives on disk"""
+        self.extents: dict[ChunkAt, Gradient] = {tag: Gradient(*tag, LEFT) for tag in self.late}
+        self.scratch: set[tuple[int, int]] = set()
+        self.values: dict[str, Value] = {}
+        self.activations: dict[tuple[int, int], str] = {}
+        """(stage, micro-batch) -> the buffer that its checkpoint is in while it is on the device"""
+        self.forward = [0] * schedule.micro_batches
+        self.backward = [len(self.stages) - 2] * schedule.micro_batches
+        self.kept_gradients: dict[ChunkAt, str] = {}
+        """chunk that is left to the next step -> the buffer that its gradient is to be in at the end"""
+        ends = {start: end for start, end, _ in schedule.carried}
+        for op in order:
+            if op.id.kind == "OP" and op.reads and op.reads[0] in ends:
+                tag = chunk_of(op)
+                self.values[op.reads[0]] = Gradient(*tag, LEFT)
+                self.kept_gradients[tag] = ends.pop(op.reads[0])
+        if ends:
+            raise ScheduleError(f"buffer {min(ends)} is carried on, and no step takes it", op=f"carry {min(ends)}")
+
+    def _lacks(self, ident: str) -> ScheduleError:
+        return ScheduleError(f"the schedule has no op {ident}, which this model needs where its state lives", op=ident)
+
+    def _chunk(self, op: Op, *, trained: bool = False) -> Chunk:
+        """The chunk that an op is of. ``trained``: one with a gradient in this step."""
+        g, c = op.id.group, op.id.chunk
+        if not (0 <= g < len(self.cuts) and 0 <= c < len(self.cuts[g])):
+            raise refused(op, "is of a chunk that this model does not have")
+        if trained and (g, c) not in self.trained:
+            raise refused(op, "is of a chunk that has no gradient")
+        return self.cuts[g][c]
+
+    def _value(self, op: Op, name: str, kind: type[V]) -> V:
+        value = self.values.get(name)
+        if not isinstance(value, kind):
+            raise refused(op, f"takes {name} for {SHOWN[kind]}, which it is not")
+        return value
+
+    def _at(self, op: Op, names: tuple[str, ...], what: str, *, count: int = 1) -> str:
+        """The first of the names, which are so many."""
+        if len(names) != count:
+            raise refused(op, f"has {len(names)} buffers for {what}, and needs {count}")
+        return names[0] if names else ""
+
+    def _moves(self, op: Op, nbytes: int) -> None:
+        if op.nbytes != nbytes:
+            raise refused(op, f"says that it moves {op.nbytes} bytes, and moves {nbytes}: write 'bytes {nbytes}'")
+
+    def _put(self, op: Op, name: str, value: Value, tier: Tier, nbytes: int, *, backed: bool = True) -> None:
+        """A buffer has a value from now on; it has room for that, where it is needed."""
+        pool = self.pool_of[name]
+        if pool.tier != tier or pool.size < nbytes or pool.backed != backed:
+            need = f"{nbytes} bytes on the {tier}{'' if backed else ', counted'}"
+            raise refused(op, f"needs {need} for {name}, and pool {pool.name} is not that")
+        self.values[name] = value
+
+    def _home(self, op: Op, tiers: Mapping[int, Tier] | tuple[Tier, ...], *wanted: Tier) -> None:
+        if (tier := tiers[op.id.group]) not in wanted:
+            what = "weights" if tiers is self.place.weights else "state"
+            raise refused(op, f"is for {what} whose home is {' or '.join(wanted)}, and it is {tier}")
+
+    def _gradient(self, op: Op, name: str) -> Gradient:
+        """The gradient of an op's chunk in host memory."""
+        value = self._value(op, name, Gradient)
+        if value[:2] != chunk_of(op):
+            raise refused(op, f"takes {name}, which is a gradient of something else")
+        return value
+
+    def _whole(self, op: Op, gradient: Gradient) -> None:
+        if gradient.sum != self.whole[gradient.group]:
+            raise refused(
+                op,
+                f"takes a gradient that is {told(gradient.sum)}, and has to be {told(self.whole[gradient.group])}: "
+                "another order of the sum changes the numbers",
+            )
+
+    def _width(self, g: int) -> int:
+        return BF16 if g in self.narrow else FP32
+
+    def _measured(self, op: Op, c: Chunk) -> None:
+        self.outside.change(op, "norm", op.id.group, c.index)
+        self.partials.add((op.id.group, c.index))

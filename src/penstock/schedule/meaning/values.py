@@ -1,0 +1,170 @@
+"""The values of a step as a proof sees them: what is in a buffer, and what a schedule needs and has."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from penstock.config import GradDtype
+from penstock.errors import ScheduleError
+from penstock.schedule.clocks import Clocks
+from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, chunk_of
+from penstock.schedule.place import Format, Placement, Settings
+from penstock.schedule.program import Program
+
+BEFORE, NOW, AFTER = -1, 0, 1
+"""Versions of a chunk: without the step that the step before has left; as this step's stages need it; stepped."""
+
+Sum = tuple["Sum | int", "Sum | int"]
+"""A gradient as it was added up: ``(stage, micro-batch)``, or two sums of which the second was added to the first."""
+
+LEFT: Sum = (-1, -1)
+"""The whole gradient of the step before."""
+
+
+class Weights(NamedTuple):
+    """Chunks of a group's weights. ``versions``: chunk -> version."""
+
+    group: int
+    versions: dict[int, int]
+
+
+class Gradient(NamedTuple):
+    """A group's gradient on the device (``chunk`` -1), or one chunk of it on the host or on disk."""
+
+    group: int
+    chunk: int
+    sum: Sum
+
+
+class State(NamedTuple):
+    """Those arrays of a chunk's optimizer state that live on disk."""
+
+    group: int
+    chunk: int
+    version: int
+
+
+class Activation(NamedTuple):
+    """A stage's checkpoint on the device, or the gradient with respect to it."""
+
+    stage: int
+    micro_batch: int
+    gradient: bool
+
+
+class Kept(NamedTuple):
+    """One part of so many of a checkpoint in host memory."""
+
+    stage: int
+    micro_batch: int
+    part: int
+    parts: int
+
+
+Value = Weights | Gradient | State | Activation | Kept
+V = TypeVar("V", Weights, Gradient, State, Activation, Kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a step has to compute, and where its arrays live.
+
+    ``place``: of weights and state; where gradients and checkpoints wait is the schedule's own affair. ``wait``:
+    whether the numbers of a step depend on the global norm of its gradients.
+    """
+
+    program: Program
+    place: Placement
+    form: Format
+    wait: bool
+    grad_dtype: GradDtype = "fp32"
+    train: bool = True
+
+    @staticmethod
+    def of(program: Program, settings: Settings) -> "Needs":
+        """Those of what is built from these settings."""
+        s = settings
+        return Needs(program=program, place=s.place, form=s.form, wait=s.wait, grad_dtype=s.grad_dtype, train=s.train)
+
+
+def narrow_groups_of(schedule: Schedule) -> frozenset[int]:
+    """Groups whose gradients cross to the host, and wait, in bf16: those that take a buffer for that on the device."""
+    return frozenset(op.id.group for op in schedule.lanes["d2h"] if op.id.kind == "DG" and len(op.writes) > 1)
+
+
+def late_chunks(schedule: Schedule) -> frozenset[ChunkAt]:
+    """The chunks that a step steps for the step before, which has left their gradients: in a buffer that is carried
+    on, or on disk, where they are read before this step's own are written.
+    """
+    left, written = {start for start, _, _ in schedule.carried}, set[ChunkAt]()
+    for op in schedule.ops:
+        tag = chunk_of(op)
+        if op.id.kind == "WG":
+            written.add(tag)
+        elif op.id.kind == "RG" and tag not in written:
+            left |= {*op.writes}
+    steps = (op for op in schedule.ops if op.id.kind == "OP")
+    return frozenset(chunk_of(op) for op in steps if not left.isdisjoint(op.reads))
+
+
+def whole_sum(stages: Iterable[int], micro_batches: int) -> Sum:
+    """How every schedule adds a group's gradient up. ``stages``: those that make one, in backward order."""
+    total: Sum | None = None
+    for stage in stages:
+        part: Sum = (stage, 0)
+        for m in range(1, micro_batches):
+            part = part, (stage, m)
+        total = part if total is None else (total, part)
+    assert total is not None
+    return total
+
+
+class Outside:
+    """Accesses to what is in no buffer: each two to one place are ordered if one of them changes it."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        self._clocks = clocks
+        self._changed: dict[tuple[str | int, ...], Op] = {}
+        self._looked: dict[tuple[str | int, ...], list[Op]] = defaultdict(list)
+
+    def look(self, op: Op, *place: str | int) -> None:
+        if place in self._changed:
+            self._check(self._changed[place], op, place)
+        self._looked[place].append(op)
+
+    def change(self, op: Op, *place: str | int) -> None:
+        for other in (*self._looked.pop(place, ()), *([self._changed[place]] if place in self._changed else [])):
+            if other is not op:
+                self._check(other, op, place)
+        self._changed[place] = op
+
+    def _check(self, first: Op, second: Op, place: tuple[str | int, ...]) -> None:
+        if not self._clocks.before(first, second):
+            where = f"{place[0]} {'.'.join(map(str, place[1:]))}".rstrip()
+            message = f"op {second.id} may run before {first.id}, which it has to come after: both are about {where}"
+            raise ScheduleError(message, op=second.id)
+
+
+SHOWN: dict[type, str] = {
+    Weights: "weights",
+    Gradient: "a gradient",
+    State: "optimizer state",
+    Activation: "an activation",
+    Kept: "a checkpoint",
+}
+
+
+def told(total: Sum) -> str:
+    """A sum as people read it: ``B3m0 + B3m1``."""
+    if total == LEFT:
+        return "the step before's"
+    first, second = total
+    if isinstance(first, int):
+        return f"stage {first} of micro-batch {second}"
+    assert not isinstance(second, int)
+    return f"({told(first)} + {told(second)})"
+
+
+def refused(op: Op, what: str) -> ScheduleError:
+    return ScheduleError(f"op {op.id} {what}", op=op.id)

@@ -1,0 +1,138 @@
+"""Gradients and checkpoints: what is made in a step, waits, and is used up in it or in the next one."""
+
+from penstock.schedule.ir.ops import Op
+from penstock.schedule.meaning.ground import Ground
+from penstock.schedule.meaning.values import (
+    LEFT,
+    Activation,
+    Gradient,
+    Kept,
+    refused,
+)
+from penstock.schedule.place import BF16, FP32, page_up
+
+
+class WaitingRules(Ground):
+    """Rules of DG, AG, NG, ND, NORM, WG, RG, DC, WC, RC and UC."""
+
+    def _down(self, op: Op) -> None:
+        c, g = self._chunk(op, trained=True), op.id.group
+        width, cast = self._width(g), g in self.narrow
+        source = self._value(op, self._at(op, op.reads, "the gradient on the device"), Gradient)
+        if (source.group, source.chunk) != (g, -1):
+            raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
+        name = self._at(op, op.writes, "the gradient", count=1 + cast)
+        if cast:
+            self._whole(op, source)
+            if self.needs.grad_dtype != "bf16":
+                raise refused(op, "rounds a gradient to bf16: give grad_dtype='bf16'")
+            self._put(op, op.writes[1], source, "device", c.numel * BF16)
+        self._moves(op, c.numel * width)
+        self._put(op, name, Gradient(g, c.index, source.sum), "host", op.nbytes)
+
+    def _add(self, op: Op) -> None:
+        c = self._chunk(op, trained=True)
+        self._moves(op, 3 * c.numel * FP32)
+        into = self._at(op, op.writes, "the sum")
+        what = self._at(op, tuple(name for name in op.reads if name != into), "what is added")
+        total, part = self._gradient(op, into), self._gradient(op, what)
+        if LEFT in (total.sum, part.sum) or op.id.group in self.narrow:
+            raise refused(op, "adds to a gradient that is whole already")
+        self.values[into] = Gradient(total.group, total.chunk, (total.sum, part.sum))
+
+    def _measure(self, op: Op) -> None:
+        c, g = self._chunk(op, trained=True), op.id.group
+        self._moves(op, c.numel * self._width(g))
+        self._whole(op, self._gradient(op, self._at(op, op.reads, "the gradient")))
+        self._measured(op, c)
+
+    def _measure_on_device(self, op: Op) -> None:
+        g = op.id.group
+        gradient = self._value(op, self._at(op, op.reads, "the gradient"), Gradient)
+        if (gradient.group, gradient.chunk) != (g, -1):
+            raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
+        self._whole(op, gradient)
+        for c in self.cuts[g]:
+            if c.trainable:
+                self._measured(op, c)
+
+    def _norm(self, op: Op) -> None:
+        for g, c in sorted(self.trained):
+            self.outside.look(op, "norm", g, c)
+            if (g, c) not in self.partials:
+                raise refused(op, f"needs the part of chunk {g}.{c}, which no op has computed yet")
+        self.outside.change(op, "norm")
+        self.normed = True
+
+    def _put_aside(self, op: Op) -> None:
+        c, g = self._chunk(op, trained=True), op.id.group
+        self._moves(op, c.numel * self._width(g))
+        self.outside.change(op, "gradient", g, c.index)
+        self.extents[g, c.index] = self._gradient(op, self._at(op, op.reads, "the gradient"))
+
+    def _fetch(self, op: Op) -> None:
+        c, g = self._chunk(op, trained=True), op.id.group
+        self._moves(op, c.numel * self._width(g))
+        self.outside.look(op, "gradient", g, c.index)
+        if (g, c.index) not in self.extents:
+            raise refused(op, "reads what no op has written to disk")
+        self._put(op, self._at(op, op.writes, "the gradient"), self.extents[g, c.index], "host", op.nbytes)
+
+    def _checkpoint(self, op: Op) -> int:
+        """Bytes of the checkpoint that an op moves."""
+        k = op.id.stage
+        if k >= len(self.stages) or not self.stages[k].checkpoint:
+            raise refused(op, "is of a stage that has no checkpoint")
+        return self.stages[k].checkpoint
+
+    def _leave(self, op: Op) -> None:
+        k, m = op.id.stage, op.id.micro_batch
+        self._moves(op, self._checkpoint(op))
+        if self.forward[m] < k + 2 or self.activations.get((k, m)) not in op.reads:
+            raise refused(op, f"takes a checkpoint that is not on the device, or that stage {k + 1} has yet to use")
+        self.outside.change(op, "checkpoint", k, m)
+        del self.activations[k, m]
+        self._hold(op, op.writes, op.nbytes)
+
+    def _hold(self, op: Op, names: tuple[str, ...], nbytes: int) -> None:
+        """A checkpoint is in host buffers, one after the other."""
+        room = sum(self.pool_of[name].size for name in names)
+        if room < nbytes:
+            raise refused(op, f"needs {nbytes} bytes on the host, and its buffers have {room}")
+        for i, name in enumerate(names):
+            self._put(op, name, Kept(op.id.stage, op.id.micro_batch, i, len(names)), "host", 0)
+
+    def _held(self, op: Op) -> None:
+        for i, name in enumerate(op.reads):
+            if self._value(op, name, Kept) != Kept(op.id.stage, op.id.micro_batch, i, len(op.reads)):
+                raise refused(op, f"takes {name} for part {i} of its checkpoint, which it is not")
+        if not op.reads:
+            raise refused(op, "reads no buffer")
+
+    def _write_checkpoint(self, op: Op) -> None:
+        self._moves(op, page_up(self._checkpoint(op)))
+        self._held(op)
+        self._at(op, op.reads, "the checkpoint")
+        if self.pool_of[op.reads[0]].size < op.nbytes:
+            raise refused(op, f"writes whole pages, and {op.reads[0]} has {self.pool_of[op.reads[0]].size} bytes")
+        self.outside.change(op, "checkpoint on disk", op.id.stage, op.id.micro_batch)
+        self.scratch.add((op.id.stage, op.id.micro_batch))
+
+    def _read_checkpoint(self, op: Op) -> None:
+        self._moves(op, page_up(self._checkpoint(op)))
+        self.outside.look(op, "checkpoint on disk", op.id.stage, op.id.micro_batch)
+        if (op.id.stage, op.id.micro_batch) not in self.scratch:
+            raise refused(op, "reads what no op has written to disk")
+        self._at(op, op.writes, "the checkpoint")
+        self._hold(op, op.writes, op.nbytes)
+
+    def _come_back(self, op: Op) -> None:
+        k, m = op.id.stage, op.id.micro_batch
+        self._moves(op, self._checkpoint(op))
+        self._held(op)
+        if (k, m) in self.activations or self.backward[m] <= k:
+            raise refused(op, "brings back a checkpoint that is on the device, or that nobody needs any more")
+        name = self._at(op, op.writes, "the checkpoint on the device")
+        self._put(op, name, Activation(k, m, False), "device", op.nbytes, backed=False)
+        self.activations[k, m] = name
+        self.outside.change(op, "checkpoint", k, m)
