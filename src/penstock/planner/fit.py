@@ -8,7 +8,7 @@ Peak memory is not estimated: it is what the schedule's own pools add up to.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Literal
 
@@ -109,14 +109,12 @@ class Request(StreamConfig):
 
     def peaks(self, settings: Settings) -> tuple[int, int]:
         """``peak_bytes`` of device and host together."""
-        pools, fixed = Provision(self.route, settings).pools.values(), self.fixed(settings.place)
-        return peak_bytes(pools, fixed, "device"), peak_bytes(pools, fixed, "host")
+        fixed, (device, host) = self.fixed(settings.place), _pooled(self.route, settings)
+        return device + peak_bytes((), fixed, "device"), host + peak_bytes((), fixed, "host")
 
     @cached_property
     def route(self) -> Route:
-        if self.one_by_one:
-            return horizontal_route(self.program, self.micro_batches)
-        return vertical_route(self.program, self.micro_batches, train=self.train)
+        return _route(self.program, self.micro_batches, one_by_one=self.one_by_one, train=self.train)
 
     @property
     def early(self) -> bool | None:
@@ -190,11 +188,14 @@ class Request(StreamConfig):
         """
         if self.bottom != "disk":
             return 0
+        return self._store_bytes + self.scratch_bytes(settings)
+
+    @cached_property
+    def _store_bytes(self) -> int:
         width, moments = self.form.weight_bytes, self.form.moments + self.form.split
         groups = self.program.groups
         stored = sum(page_up(g.numel * width) + moments * page_up(g.trainable * FP32) for g in groups)
-        checksums = 2 * checksum_bytes(groups, moments, self.budget.slots)
-        return self.budget.slots * stored + checksums + self.scratch_bytes(settings)
+        return self.budget.slots * stored + 2 * checksum_bytes(groups, moments, self.budget.slots)
 
     def disk_bytes(self, place: Placement) -> int:
         """Bytes of weights and state whose home is on disk."""
@@ -243,6 +244,21 @@ class Request(StreamConfig):
             inputs=self.inputs,
             step_temporaries=self.step_temporaries,
         )
+
+
+@lru_cache(maxsize=32)
+def _route(program: Program, micro_batches: int, *, one_by_one: bool, train: bool) -> Route:
+    """One for all requests that have it, and with it one key for what its settings take."""
+    if one_by_one:
+        return horizontal_route(program, micro_batches)
+    return vertical_route(program, micro_batches, train=train)
+
+
+@lru_cache(maxsize=4096)
+def _pooled(route: Route, settings: Settings) -> tuple[int, int]:
+    """Bytes of the pools of device and host. The advice on other machines and budgets asks for the same ones again."""
+    pools = Provision(route, settings).pools.values()
+    return peak_bytes(pools, (), "device"), peak_bytes(pools, (), "host")
 
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:

@@ -217,8 +217,8 @@ class PlacementLP:
     @cached_property
     def fits(self) -> bool:
         """Whether anything fits. With a disk that is so if everything does as low as it goes."""
-        pairs = product(self.checkpoint_tiers[::-1], self.gradient_tiers[::-1])
-        low = any((self.lowest_sizes(c, q) <= self.budget).all() for c, q in pairs)
+        pairs = product(self.gradient_tiers, self.checkpoint_tiers[::-1])
+        low = any((self.lowest_sizes(c, q) <= self.budget).all() for q, c in pairs)
         return low or (self.request.bottom != "disk" and self.relaxed is not None)
 
     # ---- solving
@@ -232,17 +232,11 @@ class PlacementLP:
         """
         on = self.checkpoint_tiers if checkpoints is None else (checkpoints,)
         waits = self.gradient_tiers if gradients is None else (gradients,)
-        model = _Model(self, on, waits)
-        values = model.solve(integer=integer)
-        if values is None:
-            return None
-        homes: list[dict[Home, float]] = [{} for _ in self.classes]
-        for column, value in zip(model.columns, values[model.first_y :], strict=True):
-            homes[column.kind][column.home] = homes[column.kind].get(column.home, 0.0) + value
-        shares_c = dict(zip(on, values[model.first_c : model.first_z], strict=True))
-        shares_z = dict(zip(waits, values[model.first_z : model.first_y], strict=True))
-        seconds = float(values[: model.first_c].sum()) * model.unit
-        return Shares(homes=tuple(homes), checkpoints=shares_c, gradients=shares_z, seconds=seconds)
+        return self._model.solve(on, waits, integer=integer)
+
+    @cached_property
+    def _model(self) -> "_Model":
+        return _Model(self)
 
     @cached_property
     def relaxed(self) -> Shares | None:
@@ -266,12 +260,11 @@ class PlacementLP:
 
 
 class _Model:
-    """The program's matrix. Columns in the order T, c, z, y; times in units of ``unit`` seconds."""
+    """The program's matrix for all tiers. Columns in the order T, c, z, y; times in units of ``unit`` seconds."""
 
-    def __init__(self, lp: PlacementLP, on: Sequence[Tier], waits: Sequence[Waits]) -> None:
+    def __init__(self, lp: PlacementLP) -> None:
         self.lp = lp
-        self.on = on
-        self.waits = waits
+        self.unit = max(step_bound(lp.loads.of_compute, lp.limits), 1e-9)
         self.columns = [
             _Column(
                 kind=k,
@@ -282,85 +275,86 @@ class _Model:
             )
             for k, kind in enumerate(lp.classes)
             for home in kind.homes
-            for q in waits
+            for q in lp.gradient_tiers
         ]
-        self.first_c = len(lp.loads.walk.phases) + 1
-        self.first_z = self.first_c + len(on)
-        self.first_y = self.first_z + len(waits)
-        self.width = self.first_y + len(self.columns)
-        self.unit = max(step_bound(lp.loads.of_compute, lp.limits), 1e-9)
-        self.rows: list[NDArray[np.float64]] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
+        self.phases = len(lp.loads.walk.phases) + 1
+        none = np.zeros_like(lp.loads.of_compute)
+        parts = [lp.loads.of_checkpoints(tier) for tier in lp.checkpoint_tiers]
+        loads = np.array([*parts, *(none for _ in lp.gradient_tiers), *(c.load for c in self.columns)]) / self.unit
+        self._cost = np.concatenate((np.ones(self.phases), _EPSILON * loads.sum(axis=(1, 2))))
+        self._times, self._least = self._time_rows(loads @ lp.limits.T)
 
-    def solve(self, *, integer: bool) -> NDArray[np.float64] | None:
-        """The variables' values, or None if nothing fits."""
-        self._times()
-        self._wholes()
-        self._sizes()
-        return _optimum(
-            np.array(self.rows),
-            self._cost(),
-            np.array(self.low),
-            np.array(self.high),
-            self.first_y if integer else None,
+    def solve(self, on: Sequence[Tier], waits: Sequence[Waits], *, integer: bool) -> Shares | None:
+        """The best shares with checkpoints and gradients on these tiers; None if nothing fits."""
+        chosen = [j for j, column in enumerate(self.columns) if column.gradients in waits]
+        tiers, all_waits = self.lp.checkpoint_tiers, self.lp.gradient_tiers
+        first_z = self.phases + len(on)
+        first_y = first_z + len(waits)
+        kept = [
+            *range(self.phases),
+            *(self.phases + tiers.index(tier) for tier in on),
+            *(self.phases + len(tiers) + all_waits.index(q) for q in waits),
+            *(self.phases + len(tiers) + len(all_waits) + j for j in chosen),
+        ]
+        columns = [self.columns[j] for j in chosen]
+        wholes, counts = self._whole_rows(columns, on, waits)
+        sizes, most = self._size_rows(columns, on, waits)
+        values = _optimum(
+            np.concatenate((self._times[:, kept], wholes, sizes)),
+            self._cost[kept],
+            np.concatenate((self._least, counts, np.full(len(most), -highspy.kHighsInf))),
+            np.concatenate((np.full(len(self._least), highspy.kHighsInf), counts, most)),
+            first_y if integer else None,
+        )
+        if values is None:
+            return None
+        homes: list[dict[Home, float]] = [{} for _ in self.lp.classes]
+        for column, value in zip(columns, values[first_y:], strict=True):
+            homes[column.kind][column.home] = homes[column.kind].get(column.home, 0.0) + value
+        return Shares(
+            homes=tuple(homes),
+            checkpoints=dict(zip(on, values[self.phases : first_z], strict=True)),
+            gradients=dict(zip(waits, values[first_z:first_y], strict=True)),
+            seconds=float(values[: self.phases].sum()) * self.unit,
         )
 
-    def _row(self, row: NDArray[np.float64], low: float, high: float) -> None:
-        self.rows.append(row)
-        self.low.append(low)
-        self.high.append(high)
-
-    def _loads(self) -> NDArray[np.float64]:
-        """Shape (columns, phases, lanes), in units: what each variable but T adds to each lane's load."""
-        none = np.zeros_like(self.lp.loads.of_compute)
-        parts = [self.lp.loads.of_checkpoints(tier) for tier in self.on]
-        parts += [none for _ in self.waits]
-        parts += [column.load for column in self.columns]
-        return np.array(parts) / self.unit
-
-    def _times(self) -> None:
-        shared = self._loads() @ self.lp.limits.T
+    def _time_rows(self, shared: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Rows of the phases' times, and their lower limits. ``shared``: (columns but T, phases, limits), in units."""
         fixed = self.lp.loads.of_compute @ self.lp.limits.T / self.unit
-        home = self.first_c - 1
+        home, rows, least = self.phases - 1, [], []
         for phases in (*([p] for p in range(home)), [0, 1, home]):
-            for limit in range(fixed.shape[1]):
-                row = np.zeros(self.width)
-                row[phases] = 1.0
-                row[self.first_c :] = -shared[:, phases, limit].sum(axis=1)
-                self._row(row, float(fixed[phases, limit].sum()), highspy.kHighsInf)
+            row = np.zeros((fixed.shape[1], self.phases + len(shared)))
+            row[:, phases] = 1.0
+            row[:, self.phases :] = -shared[:, phases].sum(axis=1).T
+            rows.append(row)
+            least.append(fixed[phases].sum(axis=0))
+        return np.concatenate(rows), np.concatenate(least)
 
-    def _cost(self) -> NDArray[np.float64]:
-        cost = np.zeros(self.width)
-        cost[: self.first_c] = 1.0
-        cost[self.first_c :] = _EPSILON * self._loads().sum(axis=(1, 2))
-        return cost
-
-    def _wholes(self) -> None:
-        for first, last in ((self.first_c, self.first_z), (self.first_z, self.first_y)):
-            row = np.zeros(self.width)
-            row[first:last] = 1.0
-            self._row(row, 1.0, 1.0)
+    def _whole_rows(
+        self, columns: Sequence[_Column], on: Sequence[Tier], waits: Sequence[Waits]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        first_z = self.phases + len(on)
+        first_y = first_z + len(waits)
+        rows = np.zeros((2 + len(self.lp.classes) * len(waits), first_y + len(columns)))
+        rows[0, self.phases : first_z] = rows[1, first_z:first_y] = 1.0
         for k, kind in enumerate(self.lp.classes):
-            for i, q in enumerate(self.waits):
-                row = np.zeros(self.width)
-                row[self.first_z + i] = -float(len(kind.members))
-                for j, column in enumerate(self.columns):
-                    row[self.first_y + j] = float(column.kind == k and column.gradients == q)
-                self._row(row, 0.0, 0.0)
+            for i in range(len(waits)):
+                rows[2 + k * len(waits) + i, first_z + i] = -float(len(kind.members))
+        for j, column in enumerate(columns):
+            rows[2 + column.kind * len(waits) + waits.index(column.gradients), first_y + j] = 1.0
+        return rows, np.array([1.0, 1.0, *[0.0] * (len(rows) - 2)])
 
-    def _sizes(self) -> None:
+    def _size_rows(
+        self, columns: Sequence[_Column], on: Sequence[Tier], waits: Sequence[Waits]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Memory rows. What checkpoints and gradients take adds up: their pools have nothing to do with each other."""
-        first = self.lp.base_sizes(self.on[0], self.waits[0])
-        by_c = [self.lp.base_sizes(c, self.waits[0]) for c in self.on]
-        by_z = [self.lp.base_sizes(self.on[0], q) - first for q in self.waits]
-        for tier, limit in enumerate(self.lp.budget):
-            if not np.isfinite(limit):
-                continue
-            row = np.zeros(self.width)
-            row[self.first_c :] = [sizes[tier] for sizes in (*by_c, *by_z, *(c.sizes for c in self.columns))]
-            scale = max(limit, 1.0)
-            self._row(row / scale, -highspy.kHighsInf, limit / scale)
+        first = self.lp.base_sizes(on[0], waits[0])
+        by_c = [self.lp.base_sizes(c, waits[0]) for c in on]
+        by_z = [self.lp.base_sizes(on[0], q) - first for q in waits]
+        sizes = np.array([*[np.zeros(len(TIERS))] * self.phases, *by_c, *by_z, *(c.sizes for c in columns)]).T
+        limited = np.isfinite(self.lp.budget)
+        scale = np.maximum(self.lp.budget[limited], 1.0)
+        return sizes[limited] / scale[:, None], self.lp.budget[limited] / scale
 
 
 _SOLVED: dict[bytes, NDArray[np.float64] | None] = {}

@@ -239,8 +239,7 @@ class _Search:
     def _try(self, proposal: Proposal) -> bool:
         """Simulate a proposal unless that is known or hopeless; whether it is the best now."""
         key = (proposal.request.family, proposal.settings)
-        hopeless = self.best is not None and proposal.estimate >= self.best[0] * _HOPELESS
-        if key in self.seen or hopeless or self._spent(self._size(proposal)):
+        if key in self.seen or self._is_hopeless(proposal.estimate) or self._spent(self._size(proposal)):
             return False
         settings = proposal.request.roomiest(proposal.settings)
         if self._beyond(proposal.request, settings) is not None:
@@ -257,6 +256,10 @@ class _Search:
             return False
         self.best = (expected, proposal, plan, simulation)
         return True
+
+    def _is_hopeless(self, estimate: float) -> bool:
+        """Whether what is estimated like this is not worth a simulation, nor shares so good their rounding."""
+        return self.best is not None and estimate >= self.best[0] * _HOPELESS
 
     def _beyond(self, request: Request, settings: Settings) -> str | None:
         """Why the machine has no room for these settings, whatever the budget says."""
@@ -310,7 +313,7 @@ class _Search:
         lp = self.proposals.program(settings, request)
         waits = gradients if gradients in lp.gradient_tiers else lp.gradient_tiers[0]
         shares = lp.solve(checkpoints, waits)
-        if shares is not None:
+        if shares is not None and not self._is_hopeless(shares.seconds):
             yield from self.proposals.rounded(lp, shares, patterns)
 
     def _moved(self, proposal: Proposal) -> Iterator[Proposal]:
