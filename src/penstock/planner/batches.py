@@ -1,5 +1,6 @@
 """How many sequences a step should have, and how to cut them into micro-batches; vertical against horizontal."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,7 +92,8 @@ def choose(task: Task, batch: int, found: Sequence[Split] | None = None) -> tupl
         ):
             break
         try:
-            choice = search(task.question(split.micro_batch_size, split.micro_batches))
+            beat = math.inf if best is None else best[0].expected_seconds
+            choice = search(task.question(split.micro_batch_size, split.micro_batches), beat=beat)
         except BudgetError as error:  # shares fit, but no whole groups
             refusal = error
             continue

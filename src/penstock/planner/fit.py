@@ -105,7 +105,7 @@ class Request(StreamConfig):
 
     def peak_bytes(self, settings: Settings, tier: Tier) -> int:
         """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
-        return peak_bytes(Provision(self.route, settings).pools.values(), self.fixed(settings.place), tier)
+        return self.peaks(settings)[tier == "host"]
 
     def peaks(self, settings: Settings) -> tuple[int, int]:
         """``peak_bytes`` of device and host together."""
@@ -257,8 +257,14 @@ def _route(program: Program, micro_batches: int, *, one_by_one: bool, train: boo
 @lru_cache(maxsize=4096)
 def _pooled(route: Route, settings: Settings) -> tuple[int, int]:
     """Bytes of the pools of device and host. The advice on other machines and budgets asks for the same ones again."""
-    pools = Provision(route, settings).pools.values()
+    pools = provision(route, settings).pools.values()
     return peak_bytes(pools, (), "device"), peak_bytes(pools, (), "host")
+
+
+@lru_cache(maxsize=256)
+def provision(route: Route, settings: Settings) -> Provision:
+    """What a step with these settings takes of its pools."""
+    return Provision(route, settings)
 
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:

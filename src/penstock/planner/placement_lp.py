@@ -39,7 +39,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.config import TIERS, Tier
-from penstock.planner.fit import Request, base_placement
+from penstock.planner.fit import Request, base_placement, provision
 from penstock.planner.lane_loads import GroupClass, Home, Load, Loads, Walk, limits_of, step_bound
 from penstock.schedule.place import FP32, Settings, chunk_count
 from penstock.schedule.provision import Provision
@@ -172,7 +172,9 @@ class PlacementLP:
 
     @cached_property
     def _provisions(self) -> dict[Waits, Provision]:
-        return {q: Provision(self.loads.route, self._settings("device", q)) for q in self.gradient_tiers}
+        return {
+            q: provision(self.loads.route, self._settings(self.checkpoint_tiers[-1], q)) for q in self.gradient_tiers
+        }
 
     def _settings(self, checkpoints: Tier, gradients: Waits) -> Settings:
         return replace(self.s, place=replace(self.base, checkpoints=checkpoints, gradients=gradients))

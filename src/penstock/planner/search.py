@@ -136,14 +136,17 @@ def _kept(question: Question, keep: Placement) -> Plan:
     return chosen.request.plan(chosen.request.roomiest(chosen.settings))
 
 
-def search(question: Question) -> Choice:
+def search(question: Question, *, beat: float = math.inf) -> Choice:
     """The best plan for a question.
+
+    ``beat``: expected seconds of a plan for another question that this one's would have to be faster than: what is 1%
+    behind it after the first simulations is not improved any further.
 
     Raises:
         BudgetError: nothing fits; says the smallest budget of each tier that works.
         ConfigError: the request asks for speculation or a delay that cannot be.
     """
-    return _Search(question).run()
+    return _Search(question, beat).run()
 
 
 def estimate(question: Question, family: Family) -> float | None:
@@ -177,8 +180,9 @@ def smallest_programs(question: Question) -> list[PlacementLP]:
 class _Search:
     """What one search has simulated so far."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, beat: float) -> None:
         self.q = question
+        self.beat = beat
         self.proposals = Proposals(question)
         self.ops = 0
         self.seen: set[tuple[Family, Settings]] = set()
@@ -206,8 +210,9 @@ class _Search:
             worth = self.q.requests if self.best is None else [request for request, _ in promising]
             for proposal in self.proposals.greedy(worth, needed=self.best is None):
                 self._try(proposal)
-        while self.best is not None and not self._settled(possible) and self._improve():
-            pass
+        if self.best is not None and self.best[0] <= self.beat * _GOOD_ENOUGH:
+            while not self._settled(possible) and self._improve():
+                pass
         if self.best is None:
             raise BudgetError(self.misplaced or "nothing fits")
         _, proposal, plan, simulation = self.best

@@ -34,6 +34,7 @@ class _Rank:
 
     __slots__ = (
         "active",
+        "advancing",
         "arrived",
         "counts",
         "done",
@@ -68,6 +69,7 @@ class _Rank:
         self.starving: dict[int, set[int]] = {}  # pool -> lanes whose next op wants a buffer of it
         self.done = 0
         self.active: dict[int, float] = {}  # op -> work left, where lanes share
+        self.advancing = False  # whether ops are ended, after which the next end is looked for anyway
         self.counts = [0] * lanes  # of those, by lane
         self.now = 0.0  # the moment that ``active`` is true of
         self.version = 0
@@ -176,7 +178,8 @@ class _Run:
             self._progress(rank, now)
             rank.active[i] = rank.t.seconds[i]
             rank.counts[lane] += 1
-            self._plan_next(rank)
+            if not rank.advancing:
+                self._plan_next(rank)
         else:
             self.sequence += 1
             heapq.heappush(self.heap, (now + rank.t.seconds[i], self.sequence, rank.index, i, 0))
@@ -283,8 +286,10 @@ class _Run:
         for i in over:
             del rank.active[i]
             rank.counts[rank.t.lane[i]] -= 1
+        rank.advancing = True
         for i in over:
             self._end(rank, i, now)
+        rank.advancing = False
         self._plan_next(rank)
 
     # ---- the end
