@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.located import parse_yaml
+from penstock.cli.schedule_file import read_world
 from penstock.cli.settings import load
 from penstock.config import BatchConfig, DataConfig
 from penstock.data import limits
@@ -143,3 +144,15 @@ def test_layers_beyond_all_are_refused(kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": 10**9}))
     with pytest.raises(ConfigError, match="num_hidden_layers=1000000000 is more than any model has"):
         model_shape(tmp_path)
+
+
+def test_a_schedule_file_is_bounded(tmp_path: Path) -> None:
+    """In its bytes, in its ranks, and in the ops of all of them, which a few lines may name; a pipe is none."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 1 << 40)
+    ops = "\n".join(f"F0m{m}" for m in range(50))
+    (tmp_path / "ranks").write_text(f"world w ranks 90000\nrank 0-89999\nschedule a micro-batches 50 chunk 1\n{ops}\n")
+    for name, says in {"pipe": "no regular file", "large": "at most", "ranks": "4,500,000 ops"}.items():
+        with pytest.raises(ConfigError, match=f"{name}.*{says}"):
+            read_world(tmp_path / name)

@@ -71,7 +71,7 @@ WRONG = {
     "ranks": ("group all 0-1", "group all 0-x", "line 4: '0-x' is not a list of ranks: write 0-3,8"),
     "backwards": ("group all 0-1", "group all 1-0", "line 4: '1-0' names no rank"),
     "twice": ("group all 0-1", "group all 0,0", "line 4: '0,0' names no rank, or one of them twice"),
-    "far too many": ("group all 0-1", "group all 0-99999999999", "line 4: '0-99999999999': ranks go up to 999,999"),
+    "far too many": ("group all 0-1", "group all 0-9999999999", "line 4: '0-9999999999': ranks go up to 99,999"),
     "op before ranks": ("rank 0\n", "", "line 5: 'schedule a micro-batches 1 chunk 0': write 'group NAME RANKS' or"),
     "rank again": ("rank 1", "rank 0", "line 9: rank 0 has a schedule already"),
     "ranks that no memory holds": (
@@ -82,7 +82,7 @@ WRONG = {
     "ranks beyond numbers": ("world two ranks 2", "world two ranks " + "9" * 5000, "line 2: '99999"),
     "the same ranks again and again": (
         "group all 0-1",
-        "group all " + "0-999999," * 2000 + "0",
+        "group all " + "0-99999," * 2000 + "0",
         "or one of them twice",
     ),
     "rank missing": (

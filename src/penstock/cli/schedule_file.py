@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+from penstock.documents.text import MalformedError, read_text
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.check_world import faults
 from penstock.schedule.ir.text import parse_ranks, parse_world
 from penstock.schedule.ir.worlds import World
 
+MOST_OPS = 4_000_000
+"""About as many as fit in 4 GB with all that is known of them. Ranks that share one text have ops of their own."""
+_MOST_BYTES = 256 * MOST_OPS
 _TOLD = 10
 """As many violations as one message names."""
 
@@ -18,14 +22,16 @@ def read_world(path: Path) -> World:
         ConfigError: the file cannot be read, is no schedule, or breaks rules: names lines and ops.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        text = read_text(path, _MOST_BYTES).removeprefix("\ufeff")
+    except (OSError, MalformedError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"cannot read the schedule in {path}: {reason}") from None
     try:
         world = parse_world(text)
     except ScheduleError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if (ops := sum(len(rank.ops) for rank in world.ranks)) > MOST_OPS:
+        raise ConfigError(f"{path}: its {len(world.ranks):,} ranks have {ops:,} ops, and {MOST_OPS:,} fit in memory")
     if found := list(faults(world)):
         lines = [f"{path}: {_located(text, fault)}" for fault in found[:_TOLD]]
         if len(found) > _TOLD:

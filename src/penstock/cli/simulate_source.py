@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
 
-from penstock.cli.schedule_file import read_world
+from penstock.cli.schedule_file import MOST_OPS, read_world
 from penstock.cli.simulate_arguments import SimulateArguments
 from penstock.cli.simulate_case import (
     MACHINE,
@@ -33,8 +33,6 @@ from penstock.sim.models import CostModel, puzzle, unit
 
 _OFFLOAD_MICRO_BATCHES = 8
 _OFFLOAD_LANES: Set[Lane] = {"h2d", "d2h", "read", "write", "cpu"}
-_MOST_OPS = 4_000_000
-"""About as many as fit in 4 GB with all that is known of them."""
 
 _REAL = ("model", "precision", "micro_batch_size", "sequence_length")
 _DISTRIBUTED = (*families.OPTIONS, "lookahead")
@@ -282,8 +280,8 @@ def _check_model(path: Path, world: World, training: Training, arguments: Simula
 
 
 def _check_size(ops: int) -> None:
-    if ops > _MOST_OPS:
+    if ops > MOST_OPS:
         raise ConfigError(
-            f"that is a schedule of about {ops:,} ops, and {_MOST_OPS:,} fit in memory: ask for fewer layers, ranks, "
+            f"that is a schedule of about {ops:,} ops, and {MOST_OPS:,} fit in memory: ask for fewer layers, ranks, "
             "micro-batches or chunks"
         )

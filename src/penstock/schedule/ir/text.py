@@ -248,7 +248,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-MOST_RANKS = 1_000_000
+MOST_RANKS = 100_000
 """A text that names more is a mistake, found before it fills the memory."""
 
 _RUN = re.compile(r"(\d+)(?:-(\d+))?")
