@@ -72,7 +72,7 @@ class Counting:
         """Bytes since the start."""
         runner = engine._planning.runner
         assert runner is not None
-        stores = [store.stats for store in (engine._commits.store, runner._scratch) if store is not None]
+        stores = [store.stats for store in (engine._resources.commits.store, runner._scratch) if store is not None]
         return {
             "read": sum(stats.bytes_read for stats in stores),
             "write": sum(stats.bytes_written for stats in stores),

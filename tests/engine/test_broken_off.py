@@ -110,11 +110,13 @@ def test_a_commit_in_the_middle_of_a_step_waits_for_delayed_chunks_in_memory_too
     where = budget(tmp_path, weights=None, state=None, durability="none", device="300KiB", host="1100KiB")
     with wrap(CASE, where, delay=1.0, **COMMON) as engine:
         engine.step(STEPS[0])
-        in_memory = [n for n in engine._arrays.parts if n[0] == "m" and engine._arrays.tier_of(n) != "disk"]
+        in_memory = [
+            n for n in engine._resources.arrays.parts if n[0] == "m" and engine._resources.arrays.tier_of(n) != "disk"
+        ]
         assert in_memory
         commit = engine.plan.schedule.by_id["CM"]
         for name in in_memory:
-            assert f"OP{engine._arrays.parts[name].group}.0" in commit.after
+            assert f"OP{engine._resources.arrays.parts[name].group}.0" in commit.after
 
 
 def test_a_failure_in_the_background_is_said_by_the_next_step_and_costs_nothing(
@@ -123,7 +125,7 @@ def test_a_failure_in_the_background_is_said_by_the_next_step_and_costs_nothing(
     wanted = train(CASE, budget(tmp_path / "wanted"), STEPS, delay=0.0, **COMMON)
     where = budget(tmp_path / "run", weights="host", state="host", durability="interval", interval=1)
     with wrap(CASE, where, delay=0.0, **COMMON) as engine:
-        store = engine._commits.store
+        store = engine._resources.commits.store
         assert store is not None
         real = store.write
 

@@ -1,10 +1,10 @@
 """An engine: a model that is wrapped, and its steps. The only room that imports both the planner and the runtime.
 
     wrap, arguments, device, start    from a model, its optimizer and a budget to an engine
-    engine                            ``Engine``: a step, and what surrounds it
+    engine, resources, progress       ``Engine``: a step, what surrounds it, what it lives on, how far it has got
     planning, timing, visiting        micro-batches are probed and timed, and a plan is made for them
     runner                            a plan that can be executed
-    attempt, durability, due          whether a step counts, and when it is durable
+    fate, attempt, durability, due    which step counts, how it is taken, and when it is durable
     batch, labels                     what users hand over as micro-batches
     turns, interrupt                  calls come one after another; Ctrl-C ends a run between steps
 

@@ -25,14 +25,13 @@ import torch
 from penstock.engine import batch
 from penstock.engine.durability import Actions, Durability
 from penstock.engine.fate import Action, Event, State
+from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner, Totals
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.errors import NonFiniteError
 from penstock.runtime.context import Mode, NonFinite, StepContext, Verdict
-from penstock.state.arrays import StateArrays
-from penstock.state.buffers import Buffers
 from penstock.state.stats import StepStats
-from penstock.tape.groups import ParamGroup, groups_of
+from penstock.tape.groups import groups_of
 
 log = logging.getLogger("penstock")
 
@@ -54,9 +53,7 @@ class Attempt:
     """on the device"""
     loss_weights: Sequence[float]
     durability: Durability
-    arrays: StateArrays
-    groups: Sequence[ParamGroup]
-    buffers: Buffers
+    resources: EngineResources
     before: Mapping[str, torch.Tensor]
     """copies of the model's buffers, from before the step"""
     skips: bool
@@ -107,7 +104,7 @@ class Attempt:
                 raise failure
             finally:
                 del failure  # its traceback holds this frame, which would hold it and the micro-batches
-        if self.skipped and not self.arrays.droppable:
+        if self.skipped and not self.resources.arrays.droppable:
             raise NonFiniteError(
                 f"{self._not_finite()}, and the state was updated with it. Load a snapshot; with clip_grad_norm set "
                 "such a step is skipped"
@@ -115,8 +112,8 @@ class Attempt:
         return _EVENTS[self.context.verdict]
 
     def _drop(self) -> Event:
-        self.arrays.drop_step()
-        self.buffers.put_back(self.before)
+        self.resources.arrays.drop_step()
+        self.resources.buffers.put_back(self.before)
         return Event.DROPPED
 
     def _again(self, mode: Mode) -> StepContext:
@@ -136,7 +133,7 @@ class Attempt:
         search = self._again(Mode.SEARCH)
         self.runner.run(search, self.micro_batches, self.loss_weights)
         self.non_finite = search.found
-        self.buffers.put_back(self.before)
+        self.resources.buffers.put_back(self.before)
         if not self.skips:
             raise NonFiniteError(
                 f"{self._not_finite()}. Nothing was updated; with clip_grad_norm set such a step is skipped"
@@ -150,18 +147,18 @@ class Attempt:
 
     def _fill(self) -> Event:
         self._report()
-        self.arrays.complete_step(self.runner.late)
+        self.resources.arrays.complete_step(self.runner.late)
         return Event.FILLED
 
     def _flip(self) -> Event:
-        self.arrays.flip_step(self.runner.late, groups_of(self.context.update.touched, self.groups))
+        self.resources.arrays.flip_step(self.runner.late, groups_of(self.context.update.touched, self.resources.groups))
         return Event.FILLED
 
     def _count(self) -> Event:
         self.count(self)
         if self.skipped or not self.runner.late:
             return Event.COUNTED
-        self.durability.hold(self.context.step, self.context.update, self.buffers.tensors())
+        self.durability.hold(self.context.step, self.context.update, self.resources.buffers.tensors())
         return Event.DELAYED
 
     def _report(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from penstock.engine import batch, start
+from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.attempt import Attempt
 from penstock.engine.due import Due
@@ -23,31 +23,20 @@ from penstock.engine.durability import Actions, Durability
 from penstock.engine.fate import Action, Event, State
 from penstock.engine.interrupt import whole_steps
 from penstock.engine.planning import Planning
-from penstock.engine.progress import Progress
-from penstock.engine.runner import Machinery, hyper_runs
-from penstock.engine.start import WeightSource
+from penstock.engine.resources import open_resources
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.engine.turns import in_turn, is_foreign
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
-from penstock.optim.facade import StreamedOptimizer, rate_name
-from penstock.optim.precision import DTYPES, LossScale, format_of
 from penstock.planner.fit import Plan
 from penstock.runtime.context import StepContext, Update
-from penstock.runtime.streams import streams_for
 from penstock.sim.result import Simulation
-from penstock.state import numa, snapshots
-from penstock.state.buffers import Buffers
-from penstock.state.commits import Commits
-from penstock.state.record import check_param_groups, check_progress
+from penstock.state import snapshots
+from penstock.state.record import check_param_groups
 from penstock.state.stats import StepStats
 from penstock.state.values import Values
 from penstock.store.owner import Owner
 from penstock.store.snapshot import SnapshotReader
-from penstock.tape.blocks import find_blocks
-from penstock.tape.groups import group_parameters
-from penstock.tape.guard import guard
-from penstock.tape.tape import Tape
 
 log = logging.getLogger("penstock")
 
@@ -70,12 +59,9 @@ class Engine:
         """``settings``: as asked for, and what counts where nothing was. ``machine``: to plan for. ``owner``: the run
         that the store belongs to.
         """
-        budget, precision, optimizer = settings.budget, settings.precision, settings.optimizer
-        assert precision is not None, "wrap has chosen one"
-        assert settings.loss_fn is not None, "and this"
         self._process = os.getpid()
         self.model = model
-        self.budget = budget
+        self.budget = settings.budget
         self.device = device
         self.trace: Sequence[TraceEvent] = ()
         """Every op of the last step, as it ran; of a step that was run twice, of the run that counts."""
@@ -84,87 +70,18 @@ class Engine:
         self._began = time.perf_counter()
         self._waits = settings.needs_norm
         self._clip = settings.clip_grad_norm
-        self._dtype = DTYPES[precision]
-        found = find_blocks(model, settings.blocks)
-        from_meta = start.built_on_meta(model)
-        self._groups = group_parameters(model, found)
-        self.optimizer = StreamedOptimizer(
-            optimizer, [(s.name, s.parameter) for g in self._groups for s in g.slices if s.trainable]
-        )
-        self._progress = Progress(
-            seed=settings.seed,
-            trained=[s.name for g in self._groups for s in g.slices if s.trainable],
-            optimizer=self.optimizer,
-            scale=LossScale.of(precision),
-        )
-        self._buffers = Buffers(model)
-        self._description = start.describe_model(self._groups, self._buffers, precision, optimizer)
-        self._commits = Commits(
-            budget,
-            [g.spec for g in self._groups],
-            format_of(precision, optimizer.moments),
-            self._dtype,
-            device,
-            self._buffers,
-            model=self._description,
-            io_threads=settings.io_threads,
-            owner=owner,
-        )
-        self._arrays = self._commits.arrays
-        self._durability = Durability(self._commits, self._progress, Due.of(budget))
+        self._resources = open_resources(model, settings, device=device, machine=machine, owner=owner)
+        self.optimizer = self._resources.optimizer
+        self._progress, commits = self._resources.progress, self._resources.commits
+        self._durability = Durability(commits, self._progress, Due.of(settings.budget))
         try:
-            guard(model, blocks=[block.module for block in found])  # now: whatever fails from here on, it has no values
-            self._settle_in(settings.weights, from_meta=from_meta)
-            self._tape = Tape(
-                model,
-                found,
-                self._groups,
-                settings.loss_fn,
-                seed=settings.seed,
-                device=device,
-                compile="inductor" if settings.compile is True else settings.compile or None,
-            )
-            machinery = Machinery(
-                tape=self._tape,
-                groups=self._groups,
-                arrays=self._arrays,
-                runs={g.spec.index: hyper_runs(g, self.optimizer) for g in self._groups if g.spec.trainable},
-                device=device,
-                streams=streams_for(device),
-                scratch_paths=tuple(path / "scratch" for path in budget.disk_paths),
-                io_threads=settings.io_threads,
-                threads=numa.thread_count(device),
-                overlap=settings.overlap,
-                machine=machine,
-                optimizer=rate_name(optimizer, precision),
-            )
-            self._planning = Planning(machinery, settings, before_change=self._rest)
+            self._planning = Planning(self._resources, settings, before_change=self._rest)
             self._durability.commit()
-            self._written = self._commits.written
         except BaseException:
-            if hasattr(self, "_tape"):
-                self._tape.close()
-            self._commits.close()
+            self._resources.tape.close()
+            commits.close()
             raise
-
-    def _settle_in(self, weights: WeightSource | None, *, from_meta: bool) -> None:
-        """Bring the model's parameters and buffers to where they live from now on."""
-        if from_meta:
-            resumed = self._commits.resumed is not None
-            start.make_buffers(self.model, self.device, self._progress.seed, weights, resumed=resumed)
-        start.buffers_to(self.model, self.device)
-        if self._commits.resumed is None:
-            start.fill(
-                self.model, self._groups, self._arrays, from_meta=from_meta, seed=self._progress.seed, weights=weights
-            )
-            return
-        where = f"the last commit in {self.budget.disk_paths[0]}"
-        self._check_record(self._commits.resumed, where)
-        for group in self._groups:
-            group.detach(self._dtype, self.device)
-        self._buffers.read(self._commits.read_buffer)
-        self._progress.adopt(self._commits.resumed)
-        log.warning("continuing the store in %s from step %d", self.budget.disk_paths[0], self.step_count)
+        self._written = commits.written
 
     # ---- training
 
@@ -235,13 +152,11 @@ class Engine:
         attempt = Attempt(
             runner=runner,
             context=self._context(),
-            micro_batches=batch.all_to_device(micro_batches, self.device, self._dtype),
+            micro_batches=batch.all_to_device(micro_batches, self.device, self._resources.dtype),
             loss_weights=weights,
             durability=self._durability,
-            arrays=self._arrays,
-            groups=self._groups,
-            buffers=self._buffers,
-            before=self._buffers.copies(),
+            resources=self._resources,
+            before=self._resources.buffers.copies(),
             skips=self._waits,
             began=began,
             origin=self._began,
@@ -250,7 +165,7 @@ class Engine:
         self._durability.follow(Event.BEGIN, attempt.actions, f"step {attempt.context.step}")
         self._durability.after_step(self.step_count, runner)
         self.trace, self.counters = attempt.trace, attempt.samples
-        written = self._commits.written + runner.scratch_written - scratch
+        written = self._resources.commits.written + runner.scratch_written - scratch
         assert attempt.stats is not None
         self._progress.last = stats = replace(
             attempt.stats,
@@ -259,7 +174,7 @@ class Engine:
             bytes_written=written - self._written,
             seconds=time.perf_counter() - began,
         )
-        self._written = self._commits.written
+        self._written = self._resources.commits.written
         return stats
 
     def _context(self) -> StepContext:
@@ -284,7 +199,7 @@ class Engine:
         assert attempt.stats is not None
         context = attempt.context
         self._planning.observe(over=not attempt.skipped and context.clip_factor() < 1.0)
-        self._progress.count(attempt.stats, context.update.missed_after(self._groups), position)
+        self._progress.count(attempt.stats, context.update.missed_after(self._resources.groups), position)
 
     @in_turn
     def evaluate(
@@ -300,19 +215,21 @@ class Engine:
         batch.check(micro_batches)
         given = batch.given_weights(micro_batches, loss_weights)
         modes = {module: module.training for module in self.model.modules()}
-        buffers = self._buffers.copies()
+        buffers = self._resources.buffers.copies()
         self.model.eval()
         try:
             runner = self._planning.runner_for(micro_batches, train=False)
             weights = given or self._planning.labels.weights(micro_batches)
             context = StepContext(step=self.step_count, update=Update(count=1, hypers=()))
-            losses = runner.run(context, batch.all_to_device(micro_batches, self.device, self._dtype), weights)
+            losses = runner.run(
+                context, batch.all_to_device(micro_batches, self.device, self._resources.dtype), weights
+            )
             if context.failure is not None:
                 raise context.failure
         finally:
             for module, training in modes.items():
                 module.training = training
-            self._buffers.put_back(buffers)
+            self._resources.buffers.put_back(buffers)
         return math.fsum(w * loss for w, loss in zip(weights, losses, strict=True))
 
     @property
@@ -371,7 +288,7 @@ class Engine:
         """Every parameter and persistent buffer, to be read piece by piece while no step runs."""
         self._check_usable()
         self._rest()
-        return Values(self._arrays, self._description, self._buffers.tensors())
+        return Values(self._resources.arrays, self._resources.description, self._resources.buffers.tensors())
 
     @in_turn
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -382,8 +299,8 @@ class Engine:
         """
         self._check_usable()
         self._rest()
-        meta = {"model": self._description, **self._progress.record()}
-        snapshots.save(Path(path), self._arrays, self._buffers, meta, overwrite=overwrite)
+        meta = {"model": self._resources.description, **self._progress.record()}
+        snapshots.save(Path(path), self._resources.arrays, self._resources.buffers, meta, overwrite=overwrite)
 
     @in_turn
     def load(self, path: str | Path) -> None:
@@ -396,8 +313,8 @@ class Engine:
         """
         self._durability.check_open()
         self._rest()
-        with snapshots.opened(Path(path), self._description) as snapshot:
-            self._check_record(snapshot.meta, str(path))
+        with snapshots.opened(Path(path), self._resources.description) as snapshot:
+            self._progress.check(snapshot.meta, str(path))
             check_param_groups(snapshot.meta["param_groups"], self.optimizer.param_groups, str(path))
             actions: Actions = {
                 Action.MARK: self._durability.mark,
@@ -407,14 +324,11 @@ class Engine:
             self._durability.follow(Event.LOAD, actions, f"loading {path}")
 
     def _restore(self, snapshot: SnapshotReader) -> Event:
-        snapshots.restore(snapshot, self._arrays, self._buffers)
+        snapshots.restore(snapshot, self._resources.arrays, self._resources.buffers)
         self._progress.adopt(snapshot.meta)
         for mine, saved in zip(self.optimizer.param_groups, snapshot.meta["param_groups"], strict=True):
             mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
         return Event.LOADED
-
-    def _check_record(self, record: Mapping[str, Any], where: str) -> None:
-        check_progress(record, where, trained=len(self._progress.trained), seed=self._progress.seed)
 
     def close(self) -> None:
         """Bring what is in memory to the store and give everything back. The model's parameters stay placeholders.
@@ -428,9 +342,7 @@ class Engine:
     def _close(self) -> None:
         with contextlib.ExitStack() as all_of_it:  # last in, first out; each happens whatever the others raise
             all_of_it.callback(self._durability.close)
-            for group in self._groups:
-                all_of_it.callback(group.detach, self._dtype, self.device)
-            all_of_it.callback(self._tape.close)
+            all_of_it.callback(self._resources.close)
             all_of_it.callback(self._planning.close)
             all_of_it.callback(self._rest)
 

@@ -12,7 +12,8 @@ from penstock.config import Tier, fields_of
 from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.labels import LabelCount
-from penstock.engine.runner import Machinery, Runner
+from penstock.engine.resources import EngineResources
+from penstock.engine.runner import Runner
 from penstock.engine.timing import time_stages
 from penstock.engine.visiting import VisitingWeights
 from penstock.errors import BudgetError, ModelError
@@ -160,12 +161,14 @@ _SIZES = ("checkpoint", "gradient", "kept", "forward_peak", "backward_peak")
 class Planning:
     """Holds the plans made so far (one for training, one for evaluation) and the one runner that has memory."""
 
-    def __init__(self, machinery: Machinery, settings: WrapArguments, *, before_change: Callable[[], None]) -> None:
+    def __init__(
+        self, resources: EngineResources, settings: WrapArguments, *, before_change: Callable[[], None]
+    ) -> None:
         """``before_change``: called before a runner gives its memory back: what it has left to do is to be done now."""
         self._before_change = before_change
         self.runner: Runner | None = None
         self.labels = LabelCount()
-        self._shared = machinery
+        self._shared = resources
         self._asked = settings
         self._schedule = settings.schedule
         self._repeats = expected_repeats(settings)
@@ -245,7 +248,7 @@ class Planning:
             plan.program,
             plan.settings.form,
             times,
-            shared.optimizer,
+            shared.rate,
             io_threads=shared.io_threads,
             grad_dtype=plan.settings.grad_dtype,
             narrow=plan.narrow,
@@ -266,7 +269,7 @@ class Planning:
             if self._shared.device.type == "cuda":
                 torch.cuda.empty_cache()  # what the probe and the move have freed makes room for the plan's slabs
             if self._shared.device.type == "cuda" and "device" in ready.plan.settings.place.state:
-                warn_of_other_bits(self._shared.device, self._shared.optimizer)
+                warn_of_other_bits(self._shared.device, self._shared.rate)
             self.runner = Runner(ready.plan, ready.facts, self._shared)
         return self.runner
 
@@ -322,9 +325,7 @@ class Planning:
         if machine is None or times is None:
             return fit(request, keep)
         shared = self._shared
-        return best(
-            request, machine, times, shared.optimizer, keep, io_threads=shared.io_threads, repeats=self._repeats
-        )
+        return best(request, machine, times, shared.rate, keep, io_threads=shared.io_threads, repeats=self._repeats)
 
     def _probe(self, micro_batch: Mapping[str, Any], *, train: bool) -> Probed:
         """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them

@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.optim.facade import StreamedOptimizer
 from penstock.optim.precision import LossScale
+from penstock.state.record import check_progress
 from penstock.state.stats import StepStats
 
 
@@ -38,6 +39,15 @@ class Progress:
             "last": None if self.last is None else self.last.numbers(),
             "position": self.position,
         }
+
+    def check(self, record: Mapping[str, Any], where: str) -> None:
+        """Check that a record, and ``where`` that stands, is one of this run's.
+
+        Raises:
+            StoreError: it is not what a run writes.
+            ConfigError: it is of a run with another seed.
+        """
+        check_progress(record, where, trained=len(self.trained), seed=self.seed)
 
     def adopt(self, record: Mapping[str, Any]) -> None:
         """Go on from a record, which has been checked. The optimizer's settings stay as they are."""

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.engine.resources import EngineResources
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.errors import StoreError
-from penstock.hardware.machine import Machine
-from penstock.optim.facade import StreamedOptimizer
 from penstock.planner.fit import Plan
 from penstock.runtime.actions import Actions
 from penstock.runtime.bound import Bound
@@ -21,54 +20,14 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.pools import Pools
 from penstock.runtime.serial import SerialExecutor
 from penstock.runtime.stepping import Stepping
-from penstock.runtime.streams import CudaStreams, HostStreams
 from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.program import ALIGN
-from penstock.state.arrays import Late, StateArrays
+from penstock.state.arrays import Late
 from penstock.state.numa import binding_for
 from penstock.store.layout import Layout
 from penstock.store.store import Store
-from penstock.tape.groups import ParamGroup
 from penstock.tape.passage import StageFacts
-from penstock.tape.tape import Tape
-
-Run = tuple[int, int, int]
-"""(first element, end, index of hyper-parameters): a range of a group's buffer that one torch param group rules."""
-
-
-def hyper_runs(group: ParamGroup, optimizer: StreamedOptimizer) -> tuple[Run, ...]:
-    """Ranges of a group's buffer by torch param group; padding goes with what precedes it."""
-    runs: list[list[int]] = []
-    for s in (s for s in group.slices if s.trainable):
-        hyper = optimizer.group_of(s.parameter)
-        if runs and runs[-1][2] == hyper:
-            continue
-        if runs:
-            runs[-1][1] = s.offset
-        runs.append([s.offset, group.spec.trainable, hyper])
-    return tuple((first, end, hyper) for first, end, hyper in runs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machinery:
-    """What every plan of an engine shares."""
-
-    tape: Tape
-    groups: tuple[ParamGroup, ...]
-    arrays: StateArrays
-    runs: Mapping[int, Sequence[Run]]
-    device: torch.device
-    streams: HostStreams | CudaStreams
-    scratch_paths: tuple[Path, ...]
-    io_threads: int
-    threads: int
-    """of the optimizer"""
-    overlap: bool
-    machine: Machine | None
-    """what plans are made for; None: nothing is predicted"""
-    optimizer: str
-    """the machine's name for the rate of this optimizer in this precision"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +47,7 @@ class Totals:
 class Runner:
     """Runs steps of one plan. Holds all memory that the plan's pools need until it is closed."""
 
-    def __init__(self, plan: Plan, facts: tuple[StageFacts, ...], shared: Machinery) -> None:
+    def __init__(self, plan: Plan, facts: tuple[StageFacts, ...], shared: EngineResources) -> None:
         self.plan = plan
         self._facts = facts
         self._shared = shared
@@ -240,7 +199,7 @@ def _remove(scratch: Store, paths: Sequence[Path]) -> None:
             path.rmdir()
 
 
-def _scratch(bound: Bound, shared: Machinery) -> Store | None:
+def _scratch(bound: Bound, shared: EngineResources) -> Store | None:
     """A store for what a step puts on disk and needs no longer than the step: waiting gradients, checkpoints."""
     sizes, grids = bound.scratch()
     if not sizes:

@@ -1,0 +1,176 @@
+"""What an engine has for as long as it lives: a model cut into groups, its state and store, what runs its plans."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.engine import start
+from penstock.engine.arguments import WrapArguments
+from penstock.engine.progress import Progress
+from penstock.hardware.machine import Machine
+from penstock.optim.facade import StreamedOptimizer, rate_name
+from penstock.optim.precision import DTYPES, LossScale, format_of
+from penstock.runtime.streams import CudaStreams, HostStreams, streams_for
+from penstock.state import numa
+from penstock.state.arrays import StateArrays
+from penstock.state.buffers import Buffers
+from penstock.state.commits import Commits
+from penstock.store.owner import Owner
+from penstock.tape.blocks import find_blocks
+from penstock.tape.groups import ParamGroup, group_parameters
+from penstock.tape.guard import guard
+from penstock.tape.tape import Tape
+
+log = logging.getLogger("penstock")
+
+Run = tuple[int, int, int]
+"""(first element, end, index of hyper-parameters): a range of a group's buffer that one torch param group rules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineResources:
+    """What every plan of an engine shares, and what outlives them all."""
+
+    groups: tuple[ParamGroup, ...]
+    tape: Tape
+    buffers: Buffers
+    commits: Commits
+    optimizer: StreamedOptimizer
+    progress: Progress
+    description: Mapping[str, Any]
+    """what the store, and a snapshot, is made for"""
+    runs: Mapping[int, Sequence[Run]]
+    """by group, in order of elements"""
+    device: torch.device
+    streams: HostStreams | CudaStreams
+    scratch_paths: tuple[Path, ...]
+    io_threads: int
+    threads: int
+    """of the optimizer"""
+    overlap: bool
+    machine: Machine | None
+    """what plans are made for; None: nothing is predicted"""
+    rate: str
+    """the machine's name for the rate of this optimizer in this precision"""
+
+    @property
+    def arrays(self) -> StateArrays:
+        return self.commits.arrays
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That computes."""
+        return self.arrays.dtype
+
+    def close(self) -> None:
+        """Take the model from the tape and the store's memory; each happens whatever the others raise."""
+        with ExitStack() as all_of_it:  # last in, first out
+            for group in self.groups:
+                all_of_it.callback(group.detach, self.dtype, self.device)
+            all_of_it.callback(self.tape.close)
+
+
+def open_resources(
+    model: nn.Module, settings: WrapArguments, *, device: torch.device, machine: Machine | None, owner: Owner | None
+) -> EngineResources:
+    """Cut a model into groups, open or make its store, and bring its values to where they live from now on.
+
+    Raises:
+        ConfigError, BudgetError, ModelError, StoreError: as ``wrap``. Nothing is open then.
+    """
+    budget, precision = settings.budget, settings.precision
+    assert precision is not None, "wrap has chosen one"
+    assert settings.loss_fn is not None, "and this"
+    found, from_meta = find_blocks(model, settings.blocks), start.built_on_meta(model)
+    groups, buffers = group_parameters(model, found), Buffers(model)
+    trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
+    optimizer = StreamedOptimizer(settings.optimizer, trained)
+    description = start.describe_model(groups, buffers, precision, settings.optimizer)
+    commits = Commits(
+        budget,
+        [g.spec for g in groups],
+        format_of(precision, settings.optimizer.moments),
+        DTYPES[precision],
+        device,
+        buffers,
+        model=description,
+        io_threads=settings.io_threads,
+        owner=owner,
+    )
+    with ExitStack() as undo:
+        undo.callback(commits.close)
+        guard(model, blocks=[block.module for block in found])  # now: whatever fails from here on, it has no values
+        progress = Progress(
+            seed=settings.seed,
+            trained=[name for name, _ in trained],
+            optimizer=optimizer,
+            scale=LossScale.of(precision),
+        )
+        if from_meta:
+            start.make_buffers(model, device, settings.seed, settings.weights, resumed=commits.resumed is not None)
+        start.buffers_to(model, device)
+        if commits.resumed is None:
+            weights = settings.weights
+            start.fill(model, groups, commits.arrays, from_meta=from_meta, seed=settings.seed, weights=weights)
+        else:
+            _resume(groups, buffers, commits, progress, budget.disk_paths[0])
+        tape = Tape(
+            model,
+            found,
+            groups,
+            settings.loss_fn,
+            seed=settings.seed,
+            device=device,
+            compile="inductor" if settings.compile is True else settings.compile or None,
+        )
+        undo.callback(tape.close)
+        resources = EngineResources(
+            groups=groups,
+            tape=tape,
+            buffers=buffers,
+            commits=commits,
+            optimizer=optimizer,
+            progress=progress,
+            description=description,
+            runs={g.spec.index: hyper_runs(g, optimizer) for g in groups if g.spec.trainable},
+            device=device,
+            streams=streams_for(device),
+            scratch_paths=tuple(path / "scratch" for path in budget.disk_paths),
+            io_threads=settings.io_threads,
+            threads=numa.thread_count(device),
+            overlap=settings.overlap,
+            machine=machine,
+            rate=rate_name(settings.optimizer, precision),
+        )
+        undo.pop_all()
+        return resources
+
+
+def _resume(groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, progress: Progress, path: Path) -> None:
+    """Go on from the commit that was found."""
+    assert commits.resumed is not None
+    progress.check(commits.resumed, f"the last commit in {path}")
+    for group in groups:
+        group.detach(commits.arrays.dtype, commits.arrays.device)
+    buffers.read(commits.read_buffer)
+    progress.adopt(commits.resumed)
+    log.warning("continuing the store in %s from step %d", path, progress.step)
+
+
+def hyper_runs(group: ParamGroup, optimizer: StreamedOptimizer) -> tuple[Run, ...]:
+    """Ranges of a group's buffer by torch param group; padding goes with what precedes it."""
+    runs: list[list[int]] = []
+    for s in (s for s in group.slices if s.trainable):
+        hyper = optimizer.group_of(s.parameter)
+        if runs and runs[-1][2] == hyper:
+            continue
+        if runs:
+            runs[-1][1] = s.offset
+        runs.append([s.offset, group.spec.trainable, hyper])
+    return tuple((first, end, hyper) for first, end, hyper in runs)
