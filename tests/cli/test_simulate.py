@@ -13,8 +13,7 @@ from penstock.cli import main
 from penstock.cli.schedule_file import line_of
 from penstock.cli.simulate_arguments import parse_simulate
 from penstock.hardware.profiles import shipped_machine
-from penstock.schedule import offload
-from penstock.schedule.distributed import families
+from penstock.schedule.lower.families import FAMILIES
 
 Simulate = Callable[..., dict[str, Any]]
 
@@ -100,7 +99,7 @@ def test_layers_of_one_rank_in_a_row_are_one_stage_whose_micro_batches_are_in_fl
 
 
 @pytest.mark.parametrize("costs", ["unit", "puzzle"])
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if not family.streaming])
 def test_every_family_simulates_by_its_name_alone(simulate: Simulate, family: str, costs: str) -> None:
     said = simulate(family, "--costs", costs)
     assert said["time"] >= said["lower_bound"] > 0
@@ -111,12 +110,12 @@ def test_every_family_simulates_by_its_name_alone(simulate: Simulate, family: st
         assert costs == "puzzle" or rank["in_flight_peak"] == rank["peak"]["device"]
 
 
-@pytest.mark.parametrize("family", offload.FAMILIES)
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.streaming])
 def test_every_offload_schedule_simulates_on_a_shipped_machine(simulate: Simulate, family: str) -> None:
     said = simulate(family, "--layers", 3, "--micro-batches", 2, "--chunks", 4)
     assert "A100" in said["costs"]
     assert said["time"] >= said["lower_bound"] > 0
-    assert said["ranks"][0]["in_flight_peak"] == (2 if offload.FAMILIES[family].order == "vertical" else 1)
+    assert said["ranks"][0]["in_flight_peak"] == (2 if FAMILIES[family].streaming.order == "vertical" else 1)
     assert said["bytes"]["h2d"] > 0
 
 
@@ -473,7 +472,7 @@ def test_values_follow_their_option_or_an_equals_sign() -> None:
 def test_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"\n  {name} " in said for name in [*families.FAMILIES, *offload.FAMILIES])
+    assert all(f"\n  {name} " in said for name in FAMILIES)
     assert all(len(line) <= 120 for line in said.splitlines())
 
 

@@ -8,10 +8,10 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.hardware.machine import Network
 from penstock.hardware.profiles import shipped_machine
 from penstock.planner.layer_costs import layer_costs, layer_sizes
-from penstock.schedule.distributed.families import build
-from penstock.schedule.distributed.request import Request
 from penstock.schedule.ir.text import parse_schedule, parse_world
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.families import build
+from penstock.schedule.lower.request import Request
 from penstock.schedule.place import Format
 from penstock.shape.model import stage_times
 from penstock.shape.shipped import named

@@ -1,7 +1,7 @@
 """Offload schedules by name: what each moves and holds is what its formulas say; its options do something."""
 
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,9 @@ from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.offload import FAMILIES, Request, build, settings
+from penstock.schedule.lower.families import FAMILIES, STREAM_OPTIONS, build
+from penstock.schedule.lower.offload import settings
+from penstock.schedule.lower.request import Request
 from penstock.schedule.place import FP32, PAGE, Depths, Format
 from penstock.schedule.program import ALIGN
 from penstock.sim.costs import Costs
@@ -20,6 +22,7 @@ from penstock.sim.simulate import simulate
 from tests.uniform import uniform_program
 
 LAYERS, M, RANKS = 8, 3, 4
+STREAMED = {name: family.streaming for name, family in FAMILIES.items() if family.streaming is not None}
 BLOCK, EMBEDDING, HEAD = 64 * ALIGN, 16 * ALIGN, 32 * ALIGN
 BLOCKS, ENDS = LAYERS * BLOCK, EMBEDDING + HEAD
 N = BLOCKS + ENDS
@@ -35,7 +38,9 @@ PROGRAM = uniform_program(
 
 
 def request(family: str, **options: Any) -> Request:
-    return Request(**{"family": family, "program": PROGRAM, "micro_batches": M, **options})
+    """``M`` micro-batches for each rank, unless asked otherwise."""
+    each = M * options.get("ranks", 1)
+    return Request(**{"family": family, "program": PROGRAM, "micro_batches": each, **options})
 
 
 def one(family: str, **options: Any) -> Schedule:
@@ -117,7 +122,7 @@ def test_superoffload_steps_as_gradients_come_and_the_last_ones_on_the_device() 
     """An eighth of the blocks: those that the forward uses first, whose gradients come last."""
     schedule = one("superoffload")
     assert "NORM" not in schedule.by_id
-    assert [op.id for op in schedule.ops if op.id.kind == "OD"] == [f"OD{g}" for g in request("x").blocks[:1]]
+    assert [op.id for op in schedule.ops if op.id.kind == "OD"] == [f"OD{g}" for g in PROGRAM.stages[1].forward_reads]
     stepped = N - BLOCK
     assert moved(schedule) == {"h2d": 2 * stepped, "d2h": M * 4 * stepped, "read": 0, "write": 0}
     more = one("superoffload", device_blocks=3)
@@ -127,14 +132,14 @@ def test_superoffload_steps_as_gradients_come_and_the_last_ones_on_the_device() 
 # ---- several ranks
 
 
-SHARDED = [name for name, family in FAMILIES.items() if "ranks" in family.options]
+SHARDED = [name for name in STREAMED if not FAMILIES[name].one_rank]
 
 
 @pytest.mark.parametrize("family", SHARDED)
 def test_each_rank_moves_its_part_and_the_network_the_rest(family: str) -> None:
     """ZeRO-3: for each visit of a group an all-gather of its weights, and a reduce-scatter of each gradient."""
     alone, together = one(family, chunks=4), one(family, chunks=4, ranks=RANKS)
-    by_block = FAMILIES[family].order == "vertical"
+    by_block = STREAMED[family].order == "vertical"
     nbytes = AWAY if by_block else AWAY_ONE_BY_ONE
     away = {"h2d": nbytes, "d2h": nbytes, "read": 0, "write": 0}  # every rank has its own micro-batches
     for lane, nbytes in moved(together).items():
@@ -144,7 +149,7 @@ def test_each_rank_moves_its_part_and_the_network_the_rest(family: str) -> None:
     norm = sum(op.nbytes for op in together.ops if op.id.kind == "AN")
     sent = (gathered + scattered) * (RANKS - 1) // RANKS
     assert together.bytes_per_lane()["net"] == sent + norm
-    assert bool(norm) == FAMILIES[family].wait
+    assert bool(norm) == STREAMED[family].wait
 
 
 def test_ranks_wait_for_each_other() -> None:
@@ -176,21 +181,26 @@ OPTIONS: dict[str, Any] = {
     "state": "host",
     "checkpoints": "disk",
     "device_blocks": 2,
-    "ranks": 2,
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STREAMED)
 def test_every_option_does_something_where_it_is_allowed_and_is_refused_elsewhere(family: str) -> None:
-    known = {f.name for f in fields(Request)} - {"family", "program", "micro_batches", "form", "gradients"}
-    assert known == OPTIONS.keys()
+    assert set(STREAM_OPTIONS) - {"gradients"} == OPTIONS.keys()
     plain = one(family)
     for option, value in OPTIONS.items():
         if option in FAMILIES[family].options:
             assert one(family, **{option: value}) != plain
         else:
-            with pytest.raises(ConfigError, match=f"{family} has no option {option}: it has chunks"):
+            with pytest.raises(
+                ConfigError, match=f"{family} has no option {option}: leave it out. Its options: .*chunks"
+            ):
                 build(request(family, **{option: value}))
+    if FAMILIES[family].one_rank:
+        with pytest.raises(ConfigError, match=f"{family} is for one rank, and 2 were asked for"):
+            build(request(family, ranks=2))
+    else:
+        assert one(family, ranks=2) != plain
 
 
 def test_gradients_may_wait_on_disk_where_they_wait() -> None:
@@ -205,13 +215,18 @@ def test_gradients_may_wait_on_disk_where_they_wait() -> None:
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("vertikal", {}, "no offload schedule is called 'vertikal'. Known: horizontal, vertical, zero-offload"),
+        ("vertikal", {}, "there is no schedule 'vertikal'. Known: .*horizontal, vertical, zero-offload"),
         ("vertical", {"micro_batches": 0}, "micro_batches=0 must be at least 1"),
         ("vertical", {"delay": 1.5}, "delay=1.5 must be from 0"),
         ("vertical", {"delay": float("nan")}, "delay=nan must be from 0"),
         ("vertical", {"ranks": 0}, "ranks=0 must be at least 1"),
         ("vertical", {"chunks": 0}, "chunks=0 must be from 1 to 64"),
         ("vertical", {"chunks": 65}, "chunks=65 must be from 1 to 64"),
+        ("vertical", {"micro_batches": 3, "ranks": 2}, "3 micro-batches cannot be shared evenly by 2 ranks"),
+        ("vertical", {"lookahead": 1}, "vertical has no option lookahead"),
+        ("vertical", {"fused": True}, "vertical has no option fused"),
+        ("1f1b", {"delay": 0.0}, "1f1b has no option delay"),
+        ("vertical", {"program": None}, "vertical streams the groups of a program: give it one"),
         ("vertical", {"chunks": 17, "ranks": 4}, "chunks=17 must be from 1 to 16.*the largest block of a rank"),
         ("vertical", {"state": "device"}, "state on the device needs weights on the device"),
         ("vertical", {"weights": "device", "ranks": 2}, "ranks=2 with weights='device'"),
@@ -224,15 +239,19 @@ def test_what_cannot_be_is_refused(family: str, options: dict[str, Any], message
         build(request(family, **options))
 
 
+def chunk_of(family: str, **options: Any) -> int:
+    return settings(request(family, **options), STREAMED[family]).chunk
+
+
 def test_a_delayed_gradient_is_as_large_as_a_checkpoint_unless_chunks_are_asked_for() -> None:
     """So that they can take turns in one pool."""
-    assert settings(request("greedysnake")).chunk * FP32 == CHECKPOINT // (4 * ALIGN) * 4 * ALIGN
+    assert chunk_of("greedysnake") * FP32 == CHECKPOINT // (4 * ALIGN) * 4 * ALIGN
     assert "held" in {pool.name for pool in one("greedysnake").pools}
-    assert settings(request("greedysnake", chunks=16)).chunk == BLOCK // 16
-    assert settings(request("vertical")).chunk == BLOCK // 16
+    assert chunk_of("greedysnake", chunks=16) == BLOCK // 16
+    assert chunk_of("vertical") == BLOCK // 16
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STREAMED)
 def test_a_model_of_blocks_alone(family: str) -> None:
     check_world(build(request(family, program=uniform_program(2, block=10 * ALIGN), micro_batches=1, chunks=None)))
 

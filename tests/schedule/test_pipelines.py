@@ -7,13 +7,13 @@ import pytest
 from torch.distributed.pipelining import schedules as peers
 
 from penstock.errors import ConfigError
-from penstock.schedule.distributed import Request, build
-from penstock.schedule.distributed.folded import dualpipe_v, zero_bubble_v
-from penstock.schedule.distributed.orders import Step, interleaved, looped_bfs
-from penstock.schedule.distributed.pipeline import Order
-from penstock.schedule.distributed.stages import Stages
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.families import build
+from penstock.schedule.lower.folded import dualpipe_v, zero_bubble_v
+from penstock.schedule.lower.orders import Order, Step, interleaved, looped_bfs
+from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.stages import Stages
 from penstock.sim.models import CostModel, puzzle, unit
 from penstock.sim.simulate import simulate
 

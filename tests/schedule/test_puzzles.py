@@ -2,10 +2,10 @@
 
 import pytest
 
-from penstock.schedule.distributed.families import build
-from penstock.schedule.distributed.request import GatherGroup, Request
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.families import build
+from penstock.schedule.lower.request import GatherGroup, Request
 from penstock.sim.models import PUZZLE_UNIT, puzzle
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate

@@ -9,7 +9,7 @@ from typing import Literal
 
 from penstock.config import TIERS, Tier, parse_size
 from penstock.errors import ConfigError
-from penstock.schedule.distributed.request import GatherGroup
+from penstock.schedule.lower.request import GatherGroup
 
 SIMULATE_HELP = """\
 penstock simulate: how long a schedule takes, and how much memory it holds when

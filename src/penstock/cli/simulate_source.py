@@ -23,11 +23,10 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import machine_named
 from penstock.planner.layer_costs import check_layers, layer_sizes
-from penstock.schedule import offload
-from penstock.schedule.distributed import families
-from penstock.schedule.distributed.request import Request
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.families import FAMILIES, LAYER_OPTIONS, STREAM_OPTIONS, build
+from penstock.schedule.lower.request import Request
 from penstock.sim.costs import Costs
 from penstock.sim.models import CostModel, puzzle, unit
 
@@ -35,8 +34,8 @@ _OFFLOAD_MICRO_BATCHES = 8
 _OFFLOAD_LANES: Set[Lane] = {"h2d", "d2h", "read", "write", "cpu"}
 
 _REAL = ("model", "precision", "micro_batch_size", "sequence_length")
-_DISTRIBUTED = (*families.OPTIONS, "lookahead")
-_OFFLOAD = ("chunks", "delay", "wait", "weights", "state", "checkpoints", "gradients", "device_blocks")
+_OF_LAYERS = (*LAYER_OPTIONS, "lookahead")
+_OF_STREAMS = tuple(name for name in STREAM_OPTIONS if name != "depths")
 
 _UNIT_BY_DEFAULT = {
     *("pipeline", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "looped-dfs", "zero-bubble", "dualpipe-v")
@@ -57,34 +56,30 @@ def case_of(arguments: SimulateArguments) -> Case:
         ConfigError: there is no such schedule or model, an option does not fit, or a file is wrong.
     """
     name = arguments.name
-    if name in offload.FAMILIES:
-        return _offload(arguments)
-    if name in families.FAMILIES:
-        return _distributed(arguments)
+    if name in FAMILIES:
+        return _offload(arguments) if FAMILIES[name].streaming else _layers(arguments)
     if Path(name).exists() or "/" in name or "." in name:
         return _file(arguments)
-    known = [*families.FAMILIES, *offload.FAMILIES]
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, FAMILIES, n=1)
     guess = f" Did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"there is no schedule {name!r}, and no such file.{guess} Known: {', '.join(known)}")
+    raise ConfigError(f"there is no schedule {name!r}, and no such file.{guess} Known: {', '.join(FAMILIES)}")
 
 
 def described_families() -> str:
     """A line for each schedule that has a name."""
-    lines = [(name, family.summary) for name, family in families.FAMILIES.items()]
-    lines += [(name, family.description) for name, family in offload.FAMILIES.items()]
     return "\n".join(
-        fill(f"{name:<18}  {summary}", 118, initial_indent="  ", subsequent_indent=" " * 22) for name, summary in lines
+        fill(f"{name:<18}  {family.summary}", 118, initial_indent="  ", subsequent_indent=" " * 22)
+        for name, family in FAMILIES.items()
     )
 
 
 # ---- schedules that do not offload
 
 
-def _distributed(arguments: SimulateArguments) -> Case:
-    name, family = arguments.name, families.FAMILIES[arguments.name]
-    unknown = (option for option in families.OPTIONS if option not in family.options)
-    arguments.refuse(name, *unknown, *_OFFLOAD)
+def _layers(arguments: SimulateArguments) -> Case:
+    name, family = arguments.name, FAMILIES[arguments.name]
+    unknown = (option for option in LAYER_OPTIONS if option not in family.options)
+    arguments.refuse(name, *unknown, *_OF_STREAMS)
     costs = arguments.costs or ("unit" if name in _UNIT_BY_DEFAULT else "puzzle")
     layers, ranks = _SHAPES.get(name, (8, 4))
     if costs in ("puzzle", "unit"):
@@ -103,8 +98,8 @@ def _distributed(arguments: SimulateArguments) -> Case:
 
 
 def _built(request: Request, costs: str) -> World:
-    world = families.build(request)
-    if request.lookahead and world == families.build(replace(request, lookahead=0)):
+    world = build(request)
+    if request.lookahead and world == build(replace(request, lookahead=0)):
         raise ConfigError(
             f"--lookahead {request.lookahead} does nothing for {request.family} with --costs {costs}: no weights are "
             "gathered, and no pool is between network and compute. Leave it out"
@@ -169,11 +164,12 @@ def _shape_in_words(request: Request) -> str:
 
 def _offload(arguments: SimulateArguments) -> Case:
     name = arguments.name
-    family = offload.FAMILIES[name]
+    family = FAMILIES[name]
+    assert family.streaming is not None
     ranks = arguments.ranks or 1
-    if ranks > 1 and "ranks" not in family.options:
+    if ranks > 1 and family.one_rank:
         raise ConfigError(f"--ranks {ranks}: {name} is a schedule of one rank. Leave --ranks out")
-    arguments.refuse(name, *_DISTRIBUTED, *(option for option in _OFFLOAD if option not in family.options))
+    arguments.refuse(name, *_OF_LAYERS, *(option for option in _OF_STREAMS if option not in family.options))
     costs = arguments.costs or MACHINE
     if costs == "puzzle":
         raise ConfigError(
@@ -188,13 +184,14 @@ def _offload(arguments: SimulateArguments) -> Case:
         )
     program = training.profile.program
     stages, chunks = len(program.stages), len(program.groups) * (arguments.chunks or 16)
-    visits = micro_batches if family.order == "horizontal" else 1
+    visits = micro_batches if family.streaming.order == "horizontal" else 1
     _check_size(ranks * (6 * stages * micro_batches + 8 * chunks * visits))
-    world = offload.build(
-        offload.Request(
+    world = build(
+        Request(
             family=name,
             program=program,
-            micro_batches=micro_batches,
+            ranks=ranks,
+            micro_batches=micro_batches * ranks,
             form=training.form,
             chunks=arguments.chunks,
             delay=arguments.delay,
@@ -204,7 +201,6 @@ def _offload(arguments: SimulateArguments) -> Case:
             checkpoints=arguments.checkpoints,
             gradients=arguments.gradients,
             device_blocks=arguments.device_blocks,
-            ranks=ranks if ranks > 1 else None,
         )
     )
     share = f"{counted(ranks, 'rank')}, " if ranks > 1 else ""
@@ -223,7 +219,7 @@ _OTHERS = "use --costs unit or a machine's profile"
 def _file(arguments: SimulateArguments) -> Case:
     """A schedule that a user has written, or that --text has printed."""
     path = Path(arguments.name)
-    arguments.refuse("a schedule from a file", "ranks", "micro_batches", *_DISTRIBUTED, *_OFFLOAD)
+    arguments.refuse("a schedule from a file", "ranks", "micro_batches", *_OF_LAYERS, *_OF_STREAMS)
     world = read_world(path)
     lanes = {op.lane for schedule in world.ranks for op in schedule.ops}
     costs = arguments.costs or (MACHINE if lanes & _OFFLOAD_LANES else "unit" if "send" in lanes else "puzzle")

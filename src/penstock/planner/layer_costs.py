@@ -6,10 +6,10 @@ backward computes its layer's forward again, so between the two only the layer's
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.hardware.machine import Machine
-from penstock.schedule.distributed.pipeline import activation_pools
-from penstock.schedule.distributed.request import Sizes
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.layers import activation_pools
+from penstock.schedule.lower.request import Sizes
 from penstock.schedule.place import FP32, Format
 from penstock.schedule.program import Stage
 from penstock.shape.model import ModelProfile, StageTimes

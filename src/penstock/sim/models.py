@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
-from penstock.schedule.distributed.request import Sizes
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.lower.request import Sizes
 from penstock.sim.costs import Costs
 
 PUZZLE_UNIT = 512 * 256

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.errors import ConfigError
-from penstock.schedule.distributed.request import Request
+from penstock.schedule.lower.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,13 @@ An order is a list of steps (kind, stage, micro-batch), kind one of ``F``, ``B``
 ``I`` (gradient of the input) and ``W`` (gradient of the weights).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from penstock.schedule.distributed.stages import Stages
+from penstock.schedule.lower.stages import Stages
 
 Step = tuple[str, int, int]
+Order = Callable[[Stages, int, int], list[Step]]
+"""Of the stages, a rank and the number of micro-batches."""
 
 
 def gpipe(stages: Stages, rank: int, micro_batches: int) -> list[Step]:

@@ -1,18 +1,5 @@
 """Writes down one rank's ops in an order in which they can run one by one, and sizes the pools that follow from it.
 
-Buffers, by name (``l`` a layer, or a stage where a stage is one op; ``m`` a micro-batch):
-
-| buffer | pool | holds |
-|---|---|---|
-| ``A3m0`` ``Xm0`` | activations, received_activations | what layer 3 puts out; the model's input |
-| ``K3m0`` | saved | what the forward of layer 3 keeps for its backward besides its input |
-| ``D3m0`` ``DXm0`` | activation_gradients, received_gradients | the gradient with respect to ``A3m0``, ``Xm0`` |
-| ``W3@F3`` | weights | all of layer 3's weights, gathered for one use |
-| ``G3`` ``G3m0`` | gradients | the gradient of layer 3's weights, of all or of one micro-batch |
-| ``P3`` | gradient_shards | this rank's part of it |
-| ``C3m0`` | activation_shards | this rank's part of ``A3m0`` (ZeRO-R) |
-| ``T3.0`` | buffers | a piece of a gradient on its way (ZeRO-R) |
-
 One lane alone takes from a pool, in its order, and the order of the ops as a whole is possible with as many buffers as
 it holds at once. So no timing can make a rank wait for itself: whichever op comes first of those that are not done, all
 that it waits for comes before it, and nobody later can have taken its buffer.

@@ -6,8 +6,8 @@ Steps are those of ``orders``. "Down" is a rank's first stage, "up" its second o
 from collections import deque
 from itertools import count
 
-from penstock.schedule.distributed.orders import Step
-from penstock.schedule.distributed.stages import Stages
+from penstock.schedule.lower.orders import Step
+from penstock.schedule.lower.stages import Stages
 
 
 class _Rank:

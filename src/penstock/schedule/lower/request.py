@@ -1,7 +1,11 @@
 """What is asked of a family of schedules: how many of what, how large, and the options."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from penstock.config import Tier
+from penstock.schedule.place import Depths, Format
+from penstock.schedule.program import Program
 
 GatherGroup = Literal["stage", "world"]
 
@@ -27,8 +31,9 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One schedule of a family. What is None or False is not asked for; asking it of a family that has no such option
-    is an error.
+    """One world of a family: of ``layers`` that are alike, of the given ``sizes``, or where the family offloads of a
+    ``program`` in a ``form``. What is None or False is not asked for: the family does what it does. Asking it of a
+    family that has no such option is an error.
 
     | field | meaning |
     |---|---|
@@ -41,17 +46,33 @@ class Request:
     | ``buffer_size`` | ZeRO-R: gradients cross the network in pieces of this amount, through one buffer |
     | ``lookahead`` | how far the network may run ahead: gathers before their turn, and buffers that the order alone
       does not need |
+    | ``chunks``, ``depths`` | pieces that a block is cut into; how far the lanes may run ahead |
+    | ``delay`` | the delay ratio, 0 to 1 |
+    | ``wait`` | whether the optimizer waits for the global norm of the gradients |
+    | ``weights``, ``state``, ``checkpoints``, ``gradients`` (that wait) | the tier of all of them |
+    | ``device_blocks`` | blocks whose state lives on the device, those whose gradients come last |
     """
 
     family: str
-    layers: int
-    ranks: int
     micro_batches: int
-    sizes: Sizes
+    ranks: int = 1
+    layers: int = 1
+    sizes: Sizes = Sizes(activation=0, activation_gradient=0, weights=0, gradient=0, state=0)
     stage_ops: bool = False
+    program: Program | None = None
+    form: Format = field(default_factory=lambda: Format(weight_bytes=2, moments=2))
     virtual_stages: int | None = None
     gather_group: GatherGroup | None = None
     fused: bool = False
     partition_activations: int | None = None
     buffer_size: int | None = None
     lookahead: int = 0
+    chunks: int | None = None
+    depths: Depths | None = None
+    delay: float | None = None
+    wait: bool | None = None
+    weights: Tier | None = None
+    state: Tier | None = None
+    checkpoints: Tier | None = None
+    gradients: Literal["host", "disk"] | None = None
+    device_blocks: int | None = None

@@ -1,0 +1,231 @@
+"""The families of schedules, by name: the one table of what can be lowered, and with which options.
+
+world = build(Request(family="1f1b", layers=96, ranks=8, micro_batches=64, sizes=sizes))
+world = build(Request(family="vertical", program=program, micro_batches=8, delay=0.25))
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower import folded, orders
+from penstock.schedule.lower.layers import Sharding
+from penstock.schedule.lower.offload import Streaming, lower_program
+from penstock.schedule.lower.orders import Order
+from penstock.schedule.lower.ranks import grid, pipeline, replicated
+from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.stages import spread
+
+LAYER_OPTIONS = ("virtual_stages", "gather_group", "fused", "partition_activations", "buffer_size")
+STREAM_OPTIONS = ("chunks", "depths", "delay", "wait", "weights", "state", "checkpoints", "gradients", "device_blocks")
+"""Fields of a request that only some families know: of those that compute whole layers, and of those that offload."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """``options``: those of a request that it knows; ``one_rank``: it is for one rank only; ``streaming``: what it does
+    where a request says nothing, of one that offloads, None of the others.
+    """
+
+    summary: str
+    lower: Callable[[Request], World]
+    options: frozenset[str] = frozenset()
+    one_rank: bool = False
+    streaming: Streaming | None = None
+
+
+def build(request: Request) -> World:
+    """The schedules of all ranks, of one step in the steady state.
+
+    Raises:
+        ConfigError: no such family, an option that it does not have, or numbers that it cannot do.
+    """
+    family = FAMILIES.get(request.family)
+    if family is None:
+        raise ConfigError(f"there is no schedule {request.family!r}. Known: {', '.join(FAMILIES)}")
+    _check_numbers(request)
+    asked = [name for name in (*LAYER_OPTIONS, *STREAM_OPTIONS) if not _is_unsaid(getattr(request, name))]
+    for option in (*asked, *(["lookahead"] if family.streaming and request.lookahead else [])):
+        if option not in family.options:
+            known = ", ".join(sorted(family.options)) or "none"
+            raise ConfigError(f"{request.family} has no option {option}: leave it out. Its options: {known}")
+    if family.one_rank and request.ranks != 1:
+        raise ConfigError(f"{request.family} is for one rank, and {request.ranks} were asked for: leave ranks at 1")
+    return family.lower(request)
+
+
+def _is_unsaid(value: object) -> bool:
+    return value is None or value is False  # 0 was asked for
+
+
+_LEAST = {
+    "layers": 1,
+    "ranks": 1,
+    "micro_batches": 1,
+    "lookahead": 0,
+    "virtual_stages": 1,
+    "partition_activations": 2,
+    "buffer_size": 1,
+}
+
+
+def _check_numbers(request: Request) -> None:
+    for name, smallest in _LEAST.items():
+        value = getattr(request, name)
+        if value is not None and value < smallest:
+            raise ConfigError(f"{request.family}: {name}={value} must be at least {smallest}")
+    for item in fields(request.sizes):
+        if (size := getattr(request.sizes, item.name)) < 0:
+            raise ConfigError(f"{request.family}: sizes.{item.name}={size} must be at least 0")
+
+
+def _sharded(summary: str, sharding: Sharding) -> Family:
+    options = frozenset({"partition_activations", "buffer_size"})
+    return Family(summary=summary, lower=lambda request: replicated(request, sharding), options=options)
+
+
+_AT_ONCE, _AT_THE_END = Sharding(), Sharding(flush="backward")
+
+
+def _pipeline(summary: str, order: Order, sharding: Sharding = _AT_ONCE) -> Family:
+    """One stage to a rank."""
+    return Family(summary=summary, lower=lambda request: pipeline(request, spread(request, 1), order, sharding))
+
+
+def _looped(summary: str, order: Order, *, in_rounds: bool) -> Family:
+    """Several stages to a rank, round and round; ``in_rounds``: as many micro-batches as ranks at a time."""
+
+    def lower(request: Request) -> World:
+        if in_rounds and request.micro_batches % request.ranks:
+            raise ConfigError(
+                f"{request.family} goes {request.ranks} micro-batches (one for each rank) at a time, and "
+                f"{request.micro_batches} is no multiple of that: ask for a multiple of {request.ranks}"
+            )
+        return pipeline(request, spread(request, request.virtual_stages or 2), order, _AT_ONCE)
+
+    return Family(summary=summary, lower=lower, options=frozenset({"virtual_stages"}))
+
+
+def _all_at_once(request: Request) -> World:
+    return pipeline(request, spread(request, 1), orders.gpipe, _AT_THE_END, items=request.micro_batches)
+
+
+def _zero_bubble(request: Request) -> World:
+    virtual = request.virtual_stages or 1
+    if virtual > 2:
+        raise ConfigError(f"zero-bubble has 1 virtual stage (H1) or 2 (V) to a rank, not {virtual}")
+    if virtual == 1:
+        return pipeline(request, spread(request, 1), orders.zero_bubble_h1, _AT_ONCE)
+    return pipeline(request, spread(request, 2, folded=True), folded.zero_bubble_v, _AT_ONCE)
+
+
+def _dualpipe_v(request: Request) -> World:
+    if request.virtual_stages not in (None, 2):
+        raise ConfigError(f"dualpipe-v has 2 virtual stages to a rank, not {request.virtual_stages}")
+    if request.micro_batches < 2 * request.ranks:
+        raise ConfigError(
+            f"dualpipe-v with {request.ranks} ranks needs at least {2 * request.ranks} micro-batches (two for each "
+            f"rank), and got {request.micro_batches}"
+        )
+    return pipeline(request, spread(request, 2, folded=True), folded.dualpipe_v, _AT_ONCE)
+
+
+_WHOLE = Sharding(weights=True, state=True, reduce="scatter-early", late="all")
+_GRID = Sharding(weights=True, state=True, reduce="scatter-early", late="weights", flush="step")
+
+
+def _streamed(summary: str, streaming: Streaming, *options: str, one_rank: bool = False) -> Family:
+    return Family(
+        summary=summary,
+        lower=lambda request: lower_program(request, streaming),
+        options=frozenset({"chunks", "depths", *options}),
+        one_rank=one_rank,
+        streaming=streaming,
+    )
+
+
+_TIERS = ("weights", "state", "checkpoints", "gradients")
+
+FAMILIES: dict[str, Family] = {
+    "single": Family(
+        summary="one rank, all micro-batches at once; the step after the backward, or fused into it",
+        lower=lambda request: replicated(request, _AT_ONCE),
+        options=frozenset({"fused"}),
+        one_rank=True,
+    ),
+    "grad-accumulation": Family(
+        summary="one rank, one micro-batch after the other, gradients summed",
+        lower=lambda request: replicated(request, _AT_ONCE, one_by_one=True),
+        one_rank=True,
+    ),
+    "ddp": _sharded("every rank holds the model; gradients are all-reduced", Sharding(reduce="all", flush="step")),
+    "weight-sharded": _sharded(
+        "weights and state are sharded, and weights gathered for each use; gradients are all-reduced",
+        Sharding(weights=True, state=True, reduce="all", flush="step"),
+    ),
+    "zero1": _sharded("ZeRO-1: the optimizer's state is sharded", Sharding(state=True, reduce="scatter-late")),
+    "zero2": _sharded("ZeRO-2: state and gradients are sharded", Sharding(state=True, reduce="scatter-early")),
+    "fsdp": _sharded("ZeRO-3: state, gradients and weights are sharded", _WHOLE),
+    "pipeline": Family(summary="a stage to a rank, all micro-batches at once", lower=_all_at_once),
+    "gpipe": _pipeline("a stage to a rank: all forwards, then all backwards", orders.gpipe, _AT_THE_END),
+    "1f1b": _pipeline("one forward, one backward in turn: fewer micro-batches in flight", orders.one_f_one_b),
+    "interleaved-1f1b": _looped(
+        "1F1B with several stages to a rank: a smaller bubble", orders.interleaved, in_rounds=True
+    ),
+    "looped-bfs": _looped(
+        "several stages to a rank, breadth first: a stage does all micro-batches", orders.looped_bfs, in_rounds=False
+    ),
+    "looped-dfs": _looped(
+        "several stages to a rank, depth first: the same order as interleaved-1f1b", orders.interleaved, in_rounds=True
+    ),
+    "zero-bubble": Family(
+        summary="the backward is split to fill the bubble: H1 (1 virtual stage) or V (2, folded)",
+        lower=_zero_bubble,
+        options=frozenset({"virtual_stages"}),
+    ),
+    "dualpipe-v": Family(
+        summary="folded; forwards and backwards of the two stages side by side",
+        lower=_dualpipe_v,
+        options=frozenset({"virtual_stages"}),
+    ),
+    "pipeline-fsdp": Family(
+        summary="pipelines beside each other, with sharded weights, gradients and state",
+        lower=lambda request: grid(request, _GRID),
+        options=frozenset({"gather_group"}),
+    ),
+    "horizontal": _streamed(
+        "each micro-batch through all blocks before the next; gradients are summed in host memory",
+        Streaming(order="horizontal"),
+        *("wait", *_TIERS),
+    ),
+    "vertical": _streamed(
+        "all micro-batches through a block before the next; a share of the steps (delay) in the next step's forward",
+        Streaming(order="vertical"),
+        *("wait", "delay", *_TIERS),
+    ),
+    "zero-offload": _streamed(
+        "weights on the device, state in host memory; gradients go down as they are made, the CPU steps after the "
+        "global norm (Ren et al., arXiv 2101.06840)",
+        Streaming(order="horizontal", weights="device", state="host", checkpoints="device", wait=True),
+        one_rank=True,
+    ),
+    "zero-infinity": _streamed(
+        "weights and state on disk, checkpoints in host memory, micro-batch by micro-batch, steps after the global "
+        "norm (Rajbhandari et al., arXiv 2104.07857)",
+        Streaming(order="horizontal", wait=True),
+    ),
+    "superoffload": _streamed(
+        "zero-offload that does not wait for the norm (a step that should not have been is taken back), with the "
+        "state of the blocks whose gradients come last on the device (Lian et al., arXiv 2509.21271)",
+        Streaming(order="horizontal", weights="device", state="host", checkpoints="device", device_share=0.125),
+        "device_blocks",
+        one_rank=True,
+    ),
+    "greedysnake": _streamed(
+        "vertical with everything on disk, steps beside the backward, half of them in the next step's forward "
+        "(Yue et al., arXiv 2512.17570)",
+        Streaming(order="vertical", delay=0.5),
+        "delay",
+    ),
+}

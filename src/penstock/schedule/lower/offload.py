@@ -1,0 +1,163 @@
+"""The offload schedules by name: the two families with what may be chosen, and what the literature's systems do.
+
+Each is a ``Placement`` and an order of visits of the one builder.
+Bytes per parameter and step, M micro-batches, bf16 weights and Adam, next to what the papers count:
+
+| | ours | theirs |
+|---|---|---|
+| weights up, horizontal | 2M x 2 of blocks (last block M x 2, first (M + 1) x 2), M x 2 of ends | 2M x 2 |
+| weights up, vertical | 2 x 2 of blocks (last block 2), 2 of ends | 2 x 2 |
+| fp32 gradients, horizontal | M x 4 down; M - 1 sums on the host | (2M - 1) x 4: the sum so far goes up each time |
+| fp32 gradients, vertical | 4 down | 4 down |
+| checkpoints of M micro-batches, C each | M x C down and M x C up (see below) | 2MC, vertical 3MC: ours are read once |
+| gradients of checkpoints, vertical | stay on the device, block by block | 2MC |
+| all on disk, vertical | 2 + 2 + 12 read (last block 2 + 12), 12 + 2 written | the same |
+| the same with delay ratio a | (2 - a) x 2 + 12 read: new weights go up from the step's own buffer | the same |
+
+What stays on the device between two visits is not moved: see ``stay``. The checkpoint between the last block and the
+head is used at once and never leaves. That before the last block leaves for all micro-batches but two in the vertical
+schedule, and for none in the horizontal one.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from penstock.config import Tier
+from penstock.errors import ConfigError
+from penstock.schedule.build import EVERYONE
+from penstock.schedule.horizontal import horizontal
+from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.request import Request
+from penstock.schedule.place import FP32, Depths, Placement, Settings, part_of
+from penstock.schedule.program import ALIGN, Program, round_up
+from penstock.schedule.provision import fixed_bytes
+from penstock.schedule.vertical import vertical
+
+_CHUNKS = 16
+_MOST_CHUNKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """An order of visits and what it chooses where a request says nothing. ``device_share``: of the blocks whose state
+    lives on the device."""
+
+    order: Literal["vertical", "horizontal"]
+    weights: Tier = "disk"
+    state: Tier = "disk"
+    checkpoints: Tier = "host"
+    wait: bool = False
+    delay: float = 0.0
+    device_share: float = 0.0
+
+
+def lower_program(request: Request, streaming: Streaming) -> World:
+    """The schedules of one step. All ranks do the same.
+
+    Raises:
+        ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
+    """
+    s, program = settings(request, streaming), _program(request)
+    builder = vertical if streaming.order == "vertical" else horizontal
+    at_once = s.micro_batches if streaming.order == "vertical" else 1
+    fixed = fixed_bytes(program, s.form, s.place, at_once, ranks=s.ranks)
+    schedule = builder(program, s, fixed, request.family)
+    groups = {EVERYONE: tuple(range(s.ranks))} if s.ranks > 1 else {}
+    return World(name=request.family, ranks=(schedule,) * s.ranks, groups=groups)
+
+
+def settings(request: Request, streaming: Streaming) -> Settings:
+    """What ``lower_program`` builds from; raises as it does."""
+    delay = streaming.delay if request.delay is None else request.delay
+    wait = streaming.wait if request.wait is None else request.wait
+    if not 0 <= delay <= 1:
+        raise ConfigError(f"delay={delay} must be from 0 (every step in its own backward) to 1")
+    if request.gradients is not None and not (wait or delay):
+        raise ConfigError(f"gradients={request.gradients!r} does nothing: no gradient waits without wait or a delay")
+    micro_batches, rest = divmod(request.micro_batches, request.ranks)
+    if rest:
+        raise ConfigError(
+            f"{request.family}: {request.micro_batches} micro-batches cannot be shared evenly by {request.ranks} "
+            f"ranks: ask for a multiple of {request.ranks}"
+        )
+    checkpoints = request.checkpoints or streaming.checkpoints
+    return Settings(
+        micro_batches=micro_batches,
+        chunk=_chunk(request, match=delay > 0 and checkpoints == "host"),
+        form=request.form,
+        place=_placement(request, streaming, checkpoints),
+        depths=request.depths or Depths(),
+        wait=wait,
+        delay=delay,
+        ranks=request.ranks,
+    )
+
+
+def _program(request: Request) -> Program:
+    if request.program is None:
+        raise ConfigError(f"{request.family} streams the groups of a program: give it one")
+    return request.program
+
+
+def _blocks(request: Request) -> tuple[int, ...]:
+    """Groups that calls of blocks read, in the order of the forward."""
+    calls = (stage for stage in _program(request).stages if stage.kind == "call")
+    return tuple(dict.fromkeys(g for stage in calls for g in stage.forward_reads))
+
+
+def _chunk(request: Request, *, match: bool) -> int:
+    """Elements of a chunk. ``match``: delayed gradients and checkpoints can take turns in one pool where a buffer of
+    the one is as large as one of the other, so a chunk's fp32 gradient is made as large as a checkpoint if nothing else
+    is asked for and that makes a sensible number of chunks.
+    """
+    parts = [part_of(group, request.ranks) for group in _program(request).groups]
+    block = max([parts[g].numel for g in _blocks(request)], default=max(part.numel for part in parts))
+    if request.chunks is not None and not 1 <= request.chunks <= block // ALIGN:
+        raise ConfigError(
+            f"chunks={request.chunks} must be from 1 to {block // ALIGN}: a chunk has at least {ALIGN} parameters, and "
+            f"the largest block{' of a rank' if request.ranks > 1 else ''} {block}"
+        )
+    wanted = round_up(-(-block // (request.chunks or _CHUNKS)), ALIGN)
+    if match and request.chunks is None:
+        checkpoint = max(stage.checkpoint for stage in _program(request).stages) // FP32 // ALIGN * ALIGN
+        if block <= checkpoint * _MOST_CHUNKS and checkpoint <= block:
+            wanted = checkpoint
+    return max(wanted, ALIGN)
+
+
+def _placement(request: Request, family: Streaming, checkpoints: Tier) -> Placement:
+    groups = _program(request).groups
+    weights, state = request.weights or family.weights, request.state or family.state
+    pair = f"weights={weights!r} with state={state!r}"
+    if state == "device" and weights != "device":
+        raise ConfigError(f"{pair} cannot work: state on the device needs weights on the device")
+    if not request.form.split and weights == "device" and state != "device":
+        raise ConfigError(
+            f"{request.family}: {pair} cannot work in fp32, where the master copy is the weights: use bf16"
+        )
+    if request.ranks > 1 and "device" in (weights, state):
+        raise ConfigError(
+            f"ranks={request.ranks} with {pair} cannot work: with several ranks, no weights stay on a device"
+        )
+    states = [state] * len(groups)
+    for g in _on_device(request, family):
+        states[g] = "device"
+    return Placement(
+        weights=(weights,) * len(groups),
+        state=tuple(states),
+        gradients=request.gradients or "host",
+        checkpoints=checkpoints,
+    )
+
+
+def _on_device(request: Request, family: Streaming) -> tuple[int, ...]:
+    """Blocks whose state lives on the device though the others' does not. Their gradients come last: nothing of the
+    backward is left that a step on the host could run beside.
+    """
+    count = request.device_blocks
+    if count is None:
+        count = ceil(family.device_share * len(_blocks(request)))
+    if not 0 <= count <= len(_blocks(request)):
+        raise ConfigError(f"device_blocks={count} must be from 0 to {len(_blocks(request))}, the number of blocks")
+    return _blocks(request)[:count]
