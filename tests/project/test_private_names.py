@@ -20,12 +20,11 @@ DOCUMENTED = {
 """Modules that a library documents: what they have is public."""
 
 ALLOWED = {
-    ("os", "_exit"): "documented: the end of a process without unwinding it",
-    ("signal", "_HANDLER"): "the only name that a handler's type has",
-    ("total", "_replace"): "documented: a named tuple with another value",
-    ("hasattr", "_fields"): "what Python documents for telling a named tuple from another one",
+    "_exit": "of os: the end of a process without unwinding it",
+    "_HANDLER": "of signal: the only name that a handler's type has",
+    **dict.fromkeys(("_fields", "_replace", "_asdict"), "of named tuples, whose fields would clash with other names"),
 }
-"""Private only by their looks: (what they are an attribute of, the name) and why."""
+"""Names that Python documents though they begin with an underscore, and why they do."""
 
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
 _ASKING = {"getattr", "setattr", "hasattr", "delattr"}
@@ -84,12 +83,12 @@ def private_uses(text: str, everywhere: frozenset[str] = frozenset()) -> Iterato
         if isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
             of = ast.unparse(node.value)
             known = own | everywhere if _is_self(node.value) else own
-            if of.startswith("super(") or (node.attr not in known and (of, node.attr) not in ALLOWED):
+            if of.startswith("super(") or node.attr not in known | set(ALLOWED):
                 yield node.lineno, f"{of}.{node.attr}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ASKING:
             for value in node.args[1:2]:
                 name = str(value.value) if isinstance(value, ast.Constant) else ""
-                if _PRIVATE.fullmatch(name) and name not in own and (node.func.id, name) not in ALLOWED:
+                if _PRIVATE.fullmatch(name) and name not in own | set(ALLOWED):
                     yield node.lineno, f"{node.func.id}(..., {name!r})"
         elif isinstance(node, ast.Import):
             yield from ((node.lineno, a.name) for a in node.names if not _is_documented(a.name))
