@@ -231,7 +231,7 @@ def test_a_trace_has_a_process_for_each_rank_a_row_for_each_lane_and_every_op(tm
     assert ops[1, "F1m0"]["args"]["waited"] == 1
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {rows[e["pid"], e["tid"]] for e in ops.values()} == {"compute", "send", "recv"}
-    held = [e["args"]["held"] for e in events if e["ph"] == "C" and e["pid"] == 0]
+    held = [e["args"]["in use"] for e in events if e["ph"] == "C" and e["pid"] == 0]
     assert max(held) == 2
     assert held[-1] == 0
 

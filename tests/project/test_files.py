@@ -22,7 +22,7 @@ SOURCES = Path(penstock.__file__).parent
 
 ALLOWED = {
     "files.py": "the place for it",
-    "sim/chrome.py": "where the user has said",
+    "report/chrome.py": "where the user has said",
     "cli/showing/summary.py": "a file of the kernel's",
     "hardware/profiles.py": "mkstemp, in the user's cache",
     "hf/trainer.py": "the Trainer's own checkpoint folder, as it writes it",

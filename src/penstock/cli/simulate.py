@@ -13,10 +13,10 @@ from penstock.cli.simulate_source import case_of, described_families
 from penstock.cli.simulate_view import as_json, figures_of, show
 from penstock.errors import ConfigError, ScheduleError
 from penstock.hardware.profiles import shipped_names
+from penstock.report.chrome import write_simulation
 from penstock.report.simulated_page import simulated_page
 from penstock.schedule.check_world import check_world
 from penstock.shape.shipped import CONFIGS
-from penstock.sim.chrome import write_chrome_trace
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 
@@ -66,7 +66,7 @@ def _write_files(case: Case, simulation: Simulation, html: Path | None, trace: P
             files.write_named(path, simulated_page(simulation, title=case.title, unit=case.unit))
             written.append(f"written      {path} (open it in a browser)")
         if (path := trace) is not None:
-            write_chrome_trace(simulation, path)
+            write_simulation(simulation, path)
             written.append(f"written      {path} (open it in https://ui.perfetto.dev)")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -5,7 +5,6 @@ The file is the array form of the Chrome trace format ("Trace Event Format", ph 
 even if the closing bracket is missing: a run that is killed leaves a trace of all its finished steps.
 """
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,14 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from penstock.config import TIERS, Tier
+from penstock.config import Tier
+from penstock.documents.chrome import BEGIN, END, Process
 from penstock.errors import StoreError
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.store.journal import Journal
-
-_PROCESS = 1
-_ROWS_PER_LANE = 16  # thread ids reserved for one lane, so that its rows stay together when it has several
-_MICRO = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +56,9 @@ class TraceWriter:
         self.path = path
         self.written = 0
         self._limit = steps
-        self._busy_until: dict[Lane, list[float]] = {}
+        self._process = Process(1, "penstock", LANES)
         self._file = Journal(path, "w")
-        self._file.write("[\n" + _metadata("process_name", 0, name="penstock"))
+        self._file.write(BEGIN + ",\n".join(self._process.begin()))
 
     def step(self, events: Sequence[TraceEvent], samples: Sequence[MemorySample] = ()) -> None:
         """Append one step; a no-op once ``steps`` of them are written.
@@ -73,16 +69,18 @@ class TraceWriter:
         if self._limit is not None and self.written >= self._limit:
             return
         self.written += 1
-        lines = [self._slice(e) for e in sorted(events, key=lambda e: e.start)]
-        lines += [_counter(s) for s in samples]
+        records: list[str] = []
+        for e in sorted(events, key=lambda e: e.start):
+            records += self._process.slice(e.lane, e.op, e.start, e.end, step=e.step, bytes=e.bytes)
+        records += [self._process.counter(f"{s.tier} bytes", s.time, s.bytes) for s in samples]
         if events:
-            lines.append(_marker(f"step {events[0].step}", min(e.start for e in events)))
-        self._file.write("".join(lines))
+            records.append(self._process.instant(f"step {events[0].step}", min(e.start for e in events)))
+        self._file.write("".join(f",\n{record}" for record in records))
 
     def close(self) -> None:
         if not self._file.closed:
             with suppress(StoreError):  # viewers do without; an error on the way out must not hide the one before
-                self._file.write("\n]\n")
+                self._file.write(END)
             self._file.close()
 
     def __enter__(self) -> Self:
@@ -90,43 +88,3 @@ class TraceWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-    def _slice(self, e: TraceEvent) -> str:
-        row, opened = self._row(e)
-        name = json.dumps(e.op)
-        return opened + (
-            f',\n{{"ph":"X","pid":{_PROCESS},"tid":{row},"name":{name},"cat":"{e.lane}","ts":{e.start * _MICRO:.3f},'
-            f'"dur":{(e.end - e.start) * _MICRO:.3f},"args":{{"step":{e.step},"bytes":{e.bytes}}}}}'
-        )
-
-    def _row(self, e: TraceEvent) -> tuple[int, str]:
-        """The first row of the event's lane that is free at its start, and the lines that introduce a new row."""
-        rows = self._busy_until.setdefault(e.lane, [])
-        first = (LANES.index(e.lane) + 1) * _ROWS_PER_LANE
-        free = next((i for i, until in enumerate(rows) if until <= e.start), len(rows))
-        if free < len(rows):
-            rows[free] = e.end
-            return first + free, ""
-        assert free < _ROWS_PER_LANE, f"lane {e.lane} has more than {_ROWS_PER_LANE} ops at once"
-        rows.append(e.end)
-        name = e.lane if free == 0 else f"{e.lane} {free + 1}"
-        row = first + free
-        return row, ",\n" + _metadata("thread_name", row, name=name) + ",\n" + _metadata(
-            "thread_sort_index", row, sort_index=row
-        )
-
-
-def _metadata(kind: str, row: int, **args: str | int) -> str:
-    return json.dumps({"ph": "M", "pid": _PROCESS, "tid": row, "name": kind, "args": args})
-
-
-def _counter(s: MemorySample) -> str:
-    assert s.tier in TIERS
-    return (
-        f',\n{{"ph":"C","pid":{_PROCESS},"name":"{s.tier} bytes","ts":{s.time * _MICRO:.3f},'
-        f'"args":{{"in use":{s.bytes}}}}}'
-    )
-
-
-def _marker(name: str, time: float) -> str:
-    return f',\n{{"ph":"i","s":"p","pid":{_PROCESS},"tid":0,"name":"{name}","ts":{time * _MICRO:.3f}}}'

@@ -1,61 +1,58 @@
-"""Prediction and measurement as one Chrome trace, for Perfetto and ``chrome://tracing``: a process for each."""
+"""Ops in time as a Chrome trace: prediction beside measurement, or the ranks of a simulation; a process for each."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from penstock.config import Tier
+from penstock.documents.chrome import Process, lines
 from penstock.report.causes import measured_bars
 from penstock.report.prediction import Prediction, predicted_bars
-from penstock.report.series import Bar, rows_of
+from penstock.report.series import Bar, last_of_each_moment, simulated_bars
 from penstock.report.trace_file import MeasuredStep
 from penstock.schedule.ir.lanes import LANES
+from penstock.sim.result import Simulation
 
-_ROWS_PER_LANE = 16  # as in run.trace
-_MICRO = 1e6
-
-Curves = Mapping[Tier, Sequence[tuple[float, int]]]
+Curves = Mapping[str, Sequence[tuple[float, int]]]
 
 
 def chrome_trace(prediction: Prediction | None, step: MeasuredStep) -> str:
-    """The array form of the Chrome trace format; both processes start at 0."""
-    sides: list[tuple[str, Sequence[Bar], Curves]] = []
-    if prediction is not None:
-        sides.append(("predicted", predicted_bars(prediction), prediction.memory))
+    """A run's step; both processes start at 0."""
     schedule = None if prediction is None else prediction.schedule
-    sides.append((f"measured, step {step.step}", measured_bars(step.ops, schedule), step.memory))
-    records = [record for i, side in enumerate(sides, start=1) for record in _process(i, *side)]
-    return "[\n" + ",\n".join(json.dumps(record, separators=(",", ":")) for record in records) + "\n]\n"
+    measured = f"measured, step {step.step}", measured_bars(step.ops, schedule), _curves(step.memory, " bytes")
+    sides: list[tuple[str, Sequence[Bar], Curves]] = [measured]
+    if prediction is not None:
+        sides.insert(0, ("predicted", predicted_bars(prediction), _curves(prediction.memory, " bytes")))
+    return "".join(lines(record for i, side in enumerate(sides, start=1) for record in _process(i, *side)))
 
 
-def _process(pid: int, name: str, bars: Sequence[Bar], memory: Curves) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
-    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
-    for number, lane in enumerate(LANES, start=1):
-        for i, row in enumerate(rows_of([bar for bar in bars if bar.lane == lane])):
-            tid = number * _ROWS_PER_LANE + i
-            args = {"name": lane if i == 0 else f"{lane} {i + 1}"}
-            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": args}
-            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
-            for bar in row:
-                yield _slice(pid, tid, bar)
+def write_simulation(simulation: Simulation, path: Path) -> None:
+    """Write a simulation's trace; raises OSError. Where its unit is not a second, it is written as if it were."""
+    ranks = range(len(simulation.world.ranks))
+    several = len(ranks) > 1
+    records = (
+        record
+        for rank in ranks
+        for record in _process(
+            rank,
+            f"rank {rank}" if several else simulation.world.name,
+            simulated_bars(simulation, rank),
+            _curves(simulation.memory(rank)),
+        )
+    )
+    with path.open("w", encoding="utf-8", buffering=1 << 20) as file:  # where the user has said, links and all
+        file.writelines(lines(records))
+
+
+def _curves(memory: Mapping[Tier, Sequence[tuple[float, int]]], unit: str = "") -> Curves:
+    return {f"{tier}{unit}": curve for tier, curve in memory.items()}
+
+
+def _process(number: int, name: str, bars: Iterable[Bar], memory: Curves) -> Iterator[str]:
+    process = Process(number, name, LANES)
+    yield from process.begin()
+    for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
+        waited = {"waited": bar.waited, "for": bar.cause} if bar.waited > 0 else {}
+        yield from process.slice(bar.lane, bar.id, bar.start, bar.end, bytes=bar.nbytes, **waited)
     for tier, curve in memory.items():
-        for time, amount in curve:
-            ts = round(time * _MICRO, 3)
-            yield {"ph": "C", "pid": pid, "name": f"{tier} bytes", "ts": ts, "args": {"taken": amount}}
-
-
-def _slice(pid: int, tid: int, bar: Bar) -> dict[str, Any]:
-    args: dict[str, Any] = {"bytes": bar.nbytes, "waited_us": round(bar.waited * _MICRO, 3)}
-    if bar.cause:
-        args["waited_for"] = bar.cause
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": tid,
-        "name": bar.id,
-        "cat": bar.lane,
-        "ts": round(bar.start * _MICRO, 3),
-        "dur": round((bar.end - bar.start) * _MICRO, 3),
-        "args": args,
-    }
+        if any(amount for _, amount in curve):
+            yield from (process.counter(tier, time, amount) for time, amount in last_of_each_moment(curve))

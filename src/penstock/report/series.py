@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 
 from penstock.config import Tier
+from penstock.documents.chrome import free_row
 from penstock.report.columns import Columns, Names
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.sim.result import Simulation
 
 _POOL = re.compile(r"pool (\S+)(?: \(given by (\S+)\))?")
 _OTHER_RANK = re.compile(r"(\d+):(\S+)")
-
-_ROUNDED = 2e-9
-"""Seconds that ops which touch may seem to overlap by in a trace: it has starts and durations in whole nanoseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,13 +98,10 @@ def rows_of(bars: Sequence[Bar]) -> list[list[Bar]]:
     """Ops by start, each in the first row that is free by then; a lane that does one thing at a time has one row."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
-        # Ends and starts that are one number may differ in its last digits.
-        slack = max(_ROUNDED, 1e-9 * abs(bar.start))
-        free = next((row for row in rows if row[-1].end <= bar.start + slack), None)
-        if free is None:
-            rows.append([bar])
-        else:
-            free.append(bar)
+        place = free_row([row[-1].end for row in rows], bar.start)
+        if place == len(rows):
+            rows.append([])
+        rows[place].append(bar)
     return rows
 
 
