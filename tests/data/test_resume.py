@@ -18,8 +18,8 @@ from penstock.data.ahead import ahead
 from penstock.data.batches import Batches, Step
 from penstock.data.opening import Data, check_model, open_data
 from penstock.data.stream import Prepared
+from penstock.data.summary import summary_of
 from penstock.data.tokenizer import save
-from penstock.data.told import told
 from penstock.errors import ConfigError
 from tests import warm
 from tests.data_victim import batches, digest, train
@@ -183,7 +183,7 @@ def test_what_was_read_is_said(folder: Path, bpe: PreTrainedTokenizerBase) -> No
     data = _open(path, folder / "run", bpe, sequence_length=48)
     assert isinstance(data.train, Prepared)
     cuts = data.train.cuts
-    words = told(data, 48)
+    words = summary_of(data, 48)
     assert "30 documents" in words
     assert f"{cuts.tokens:,} tokens, {cuts.labels:,} of which count in the loss" in words
     assert f"{cuts.too_long} documents longer than a sequence: {cuts.lost:,} tokens are left out" in words

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from penstock.cli.keeping import gain_of_none, reason
+from penstock.cli.disk_summary import gain_of_none, reason
 from penstock.cli.split import Cut
 from penstock.cli.task import free_here, task_of
 from penstock.config import Precision, TrainConfig

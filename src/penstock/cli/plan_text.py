@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from penstock.cli.keeping import cost_of_a_kill, gain_of_none, reason
+from penstock.cli.disk_summary import cost_of_a_kill, gain_of_none, reason
 from penstock.config import Tier, format_size
 from penstock.planner.alternatives import Means
 from penstock.planner.as_json import shares

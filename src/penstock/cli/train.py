@@ -11,8 +11,8 @@ from typing import Any, Literal
 from torch import nn
 
 from penstock.cli.claim import Claim, claimed, is_complete
+from penstock.cli.disk_summary import cost_of_a_kill, space
 from penstock.cli.durable import in_words, with_durability
-from penstock.cli.keeping import cost_of_a_kill, space
 from penstock.cli.kept_files import KeptFiles, kept_of, vouched_by
 from penstock.cli.loop import Stretch, report_last, run_steps
 from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
@@ -33,8 +33,8 @@ from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
 from penstock.data.opening import Data, check_model, open_data, prepared_in
 from penstock.data.stream import Prepared
+from penstock.data.summary import summary_of
 from penstock.data.tokenizer import pad_id
-from penstock.data.told import told
 from penstock.engine.device import kind_of, resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.start import WeightSource
@@ -167,7 +167,7 @@ def _train(
 ) -> int:
     """The run in a folder that is its own."""
     config, folder = _in_steps(config, data), claim.folder
-    display.say(opening(config, told(data, config.data.sequence_length), parameters))
+    display.say(opening(config, summary_of(data, config.data.sequence_length), parameters))
     own = resident_bytes()
     with ExitStack() as stack:
         with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):

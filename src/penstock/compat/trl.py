@@ -25,7 +25,7 @@ class Books:
 class Bookkeeping:
     """Sends ``SFTTrainer``'s books, which are attributes of its own, to ``books``.
 
-    Without: passages that take turns, or are run again, would count in each other's books.
+    Without: forwards that take turns, or are run again, would count in each other's books.
     """
 
     @property

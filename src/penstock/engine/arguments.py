@@ -22,7 +22,7 @@ from penstock.hardware.machine import Machine
 from penstock.optim.from_torch import spec_of
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec
 from penstock.schedule.ir.ops import Schedule
-from penstock.tape.passage import LossFn
+from penstock.tape.suspended import LossFn
 
 
 @dataclass(frozen=True, kw_only=True)

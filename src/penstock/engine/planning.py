@@ -33,8 +33,8 @@ from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
-from penstock.tape.passage import Facts, StageFacts
 from penstock.tape.refusals import NOTHING_TRAINS
+from penstock.tape.suspended import Facts, StageFacts
 from penstock.tape.trees import Place
 
 log = logging.getLogger("penstock")

@@ -27,7 +27,7 @@ from penstock.state.arrays import Late
 from penstock.state.numa import binding_for
 from penstock.store.layout import Layout
 from penstock.store.store import Store
-from penstock.tape.passage import StageFacts
+from penstock.tape.suspended import StageFacts
 
 
 @dataclass(frozen=True, kw_only=True)

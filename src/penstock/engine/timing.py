@@ -16,7 +16,7 @@ import torch
 from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
 from penstock.state.buffers import Buffers
-from penstock.tape.passage import StageFacts
+from penstock.tape.suspended import StageFacts
 from penstock.tape.tape import Tape
 
 

@@ -12,7 +12,7 @@ from penstock.hf.trainer import EngineMixin, Piece, current_piece
 class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
     """``trl.SFTTrainer`` on the engine; takes ``engine=EngineArguments(...)`` beside TRL's own arguments.
 
-    TRL's ``compute_loss`` keeps books on ``self``. Here each micro-batch's passage has books of its own, since passages
+    TRL's ``compute_loss`` keeps books on ``self``. Here each micro-batch's forward has books of its own, since forwards
     take turns, and one that only taught the engine the model's shapes, or was run again, must not count.
 
     Raises:

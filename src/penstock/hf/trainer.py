@@ -44,7 +44,7 @@ _FOREIGN = ("optimizers", "model_init")
 
 @dataclass(kw_only=True, eq=False)
 class Piece:
-    """A micro-batch on its way through the engine. ``notes``: what its latest passage left, for whoever made it."""
+    """A micro-batch on its way through the engine. ``notes``: what its latest forward left, for whoever made it."""
 
     loss: Callable[[nn.Module, dict[str, Any]], torch.Tensor]
     notes: Any = None

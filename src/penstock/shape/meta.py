@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from penstock.tape.dry import DryRun
-    from penstock.tape.passage import LossFn
+    from penstock.tape.suspended import LossFn
 
 MicroBatchSpec = Callable[[int, int], Mapping[str, Any]]
 """From (sequences, tokens each) to a micro-batch: a mapping of tensors, on the CPU or on the meta device."""

@@ -1,4 +1,4 @@
-"""What a forward asks of autograd by itself: seen in a probe, and refused where the answer would be another one.
+"""A model's own calls of autograd in its forward: seen in a probe, refused where their answers would be others.
 
 Behind each block's output the graph ends, so a derivative taken in the forward does not pass through blocks; and
 gradients come stage by stage, so a hook on a tensor that several stages use would see parts of its gradient.
@@ -68,7 +68,7 @@ class Asked(TorchFunctionMode):
             self.hooked.add(get_gradient_edge(tensor), what)
 
     def _refuse_through_blocks(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
-        """The graph does not say what a block's output depends on: on anything that was there before it."""
+        """Refuse a derivative through a block, whose output may depend on anything that was there before it."""
         sources = [t.grad_fn for t in trees.tensors([inputs])]
         roots = [t.grad_fn for t in trees.tensors([outputs]) if t.grad_fn is not None]
         first = min((-1 if node is None else number_of(node) for node in sources), default=-1)

@@ -1,4 +1,4 @@
-"""Which submodules are run as the blocks of a schedule."""
+"""Finds the submodules that are run as the blocks of a schedule."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Where autograd's graph ends: behind each block call its outputs begin a graph of their own.
+"""Ends autograd's graph behind each block call: its outputs begin a graph of their own.
 
 An output that may get a gradient is no leaf of autograd's but the result of a node that hands the gradient to the call
 and ends there. So a model's code does with it what it does with any result of a module: changes it in place, hangs

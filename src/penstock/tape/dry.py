@@ -17,7 +17,7 @@ from penstock.schedule.program import GroupSpec, Stage
 from penstock.tape.blocks import find_blocks
 from penstock.tape.fused import Fused, Kind
 from penstock.tape.groups import group_parameters
-from penstock.tape.passage import LossFn
+from penstock.tape.suspended import LossFn
 from penstock.tape.tape import Tape
 from penstock.tape.values import Values
 
@@ -92,7 +92,7 @@ def dry_run(
 
 
 def shorten(model: nn.Module) -> tuple[str, ...] | None:
-    """Leave only the first, the second and the last of many equal blocks in a model. The names of all that there were.
+    """Leave only the first, the second and the last of many equal blocks in a model. Returns the names of all.
 
     None, and the model is left as it is, where blocks differ, are few, or are not all of one ``ModuleList``. Meant for
     models whose forward is a loop over that list, as those of Hugging Face are.
@@ -111,7 +111,7 @@ def shorten(model: nn.Module) -> tuple[str, ...] | None:
 
 
 def _signature(block: nn.Module) -> tuple[object, ...]:
-    """What decides how a block computes: its modules' classes and plain settings, and its parameters' shapes."""
+    """A key that equal blocks share: their modules' classes and plain settings, and their parameters' shapes."""
     return tuple(
         (
             path,

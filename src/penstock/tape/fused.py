@@ -1,4 +1,4 @@
-"""What a device would run: on the meta device, torch takes the plain path of ops that are fused elsewhere.
+"""The ops that a device would run: on the meta device, torch takes the plain path of those that are fused elsewhere.
 
 The ops themselves have meta kernels; mostly, only torch's choice between them looks at the device. So the choice is
 made here as torch makes it for that kind of device: memory and FLOP of a dry run are those of what will run.

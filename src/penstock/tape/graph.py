@@ -38,14 +38,14 @@ class Pending:
         self._waiting[key] = (edge, gradient)
 
     def take(self, start: int) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """Remove and return what waits at nodes numbered ``start`` or later."""
+        """Remove and return the gradients that wait at nodes numbered ``start`` or later."""
         keys = [key for key in self._waiting if number_of(key[0]) >= start]
         return [self._waiting.pop(key) for key in keys]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """Where a part of a graph ends: at leaves, and at edges into older nodes.
+    """The ends of a part of a graph: leaves, and edges into older nodes.
 
     ``cuts``: the nodes behind outputs of blocks that belong to it, whoever's stage made them: below them is nothing.
     ``reentrant``: it has ``torch.utils.checkpoint`` in it, which runs a backward of its own within the backward.
@@ -57,7 +57,7 @@ class Frontier:
     reentrant: bool
 
     def is_closed(self) -> bool:
-        """Whether the older nodes can be left alone.
+        """True if the older nodes can be left alone.
 
         Autograd runs every node above a target. So when one end lies below another (a tied weight that the older nodes
         use too), asking for both would run the nodes in between, and their gradients would be counted twice.
@@ -108,7 +108,7 @@ class Hooked:
         self._seen: set[Node] = set()
 
     def add(self, edge: GradientEdge, what: str) -> None:
-        """``what``: the method that was called on the tensor."""
+        """Note a tensor that has a hook; ``what``: the method that was called on it."""
         self._found[edge.node, edge.output_nr] = what
 
     def check(self, ends: Frontier, *, shared: bool) -> None:
@@ -129,7 +129,7 @@ class Hooked:
 def backward_part(
     roots: list[tuple[GradientEdge, torch.Tensor]], starts: Iterable[int], hooked: Hooked
 ) -> list[tuple[GradientEdge, torch.Tensor]]:
-    """Run a stage's part of a graph backward from ``roots`` (emptied). The gradients that reached older nodes.
+    """Run a stage's part of a graph backward from ``roots`` (emptied). Returns the gradients that reached older nodes.
 
     ``starts`` are the first node numbers of the stage and of all earlier ones, descending. Where the stage cannot be
     separated from an earlier one, the earlier one's nodes are run along with it, and kept for their own turn; the sums
@@ -177,7 +177,7 @@ def _backward_with_checkpoints(edges: list[GradientEdge], gradients: list[torch.
 
 @dataclass(frozen=True, kw_only=True)
 class WeightView:
-    """What autograd keeps instead of a weight: which parameter, and which view of it (None: all of it)."""
+    """A weight as autograd keeps it: the parameter, and the view of it that was saved (None: all of it)."""
 
     parameter: nn.Parameter
     geometry: tuple[torch.Size, tuple[int, ...], int] | None
@@ -197,7 +197,7 @@ class WeightPacker:
         self.add(parameters)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Parameters from here on known by identity, and by the storage that they live in now."""
+        """Know parameters by their identity from here on, and by the storage that they live in now."""
         for p in parameters:
             self._known[id(p)] = p
             self._places.setdefault(storage_key(p), []).append(p)

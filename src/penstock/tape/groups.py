@@ -1,4 +1,4 @@
-"""Param groups on the torch side: which parameters share a flat buffer, and how they are attached to it.
+"""Param groups on the torch side: the parameters that share a flat buffer, and how they are attached to it.
 
 A parameter of an unmodified model never owns memory here. While its group is on the device, its
 ``.data`` is a view into the group's flat buffer; otherwise it is a placeholder of the right shape, dtype and

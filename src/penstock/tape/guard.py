@@ -16,8 +16,9 @@ _ANYONE = (
 
 
 class _Guard:
-    """What refuses, in one object for all modules of a model. It is neither copied nor pickled, so no model is either
-    that has it: a copy would have the placeholders, and nobody who fills them."""
+    """Refuses uses of a model, in one object for all of its modules. It is neither copied nor pickled, so no model is
+    either that has it: a copy would have the placeholders, and nobody who fills them.
+    """
 
     def __init__(self) -> None:
         self.instead = _ANYONE
@@ -68,7 +69,7 @@ def guard(model: nn.Module, instead: str | None = None, *, blocks: Collection[nn
 
 
 def set_at_work(model: nn.Module, at_work: bool) -> None:
-    """Whether the engine is running a guarded model now, and has brought its weights."""
+    """Say if the engine is running a guarded model now, and has brought its weights."""
     known = vars(model).get(_GUARD)
     if isinstance(known, _Guard):
         known.at_work = at_work

@@ -70,7 +70,7 @@ def materialise_buffers(model: nn.Module, device: torch.device, seed: int) -> No
 
 
 def _with_ancestors(model: nn.Module, wanted: set[int]) -> set[int]:
-    """Modules (by identity) and those that they are within: some of these fill what is in their layers."""
+    """Modules (by identity) and those that they are within, some of which fill the layers in them."""
     return {id(module) for module in model.modules() if any(id(inner) in wanted for inner in module.modules())}
 
 

@@ -78,7 +78,7 @@ def _attribute(config: Any, name: str) -> Any:
 
 
 def _switch(config: Any, on: bool) -> bool:
-    """Set ``use_cache`` to ``on`` where it is the opposite. Whether that was done."""
+    """Set ``use_cache`` to ``on`` where it is the opposite. True if it was."""
     if _attribute(config, _SETTING) is not (not on):
         return False
     try:
@@ -163,7 +163,7 @@ def _unread() -> ModelError:
 
 
 def _optional(forward: Callable[..., Any]) -> dict[str, bool]:
-    """Whether None is the default of each parameter of a forward, in their order. A decorated one is looked into."""
+    """The parameters of a forward, in order: True where None is the default. A decorated one is looked into."""
     parameters = inspect.signature(forward).parameters.values()
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     found = {p.name: p.default is None for p in parameters if p.kind is not p.VAR_KEYWORD}
@@ -171,7 +171,9 @@ def _optional(forward: Callable[..., Any]) -> dict[str, bool]:
 
 
 class _Open(dict[str, bool]):
-    """Of a forward that hands on what it does not name: transformers' layers hand the cache to their attention so."""
+    """The parameters of a forward that also hands on what it does not name: layers of transformers hand their attention
+    the cache so.
+    """
 
     def get(self, key: str, default: Any = None) -> Any:
         return super().get(key, True)
@@ -195,7 +197,7 @@ def _is_empty(cache: Any) -> bool:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """What is in nested tuples, lists and dicts, which may contain themselves."""
+    """The items of nested tuples, lists and dicts, which may contain themselves."""
     waiting, seen = [value], set[int]()
     while waiting:
         item = waiting.pop()

@@ -1,4 +1,4 @@
-"""Whether a recomputed block returned what its forward did."""
+"""Compares what a recomputed block returned with what its forward did."""
 
 import torch
 
@@ -11,7 +11,7 @@ _ROUNDING = 16
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Up to a few thousand of a tensor's elements, in fp64, unseen by whoever watches ops. Of no storage: none."""
+    """Up to a few thousand of a tensor's elements, in fp64, unseen by whoever watches ops; none without a storage."""
     if not trees.has_storage(tensor):
         return torch.zeros(0, dtype=torch.float64)
     with torch.no_grad(), unwatched():
@@ -21,7 +21,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alike(before: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is, but for rounding, the one that ``before`` is a sample of; also where that cannot be told."""
+    """True if a tensor is, but for rounding, the one that ``before`` is a sample of, or if that cannot be told."""
     if not tensor.is_floating_point() or tensor.is_meta or not trees.has_storage(tensor):
         return True
     after = sample(tensor)

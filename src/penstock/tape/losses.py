@@ -1,4 +1,4 @@
-"""Sees which targets a model's loss is computed for, while the model's own code runs."""
+"""Sees the targets that a model's loss is computed for, while the model's own code runs."""
 
 import inspect
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Compared:
     """A call of one of torch's losses.
 
     ``targets``: int64 [n], those that are not ignored, in their order, on the CPU; None where they are not known or are
-    no class ids. ``mean``: whether it gives their mean. ``total``: the sum of their losses, where it gives one for
+    no class ids. ``mean``: it gives their mean. ``total``: the sum of their losses, where it gives one for
     each. ``ctc``: it is connectionist: of rows, not of targets.
     """
 
@@ -34,7 +34,7 @@ class Compared:
 
 
 class Losses(TorchFunctionMode):
-    """Notes what torch's losses are called for. ``seen``: in the order of the calls."""
+    """Notes the calls of torch's losses. ``seen``: in the order of the calls."""
 
     def __init__(self, value_of: ValueOf = lambda tensor: None if tensor.is_meta else tensor) -> None:
         super().__init__()

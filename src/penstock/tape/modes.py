@@ -40,7 +40,7 @@ _SWITCHES: tuple[_Switch, ...] = (
     *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
     _attribute(torch.backends.mkldnn, "enabled"),
 )
-"""Of the whole process: how each is read, and how it is set."""
+"""Switches of the whole process: how each is read, and how it is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Modes:
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """How high torch's stacks of a thread are. What is on them is in effect for whoever runs, so a forward that is
+    """The heights of torch's stacks of a thread. What is on them is in effect for whoever runs, so a forward that is
     suspended with something of its own on one of them would change what the others compute.
     """
 

@@ -1,4 +1,4 @@
-"""Tensors in objects that cannot be looked into: what a block takes or returns in them would get no gradient.
+"""Tensors in objects that cannot be looked into, in which a block could take or return them without a gradient.
 
 Containers that ``trees`` knows can be copied around other tensors, which cutting a graph and recomputing a block need.
 Of any other object only its attributes are searched, so that a tensor in it is an error and not a missing gradient.
@@ -25,11 +25,11 @@ _PLAIN = (
     *(str, bytes, bytearray, int, float, complex, type, types.ModuleType, types.NoneType, enum.Enum, range, slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, nn.Module),
 )
-"""What holds no tensors, or (modules) such as are found there."""
+"""Types that hold no tensors, or (modules) such as are found elsewhere."""
 
 _NOTHING = frozenset({type(None), str, int, float, bool, torch.dtype, torch.device})
 _CONTAINERS = frozenset({tuple, list, dict})
-"""Most of what blocks are handed, told at a glance."""
+"""Types of most arguments of blocks, which need no search."""
 
 _INSTEAD = "hand tensors on in tuples, lists, mappings or dataclasses"
 
@@ -117,7 +117,7 @@ def _elements(item: Any) -> list[Any]:
 
 
 def _attributes(item: Any) -> list[tuple[str, Any]]:
-    """What hangs on an object, by name, without running code of its own."""
+    """The attributes of an object by name, without running code of its own."""
     if isinstance(item, functools.partial):
         return [("func", item.func), ("args", item.args), ("keywords", item.keywords)]
     if isinstance(item, types.MethodType):

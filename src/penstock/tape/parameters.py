@@ -45,7 +45,7 @@ class GradientHooks:
         self._hooked: dict[int, _Hooked] = {}
 
     def install(self) -> None:
-        """Hang the hooks on, or on again behind one that came since. Before each step.
+        """Register the hooks, or register them again behind one that came since. Called before each step.
 
         Raises:
             ModelError: a parameter has hooks that cannot be honoured, or has been frozen or unfrozen.
@@ -63,7 +63,7 @@ class GradientHooks:
         self._hooked.clear()
 
     def has_others(self, parameter: nn.Parameter) -> bool:
-        """Whether there are hooks on a parameter besides these."""
+        """True if there are hooks on a parameter besides these."""
         return len(gradient_hooks(parameter)) > 1
 
     def _install_on(self, s: ParamSlice) -> None:

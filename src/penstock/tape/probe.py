@@ -19,10 +19,10 @@ from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.tape import graph, trees
 from penstock.tape.asked import Asked
-from penstock.tape.legs import Kept, Leg, Seen, Stages, Usage, see
 from penstock.tape.losses import Losses
-from penstock.tape.passage import Arrival, Facts, Passage, Site, StageFacts
+from penstock.tape.segments import Kept, Seen, Segment, Stages, Usage, see
 from penstock.tape.smuggled import Smuggled
+from penstock.tape.suspended import Arrival, Facts, Site, StageFacts, SuspendedForward
 from penstock.tape.watch import Ahead, Watch
 
 if TYPE_CHECKING:
@@ -52,13 +52,15 @@ class Probe:
         self._watch = Watch(self._group_of, self._touch, self._refuse_write, self._on_op)
         self._smuggled = Smuggled(self._watch.birth, micro_batch)
         self._ahead = Ahead(self._group_of, self._bring)
-        self._legs: list[Leg] = []
+        self._segments: list[Segment] = []
         self._asked = Asked(self._block)
-        self._sources: dict[int, int] = {}  # identity of a parameter with a hook -> the leg that its gradient is from
+        self._sources: dict[
+            int, int
+        ] = {}  # identity of a parameter with a hook -> the segment that its gradient is from
         self.flops: tuple[tuple[int, int], ...] = ()
         """FLOP of each stage's forward and backward, after ``run``."""
         self.losses = Losses()
-        """Of torch, that the model's own code has called."""
+        """Losses of torch that the model's own code has called."""
         self.loss: float | None = None
         """The value of the model's loss, where it has one."""
 
@@ -69,15 +71,15 @@ class Probe:
         on_gradient, tape.on_gradient = tape.on_gradient, self._note_gradient
         tape.open(0, [self._micro_batch], train)
         try:
-            passage = tape.passages[0]
-            passage.samples, passage.hooked = {}, self._asked.hooked
-            self._run_forward(passage)
+            suspended = tape.suspended[0]
+            suspended.samples, suspended.hooked = {}, self._asked.hooked
+            self._run_forward(suspended)
             self._refuse_replaced(tape.model)
             self._refuse_kept()
             self._smuggled.refuse()
-            found = Stages(self._legs)  # now: what is saved or touched in the backward must not count
+            found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
             if train:
-                self._run_backward(passage)
+                self._run_backward(suspended)
             self.flops = found.flops()
             return found.stages(), found.facts()
         finally:
@@ -106,7 +108,9 @@ class Probe:
             self._refuse_changed("a parameter")
 
     def _refuse_moved(self) -> None:
-        """Parameters that lie elsewhere than they were put: ``parameter.data = ...`` is no op that could be seen."""
+        """Refuse parameters that lie elsewhere than they were put: ``parameter.data = ...`` is no op that could be
+        seen.
+        """
         for group in self._loaded:
             for s in self._tape.groups[group].slices:
                 if not self._packer.holds(s.parameter):
@@ -118,7 +122,7 @@ class Probe:
                 self._refuse_changed(f"parameter {name!r}")
 
     def _refuse_changed(self, what: str) -> NoReturn:
-        site = self._legs[self._watch.leg].site
+        site = self._segments[self._watch.segment].site
         raise ModelError(
             f"{'the model itself' if site is None else f'block {site.name!r}'} changes {what} in its forward: "
             "its recomputation would change it again, and the change would not be kept. Make it a buffer, or let "
@@ -140,7 +144,7 @@ class Probe:
             self._touch(own)
         self._begin(usage)
         try:
-            # Weights of a block stay where they are until the end of its leg, and torch.func forbids such hooks.
+            # Weights of a block stay where they are until the end of its segment, and torch.func forbids such hooks.
             packing = saved_tensors_hooks(self._pack, self._unpack) if site is None else nullcontext()
             with self._ahead, watch, packing:
                 yield
@@ -158,7 +162,7 @@ class Probe:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | graph.WeightView:
         birth = self._watch.birth(tensor)
         if birth is not None:
-            birth.saved.add(self._watch.leg)
+            birth.saved.add(self._watch.segment)
         return self._packer.pack(tensor)
 
     def _unpack(self, packed: torch.Tensor | graph.WeightView) -> torch.Tensor:
@@ -166,9 +170,9 @@ class Probe:
             self._touch(self._group_of[id(packed.parameter)])
         return self._packer.unpack(packed)
 
-    def _note_gradient(self, parameter: nn.Parameter, leg: int, gradient: torch.Tensor) -> None:
-        self._legs[leg].gradients.add(self._group_of[id(parameter)])
-        if self._tape.hooks.has_others(parameter) and self._sources.setdefault(id(parameter), leg) != leg:
+    def _note_gradient(self, parameter: nn.Parameter, segment: int, gradient: torch.Tensor) -> None:
+        self._segments[segment].gradients.add(self._group_of[id(parameter)])
+        if self._tape.hooks.has_others(parameter) and self._sources.setdefault(id(parameter), segment) != segment:
             name = next(s.name for g in self._tape.groups for s in g.slices if s.parameter is parameter)
             raise ModelError(
                 f"parameter {name!r} has a hook and is used in several places, from which its gradient comes in parts: "
@@ -179,57 +183,59 @@ class Probe:
         self._smuggled.on_op(func, *tensors)
 
     def _block(self) -> str | None:
-        site = self._legs[self._watch.leg].site
+        site = self._segments[self._watch.segment].site
         return None if site is None else site.name
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def _run_forward(self, passage: Passage) -> None:
-        arrival = self._run_code(passage)
+    def _run_forward(self, suspended: SuspendedForward) -> None:
+        arrival = self._run_code(suspended)
         while arrival is not None:
-            self._run_call(passage, arrival)
-            arrival = self._run_code(passage)
-        if len(self._legs) == 1:
+            self._run_call(suspended, arrival)
+            arrival = self._run_code(suspended)
+        if len(self._segments) == 1:
             names = ", ".join(repr(s.name) for s in self._tape.sites[:3])
             raise ModelError(
                 f"the model's forward calls none of its blocks ({names}, ...): name the submodules that it does call, "
                 "blocks=[...]"
             )
 
-    def _run_code(self, passage: Passage) -> Arrival | None:
-        """A leg of the model's own code. The call at which it stopped; None at the end, where the loss is done too."""
-        leg = self._start(None)
-        held = passage.outputs  # a run's epilogue has them as its checkpoint, also where the model has let go of them
-        with self._measuring(leg.forward):
-            self._smuggled.begin(self._watch.leg, None, ())
+    def _run_code(self, suspended: SuspendedForward) -> Arrival | None:
+        """Run a segment of the model's own code. Returns the call at which it stopped; None at the end, where the loss
+        is done too.
+        """
+        segment = self._start(None)
+        held = suspended.outputs  # a run's epilogue has them as its checkpoint, also where the model has let go of them
+        with self._measuring(segment.forward):
+            self._smuggled.begin(self._watch.segment, None, ())
             with self._asked, self.losses:
-                event = self._tape.run_code(passage, self._watch.leg)
+                event = self._tape.run_code(suspended, self._watch.segment)
             self._smuggled.end()
             if event == "done":
-                assert passage.loss is not None
-                self.loss = None if passage.loss.is_meta else float(passage.loss.detach())
-                self._tape.run_loss(passage, 1.0)
+                assert suspended.loss is not None
+                self.loss = None if suspended.loss.is_meta else float(suspended.loss.detach())
+                self._tape.run_loss(suspended, 1.0)
             held.clear()
-        return passage.arrival
+        return suspended.arrival
 
-    def _run_call(self, passage: Passage, arrival: Arrival) -> None:
+    def _run_call(self, suspended: SuspendedForward, arrival: Arrival) -> None:
         site = arrival.site
-        leg = self._start(site)
-        leg.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
+        segment = self._start(site)
+        segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = _buffers(site.module), _attributes(site)
-        self._smuggled.begin(self._watch.leg, site.name, [*arrival.tensors.values(), *passage.beside])
-        with self._measuring(leg.forward, site), self._asked:
-            self._tape.run_call(passage, self._watch.leg, Facts())
-        self._smuggled.end([*passage.outputs, *passage.beside])
-        passage.beside = []
+        self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
+        with self._measuring(segment.forward, site), self._asked:
+            self._tape.run_call(suspended, self._watch.segment, Facts())
+        self._smuggled.end([*suspended.outputs, *suspended.beside])
+        suspended.beside = []
         changed = [b for b in before if b.has_changed()]
-        leg.changed = tuple((b.module, b.name) for b in changed)
-        passage.see_buffers(self._watch.leg, tuple((b.module, b.name, b.value.clone()) for b in changed))
-        leg.outputs = [self._see(place, t) for place, t in trees.places(passage.outputs).items()]
-        leg.kept_attributes = self._kept(site, attributes, {id(seen.birth) for seen in leg.outputs})
+        segment.changed = tuple((b.module, b.name) for b in changed)
+        suspended.see_buffers(self._watch.segment, tuple((b.module, b.name, b.value.clone()) for b in changed))
+        segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
+        segment.kept_attributes = self._kept(site, attributes, {id(seen.birth) for seen in segment.outputs})
 
     def _kept(self, site: Site, before: Attributes, outputs: set[int]) -> list[Kept]:
-        """What the call just run has left on the block's modules and does not return."""
+        """The tensors that the call just run has left on the block's modules and does not return."""
         old = {id(t) for _, _, t in before}
         found = []
         for module, attribute, tensor in _attributes(site):
@@ -239,40 +245,40 @@ class Probe:
         return found
 
     def _refuse_kept(self) -> None:
-        for index, leg in enumerate(self._legs):
-            for kept in leg.kept_attributes:
-                if any(self._legs[i].site is not leg.site for i in kept.birth.touched - {index}):
+        for index, segment in enumerate(self._segments):
+            for kept in segment.kept_attributes:
+                if any(self._segments[i].site is not segment.site for i in kept.birth.touched - {index}):
                     raise ModelError(
                         f"attribute {kept.attribute!r} of {kept.module!r} is a tensor that the block computes and that "
                         "other code reads later. With several micro-batches under way it would be another one's, and "
                         "its gradient would be lost: let the block return it"
                     )
 
-    def _start(self, site: Site | None) -> Leg:
-        self._legs.append(Leg(site=site))
-        self._watch.leg = len(self._legs) - 1
-        return self._legs[-1]
+    def _start(self, site: Site | None) -> Segment:
+        self._segments.append(Segment(site=site))
+        self._watch.segment = len(self._segments) - 1
+        return self._segments[-1]
 
     def _see(self, place: trees.Place, tensor: torch.Tensor) -> Seen:
         return see(place, tensor, self._watch.birth(tensor))
 
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def _run_backward(self, passage: Passage) -> None:
-        for index in reversed(range(len(self._legs) - 1)):
-            leg = self._legs[index]
-            if leg.site is None:
-                with self._measuring(leg.backward):
-                    self._tape.backward_code(passage, index)
+    def _run_backward(self, suspended: SuspendedForward) -> None:
+        for index in reversed(range(len(self._segments) - 1)):
+            segment = self._segments[index]
+            if segment.site is None:
+                with self._measuring(segment.backward):
+                    self._tape.backward_code(suspended, index)
                 continue
-            with self._measuring(leg.backward):
-                self._tape.backward_code(passage, index)
-            leg.reached = passage.reached(index)
-            if any(leg.reached):
-                with self._measuring(leg.backward, leg.site):
-                    self._tape.call_elsewise(passage, index)
-                    self._begin(leg.backward)
-                    self._tape.backward_call(passage, index)
+            with self._measuring(segment.backward):
+                self._tape.backward_code(suspended, index)
+            segment.reached = suspended.reached(index)
+            if any(segment.reached):
+                with self._measuring(segment.backward, segment.site):
+                    self._tape.call_elsewise(suspended, index)
+                    self._begin(segment.backward)
+                    self._tape.backward_call(suspended, index)
 
 
 @dataclass(frozen=True, kw_only=True)

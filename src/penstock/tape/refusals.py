@@ -1,7 +1,7 @@
 """Models that cannot be run block by block from memory that moves, refused before anything is touched, with the reason.
 
 What only a run can show (a cache, an input or a parameter that is changed in place, a block that does something else
-when it is recomputed) is refused where it shows: in ``kv_cache.without_caches``, ``passage`` and ``probe``.
+when it is recomputed) is refused where it shows: in ``kv_cache.without_caches``, ``suspended`` and ``probe``.
 """
 
 from torch import nn

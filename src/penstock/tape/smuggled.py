@@ -34,27 +34,29 @@ class Smuggled:
     """
 
     def __init__(self, birth: Callable[[torch.Tensor], Birth | None], micro_batch: Any) -> None:
-        """``birth``: that of a tensor's storage, where an op of the probe has made it."""
+        """``birth``: gives the birth of a tensor's storage, if an op of the probe has made it."""
         self._birth = birth
         self._own = {storage_key(t) for t in trees.tensors(micro_batch) if trees.has_storage(t)}
-        self._views: set[int] = set()  # storages of weights that the leg has taken views of
-        self._written: dict[int, tuple[int, str | None]] = {}  # storages from before the probe -> leg and block
-        self._leg: int | None = None
+        self._views: set[int] = set()  # storages of weights that the segment has taken views of
+        self._written: dict[int, tuple[int, str | None]] = {}  # storages from before the probe -> segment and block
+        self._segment: int | None = None
         self._block: str | None = None
         self._handed: set[int] = set()
-        self._blocks: dict[int, str] = {}  # leg -> block, of calls
+        self._blocks: dict[int, str] = {}  # segment -> block, of calls
         self.found: str | None = None
 
-    def begin(self, leg: int, block: str | None, handed: Iterable[torch.Tensor]) -> None:
-        """A leg of the forward begins: of ``block``, which is ``handed`` these tensors, or of the model's own code."""
-        self._leg, self._block = leg, block
+    def begin(self, segment: int, block: str | None, handed: Iterable[torch.Tensor]) -> None:
+        """A segment of the forward begins: a call of ``block``, which is ``handed`` these tensors, or the model's own
+        code.
+        """
+        self._segment, self._block = segment, block
         self._handed = {storage_key(t) for t in handed if trees.has_storage(t)}
         if block is not None:
-            self._blocks[leg] = block
+            self._blocks[segment] = block
 
     def end(self, returned: Iterable[torch.Tensor] = ()) -> None:
-        """The leg has ended, and has ``returned`` these tensors."""
-        self._leg = None
+        """The segment has ended, and has ``returned`` these tensors."""
+        self._segment = None
         self._views.clear()
         for tensor in returned:
             birth = self._birth(tensor)
@@ -72,8 +74,8 @@ class Smuggled:
     def on_op(
         self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], results: list[torch.Tensor]
     ) -> None:
-        """An op of the forward: what it read, what it changed, and what it has made."""
-        if self._leg is None:
+        """Take note of an op of the forward: the tensors that it read, changed (``written``) and made."""
+        if self._segment is None:
             return
         for tensor in inputs:
             self._check(tensor)
@@ -87,7 +89,7 @@ class Smuggled:
                 self._views.add(storage_key(tensor))
         for tensor in written:
             if self._birth(tensor) is None and storage_key(tensor) not in self._own:
-                self._written[storage_key(tensor)] = (self._leg, self._block)
+                self._written[storage_key(tensor)] = (self._segment, self._block)
 
     def _depends(self, tensor: torch.Tensor) -> bool:
         birth = self._birth(tensor)
@@ -101,16 +103,16 @@ class Smuggled:
         if self.found is not None or isinstance(tensor, nn.Parameter):
             return
         if birth is None:
-            leg, block = self._written.get(storage_key(tensor), (self._leg, self._block))
-            if leg != self._leg and (block != self._block or block is None):
+            segment, block = self._written.get(storage_key(tensor), (self._segment, self._block))
+            if segment != self._segment and (block != self._block or block is None):
                 self.found = (
                     f"{_who(self._block)} reads a tensor of shape {shape} that {_who(block)} has written to before"
                 )
-        elif birth.leg != self._leg and birth.depends:
+        elif birth.segment != self._segment and birth.depends:
             if self._block is not None and storage_key(tensor) not in self._handed:
                 self.found = f"{_who(self._block)} reads a tensor of shape {shape} that is none of its arguments"
-            elif self._block is None and birth.leg in self._blocks and not birth.returned:
-                made = self._blocks[birth.leg]
+            elif self._block is None and birth.segment in self._blocks and not birth.returned:
+                made = self._blocks[birth.segment]
                 self.found = f"the model itself reads a tensor of shape {shape} that {_who(made)} made, not returned"
 
 

@@ -31,19 +31,19 @@ from penstock.tape.guard import set_at_work
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.losses import Compared
 from penstock.tape.parameters import GradientHooks, refuse_changed
-from penstock.tape.passage import (
+from penstock.tape.probe import Probe
+from penstock.tape.refusals import NOTHING_TRAINS
+from penstock.tape.suspended import (
     Event,
     Facts,
     LossFn,
-    Passage,
     Site,
     StageFacts,
-    current_passage,
+    SuspendedForward,
+    current_forward,
     has_own_memory,
     memory_order,
 )
-from penstock.tape.probe import Probe
-from penstock.tape.refusals import NOTHING_TRAINS
 
 OnGradient = Callable[[nn.Parameter, int, torch.Tensor], None]
 
@@ -113,7 +113,7 @@ class Tape:
         self._doing = Doing()
         self._replaced = [_install(site, self._doing) for site in self.sites]
         self.hooks = GradientHooks(self.groups, self._gradient_of_segment, self._gradient_of_call)
-        self.passages: list[Passage] = []
+        self.suspended: list[SuspendedForward] = []
         self._stages: tuple[Stage, ...] = ()
         self._weights: tuple[float, ...] = ()
         self._next: list[int] = []
@@ -152,7 +152,7 @@ class Tape:
         Raises:
             ModelError: the model cannot be run block by block, with the reason.
         """
-        assert not self.passages, "a step is open"
+        assert not self.suspended, "a step is open"
         probe = Probe(self, micro_batch, load, unload)
         stages, self.facts = probe.run(train)
         self.flops, self.compared = probe.flops, (tuple(probe.losses.seen), probe.loss)
@@ -174,7 +174,7 @@ class Tape:
 
         Each micro-batch's loss counts ``loss_weights[mb] * scale`` in the backward.
         """
-        assert not self.passages, "the previous step is still open"
+        assert not self.suspended, "the previous step is still open"
         assert len(stages) == len(self.facts), "these stages are not the ones that the probe found"
         assert len(micro_batches) == len(loss_weights)
         self.open(step, micro_batches, train)
@@ -191,8 +191,10 @@ class Tape:
         self._random = rng.RandomState.capture(self.device)
         self._losses = [None] * len(micro_batches)
         self._next = [0] * len(micro_batches)
-        self.passages = [
-            Passage(model=self.model, loss_fn=self._loss_fn, micro_batch=mb, index=i, train=train, device=self.device)
+        self.suspended = [
+            SuspendedForward(
+                model=self.model, loss_fn=self._loss_fn, micro_batch=mb, index=i, train=train, device=self.device
+            )
             for i, mb in enumerate(micro_batches)
         ]
         set_at_work(self.model, True)
@@ -205,7 +207,7 @@ class Tape:
         """
         assert self._next[mb] == stage, f"stage {stage} of micro-batch {mb} is not next"
         try:
-            self._forward(stage, self.passages[mb])
+            self._forward(stage, self.suspended[mb])
         except BaseException:
             self.abort()
             raise
@@ -215,11 +217,11 @@ class Tape:
         """Run the backward of one stage but the epilogue's."""
         assert self._train
         assert stage < len(self._stages) - 1
-        passage = self.passages[mb]
+        suspended = self.suspended[mb]
         try:
-            self.backward_code(passage, stage)
+            self.backward_code(suspended, stage)
             if self.facts[stage].site is not None:
-                self.backward_call(passage, stage)
+                self.backward_call(suspended, stage)
         except BaseException:
             self.abort()
             raise
@@ -246,19 +248,19 @@ class Tape:
     def abort(self) -> None:
         """End the step wherever it is. Suspended forwards are closed; the tape is ready for the next ``begin``."""
         set_at_work(self.model, False)
-        passages, self.passages = self.passages, []
+        all_suspended, self.suspended = self.suspended, []
         self._checkpoints.clear()
         if self._random is not None:
             self._random.restore()
             self._random = None
         with ExitStack() as all_of_them:  # also those after one whose own clean-up raises
-            for passage in passages:
-                all_of_them.callback(passage.close)
+            for suspended in all_suspended:
+                all_of_them.callback(suspended.close)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def checkpoint(self, stage: int, mb: int) -> list[torch.Tensor]:
-        """What ``stage`` made that only stage + 1 reads, and that may leave the device in between.
+        """The tensors that ``stage`` made and only stage + 1 reads, which may leave the device in between.
 
         Contiguous tensors without a graph, of the same shapes and dtypes and in the same order for every micro-batch of
         the same shape. They share memory with what the model holds until ``drop``.
@@ -283,29 +285,29 @@ class Tape:
         return self._holes[key]
 
     def _drop_inputs(self, stage: int, mb: int) -> None:
-        """The checkpoint that ``stage`` was the reader of is not needed any more; its gradient still is."""
+        """Let go of the checkpoint that ``stage`` has read; its gradient is still needed."""
         if stage > 0:
             self.drop(stage - 1, mb)
 
     # -- one stage ------------------------------------------------------------------------------------------------
 
-    def _forward(self, stage: int, passage: Passage) -> None:
+    def _forward(self, stage: int, suspended: SuspendedForward) -> None:
         facts, last = self.facts[stage], len(self._stages) - 1
         if facts.site is None:
             with self._packing(stage):
-                event = self.run_code(passage, stage)
+                event = self.run_code(suspended, stage)
         else:
-            self._expect_call(passage, stage, facts.site)
-            self.run_call(passage, stage, facts.call)
+            self._expect_call(suspended, stage, facts.site)
+            self.run_call(suspended, stage, facts.call)
             event = "cut"
             if self.facts[stage + 1].site is not None:
-                event = passage.resume(stage)
-        self._check_event(passage, stage, event)
-        self._note_checkpoint(passage, stage)
+                event = suspended.resume(stage)
+        self._check_event(suspended, stage, event)
+        self._note_checkpoint(suspended, stage)
         if stage == last:
-            self._losses[passage.index] = self.run_loss(passage, self._weights[passage.index])
+            self._losses[suspended.index] = self.run_loss(suspended, self._weights[suspended.index])
         if not self._train or stage == last:
-            self._drop_inputs(stage, passage.index)
+            self._drop_inputs(stage, suspended.index)
 
     def _packing(self, stage: int) -> AbstractContextManager[None]:
         reads = self._stages[stage].forward_reads
@@ -314,31 +316,31 @@ class Tape:
         packer = graph.WeightPacker(s.parameter for g in reads for s in self.groups[g].slices)
         return saved_tensors_hooks(packer.pack, packer.unpack)
 
-    def _note_checkpoint(self, passage: Passage, stage: int) -> None:
+    def _note_checkpoint(self, suspended: SuspendedForward, stage: int) -> None:
         places = self.facts[stage].offload
         if places:
-            arrival = passage.arrival
-            found = trees.places(passage.outputs) if arrival is None else arrival.tensors
+            arrival = suspended.arrival
+            found = trees.places(suspended.outputs) if arrival is None else arrival.tensors
             # What has memory of its own in the largest micro-batches, which were probed, may be a view in this one.
             tensors = [found[p] for p in places if p in found]
-            self._checkpoints[stage, passage.index] = [Movable.of(t) for t in tensors if has_own_memory(t)]
+            self._checkpoints[stage, suspended.index] = [Movable.of(t) for t in tensors if has_own_memory(t)]
 
-    def run_code(self, passage: Passage, stage: int) -> Event:
+    def run_code(self, suspended: SuspendedForward, stage: int) -> Event:
         """Let the model's own code run, as a stage of its own."""
-        rng.seed(self._seed, self._step, passage.index, stage, rng.FORWARD, self.device)
-        passage.starts[stage] = next_number()
-        return passage.resume(stage)
+        rng.seed(self._seed, self._step, suspended.index, stage, rng.FORWARD, self.device)
+        suspended.starts[stage] = next_number()
+        return suspended.resume(stage)
 
-    def run_call(self, passage: Passage, stage: int, facts: Facts) -> None:
-        """Run the block that ``passage`` is suspended at, and cut the graph behind it."""
-        rng.seed(self._seed, self._step, passage.index, stage, rng.FORWARD, self.device)
-        passage.facts = facts
-        event = passage.resume(stage)
+    def run_call(self, suspended: SuspendedForward, stage: int, facts: Facts) -> None:
+        """Run the block that a forward is suspended at, and cut the graph behind it."""
+        rng.seed(self._seed, self._step, suspended.index, stage, rng.FORWARD, self.device)
+        suspended.facts = facts
+        event = suspended.resume(stage)
         assert event == "cut"
 
-    def run_loss(self, passage: Passage, weight: float) -> torch.Tensor:
-        """Take the loss of a passage that has ended and run the epilogue backward. Returns the loss, detached."""
-        loss, passage.loss = passage.loss, None
+    def run_loss(self, suspended: SuspendedForward, weight: float) -> torch.Tensor:
+        """Take the loss of a forward that has ended and run the epilogue backward. Returns the loss, detached."""
+        loss, suspended.loss = suspended.loss, None
         assert loss is not None
         value = loss.detach()
         if self._train:
@@ -346,27 +348,27 @@ class Tape:
                 raise ModelError(NOTHING_TRAINS)
             root = (get_gradient_edge(loss), torch.full_like(value, weight))
             del loss
-            last = max(passage.starts)
+            last = max(suspended.starts)
             with self._backward_of(last, "segment"):
-                passage.backward_code(last, root)
+                suspended.backward_code(last, root)
         return value
 
-    def backward_code(self, passage: Passage, stage: int) -> None:
+    def backward_code(self, suspended: SuspendedForward, stage: int) -> None:
         """Backward of the model's own code that belongs to ``stage``."""
-        rng.seed(self._seed, self._step, passage.index, stage, rng.BACKWARD, self.device)
+        rng.seed(self._seed, self._step, suspended.index, stage, rng.BACKWARD, self.device)
         with self._backward_of(stage, "segment"):
-            passage.backward_code(stage)
+            suspended.backward_code(stage)
 
-    def call_elsewise(self, passage: Passage, stage: int) -> None:
-        """See ``Passage.call_elsewise``; nothing is learned on the meta device."""
+    def call_elsewise(self, suspended: SuspendedForward, stage: int) -> None:
+        """See ``SuspendedForward.call_elsewise``; nothing is learned on the meta device."""
         if self.device.type != "meta":
-            passage.call_elsewise(stage)
+            suspended.call_elsewise(stage)
 
-    def backward_call(self, passage: Passage, stage: int) -> None:
+    def backward_call(self, suspended: SuspendedForward, stage: int) -> None:
         """Recompute a block call and run it backward."""
-        rng.seed(self._seed, self._step, passage.index, stage, rng.FORWARD, self.device)
+        rng.seed(self._seed, self._step, suspended.index, stage, rng.FORWARD, self.device)
         with self._backward_of(stage, "call"):
-            passage.backward_call(stage)
+            suspended.backward_call(stage)
 
     @contextmanager
     def _backward_of(self, stage: int, what: Literal["segment", "call"]) -> Iterator[None]:
@@ -379,14 +381,14 @@ class Tape:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def _gradient_of_segment(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        if not self.passages or self._doing.what != "segment":
+        if not self.suspended or self._doing.what != "segment":
             return None
         self.on_gradient(parameter, self._stage, gradient)
         # What autograd hands on from here is thrown away; one element instead of the gradient lets it be freed now.
         return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(gradient)
 
     def _gradient_of_call(self, parameter: torch.Tensor) -> None:
-        if not self.passages or parameter.grad is None:
+        if not self.suspended or parameter.grad is None:
             return
         assert isinstance(parameter, nn.Parameter)
         gradient, parameter.grad = parameter.grad, None
@@ -400,39 +402,38 @@ class Tape:
 
     # -- the same way for every micro-batch -----------------------------------------------------------------------
 
-    def _expect_call(self, passage: Passage, stage: int, site: Site) -> None:
-        arrival = passage.arrival
+    def _expect_call(self, suspended: SuspendedForward, stage: int, site: Site) -> None:
+        arrival = suspended.arrival
         if arrival is None or arrival.site is not site:
             came = "ends" if arrival is None else f"calls block {arrival.site.name!r}"
             raise ModelError(
-                f"micro-batch {passage.index} {came} where the first micro-batch calls block {site.name!r} "
+                f"micro-batch {suspended.index} {came} where the first micro-batch calls block {site.name!r} "
                 f"(stage {stage}): "
                 "every micro-batch must take the same way through the blocks (is layer dropout switched on?)"
             )
 
-    def _check_event(self, passage: Passage, stage: int, event: Event) -> None:
+    def _check_event(self, suspended: SuspendedForward, stage: int, event: Event) -> None:
         if stage == len(self._stages) - 1 and event != "done":
-            assert passage.arrival is not None
+            assert suspended.arrival is not None
             raise ModelError(
-                f"micro-batch {passage.index} calls block {passage.arrival.site.name!r} where the first micro-batch "
-                "ended: "
+                f"micro-batch {suspended.index} calls block {suspended.arrival.site.name!r} where the first one ended: "
                 "every micro-batch must take the same way through the blocks (is layer dropout switched on?)"
             )
         if stage + 1 < len(self._stages) and event != "cut":
             following = self.facts[stage + 1].site
             if following is not None:
-                self._expect_call(passage, stage + 1, following)
+                self._expect_call(suspended, stage + 1, following)
 
 
 @dataclass
 class Doing:
-    """What a tape is at: a forward (or nothing), or the backward of the model's own code or of a block call."""
+    """A tape's present work: a forward (or nothing), or the backward of the model's own code or of a block call."""
 
     what: Literal["forward", "segment", "call"] = "forward"
 
 
 class Boundary:
-    """Stands in for a block's ``forward``: suspends a passage that arrives, and otherwise is not there.
+    """Stands in for a block's ``forward``: suspends a micro-batch's forward that arrives, and otherwise is not there.
 
     An object and not a closure, so that a deep copy of the model calls its own blocks.
     """
@@ -443,9 +444,9 @@ class Boundary:
         self.__wrapped__ = site.forward  # what inspect.signature looks at
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        passage = current_passage()
-        if passage is not None:
-            return passage.arrive(self._site, args, kwargs)
+        suspended = current_forward()
+        if suspended is not None:
+            return suspended.arrive(self._site, args, kwargs)
         if self._doing.what == "segment":
             raise ModelError(
                 f"block {self._site.name!r} is called again in the backward (by torch.utils.checkpoint, or a function "
@@ -463,7 +464,7 @@ def _site(index: int, block: Block, forward: Callable[..., Any]) -> Site:
 
 
 def _install(site: Site, doing: Doing) -> dict[str, Any]:
-    """Put a boundary in front of a block. What has to be put back into the module's ``__dict__`` in the end."""
+    """Put a boundary in front of a block. Returns what the module's ``__dict__`` must get back in the end."""
     attributes = vars(site.module)
     replaced = {key: attributes[key] for key in ("forward",) if key in attributes}
     attributes["forward"] = Boundary(site, doing)
@@ -482,7 +483,7 @@ def _drop_gradient(parameter: nn.Parameter, stage: int, gradient: torch.Tensor) 
 
 
 def _refuse_kept(let_go: Sequence["weakref.ref[torch.Tensor]"]) -> None:
-    """Someone who evaluates a model and keeps its outputs will read them, and these would read as NaN."""
+    """Refuse an evaluation whose outputs somebody keeps: he will read them, and they would read as NaN."""
     if any(ref() is not None for ref in let_go):
         gc.collect()  # or they are only part of a cycle
     for kept in (ref() for ref in let_go):

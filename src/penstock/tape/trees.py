@@ -16,7 +16,7 @@ import torch
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 Place = tuple[Hashable, ...]
-"""Where a tensor is in nested containers: the indices, keys and names of fields on the way to it."""
+"""A tensor's place in nested containers: the indices, keys and names of fields on the way to it."""
 
 _MISSING = object()
 
@@ -137,7 +137,7 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _field(record: Any, name: str) -> Any:
-    """What a record holds under a field's name. Its class's own ``__getattr__`` is not asked: it may do anything."""
+    """The value of a record's field. Its class's own ``__getattr__`` is not asked: it may do anything."""
     attributes = getattr(record, "__dict__", {})
     if name in attributes:
         return attributes[name]

@@ -29,7 +29,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the values of integer and boolean meta tensors for as long as the tensors live."""
 
     def __init__(self, kind: Kind) -> None:
-        """``kind``: of the device that the run stands for."""
+        """``kind``: the kind of device that the run stands for."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._kind = kind
         self._values: Any = WeakTensorKeyDictionary()
@@ -98,7 +98,7 @@ def _is_kept(tensor: torch.Tensor) -> bool:
 
 
 def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether what an op returns, or its shape, cannot be told from shapes."""
+    """True if an op's result, or its shape, does not follow from shapes."""
     if func is torch.ops.aten.index.Tensor:
         return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags

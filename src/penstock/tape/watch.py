@@ -1,4 +1,4 @@
-"""Sees every op of a probe: which weights it reads, what memory lives at each moment, and the FLOP it does."""
+"""Sees every op of a probe: the weights that it reads, the memory that lives at each moment, and the FLOP it does."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -27,20 +27,20 @@ FLOP: Mapping[Any, Callable[..., int]] = {
     private.FLASH_CPU: private.flop_registry[private.FLASH],
     private.FLASH_CPU_BACKWARD: private.flop_registry[private.FLASH_BACKWARD],
 }
-"""The FLOP of an op, from its arguments; what is no product counts as none, causal attention as the whole square."""
+"""The FLOP of an op, from its arguments: none of what is no product, those of the whole square of causal attention."""
 
 
 class Birth:
-    """A storage that an op made: its bytes, the leg that made it, and what has happened to it since.
+    """A storage that an op made: its bytes, the segment that made it, and what has happened to it since.
 
-    ``depends``: what is in it follows from the micro-batch, or from weights that train. ``returned``: by a block.
+    ``depends``: its numbers follow from the micro-batch, or from weights that train. ``returned``: a block returned it.
     """
 
-    __slots__ = ("depends", "leg", "nbytes", "returned", "saved", "touched")
+    __slots__ = ("depends", "nbytes", "returned", "saved", "segment", "touched")
 
-    def __init__(self, nbytes: int, leg: int) -> None:
+    def __init__(self, nbytes: int, segment: int) -> None:
         self.nbytes = nbytes
-        self.leg = leg
+        self.segment = segment
         self.touched: set[int] = set()
         self.saved: set[int] = set()
         self.depends = False
@@ -86,7 +86,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
-        self.leg = 0
+        self.segment = 0
         self.flops = 0
         self.births: dict[int, Birth] = {}
         self._parameters = parameters  # identity of a parameter -> its group
@@ -123,7 +123,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._on_weight(group)
             birth = self.birth(tensor)
             if birth is not None:
-                birth.touched.add(self.leg)
+                birth.touched.add(self.segment)
         written = _written(func, args, kwargs)
         if self._on_write is not None:
             for tensor in written:
@@ -148,7 +148,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.births.pop(key, None)
             self._alive.pop(key, None)
 
-        self.births[key] = Birth(nbytes, self.leg)
+        self.births[key] = Birth(nbytes, self.segment)
         self._alive[key] = weakref.ref(storage, freed)
         self.live += nbytes
         self.peak = max(self.peak, self.live)

@@ -6,7 +6,7 @@ from penstock.data.rows import Packing, Rows
 from penstock.data.stream import Prepared
 
 
-def told(data: Data, length: int) -> str:
+def summary_of(data: Data, length: int) -> str:
     """Documents, tokens, those that count in the loss, how full sequences are, and what was cut off."""
     if not isinstance(data.train, Prepared):
         lines = [f"data are streamed, in sequences of {length:,} tokens"]

@@ -1,7 +1,7 @@
-"""From what a probe saw to a program: legs of a forward become stages, with their reads, checkpoints and sizes.
+"""From what a probe saw to a program: segments of a forward become stages, with their reads, checkpoints and sizes.
 
-A *leg* is what runs between two events: the model's code up to its first call, a call, the code behind it, and so on.
-A stage is a leg, or a call together with the code behind it when that code touches no parameters.
+A *segment* is what runs between two events: the model's code up to its first call, a call, the code behind it, and so
+on. A stage is a segment, or a call together with the code behind it when that code touches no parameters.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,13 +13,13 @@ from torch import nn
 
 from penstock.schedule.program import Stage
 from penstock.tape import trees
-from penstock.tape.passage import Facts, Site, StageFacts, has_own_memory
+from penstock.tape.suspended import Facts, Site, StageFacts, has_own_memory
 from penstock.tape.watch import Birth
 
 
 @dataclass
 class Usage:
-    """What a leg read in one direction (groups), its FLOP, and live bytes at its start, at its end and at most."""
+    """What a segment read in one direction (groups), its FLOP, and live bytes at its start, at its end and at most."""
 
     reads: set[int] = field(default_factory=set)
     flops: int = 0
@@ -30,7 +30,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A tensor at a block's boundary. ``birth`` is None for what no op of the probe made (an input, a parameter)."""
+    """A tensor at a block's boundary. ``birth`` is None if no op of the probe made it (an input, a parameter)."""
 
     place: trees.Place
     birth: Birth | None
@@ -49,7 +49,7 @@ class Kept:
 
 
 @dataclass
-class Leg:
+class Segment:
     """A piece of the forward between two events: a call (of ``site``), or the model's own code (None).
 
     Of a call: ``changed`` are the buffers that it changed; for each output, ``needed`` says whether it depends on
@@ -78,39 +78,44 @@ def see(place: trees.Place, tensor: torch.Tensor, birth: Birth | None) -> Seen:
 
 
 class Stages:
-    """The stages that legs make up: ``members[stage]`` are the indices of its legs."""
+    """The stages that segments make up: ``members[stage]`` are the indices of its segments."""
 
-    def __init__(self, legs: Sequence[Leg]) -> None:
-        self._legs = legs
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = segments
         self.members: list[list[int]] = []
-        for index, leg in enumerate(legs):
-            joins = leg.site is None and not leg.forward.reads and 0 < index < len(legs) - 1
+        for index, segment in enumerate(segments):
+            joins = segment.site is None and not segment.forward.reads and 0 < index < len(segments) - 1
             if joins:
                 self.members[-1].append(index)
             else:
                 self.members.append([index])
-        self._stage_of = {leg: stage for stage, members in enumerate(self.members) for leg in members}
+        self._stage_of = {segment: stage for stage, members in enumerate(self.members) for segment in members}
         self._offload = [self._checkpoint(stage) for stage in range(len(self.members))]
 
     def stages(self) -> tuple[Stage, ...]:
         return tuple(self._stage(index) for index in range(len(self.members)))
 
     def flops(self) -> tuple[tuple[int, int], ...]:
-        """Of each stage's forward and backward. The epilogue's backward is part of its forward."""
+        """FLOP of each stage's forward and backward. The epilogue's backward is part of its forward."""
         found = []
         for members in self.members:
-            legs = [self._legs[i] for i in members]
-            found.append((sum(leg.forward.flops for leg in legs), sum(leg.backward.flops for leg in legs)))
+            segments = [self._segments[i] for i in members]
+            found.append(
+                (
+                    sum(segment.forward.flops for segment in segments),
+                    sum(segment.backward.flops for segment in segments),
+                )
+            )
         return tuple(found)
 
     def facts(self) -> tuple[StageFacts, ...]:
         found = []
         for stage, members in enumerate(self.members):
-            leg = self._legs[members[0]]
-            call = Facts(buffers=leg.changed)
+            segment = self._segments[members[0]]
+            call = Facts(buffers=segment.changed)
             boundary = self._boundary(stage)
             offload = tuple(boundary[p].place for p in self._offload[stage])
-            found.append(StageFacts(site=leg.site, call=call, offload=offload))
+            found.append(StageFacts(site=segment.site, call=call, offload=offload))
         return tuple(found)
 
     # -- which tensors may leave the device -------------------------------------------------------------------------
@@ -119,14 +124,14 @@ class Stages:
         """The tensors between a stage and the next: the next call's inputs, or the last call's outputs."""
         if stage + 1 >= len(self.members):
             return []
-        reader = self._legs[self.members[stage + 1][0]]
+        reader = self._segments[self.members[stage + 1][0]]
         if reader.site is not None:
             return reader.inputs
         is_last = stage + 2 == len(self.members)
-        return self._legs[self.members[stage][0]].outputs if is_last else []
+        return self._segments[self.members[stage][0]].outputs if is_last else []
 
     def _checkpoint(self, stage: int) -> list[int]:
-        """Positions in the boundary of what only the next stage reads."""
+        """Positions in the boundary of the tensors that only the next stage reads."""
         boundary = self._boundary(stage)
         births = [seen.birth for seen in boundary]
         return [
@@ -136,25 +141,27 @@ class Stages:
         ]
 
     def _only_next_reads(self, stage: int, birth: Birth | None) -> bool:
-        if birth is None or self._stage_of[birth.leg] != stage:
+        if birth is None or self._stage_of[birth.segment] != stage:
             return False
         epilogue = len(self.members) - 1
-        touched = {self._stage_of[leg] for leg in birth.touched}
+        touched = {self._stage_of[segment] for segment in birth.touched}
         # A graph that saved it needs it until its own backward; the epilogue's runs at once.
-        saved = {self._stage_of[leg] for leg in birth.saved} - ({epilogue} if stage + 1 == epilogue else set())
+        saved = {self._stage_of[segment] for segment in birth.saved} - ({epilogue} if stage + 1 == epilogue else set())
         return touched <= {stage, stage + 1} and not saved
 
     def _kept_gradients(self, stage: int) -> int:
         """Bytes of gradients that collect, until the stage's backward, at what it made and cannot be moved."""
         moved = {id(seen.birth) for p, seen in enumerate(self._boundary(stage)) if p in self._offload[stage]}
         found: dict[int, int] = {}
-        for leg in self._legs:
-            made_by_code = [s for s in leg.inputs if s.birth is not None and self._legs[s.birth.leg].site is None]
-            for seen in made_by_code + list(compress(leg.outputs, leg.reached)):
+        for segment in self._segments:
+            made_by_code = [
+                s for s in segment.inputs if s.birth is not None and self._segments[s.birth.segment].site is None
+            ]
+            for seen in made_by_code + list(compress(segment.outputs, segment.reached)):
                 birth = seen.birth
                 if not seen.needs_grad or birth is None or id(birth) in moved:
                     continue
-                if self._stage_of[birth.leg] == stage:
+                if self._stage_of[birth.segment] == stage:
                     found[id(birth)] = max(found.get(id(birth), 0), seen.nbytes)
         return sum(found.values())
 
@@ -166,25 +173,27 @@ class Stages:
         return sum(s.nbytes for s in moved), sum(s.nbytes for s in moved if s.needs_grad)
 
     def _stage(self, index: int) -> Stage:
-        legs = [self._legs[i] for i in self.members[index]]
-        site = legs[0].site
+        segments = [self._segments[i] for i in self.members[index]]
+        site = segments[0].site
         last = len(self.members) - 1
         checkpoint, gradient = self._sizes(index)
         gradient_below = self._sizes(index - 1)[1] if index > 0 else 0
-        start = legs[0].forward.start
-        stays = max(0, legs[-1].forward.end - start - checkpoint) if index < last else gradient_below
+        start = segments[0].forward.start
+        stays = max(0, segments[-1].forward.end - start - checkpoint) if index < last else gradient_below
         return Stage(
             index=index,
             kind="segment" if site is None else "call",
-            name=_name(index, last, self._legs, self.members),
-            forward_reads=_ascending(leg.forward.reads for leg in legs),
-            backward_reads=_ascending(leg.backward.reads for leg in legs),
-            gradients=_ascending(leg.gradients for leg in legs),
+            name=_name(index, last, self._segments, self.members),
+            forward_reads=_ascending(segment.forward.reads for segment in segments),
+            backward_reads=_ascending(segment.backward.reads for segment in segments),
+            gradients=_ascending(segment.gradients for segment in segments),
             checkpoint=checkpoint,
             gradient=gradient,
             kept=0 if index == last else stays + self._kept_gradients(index),
-            forward_peak=max(0, max(leg.forward.peak for leg in legs) - start - checkpoint - stays),
-            backward_peak=max(0, max(leg.backward.peak for leg in legs) - legs[-1].backward.start - gradient_below),
+            forward_peak=max(0, max(segment.forward.peak for segment in segments) - start - checkpoint - stays),
+            backward_peak=max(
+                0, max(segment.backward.peak for segment in segments) - segments[-1].backward.start - gradient_below
+            ),
         )
 
 
@@ -192,11 +201,13 @@ def _ascending(groups: Iterable[set[int]]) -> tuple[int, ...]:
     return tuple(sorted(set().union(*groups)))
 
 
-def _name(index: int, last: int, legs: Sequence[Leg], members: Sequence[Sequence[int]]) -> str:
-    site = legs[members[index][0]].site
+def _name(index: int, last: int, segments: Sequence[Segment], members: Sequence[Sequence[int]]) -> str:
+    site = segments[members[index][0]].site
     if site is not None:
         return site.name
     if index in (0, last):
         return "epilogue" if index else "prologue"
-    previous = next(leg.site for i in range(index - 1, -1, -1) if (leg := legs[members[i][0]]).site is not None)
+    previous = next(
+        segment.site for i in range(index - 1, -1, -1) if (segment := segments[members[i][0]]).site is not None
+    )
     return f"after {previous.name}"

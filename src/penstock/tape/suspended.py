@@ -1,7 +1,7 @@
-"""One micro-batch's passage through the model: its suspended forward, and what its backward needs.
+"""The suspended forward of one micro-batch, and what its backward needs.
 
-    passage     a greenlet that runs the model's own forward for one micro-batch
-    arrival     the passage is suspended at a block call, its arguments in hand
+    forward     a greenlet that runs the model's own forward for one micro-batch
+    arrival     the forward is suspended at a block call, its arguments in hand
     cut         the block has run without a graph, and autograd's graph ends behind its outputs (``cut``)
     call        what is kept of a block call for its recomputation: the inputs (the checkpoint) and the leaves
 
@@ -50,7 +50,7 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the probe learned about one block call and a run has to know beforehand.
+    """Facts about one block call that the probe has learned and a run has to know beforehand.
 
     Not which outputs need a gradient: that may depend on the data, and an output without one would lose another
     micro-batch's. ``buffers``: the buffers that the call changes, as (module, name).
@@ -61,11 +61,11 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class StageFacts:
-    """What the probe learned about a stage beyond what a schedule has to know.
+    """Facts about a stage that the probe has learned and no schedule needs.
 
-    ``site``: the block of a call, None for a segment. ``offload``: which tensors are the stage's checkpoint, by their
-    places among the next call's inputs, or (before the epilogue) in the order of this call's outputs. Places and not
-    numbers, as another micro-batch may have no tensor where this one has a mask.
+    ``site``: the block of a call, None for the model's own code. ``offload``: which tensors are the stage's checkpoint,
+    by their places among the next call's inputs, or (before the epilogue) in the order of this call's outputs. Places
+    and not numbers, as another micro-batch may have no tensor where this one has a mask.
     """
 
     site: Site | None
@@ -75,7 +75,9 @@ class StageFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What is kept of one block call. ``inputs`` is (args, kwargs, values of ``containers``) as they were before it."""
+    """One block call as it is kept for its recomputation. ``inputs`` is (args, kwargs, values of ``containers``) as
+    they were before it.
+    """
 
     site: Site
     inputs: Any
@@ -113,13 +115,13 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
     )
 
 
-def current_passage() -> "Passage | None":
-    """The passage whose forward is running now, or None outside of one, in a recomputation, or inside a block."""
-    passage: Passage | None = getattr(getcurrent(), "penstock_passage", None)
-    return None if passage is None or passage.in_block else passage
+def current_forward() -> "SuspendedForward | None":
+    """The forward that is running now, or None outside of one, in a recomputation, or inside a block."""
+    suspended: SuspendedForward | None = getattr(getcurrent(), "penstock_forward", None)
+    return None if suspended is None or suspended.in_block else suspended
 
 
-class Passage:
+class SuspendedForward:
     """The forward of one micro-batch, suspended between events, and its state until its backward is done."""
 
     def __init__(
@@ -151,7 +153,7 @@ class Passage:
         self._stacks = Stacks.capture()
         self._shared = SharedMemory()  # in a probe
         self._carrier: Any = greenlet(lambda: self._run(model, loss_fn, micro_batch))
-        self._carrier.penstock_passage = self  # a block's boundary finds it there
+        self._carrier.penstock_forward = self  # a block's boundary finds it there
         self._carrier.gr_context = contextvars.copy_context()
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class Passage:
         """End the forward wherever it is, and let go of everything."""
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
-            carrier.penstock_passage = None
+            carrier.penstock_forward = None
             outer = Modes.capture(self._device_types)
             try:
                 if carrier:  # started and not ended: its context managers are left in passing
@@ -207,7 +209,9 @@ class Passage:
         return output
 
     def _look_beside(self, value: Any) -> None:
-        """In a probe: what objects in ``value``, and in context variables, hold beside what ``trees`` sees."""
+        """In a probe: note the tensors that objects in ``value``, and in context variables, hold and ``trees`` does not
+        see.
+        """
         if self.samples is not None:
             value = (value, list(contextvars.copy_context().values()))
             self.beside = [*opaque.tensors_in(value), *trees.tensors(value)]
@@ -232,7 +236,7 @@ class Passage:
 
     def _end(self) -> None:
         assert self._carrier is not None
-        self._carrier.penstock_passage = None
+        self._carrier.penstock_forward = None
         self._carrier = None
         self._modes = None
 
@@ -322,7 +326,7 @@ class Passage:
             self.pending.add(edge, gradient)
 
     def reached(self, stage: int) -> tuple[bool, ...]:
-        """For each output of a call, whether a gradient has come to it."""
+        """One boolean for each output of a call: a gradient has come to it."""
         call = self.calls.get(stage)
         return () if call is None else tuple(leaf.gradient is not None for leaf in call.outputs)
 
@@ -355,12 +359,12 @@ class Passage:
                 self._route(source, gradient)
 
     def see_buffers(self, stage: int, buffers: tuple[Buffer, ...]) -> None:
-        """What the buffers that a call has changed held before it, for its recomputation. In a probe."""
+        """In a probe: keep what the buffers that a call has changed held before it, for its recomputation."""
         if stage in self.calls:
             self.calls[stage] = replace(self.calls[stage], buffers=buffers)
 
     def call_elsewise(self, stage: int) -> None:
-        """In a probe: what another micro-batch may do between a call and its recomputation, the block on other numbers.
+        """In a probe: run the block on other numbers, as another micro-batch may between a call and its recomputation.
 
         A block that keeps something of what it saw, be it a mean or a count, gives itself away in the recomputation.
         """
@@ -386,7 +390,7 @@ class Passage:
             self.pending.add(get_gradient_edge(source), gradient)
 
     def _compare(self, stage: int, site: Site, made: list[torch.Tensor]) -> None:
-        """In a probe, the recomputed outputs with those of the forward: equal but for rounding."""
+        """In a probe: check that the recomputed outputs are those of the forward, but for rounding."""
         if self.samples is None:
             return
         for before, tensor in zip(self.samples.pop(stage), made, strict=True):
@@ -398,7 +402,7 @@ class Passage:
                 )
 
     def _recompute(self, call: Call, fresh: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        """Run the block again on leaves (noted in ``fresh``). Its outputs, in the order of the forward's."""
+        """Run the block again on leaves (noted in ``fresh``). Returns its outputs, in the order of the forward's."""
         if any(version(t) != v for t, v in zip(trees.tensors(call.inputs), call.versions, strict=True)):
             raise ModelError(
                 f"an input of block {call.site.name!r} was changed in place after the block had run, so the block "
@@ -418,7 +422,7 @@ class Passage:
 
     @contextmanager
     def _as_it_was(self, call: Call, buffers: tuple[Buffer, ...]) -> Iterator[None]:
-        """A block's ``buffers``, and the modes that it was called in."""
+        """Inside, a block has ``buffers``, and the modes that it was called in."""
         outer = Modes.capture(self._device_types)
         current = [(module, name, buffers_of(module)[name]) for module, name, _ in buffers]
         for module, name, before in buffers:
@@ -433,7 +437,7 @@ class Passage:
 
 
 def _replaced(block: str, buffers: Sequence[tuple[Buffer, int]]) -> tuple[Buffer, ...]:
-    """Of buffers that the probe has not seen change: those that a call has put others in the place of, as they were.
+    """Buffers that a call has put others in the place of, though the probe has not seen them change, as they were.
 
     Raises:
         ModelError: one was written to, and nobody has a copy of what it held.
