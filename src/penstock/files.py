@@ -1,4 +1,4 @@
-"""How files are written: never through a symbolic link that lies where the file should, and whole or not at all.
+"""Writes files whole or not at all, and never through a symbolic link that lies where the file should.
 
 A run's folder may come from somebody else. Whatever lies there under a name that a command writes, be it a link to
 another file of the user's or a pipe, is not written through: it is replaced where the file is replaced, and refused

@@ -13,7 +13,7 @@ class OneDevice(SingleDeviceStrategy):
 
     num_nodes = 1
     _num_nodes = 1
-    """What Fabric sets to the number of hosts. Without: more than one host would be taken for one."""
+    """The number of hosts, which Fabric sets. Without: more than one host would be taken for one."""
 
     @property
     def host_count(self) -> int:

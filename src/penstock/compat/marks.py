@@ -1,4 +1,4 @@
-"""What transformers, accelerate and peft leave on modules, for rooms that work without these libraries.
+"""Marks that transformers, accelerate and peft leave on modules, for rooms that work without these libraries.
 
 Nothing is imported: a library that is not loaded has left nothing.
 """
@@ -31,7 +31,7 @@ def set_initialised(parameter: nn.Parameter, value: bool) -> None:
 
 
 def is_cache(value: object) -> bool:
-    """Whether something is a key-value cache of transformers, whose class is where it is documented, not exported.
+    """True if something is a key-value cache of transformers, whose class is where it is documented, not exported.
 
     Without: blocks would write to a cache in the forward, and again in the recomputation.
     """
@@ -40,13 +40,13 @@ def is_cache(value: object) -> bool:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether a layer has low-rank adapters of peft. Without: they would begin as the linear layers that they are."""
+    """True if a layer has low-rank adapters of peft. Without: they would begin as the linear layers that they are."""
     library = sys.modules.get("peft.tuners.lora.layer")
     return library is not None and isinstance(module, library.LoraLayer)
 
 
 def is_moved(module: nn.Module) -> bool:
-    """Whether accelerate moves a module's weights (``device_map``, offloading).
+    """True if accelerate moves a module's weights (``device_map``, offloading).
 
     Without: two would move them, and the model would compute with what is not there.
     """
@@ -54,7 +54,7 @@ def is_moved(module: nn.Module) -> bool:
 
 
 def carries_state(model: nn.Module) -> bool:
-    """Whether a model of transformers hands a state from each token to the next, as state-space models do.
+    """True if a model of transformers hands a state from each token to the next, as state-space models do.
 
     Without: packed documents would run into each other in such models.
     """

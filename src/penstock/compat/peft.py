@@ -24,7 +24,7 @@ def base_name(name: str) -> str | None:
 
 
 def names_embeddings(targets: Collection[str] | str) -> bool:
-    """Whether adapters are asked for on an embedding or a head by a name that peft knows: it saves them whole then.
+    """True if adapters are asked for on an embedding or a head by a name that peft knows: it saves them whole then.
 
     Without: such an adapter would be saved without them, and other tools would load another model.
     """
@@ -34,14 +34,14 @@ def names_embeddings(targets: Collection[str] | str) -> bool:
 
 
 def is_adapted(layer: Any) -> bool:
-    """Whether a layer has low-rank adapters. Without: as ``is_plain``."""
+    """True if a layer has low-rank adapters. Without: as ``is_plain``."""
     from peft.tuners.lora import LoraLayer
 
     return isinstance(layer, LoraLayer)
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether a layer with adapters is a linear one or an embedding, whose adapters are a product of two matrices.
+    """True if a layer with adapters is a linear one or an embedding, whose adapters are a product of two matrices.
 
     Without: adapters of other kinds would be merged as if they were.
     """

@@ -37,7 +37,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place. Not for tensors made in inference mode.
+    """The number of times that a tensor was changed in place. Not for tensors made in inference mode.
 
     Without: an input that changes between a block and its recomputation would give other numbers, and no error.
     """
@@ -45,7 +45,7 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another one, which keeps that one's storage alive.
+    """True if autograd knows a tensor as a view of another one, which keeps that one's storage alive.
 
     Without: checkpoints would be moved whose memory does not become free.
     """
@@ -105,7 +105,8 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def entries_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """What a module holds, in order; a list may hold one module twice, or None, which ``named_children`` leaves out.
+    """The modules that a module holds, in order; a list may hold one module twice, or None, which ``named_children``
+    leaves out.
 
     Without: a block that stands in a list twice would be found once.
     """
@@ -113,7 +114,7 @@ def entries_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at a module's gradients (``register_full_backward_hook`` and the like).
+    """True if somebody looks at a module's gradients (``register_full_backward_hook`` and the like).
 
     Without: a hook on a head whose logits are never made would not be called, and nobody would say so.
     """
@@ -121,7 +122,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, which leaves the module's class as it is.
+    """True if ``module.compile()`` was called, which leaves the module's class as it is.
 
     Without: its calls would go past the boundary of the tape, into code that was compiled with it.
     """
@@ -138,7 +139,8 @@ def reset_method(module: nn.Module) -> Callable[[], object] | None:
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """What a learning rate schedule looks for to know that ``optimizer.step`` was called before its own ``step``.
+    """Leave the mark by which a learning rate schedule knows that ``optimizer.step`` was called before its own
+    ``step``.
 
     Without: it warns of the wrong order at its first step.
     """
@@ -170,12 +172,12 @@ def saved_tensor_hooks() -> Any:
 
 
 def is_in_transform() -> bool:
-    """Whether a transform of ``torch.func`` is under way. Without: blocks inside of one would be cut out of it."""
+    """True if a transform of ``torch.func`` is under way. Without: blocks inside of one would be cut out of it."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_in_forward_ad() -> bool:
-    """Whether forward-mode differentiation is under way. Without: tangents would be lost at blocks."""
+    """True if forward-mode differentiation is under way. Without: tangents would be lost at blocks."""
     return forward_ad._current_level >= 0
 
 
@@ -183,7 +185,7 @@ def is_in_forward_ad() -> bool:
 
 
 def function_modes() -> int:
-    """How many modes for functions of torch are on in this thread.
+    """The number of modes for functions of torch that are on in this thread.
 
     Without: a forward suspended inside of one would change what other micro-batches compute.
     """
@@ -191,12 +193,12 @@ def function_modes() -> int:
 
 
 def dispatch_modes() -> int:
-    """How many modes for ops are on in this thread. Without: as ``function_modes``."""
+    """The number of modes for ops that are on in this thread. Without: as ``function_modes``."""
     return torch._C._len_torch_dispatch_stack()
 
 
 def is_watched() -> bool:
-    """Whether a mode sees the ops of this thread. Without: a probe would see compiled code, which has no ops."""
+    """True if a mode sees the ops of this thread. Without: a probe would see compiled code, which has no ops."""
     return _get_current_dispatch_mode() is not None
 
 
@@ -232,7 +234,7 @@ _FLASH_CHOICE = 1
 
 
 def takes_flash(*args: Any, **kwargs: Any) -> bool:
-    """Whether torch takes the flash kernel for these arguments of ``scaled_dot_product_attention``, on their device.
+    """True if torch takes the flash kernel for these arguments of ``scaled_dot_product_attention``, on their device.
 
     Without: as the kernels.
     """
@@ -262,7 +264,7 @@ def packet_of(func: Any) -> Any:
 
 
 def schema_of(func: Any) -> Any:
-    """What an op says of its arguments: which it writes to. None if it says nothing.
+    """An op's schema, which says which of its arguments it writes to; None if it has none.
 
     Without: a write to a weight or a buffer in a forward would not be seen.
     """

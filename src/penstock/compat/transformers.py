@@ -98,7 +98,7 @@ def left_out_of_files(model: Any) -> Iterable[str]:
 
 
 def maker_of(cls: Any) -> Callable[..., Any]:
-    """What makes a model of a configuration, of an auto class or of a model's own class, which has it privately.
+    """The function that makes a model of a configuration: an auto class's, or the private one of a model's own class.
 
     Without: a class that no auto class knows could not be built.
     """

@@ -16,7 +16,9 @@ def _empty() -> Metrics:
 
 @dataclass(kw_only=True)
 class Books:
-    """What ``compute_loss`` notes beside the loss: entropy, accuracy of tokens and the like, and tokens trained on."""
+    """The notes that ``compute_loss`` makes beside the loss: entropy, accuracy of tokens and the like, and tokens
+    trained on.
+    """
 
     metrics: Metrics = field(default_factory=_empty)
     tokens: int = 0

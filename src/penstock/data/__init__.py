@@ -28,7 +28,7 @@ __all__ = ["Batches", "HeldOut", "Step", "write_tokens"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch only when it is asked for: whether a source is there is said without."""
+    """Import what needs torch only when it is asked for: a look for a source does without."""
     from importlib import import_module
 
     if name not in _WHERE:

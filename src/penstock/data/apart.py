@@ -1,4 +1,4 @@
-"""Whether a model keeps packed documents apart.
+"""Refuses packing for models that do not keep packed documents apart.
 
 Hugging Face's decoders build their attention masks in ``transformers.masking_utils``, which takes positions that begin
 anew for the beginning of another document, and masks what is before. That holds for every layer that attends by such a
@@ -51,7 +51,7 @@ def _innermost(model: nn.Module) -> nn.Module:
 
 
 def _asks(model: nn.Module) -> tuple[bool, str]:
-    """Whether the model asks which tokens belong together, and if it could not be found out, what came instead."""
+    """Run the model up to its masks. Returns if it asks which tokens belong together, and words on what it raised."""
     device = next(model.parameters()).device
     ids = torch.zeros((1, 4), dtype=torch.int64, device=device)
     positions = torch.tensor([[0, 1, 0, 1]], device=device)

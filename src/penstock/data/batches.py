@@ -21,7 +21,7 @@ _AHEAD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step sees. ``position``: where the data are behind it, for ``Engine.step``.
+    """The micro-batches of one step. ``position``: the place in the data behind it, for ``Engine.step``.
 
     ``tokens``: without padding. ``labels``: tokens that count in the loss. ``passes``: how often the data have been
     gone through by then. ``lost``: tokens cut off or dropped so far, because documents were longer than a sequence.
@@ -35,7 +35,7 @@ class Step:
     lost: int
 
     def metrics(self) -> dict[str, Any]:
-        """For the step's line of ``metrics.jsonl``."""
+        """The fields that the step adds to its line of ``metrics.jsonl``."""
         return {
             "data_tokens": self.tokens,
             "loss_tokens": self.labels,
@@ -150,7 +150,7 @@ class Batches:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut(Batches):
-    """What is evaluated on: fewer sequences than a micro-batch will do."""
+    """The held-out rows, for evaluation; fewer of them than a micro-batch has will do."""
 
     def __post_init__(self) -> None:
         assert isinstance(self.stream, Prepared)

@@ -43,7 +43,7 @@ class SummedFile:
 
     @property
     def sums(self) -> Sums:
-        """Of all that has been written."""
+        """The checksums of all that has been written."""
         return np.array([*self._found, *_sums(self._waiting)], dtype="<u8")
 
 

@@ -88,7 +88,7 @@ class ChatEncoder:
         return Document(ids=np.asarray(found["input_ids"], dtype=np.uint32), answers=answers)
 
     def _spans(self, example: Example, text: str, messages: Sequence[Message], tools: Any) -> list[tuple[int, int]]:
-        """Where in ``text`` the assistant's turns stand, first character and the one behind the last."""
+        """The assistant's turns in ``text``: of each its first character, and the one behind its last."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -118,7 +118,7 @@ class ChatEncoder:
 
 
 def _messages(example: Example) -> list[Message]:
-    """Tables give each message all keys that any has: templates take one that is null for one that is there."""
+    """Messages without keys that are null, which tables add and templates take for given."""
     messages: Sequence[Message] = example.fields["messages"]
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
 

@@ -41,7 +41,7 @@ class Encoder:
 
     @property
     def answers(self) -> bool:
-        """Whether documents say which of their tokens count."""
+        """True if documents say which of their tokens count."""
         return self._loss_on != "all" and self.kind in ("completion", "chat")
 
     def _encode(self, examples: Sequence[Example]) -> list[Document]:
@@ -85,12 +85,14 @@ class Encoder:
         return cast(list[list[int]], found["input_ids"])
 
     def _more(self, ids: Sequence[int]) -> bool:
-        """Whether the tokens of the end are still to come: a text may bring its own."""
+        """True if the tokens of the end must be added: a text may bring its own."""
         return not self._end or list(ids[-len(self._end) :]) != self._end
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind a document. Behind it always comes the end of text, if there is one."""
+    """The tokens that the tokenizer puts before and behind a document. Behind it always comes the end of text, if there
+    is one.
+    """
     call = cast(Any, tokenizer)
     plain = list(call("a", add_special_tokens=False)["input_ids"])
     whole = list(call("a", add_special_tokens=True)["input_ids"])

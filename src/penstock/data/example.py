@@ -1,4 +1,4 @@
-"""What kind of document an example is, and whether it is a whole one."""
+"""The kinds of examples, and a check that one has what its kind needs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _KNOWN = "text (for plain text), prompt and completion, or messages (for chat)"
 
 
 def kind_of(example: Example) -> Kind:
-    """The kind that an example's fields say.
+    """The kind of an example, by its fields.
 
     Raises:
         ConfigError: they say none, or several.

@@ -1,4 +1,4 @@
-"""What the data are, so that a run notices when they change: files by their contents, settings by their values.
+"""The identity of a run's data, by which it notices a change: files by their contents, settings by their values.
 
 A run keeps its data's identity in ``data.json``, and each commit has its fingerprint beside the position.
 """
@@ -16,7 +16,7 @@ from penstock.documents.typed import decode
 from penstock.errors import ConfigError
 
 IDENTITY = "data.json"
-"""in a run's folder"""
+"""The file's name in a run's folder."""
 
 _LONGEST = 512 << 20  # bytes of it; some hundred for each file of the data
 _CHUNK = 1 << 24
@@ -43,7 +43,7 @@ class Identity:
 
     @property
     def fingerprint(self) -> str:
-        """Where a file lies and when it was changed do not matter."""
+        """A hash of the contents and the settings, whatever place and time the files have."""
         return fingerprint({"files": [(f.nbytes, f.digest) for f in self.files], "settings": self.settings})
 
     def to_json(self) -> str:
@@ -63,7 +63,7 @@ class Identity:
         return found
 
     def difference(self, before: "Identity") -> str | None:
-        """What is not as it was ``before``, for people; None: nothing."""
+        """The first difference from ``before``, for people; None: there is none."""
         if self.fingerprint == before.fingerprint:
             return None
         if len(self.files) != len(before.files):
@@ -121,7 +121,7 @@ def _digest(path: Path, size: int, *, whole: bool) -> str:
 
 
 def identity_in(run: Path) -> Identity | None:
-    """What a run's folder says of the data that it was on; None: it says nothing.
+    """The identity of the data that a run was on, out of its folder; None: the folder has none.
 
     Raises:
         ConfigError: it cannot be read, or is damaged.

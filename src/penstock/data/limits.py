@@ -1,4 +1,4 @@
-"""What the rendering of one chat may take: a template is a program, and may be somebody else's.
+"""Limits on the time and memory that rendering one chat takes: a template is a program, and may be somebody else's.
 
 Jinja's sandbox keeps a template from files and from Python's inside, but not from looping, or from growing a text,
 without end. A thread watches the one that renders, and ends it.
@@ -39,7 +39,7 @@ def check_template(template: object) -> None:
 
 @contextmanager
 def limited(place: Callable[[], str]) -> Iterator[None]:
-    """Ends what is done inside when it takes more than ``SECONDS`` or ``GROWTH``. ``place``: of the chat, for messages.
+    """Inside, work ends when it takes more than ``SECONDS`` or ``GROWTH``. ``place``: of the chat, for messages.
 
     Raises:
         ConfigError: it was ended.

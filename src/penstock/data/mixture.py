@@ -1,4 +1,4 @@
-"""In which order pieces come, epoch after epoch: a function of the seed alone.
+"""The order of pieces, epoch after epoch: a function of the seed alone.
 
 Each source is read in passes, every piece once per pass in a random order of that pass's own. Without weights an epoch
 is one pass of every source. With weights it has as many tokens, and each source its share of them: the pieces
@@ -42,7 +42,7 @@ class Mixture:
         ]
 
     def passes(self, epochs: float) -> list[float]:
-        """How often each source has been read after so many epochs."""
+        """The times that each source has been read after so many epochs."""
         return [n * epochs / len(pieces) for n, pieces in zip(self.per_epoch(), self.sources, strict=True)]
 
     def epoch(self, number: int) -> tuple[Ints, Ints]:

@@ -33,8 +33,9 @@ _PREPARED = 2  # of the form that it is written in
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What a run is trained and evaluated on. ``largest``: the largest token id there may be. ``folders``: all that has
-    been prepared for it."""
+    """The data that a run is trained and evaluated on. ``largest``: the largest token id there may be. ``folders``: all
+    that has been prepared for it.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     train: Stream
@@ -97,7 +98,7 @@ def open_data(config: DataConfig, run: Path, *, seed: int, own: PreTrainedTokeni
 
 
 def prepared_in(config: DataConfig, run: Path) -> Path:
-    """Where what is prepared of a run's data is: in its own folder, or one that several share."""
+    """The folder of prepared data: in the run's own folder, or one that several runs share."""
     return Path(config.prepared).expanduser() if config.prepared else run / "data"
 
 
@@ -143,7 +144,7 @@ def check_model(config: DataConfig, largest: int, model: Any) -> None:
 
 
 def _streams(config: DataConfig) -> bool:
-    """Whether to stream: as the settings say, else by the size of what is here."""
+    """True if data are to be streamed: as the settings say, else by the size of the files."""
     if config.streaming is not None:
         asked = config.streaming
     else:
@@ -240,7 +241,7 @@ def _settings(
 
 
 def _meaning(one: Opened) -> dict[str, Any]:
-    """A source without the place where its files are: what is in them counts."""
+    """A source's settings without the place of its files, whose contents alone count."""
     source = {k: v for k, v in asdict(one.source).items() if v is not None and k != "path"}
     return {**source, "files": len(one.files), **({} if one.files else {"path": one.source.path})}
 
@@ -254,7 +255,7 @@ def _prepared(
     share: float | None,
     seed: int | None,
 ) -> tuple[Prepared, Prepared | None, int, Path]:
-    """What is trained on, what is held out of it, the largest id, and the folder that was prepared."""
+    """Data to train on, data held out of them, the largest id, and the folder that was prepared."""
     made_of = {
         "files": [f.digest for f in facts],
         "sources": [{**_meaning(one), "weight": None} for one in opened],

@@ -15,7 +15,7 @@ _AT_ONCE = 1 << 24  # tokens that are looked at at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """What became of the documents. ``labels``: tokens that count in the loss, of ``tokens`` in all pieces.
+    """Counts of what became of the documents. ``labels``: tokens that count in the loss, of ``tokens`` in all pieces.
 
     ``too_long``: documents that did not fit a sequence. ``lost``: tokens cut off or dropped with them.
     ``without``: documents, or pieces of them, of which no token would count in the loss; they are left out.
@@ -88,7 +88,9 @@ def _with_labels(corpus: TokenFile, first: Ints, end: Ints, cuts: Cuts) -> Piece
 
 
 def _counted(answers: NDArray[np.uint8] | BlockArray, first: Ints, end: Ints) -> Ints:
-    """How many tokens count in each stretch from ``first`` to ``end`` [stretches], which rise, some MB at a time."""
+    """The number of tokens that count in each stretch from ``first`` to ``end`` [stretches], which rise, some MB at a
+    time.
+    """
     counts = np.empty(len(first), dtype=np.int64)
     begin = 0
     while begin < len(first):

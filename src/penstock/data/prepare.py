@@ -63,12 +63,12 @@ class Opened:
         return self.reader if isinstance(self.reader, tuple) else ()
 
     def _sums(self, number: int) -> list[str | None]:
-        """What the checksums of each such file are called; None of one that has its own."""
+        """The name of the checksums of each such file; None for a file that has its own."""
         lack = (lacks_sums(path, self.source.dtype) for path in self.given)
         return [f"given-{number}-{i}{SUMS}" if lacks else None for i, lacks in enumerate(lack)]
 
     def needs(self, number: int) -> bool:
-        """Whether something has to be prepared of it, as source ``number``."""
+        """True if something has to be prepared of it, as source ``number``."""
         return not isinstance(self.reader, tuple) or any(self._sums(number))
 
     def write_sums(self, folder: Path, number: int) -> None:
@@ -81,7 +81,7 @@ class Opened:
 def prepare(
     opened: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path, share: float | None
 ) -> list[tuple[list[TokenFile], list[TokenFile]]]:
-    """Each source's token files: what is trained on, and the ``share`` that is held out.
+    """Each source's token files: those to train on, and the ``share`` that is held out.
 
     What is not token ids already is written into ``folder`` first, and the checksums of what is and has none, if
     they are not there.
@@ -132,7 +132,7 @@ def _write(
 
 
 def _held_out(source: int, document: int, share: float) -> bool:
-    """Whether a document, or a stretch of a long text, is for validation; a function of its number. The first never."""
+    """True if a document, or a stretch of a long text, is for validation; a function of its number. The first never."""
     return xxhash.xxh3_64_intdigest(f"{source}:{document}".encode()) < share * _WHOLE
 
 

@@ -1,4 +1,4 @@
-"""Rows: what stands in one sequence. Packed, one document each, or cut from the text as it comes."""
+"""Rows, of which each is one sequence: packed, one document each, or cut from the text as it comes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What training reads from: rows without end from any position, each with the position behind it."""
+"""Streams of rows for training: without end from any position, each row with the position behind it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from penstock.data.pieces import Cuts
 from penstock.data.rows import Packing, Row, Rows
 
 Position = Mapping[str, Any]
-"""Where a run is in its data, as JSON holds it. It counts sequences, whatever the batch they were used in."""
+"""A run's place in its data, as JSON holds it. It counts sequences, whatever the batch they were used in."""
 
 
 class Stream(Protocol):
@@ -28,7 +28,7 @@ class Stream(Protocol):
         ...
 
     def passes(self, position: Position) -> float:
-        """How often the data have been gone through at a position; of several sources, the most often."""
+        """The times that the data have been gone through at a position; of several sources, the most."""
         ...
 
     def lost(self, position: Position) -> int:

@@ -27,7 +27,7 @@ _MOST_TOKENS = 1 << 25  # of one window: 128 MiB of ids
 
 
 class Place(TypedDict):
-    """Where one source is: which pass, where in it, and the tokens that it has given so far."""
+    """The place in one source: the pass, the place within it, and the tokens that it has given so far."""
 
     turn: int
     at: Cursor
@@ -35,7 +35,7 @@ class Place(TypedDict):
 
 
 class Start(TypedDict):
-    """Where a window begins, its number, and the tokens that were lost before it."""
+    """The beginning of a window: its number, the place of each source, and the tokens that were lost before it."""
 
     window: int
     lost: int

@@ -1,4 +1,4 @@
-"""What was read, in words, before the first step."""
+"""A summary of the data, in words, before the first step."""
 
 from penstock.data.opening import Data
 from penstock.data.pieces import Cuts
@@ -29,7 +29,7 @@ def summary_of(data: Data, length: int) -> str:
 
 
 def _sizes(rows: Rows, packing: Packing, length: int) -> str:
-    """How long sequences are, and how full if they are all as long."""
+    """The length of sequences, and how full they are if all have the same."""
     if packing is False:
         return f"up to {rows.longest:,} tokens"
     return f"{length:,}, {100 * rows.tokens / (len(rows) * length):.1f}% full"
@@ -44,7 +44,7 @@ def _tokens(cuts: Cuts) -> str:
 
 
 def _left_out(cuts: Cuts, continuous: bool) -> list[str]:
-    """What is not trained on."""
+    """Lines about the documents that are not trained on."""
     lines = []
     if continuous and cuts.lost:
         lines.append(f"  {cuts.lost:,} tokens at the end do not fill a sequence and are left out")

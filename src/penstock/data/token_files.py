@@ -1,4 +1,4 @@
-"""Token ids on disk, read piece by piece: what Penstock prepares, and what it takes ready-made.
+"""Token ids on disk, read piece by piece: prepared by Penstock, or taken ready-made.
 
 A corpus ``NAME`` is
 
@@ -130,7 +130,7 @@ class TokenWriter:
             self._end()
 
     def part(self) -> None:
-        """What comes next is no continuation of what was written last."""
+        """Begin a new part: what comes next does not continue what was written last."""
         if self._open:
             self._end()
 
@@ -185,7 +185,7 @@ def write_sums(path: Path, sums: Sequence[Sums]) -> str:
 
 
 def lacks_sums(path: Path, dtype: str | None) -> bool:
-    """Whether a corpus, or with ``dtype`` a raw file of ids, has no checksums of its own.
+    """True if a corpus, or with ``dtype`` a raw file of ids, has no checksums of its own.
 
     Raises:
         ConfigError: what is there is no corpus.

@@ -18,7 +18,7 @@ from penstock.config.data import DataConfig, TokenizerTrainingConfig
 from penstock.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
-"""Of a trained tokenizer: the token after each document. It also stands for the beginning, and fills up."""
+"""A trained tokenizer's token after each document. It also stands for the beginning, and fills up."""
 
 END_OF_TEXT_ID = 0
 """Its id: special tokens come first."""
@@ -105,7 +105,7 @@ def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What fills up sequences. No label and no attention ever touches it, so that any id will do."""
+    """The token that fills up sequences. No label and no attention ever touches it, so that any id will do."""
     for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(value, int):
             return value

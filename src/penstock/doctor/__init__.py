@@ -1,4 +1,4 @@
-"""Measures what this machine can do: what ``penstock doctor`` runs. Its result is a ``hardware.machine.Machine``.
+"""Measures this machine, for ``penstock doctor``. Its result is a ``hardware.machine.Machine``.
 
 pace.py        runs kinds of work side by side for a while, and says at which rate each went
 system.py      cores, memory and limits, as the system and its cgroups give them to this process

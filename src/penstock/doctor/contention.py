@@ -1,4 +1,4 @@
-"""How lanes slow each other. See ``penstock.sim.costs.Costs.contention`` for what the numbers mean.
+"""Measures how lanes slow each other, in the numbers of ``penstock.sim.costs.Costs.contention``.
 
 Each pair of lanes is measured side by side, and each of the two alone just before or just after, so that a slow spell
 of the machine meets both. The pairs (h2d, d2h) and (read, write) are left out, because the rates say them. With a GPU
@@ -13,7 +13,7 @@ from penstock.doctor.pace import Load, Span, rate, rates
 from penstock.schedule.ir.lanes import Lane
 
 LEAST = 0.03
-"""slow-down that is left out: it is within what repeated measurements differ by"""
+"""Slow-downs below this are left out: repeated measurements differ by as much."""
 _TOLD = ({"h2d", "d2h"}, {"read", "write"})
 
 

@@ -1,4 +1,4 @@
-"""What a gradient takes from the device through the optimizer, and weights back, by the side that casts them."""
+"""Rates of a gradient's way through the optimizer and of weights back, by the side that casts them."""
 
 import statistics
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""What computes: how fast it multiplies matrices, and how fast bytes get to it and back."""
+"""The device's rates: products of matrices, and copies to it and back."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from penstock.doctor.pace import Span, rate, rates
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 _LONGEST = 0.25
-"""seconds that one product may take: a dtype that a processor only emulates is not tried at larger sizes"""
+"""Seconds that one product may take: a dtype that a processor only emulates is not tried at larger sizes."""
 
 
 def throughput(device: torch.device, seconds: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How fast a directory reads, writes, and does both at once, with the code and the requests of the store.
+"""The rates of a directory: reading, writing and both at once, with the code and the requests of the store.
 
 A request is 8 MiB, direct, into memory in huge pages, and each direction keeps as many in flight as a lane of the
 engine has threads. The file is preallocated, written once before anything counts (a block that was never written is
@@ -33,12 +33,14 @@ from penstock.store.transfer import REQUEST, StripedFiles, aligned_bytes, byte_v
 
 _MIB = 1 << 20
 _LEAST = 8 * REQUEST
-"""bytes of the smallest file that is measured with"""
+"""Bytes of the smallest file to measure with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much to do: bytes of the file at most, seconds of filling it, and of each of ``rounds`` measurements."""
+    """The extent of a measurement: bytes of the file at most, seconds of filling it, and of each of ``rounds``
+    measurements.
+    """
 
     nbytes: int
     fill: float
@@ -61,7 +63,7 @@ class DiskRates:
     read_both: float
     write_both: float
     direct: bool
-    """whether the file system did without the page cache"""
+    """true if the file system did without the page cache"""
     filled: int
     """bytes written in a row before the measurements"""
     first: float
@@ -138,11 +140,11 @@ class Scratch:
         return ends
 
     def reading(self) -> Load:
-        """What the read lane does, as a load of bytes."""
+        """The read lane's work, as a load of bytes."""
         return self._load("read", self._files.read, 0)
 
     def writing(self) -> Load:
-        """What the write lane does."""
+        """The write lane's work, as a load of bytes."""
         return self._load("write", self._files.write, 1)
 
     def _load(self, name: str, move: Callable[[int, memoryview], None], first: int) -> Load:

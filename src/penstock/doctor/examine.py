@@ -27,11 +27,11 @@ Working = Callable[[str], AbstractContextManager[None]]
 """Tells the user what is being measured for as long as it is."""
 
 IO_THREADS = 4
-"""of the engine unless it is told otherwise: half of them read, half of them write"""
+"""The engine's default: half of them read, half of them write."""
 _NOTICED = 0.5e9
-"""bytes/s; a slower disk takes too little of cores and memory to slow other lanes, and too long to measure"""
+"""Bytes per second. A slower disk takes too little of cores and memory to slow other lanes, and too long to measure."""
 _TRIED = 4 << 30
-"""bytes: a smaller limit on page-locked memory is tested with a GPU's driver"""
+"""Bytes. A smaller limit on page-locked memory is tested with a GPU's driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ def _lockable(seen: System, where: torch.device) -> int:
 
 
 def _device(host: Host, effort: Effort, where: torch.device, working: Working) -> Device:
-    """What computes. On the CPU it shares the host's memory, and its optimizer is the host's."""
+    """The device's profile. A CPU shares the host's memory and its optimizer."""
     with working("Matrix products on the device"):
         flops = device.throughput(where, effort.seconds)
     with working("Copies to the device, from it, and both at once"):
@@ -203,7 +203,7 @@ def _crossing(effort: Effort, where: torch.device, working: Working) -> Crossing
 
 
 def _lanes(where: torch.device, scratch: Scratch | None, closing: ExitStack) -> dict[Lane, Load]:
-    """What each lane does, for contention."""
+    """The work of each lane, to measure contention with."""
     lanes: dict[Lane, Load] = {
         "compute": work.layer(where),
         "cpu": work.Steps(torch.device("cpu"), threads=numa.thread_count(where)).load("adamw"),

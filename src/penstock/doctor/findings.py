@@ -1,4 +1,4 @@
-"""What is wrong with a machine, in plain words: what it costs, and what to do."""
+"""Finds what is wrong with a machine and says, in plain words, what it costs and what to do."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ SHARED = 1.3
 _FULL = 0.05
 _SCARCE = 8 << 30
 _PAST_A_CACHE = 4 << 30
-"""bytes written in a row from which on a falling rate says something"""
+"""Bytes written in a row from which on a falling rate says something."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What the findings are drawn from, besides the profile. ``disks``: as ``machine.drives``."""
+    """The facts besides the profile that findings are drawn from. ``disks``: as ``machine.drives``."""
 
     system: System
     disks: Sequence[tuple[Path, Mount, DiskRates]]
     native: bool
-    """whether the optimizer has its native kernels"""
+    """true if the optimizer has its native kernels"""
     device_free: int | None = None
     """bytes of a GPU's memory that nobody holds"""
 

@@ -1,4 +1,4 @@
-"""What a directory is on: the kind of its file system, its disk, and the disk's NUMA node.
+"""The file system, the disk and the NUMA node that a directory is on.
 
 ``root`` is ``/`` but for tests.
 """
@@ -25,23 +25,23 @@ Kind = Literal["ssd", "hdd", "tmpfs", "network", "unknown"]
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """Where a directory's bytes go."""
+    """The file system and the disk that hold a directory's bytes."""
 
     file_system: str
-    """its type, as the kernel writes it"""
+    """the file system's type, as the kernel writes it"""
     device: int
     """number of the file system: equal for directories on the same one"""
     disk: str
     """the kernel's name of the whole disk (``nvme0n1``); empty if none is to be seen (memory, network, overlay)"""
     spins: bool
-    """whether the kernel takes the disk for a spinning one"""
+    """true if the kernel takes the disk for a spinning one"""
     size: int
     free: int
     """bytes that may be used"""
     node: int | None
 
     def kind(self, read: float) -> Kind:
-        """What to call it, given the rate at which it reads: no spinning disk reads 400 MB/s and more.
+        """The kind of drive, given the rate at which it reads: no spinning disk reads 400 MB/s and more.
 
         A slow virtual disk is ``unknown``: the kernel takes it for a spinning one whatever it is on.
         """
@@ -57,12 +57,12 @@ class Mount:
 
     @property
     def far(self) -> bool:
-        """Whether the files are on another machine."""
+        """True if the files are on another machine."""
         return _NETWORK.fullmatch(self.file_system) is not None
 
 
 def look(path: Path, root: Path = _ROOT) -> Mount:
-    """What an existing directory is on."""
+    """The file system and the disk of an existing directory."""
     device = path.stat().st_dev
     space = os.statvfs(path)
     kind, source = _mounted(device, root)

@@ -1,4 +1,4 @@
-"""What an op costs besides its work: the hand-over from lane to lane, measured on a schedule whose ops do nothing."""
+"""The cost of an op besides its work: the hand-over from lane to lane, on a schedule whose ops do nothing."""
 
 import statistics
 import time

@@ -20,8 +20,9 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """How long to measure: ``warm`` seconds that do not count, then ``seconds``, or longer until each worker has ended
-    ``calls`` calls, up to ``at_most`` seconds in all."""
+    """The length of a measurement: ``warm`` seconds that do not count, then ``seconds``, or longer until each worker
+    has ended ``calls`` calls, up to ``at_most`` seconds in all.
+    """
 
     warm: float
     seconds: float

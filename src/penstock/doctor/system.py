@@ -17,16 +17,16 @@ class System:
     """Bytes, and numbers of cores."""
 
     cores: int
-    """that this process may use: the least of its affinity and every cgroup's quota"""
+    """cores that this process may use: the least of its affinity and every cgroup's quota"""
     quota: float | None
-    """of processor time, in cores, if a cgroup sets one"""
+    """the quota of processor time, in cores, if a cgroup sets one"""
     memory: int
-    """that this process may use: the least of what is installed and every cgroup's limit"""
+    """bytes that this process may use: the least of what is installed and every cgroup's limit"""
     installed: int
     available: int
-    """that could be had now without swapping"""
+    """bytes that could be had now without swapping"""
     lockable: int
-    """that may be page-locked"""
+    """bytes that may be page-locked"""
 
 
 def look(root: Path = _ROOT) -> System:

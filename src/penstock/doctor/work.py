@@ -20,13 +20,13 @@ from penstock.state.memory import DeviceSlab, HostSlab
 from penstock.state.numa import near
 
 CHUNK = 2 << 20
-"""elements of the largest chunk that plans have; 8 MiB of fp32"""
+"""Elements of the largest chunk that plans have; 8 MiB of fp32."""
 _ROUND = 16
-"""chunks that a copy walks through: 128 MiB on either side"""
+"""Chunks that a copy walks through: 128 MiB on either side."""
 _QUEUED = 8
-"""copies to or from a GPU that are queued before they are waited for, as lanes do"""
+"""Copies to or from a GPU that are queued before they are waited for, as lanes do."""
 _STATES = 4
-"""chunks of optimizer state that are walked through; 128 MiB for AdamW in fp32"""
+"""Chunks of optimizer state that are walked through; 128 MiB for AdamW in fp32."""
 _GRADIENT = 0.0010011944686993957
 """Both halves of its fp32 are the bf16 nearest to it, so that its bytes are gradients of that size in either dtype."""
 
@@ -51,7 +51,7 @@ def _both_sides(device: torch.device, closing: ExitStack) -> tuple[list[torch.Te
 
 
 def _moving(name: str, device: torch.device, move: Callable[[int], None], amount: float) -> Load:
-    """What a lane between host and device does: ``move(i)`` moves chunk i, which is ``amount``."""
+    """The work of a lane between host and device: ``move(i)`` moves chunk i, which is ``amount``."""
     place = _round(_ROUND)
     if device.type == "cpu":
         return Load(name=name, workers=[lambda: move(next(place))], amount=amount)

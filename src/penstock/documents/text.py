@@ -72,7 +72,8 @@ def parse_json(text: str | bytes, *, deepest: int = DEEPEST, finite: bool = True
 
 
 def check_depth(value: Any, text: str | bytes, *, deepest: int = DEEPEST) -> None:
-    """``text``: that the value was read from; one with few brackets need not be looked through.
+    """Check how deep a value is. ``text``: it was read from this, which need not be looked through if it has few
+    brackets.
 
     Raises:
         MalformedError: lists and objects are within each other more than ``deepest`` deep.

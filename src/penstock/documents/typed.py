@@ -19,7 +19,7 @@ from penstock.documents.text import MalformedError
 T = TypeVar("T")
 
 LARGEST = 2**63 - 1
-"""What a size or a count may be: more is of no file and no machine."""
+"""The largest size or count: no file and no machine has more."""
 
 _NAMES: dict[Any, str] = {
     int: "a whole number",
@@ -43,7 +43,7 @@ def decode(kind: type[T], value: Any, place: str = "") -> T:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the type that a hint says. Any list or tuple is a sequence."""
+    """True if a value is of the type that a hint says. Any list or tuple is a sequence."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, option) for option in args)
@@ -58,7 +58,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def _is_plain(value: Any, hint: Any) -> bool:
-    """Of a hint that has no parameters."""
+    """``fits`` for a hint without parameters."""
     if hint is Any:
         return True
     if hint in (int, float):
@@ -135,7 +135,7 @@ _KNOWN: dict[type[Any], Mapping[str, Any]] = {}
 
 
 def expected(hint: Any, none: str = "null") -> str:
-    """What a hint asks for, in words. ``none``: the word for None."""
+    """A hint in words. ``none``: the word for None."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(expected(option, none) for option in args))

@@ -1,4 +1,4 @@
-"""What a loop computes from a model's output before there is one: recorded, and carried out within the engine's step.
+"""Computations on a model's output before there is one: recorded, and carried out within the engine's step.
 
     output = model(**batch)                      a Deferred: the model has not run
     loss = F.cross_entropy(output.logits, y)     a Deferred: a note of what to do with it
@@ -27,7 +27,7 @@ _UNKNOWN: Any = object()
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lt", "le", "gt", "ge", "eq", "ne")
 _UNARY = ("neg", "pos", "abs", "invert")
 _LOST = ("backward", "register_hook", "retain_grad", "__setitem__")
-"""What does something and returns nothing, as everything whose name ends in an underscore does something in place."""
+"""Methods that do something and return nothing. Whatever ends in an underscore works in place, and is lost, too."""
 
 
 class Deferred:
@@ -41,7 +41,7 @@ class Deferred:
 
     __hash__ = object.__hash__
     _steps = 0
-    """How many losses were computed so far: what is older can be known, what is younger cannot."""
+    """Steps taken so far: values recorded before the last one can be known, later ones cannot."""
 
     def __init__(self, compute: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None) -> None:
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
@@ -78,7 +78,7 @@ class Deferred:
         return self._part(operator.getitem, key) if isinstance(key, str | int) else note(operator.getitem, (self, key))
 
     def _part(self, compute: Callable[..., Any], key: str | int) -> Any:
-        """``output.loss`` is the same thing each time: known once it was part of a loss."""
+        """An attribute or item, the same one each time: so ``output.loss`` is known once it was part of a loss."""
         place = (compute.__name__, key, torch.is_grad_enabled())
         if place not in self._parts:
             self._parts[place] = note(compute, (self, key))
@@ -101,7 +101,7 @@ class Deferred:
         self._value = value
 
     def _compute_now(self) -> None:
-        """What needs nothing but what is known. What it was computed from is not kept."""
+        """Compute the value where all that it needs is known, and let go of its arguments."""
         if self._value is not _UNKNOWN:
             return
         if self._is_gone:
@@ -113,7 +113,7 @@ class Deferred:
 
     @property
     def _is_gone(self) -> bool:
-        """Whether it has no value, and none can be computed from what it is made of."""
+        """True if it has no value, and none can be computed from what it is made of."""
         return self._value is _UNKNOWN and (self._spent or self._compute is MODEL)
 
     def _check_unchanged(self) -> None:
@@ -124,7 +124,7 @@ class Deferred:
             )
 
     def _settle(self) -> bool:
-        """Whether the value is known; computed here if a step was taken since, so that sums do not grow into chains."""
+        """True if the value is known; computed here if a step was taken since, so that sums do not grow into chains."""
         if self._value is _UNKNOWN and self._made < Deferred._steps and not any(n._is_gone for n in _nodes(self)):
             self.resolve()
         return self._value is not _UNKNOWN
@@ -206,7 +206,7 @@ def inputs_of(root: Deferred) -> dict[str, torch.Tensor]:
 
 
 def check_unchanged(root: Deferred) -> None:
-    """Whether the tensors that a recorded computation starts from are as they were when it was recorded.
+    """Check that the tensors that a recorded computation starts from are as they were when it was recorded.
 
     Raises:
         ModelError: one was changed in place, and what it held is gone.
@@ -255,7 +255,7 @@ def _tensors(node: Deferred) -> Iterator[torch.Tensor]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; tensors made in inference mode do not say."""
+    """The number of changes in place; 0 for tensors made in inference mode, which do not count them."""
     return 0 if tensor.is_inference() else version(tensor)
 
 
@@ -272,7 +272,7 @@ def _refuse_lost(name: str) -> NoReturn:
 
 
 def _nodes(root: Deferred) -> list[Deferred]:
-    """What a computation consists of, each before what needs it; without recursion, for chains may be long."""
+    """The parts of a computation, each before those that need it; without recursion, for chains may be long."""
     order: list[Deferred] = []
     seen: set[int] = set()
     stack: list[tuple[Deferred, bool]] = [(root, False)]

@@ -180,7 +180,7 @@ class PenstockStrategy(OneDevice):
         self._collected.append(tensor)
 
     def _discard(self) -> None:
-        """What ``optimizer.zero_grad`` does."""
+        """Carry out ``optimizer.zero_grad``."""
         self._collected.clear()
         self._stepped = False
 
@@ -207,7 +207,7 @@ class PenstockStrategy(OneDevice):
         raise ConfigError("clip_gradients(clip_val=...) cannot be honoured: the engine clips by the norm, max_norm=...")
 
     def _step(self) -> None:
-        """What ``optimizer.step`` does.
+        """Carry out ``optimizer.step``.
 
         Raises:
             ModelError: no loss was given to ``fabric.backward`` since the last step.
@@ -290,7 +290,7 @@ class PenstockStrategy(OneDevice):
         return dict(found)
 
     def _rest_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What is not the engine's.
+        """The part of a state that is not the engine's.
 
         Raises:
             ConfigError: the model, or the optimizer, is there without the other.
@@ -335,7 +335,7 @@ class _Recorder(nn.Module):
 
 
 def _loss_of_root(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    """The engine's ``loss_fn``: what was recorded for a micro-batch; of an evaluation, the outputs go to its list."""
+    """The engine's ``loss_fn``: carries out what was recorded; the outputs of an evaluation go to its list."""
     moved = dict(micro_batch)
     root, originals, *outputs = moved.pop(_ROOT)
     result = run(root, model, originals, moved)

@@ -1,4 +1,4 @@
-"""What gradients and weights take between the device and the optimizer on the host, by which side casts them.
+"""Costs of gradients and weights between the device and the optimizer on the host, by the side that casts them.
 
 Casting on the device sends 2 bytes per parameter and not 4, and takes time on the device. Casting on the host costs no
 pass over memory, because the optimizer rounds what it reads and writes anyway. Which is faster depends on the link, and

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.ir.lanes import LANES
 
 DeviceKind = Literal["cuda", "cpu"]
-"""What may compute."""
+"""Kinds of devices that may compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What computes. ``flops``: FLOP/s of a large matrix product, by dtype (``fp32``, ``bf16``, ``fp16``)."""
+    """The device that computes. ``flops``: FLOP/s of a large matrix product, by dtype (``fp32``, ``bf16``, ...)."""
 
     name: str
     kind: DeviceKind
@@ -265,7 +265,7 @@ def _number(value: Any, where: str, at: str, name: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    """As Python writes it, or its beginning: it may be anything."""
+    """A value as Python writes it, or the beginning of that."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 

@@ -1,4 +1,4 @@
-"""Where machine profiles are: those that ``penstock doctor`` has measured here, and those that ship with the package.
+"""Finds and keeps machine profiles: those that ``penstock doctor`` has measured here, and those that ship.
 
     $XDG_CACHE_HOME or ~/.cache
       penstock/machines/HOST/PATHS-KIND-xxxxxxxx.json    one for each kind of device (cpu, cuda) and each set of
@@ -28,7 +28,7 @@ _HOW = "penstock doctor --path DIR measures this machine"
 
 
 def profile_folder() -> Path:
-    """Where the profiles of this host are. The XDG standard says that a relative ``$XDG_CACHE_HOME`` does not count."""
+    """The folder of this host's profiles. The XDG standard says that a relative ``$XDG_CACHE_HOME`` does not count."""
     asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
     cache = asked if asked.is_absolute() else Path.home() / ".cache"
     return cache / "penstock" / "machines" / re.sub(r"[^\w.-]", "-", socket.gethostname())
@@ -72,7 +72,8 @@ def _file_name(paths: Sequence[str], kind: DeviceKind) -> str:
 
 
 def find_profile(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> Machine | None:
-    """What was measured here, newest first, with a drive for each of ``paths``, in that order; None if there is none.
+    """The newest profile that was measured here, with a drive for each of ``paths``, in that order; None if there is
+    none.
 
     A profile that has all directories is taken before several that have some each. Without ``paths``: the newest
     profile with its own drives. Directories need not exist yet. ``kind``: of the device that computes; None: any. What

@@ -62,7 +62,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether the file that the Trainer writes last is whole."""
+    """True if the file that the Trainer writes last is whole."""
     try:
         json.loads((folder / _LAST).read_text())
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ def require(folder: Path) -> Path:
 
 
 def load(engine: Engine, folder: Path) -> None:
-    """Take the checkpoint's state over: what the engine and its store had is gone.
+    """Take over a checkpoint's state, in the place of the engine's and its store's.
 
     Raises:
         StoreError: the snapshot is damaged, or another model's.
@@ -145,7 +145,7 @@ def _resolved(budget: Budget) -> list[str]:
 
 
 def write_model(engine: Engine, folder: Path, tokenizer: Any, dtype: torch.dtype | None) -> None:
-    """Write the model as ``save_pretrained`` of its class does: of one with adapters, these alone.
+    """Write the model as ``save_pretrained`` of its class does; of a model with adapters, the adapters alone.
 
     ``dtype``: of the model as the Trainer was given it; None: of the folder that it was loaded from. The weights are
     streamed into a folder of their own first, and then moved to where other files of the Trainer may be.

@@ -1,4 +1,4 @@
-"""What a Trainer has to be told about the engine, beside its own arguments."""
+"""A Trainer's arguments for the engine, beside its own."""
 
 from dataclasses import dataclass
 

@@ -198,7 +198,7 @@ class EngineMixin(TrainerSteps):
         return nullcontext() if tile is None else in_tiles(model, tile)
 
     def _loss_weight(self, num_items_in_batch: Any) -> float:
-        """What a micro-batch's loss counts, as the library has it: losses that know the whole step's items add up."""
+        """The weight of a micro-batch's loss, as the library has it: losses that know the whole step's items add up."""
         scaled: bool | None = self.loss_is_scaled_for_ga
         if scaled is None:
             knows = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -206,13 +206,13 @@ class EngineMixin(TrainerSteps):
         return 1.0 if scaled else 1.0 / self.current_gradient_accumulation_steps
 
     def _taken(self) -> StepStats:
-        """What the engine said of the step that the loop is about to finish."""
+        """The engine's figures of the step that the loop is about to finish."""
         if self._stats is None:
             raise ModelError("training_step was overridden and did not call super().training_step: no step was taken")
         return self._stats
 
     def _finish_step(self) -> None:
-        """What ``optimizer.step`` does: the engine has taken the step already."""
+        """Carry out ``optimizer.step``: the engine has taken the step already."""
         note_skipped(self.optimizer, self._taken().skipped)
         self._stats = None
 
@@ -220,7 +220,7 @@ class EngineMixin(TrainerSteps):
         return self._taken().grad_norm
 
     def _after_pieces(self, pieces: list[Piece]) -> None:
-        """For subclasses whose loss keeps books: what each micro-batch of a step has left."""
+        """Take note of each micro-batch's ``notes`` after a step; for subclasses whose loss keeps books."""
 
     # ---- evaluation
 

@@ -53,7 +53,7 @@ def _by_name(trainer: Any, overrides: tuple[Override, ...]) -> OptimizerSpec:
 
 
 def precision_of(args: Any, model: nn.Module) -> Precision:
-    """What weights compute in: as the arguments say, else as the model is.
+    """The precision that weights compute in: as the arguments say, else as the model is.
 
     Raises:
         ConfigError: the model is in fp16, and the arguments do not say so.

@@ -1,4 +1,4 @@
-"""What becomes of each field of ``transformers.TrainingArguments`` when the engine trains: one of three things.
+"""The fields of ``transformers.TrainingArguments`` when the engine trains, each of one of three kinds.
 
 ``KEPT``      the Trainer's own code carries it out, as without the engine
 ``ENGINE``    the engine carries it out, or does so in any case

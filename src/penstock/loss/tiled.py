@@ -138,7 +138,9 @@ def _without_logits(head: nn.Linear, tile: int) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """What logits would be made of: ``hidden`` [..., h], ``weight`` [V, h], and what is done to each logit after."""
+    """The parts that logits would be made of: ``hidden`` [..., h], ``weight`` [V, h], and what is done to each logit
+    after.
+    """
 
     hidden: torch.Tensor
     weight: torch.Tensor

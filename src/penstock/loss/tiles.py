@@ -23,7 +23,7 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Entropy:
-    """What to compute: ``after`` are the functions that the model applies to each logit, in their order."""
+    """The settings of a cross-entropy. ``after``: functions that the model applies to each logit, in order."""
 
     tile: int
     after: tuple[Elementwise, ...]

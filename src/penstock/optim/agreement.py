@@ -1,4 +1,4 @@
-"""Whether a device's optimizer steps have the bits of the host's, found out by taking some on both.
+"""Compares the bits of a device's optimizer steps with the host's, by taking some on both.
 
 They should: both are ``formula``, in operations that round once (docs/numerics.md). If they do not, the numbers depend
 on where a plan puts the optimizer state, and it has to say so.

@@ -107,7 +107,7 @@ def _by_decay(
 
 
 def is_norm_or_bias(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter is one that weight decay usually spares: a vector or a scalar, or by its name a bias, as
+    """True if a parameter is one that weight decay usually spares: a vector or a scalar, or by its name a bias, as
     those of stacked experts, which have two dimensions, are."""
     return parameter.ndim < 2 or name.rpartition(".")[2].endswith("bias")
 
@@ -118,7 +118,7 @@ def _override_index(spec: OptimizerSpec, name: str) -> int:
 
 
 def rate_name(spec: OptimizerSpec, precision: str) -> str:
-    """How a machine profile names the rate of an optimizer's step: ``"adamw.bf16"``."""
+    """A machine profile's name for the rate of an optimizer's step: ``"adamw.bf16"``."""
     return f"{_kind(spec)}.{precision}"
 
 

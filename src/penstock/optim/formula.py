@@ -51,7 +51,7 @@ class Hyper:
 
 @dataclass(frozen=True, kw_only=True)
 class Scalars:
-    """What a step multiplies with, in the order of ``struct Scalars`` in ``native/kernels.h``. All are fp32 values."""
+    """The factors of a step, in the order of ``struct Scalars`` in ``native/kernels.h``. All are fp32 values."""
 
     grad_scale: float
     decay: float

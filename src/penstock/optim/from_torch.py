@@ -28,7 +28,7 @@ _OFF: dict[str, Any] = {
     "differentiable": False,
     "dampening": 0,
 }
-"""What the engine does not do, with the value that asks for nothing."""
+"""Settings that the engine does not have, with the value that asks for nothing."""
 _PER_GROUP = ("lr", "weight_decay")
 
 

@@ -24,7 +24,7 @@ _ROUNDED = 4  # there, too: fp32 that is rounded to bf16 as it is read
 
 
 def backend() -> Literal["native", "torch"]:
-    """What CPU tensors are computed with."""
+    """The implementation that CPU tensors are computed with."""
     return "native" if library.native() else "torch"
 
 
@@ -136,7 +136,7 @@ def _native_for(tensor: torch.Tensor) -> ctypes.CDLL | None:
 
 
 def _read_code(grad: torch.Tensor, grad_dtype: torch.dtype) -> int:
-    """How native code reads a gradient that is to be rounded to ``grad_dtype``."""
+    """The code by which native code reads a gradient that is to be rounded to ``grad_dtype``."""
     if grad_dtype not in (_FP32, _BF16):
         raise ValueError(f"grad_dtype is {grad_dtype}: must be {_FP32} or {_BF16}")
     return _ROUNDED if (grad.dtype, grad_dtype) == (_FP32, _BF16) else _CODES[grad.dtype]

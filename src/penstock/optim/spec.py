@@ -1,4 +1,4 @@
-"""Which optimizer, with which settings: what the user writes and what the YAML file holds.
+"""Optimizers and their settings, as users write them and as the YAML file has them.
 
     penstock.AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1,
                    overrides=(Override(match=r"norm|bias", weight_decay=0.0),))
@@ -43,7 +43,7 @@ class Override:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """What all optimizers have. Not used itself.
+    """The settings of all optimizers. Not used itself.
 
     ``decay_norms_and_biases``: False takes ``weight_decay`` from parameters of fewer than two dimensions and from those
     called a bias. It does not touch the ``weight_decay`` of an override.
@@ -68,7 +68,7 @@ class OptimizerSpec:
 
     @property
     def moments(self) -> int:
-        """How many fp32 tensors of state each parameter has beside its master copy."""
+        """The number of fp32 tensors of state that each parameter has beside its master copy."""
         return len(self.moment_names)
 
     @property

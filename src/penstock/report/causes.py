@@ -1,4 +1,4 @@
-"""What a measured op waited for: of all that the schedule made it wait for, what was done last.
+"""The cause of a measured op's waiting: of all that the schedule made it wait for, what was done last.
 
 Candidates are the ops it comes ``after``, the op that had its place in its lane, and, for each buffer it takes, the op
 that had to give one back first: the k-th take of a pool needs as many gives as the pool has too few buffers for.
@@ -12,7 +12,7 @@ from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 
 _AT_ONCE = 5e-6
-"""Seconds below which a lane went on without a pause: what starting the next op takes."""
+"""Seconds that starting the next op takes; a lane that stood still for less went on without a pause."""
 
 
 def measured_bars(ops: Sequence[Ran], schedule: Schedule | None) -> list[Bar]:

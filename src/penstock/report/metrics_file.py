@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """What the pictures need of a step. None: not finite, or not evaluated after this step."""
+    """The metrics of a step that the pictures need. None: not finite, or not evaluated after this step."""
 
     step: int
     loss: float | None

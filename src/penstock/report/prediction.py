@@ -1,4 +1,4 @@
-"""What a step was predicted to do, op by op, as a file beside what it did: ``prediction.json`` in a run's folder."""
+"""The prediction of a step, op by op, as a file beside its measurement: ``prediction.json`` in a run's folder."""
 
 import json
 import math
@@ -48,7 +48,7 @@ class Prediction:
 
     @staticmethod
     def of(simulation: Simulation, rank: int = 0, budget: Mapping[Tier, int] | None = None) -> "Prediction":
-        """What a simulation found for one rank; ``budget``: bytes of the tiers that have a limit."""
+        """The prediction for one rank of a simulation; ``budget``: bytes of the tiers that have a limit."""
         work = simulation.work(rank)
         return Prediction(
             schedule=simulation.world.ranks[rank],
@@ -71,7 +71,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """Which lane bounds the step, and how far the step is from that bound."""
+        """A sentence on the lane that bounds the step, and how far the step is from that bound."""
         return bottleneck(self.time, self.work, self.busy)
 
     def to_json(self) -> str:

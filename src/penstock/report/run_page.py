@@ -21,7 +21,9 @@ _POINTS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What is known of a run. ``budget``: bytes that tiers were given. ``traced``: how many of its steps are traced."""
+    """The facts about a run that its page shows. ``budget``: bytes that tiers were given. ``traced``: how many of its
+    steps are traced.
+    """
 
     name: str
     description: str
@@ -106,7 +108,7 @@ def _notes(report: Report) -> list[str]:
 
 
 def _strangers(step: MeasuredStep, prediction: Prediction) -> str:
-    """How the ops that ran differ from those that were predicted; empty if they are the same."""
+    """The differences between the ops that ran and those that were predicted, in words; empty if there are none."""
     ran, planned = {op.id for op in step.ops}, set(prediction.schedule.by_id)
     parts = [
         f"{len(missing)} ops {what}, such as {min(missing)}"
@@ -143,7 +145,7 @@ def _times(report: Report) -> list[Figure]:
 
 
 def _foretold(prediction: Prediction | None, seconds: float) -> str:
-    """What was predicted in place of a measured time, after other words on it."""
+    """Words on the time that was predicted, to follow those on the measured one."""
     if prediction is None:
         return ""
     return f"; {format_time(prediction.time)} predicted ({_error(prediction.time, seconds)})"

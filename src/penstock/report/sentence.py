@@ -33,7 +33,7 @@ def format_time(seconds: float, unit: str = "s") -> str:
 
 
 def bottleneck(time: float, work: Mapping[Lane, float], busy: Mapping[Lane, float], unit: str = "s") -> str:
-    """Which lane's work bounds a step that takes ``time``, and how far the step is from it.
+    """A sentence on the lane whose work bounds a step that takes ``time``, and how far the step is from that.
 
     ``work``: the time of each lane's ops one after another, alone; their maximum is the step's lower bound.
     """
@@ -50,7 +50,7 @@ def bottleneck(time: float, work: Mapping[Lane, float], busy: Mapping[Lane, floa
 
 
 def _busiest(lane: Lane, share: float) -> str:
-    """What the busiest lane is; one that is idle for much of the step is no bottleneck, the waiting is."""
+    """Words on the busiest lane; one that is idle for much of the step is no bottleneck, the waiting is."""
     words = LANE_WORDS[lane]
     if share < _BUSY:
         return f"Waiting is the bottleneck: even {words} is busy for only {share:.0%} of the step."
@@ -58,7 +58,7 @@ def _busiest(lane: Lane, share: float) -> str:
 
 
 def measured_bottleneck(time: float, busy: Mapping[Lane, float], lower_bound: float | None) -> str:
-    """The same from a measurement, where a lane's busy time stands for its work.
+    """As ``bottleneck``, from a measurement, in which a lane's busy time stands for its work.
 
     ``lower_bound``: the predicted one, if there is a prediction.
     """
@@ -73,7 +73,7 @@ def measured_bottleneck(time: float, busy: Mapping[Lane, float], lower_bound: fl
 
 
 def verdict(measured: float, predicted: float) -> str:
-    """How right a step's predicted time was; the error is relative to the measurement."""
+    """A sentence on a step's predicted time; the error is relative to the measurement."""
     error = predicted / measured - 1
     if abs(error) < 0.0005:
         return f"This step was predicted to take {format_time(predicted)}, as it did."

@@ -19,7 +19,7 @@ _ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """What a page says of a rank, found once: ranks may be many."""
+    """The figures of a rank on a page, computed once, as ranks may be many."""
 
     rank: int
     end: float

@@ -1,4 +1,4 @@
-"""What held a step up: its time, divided among the lanes that it could not have gone on without.
+"""Divides a step's time among the lanes that it could not have gone on without.
 
 From the op that ended last one goes back: an op's own time is its lane's, then comes what it waited for, and so on to
 the step's beginning. What other lanes did meanwhile cost no time. So the seconds of all lanes add up to the step's, but

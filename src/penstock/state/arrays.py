@@ -1,4 +1,4 @@
-"""Where each group's weights and optimizer state are at home: arrays in device or host memory, or extents of the store.
+"""The weights and the optimizer state of each group: arrays in device or host memory, or extents of the store.
 
     weights   compute dtype, trainable and frozen part     "weights.{g}"
     master    fp32, trainable part; only beside 16-bit     "master.{g}"
@@ -54,7 +54,7 @@ class Part:
 
     @property
     def grid(self) -> Grid:
-        """The same in bytes: how the array's extent is cut."""
+        """The sizes of ``spans`` in bytes, by which the array's extent is cut."""
         size = self.dtype.itemsize
         return tuple(Region(nbytes=(s.stop - s.start) * size, block=s.step * size) for s in self.spans)
 
@@ -230,7 +230,7 @@ class StateArrays:
 
     @property
     def droppable(self) -> bool:
-        """Whether all that was changed since ``begin_step`` can be taken back: on disk it lies beside what counts, and
+        """True if all that was changed since ``begin_step`` can be taken back: on disk it lies beside what counts, and
         in memory it is weights that follow from their master copy on disk.
         """
         in_place = self._late_changed or self.slots.in_place(self._trained_on_disk())
@@ -296,7 +296,7 @@ class StateArrays:
             bounce.close()
 
     def is_kept(self, part: Part) -> bool:
-        """Whether a commit of what is in memory finds all of an array on disk already: no step changes any of it."""
+        """True if a commit of what is in memory finds all of an array on disk already: no step changes any of it."""
         return part.trainable == 0 and part.name in self._kept
 
     def keep(self, names: Iterable[str]) -> None:
@@ -331,12 +331,12 @@ class StateArrays:
         ]
 
     def state_on_disk(self) -> bool:
-        """Whether all that is trained lives on disk, or follows from what does: weights from their master copy."""
+        """True if all that is trained lives on disk, or follows from what does: weights from their master copy."""
         follows = {f"weights.{g.index}" for g in self.groups if self.form.split or not g.trainable}
         return all(name in follows or self.tier_of(name) == "disk" for name in self.parts)
 
     def any_state_on_disk(self) -> bool:
-        """Whether any array that a step changes lives on disk."""
+        """True if any array that a step changes lives on disk."""
         return bool(self._trained_on_disk())
 
     def recast(self, names: Sequence[str]) -> None:

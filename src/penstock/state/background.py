@@ -50,7 +50,7 @@ class Background:
             self._bounce = HostSlab(BOUNCE, pin=cuda)
             self._device = _DeviceCopies(arrays.device) if cuda else None
         self._guarded: _Pieces | None = None
-        """what a change must look at; None when nothing is pending"""
+        """the pieces that a change must look at; None when nothing is pending"""
         self._last: _Pieces | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -253,7 +253,7 @@ class _Pieces:
             yield piece
 
     def take(self, piece: _Piece, *, wait: bool) -> bool:
-        """Whether the caller has to write the piece. If another has taken it, ``wait`` until it is safe."""
+        """True if the caller has to write the piece. If another has taken it, ``wait`` until it is safe."""
         with self._changed:
             while wait and piece.state == "taken" and not self._stopped:
                 self._changed.wait()
@@ -295,7 +295,7 @@ class _Pieces:
         self.stop()
 
     def collect_error(self) -> BaseException | None:
-        """What the write has failed with, once."""
+        """The error that the write has failed with; None when it is asked for again."""
         with self._changed:
             error, self._error = self._error, None
             return error
@@ -311,7 +311,7 @@ class _DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.bounce = HostSlab(BOUNCE, pin=True)
-        """of whoever is about to change an array; guarded by ``lock``"""
+        """the slab of whoever is about to change an array; guarded by ``lock``"""
         self.lock = threading.Lock()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -319,7 +319,7 @@ class _DeviceCopies:
         self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
-        """What is queued on the current stream now comes before every copy from here on."""
+        """Let what is queued on the current stream now come before every copy from here on."""
         self._begun.record(torch.cuda.current_stream(self._stream.device))
 
     def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:

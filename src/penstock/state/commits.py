@@ -73,7 +73,7 @@ class Commits:
                 "memory: give budget.disk a directory, or raise budget.host"
             )
         self.resumed: Progress | None = resumed
-        """Where the store that was found had got to; None for a fresh one."""
+        """The record of the store that was found; None for a fresh one."""
         self.store: Store | None = store
         self.slots = Slots.none() if self.store is None else Slots.of(self.store)
         self.arrays = StateArrays(groups, form, dtype, device, self.store, self.slots, host_bytes=budget.host_bytes)
@@ -110,7 +110,7 @@ class Commits:
 
     @property
     def every_step(self) -> bool:
-        """Whether every step is a commit, and the last one stands whatever happens in a step."""
+        """True if every step is a commit, and the last one stands whatever happens in a step."""
         beside = self.store is not None and self.slots.two and self._budget.durability not in ("interval", "none")
         return beside and self.arrays.state_on_disk()
 

@@ -1,4 +1,4 @@
-"""Which cores and memory are near a GPU, and keeping the engine's lane threads and page-locked pools there.
+"""Finds the cores and the memory near a GPU, and keeps the engine's lane threads and page-locked pools there.
 
 On a machine with several NUMA nodes a copy between a GPU and memory of another node's crosses the link between the
 sockets. Threads are bound by their affinity. Memory is bound by first touch: Linux takes a page from the node of the
@@ -60,7 +60,7 @@ def node_of(device: Path) -> int | None:
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Where a GPU is on the PCI bus, as sysfs writes it (``"0000:3b:00.0"``); None for the CPU."""
+    """A GPU's address on the PCI bus, as sysfs writes it (``"0000:3b:00.0"``); None for the CPU."""
     if device.type != "cuda":
         return None
     found: Any = torch.cuda.get_device_properties(device)  # torch's type information leaves these fields out
@@ -95,7 +95,7 @@ class Binding:
 
 
 def bind(pci: str | None, *, allowed: frozenset[int], root: Path = _ROOT) -> Binding | None:
-    """What to bind to for the GPU at a PCI address; None: nothing (see the top of this file).
+    """The node and cores to bind to for the GPU at a PCI address; None: none (see the top of this file).
 
     ``allowed``: the cores that this process may use. A node that has none of them is not bound to.
     """
@@ -108,7 +108,7 @@ def bind(pci: str | None, *, allowed: frozenset[int], root: Path = _ROOT) -> Bin
 
 
 def binding_for(device: torch.device) -> Binding | None:
-    """What to bind to for a device, on this machine."""
+    """The node and cores to bind to for a device on this machine."""
     return bind(pci_address(device), allowed=frozenset(os.sched_getaffinity(0)))
 
 

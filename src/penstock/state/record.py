@@ -1,4 +1,4 @@
-"""What a commit and a snapshot say of a run besides its arrays, checked before anything is made of it.
+"""Checks the record of a run that commits and snapshots keep besides its arrays, before anything is made of it.
 
 A record has a checksum, and so is what somebody wrote; that it was penstock is not said. So each field is looked at.
 """
@@ -105,7 +105,7 @@ def _check(found: Any, hints: Mapping[str, Any], where: str) -> None:
 
 
 def _check_last(last: Mapping[str, Any] | None, where: str) -> None:
-    """What the last step reported: fields of ``StepStats``, but for its tables. A loss may be infinite or NaN."""
+    """Check the last step's figures: fields of ``StepStats``, but for its tables. A loss may be infinite or NaN."""
     if last is None:
         return
     kinds = {key: hint for key, hint in hints_of(StepStats).items() if get_origin(hint) is not dict}

@@ -73,7 +73,7 @@ class Slots:
 
     @property
     def two(self) -> bool:
-        """Whether every extent has a slot to write beside the one that counts."""
+        """True if every extent has a slot to write beside the one that counts."""
         return all(extent.slots > 1 for extent in self._extents.values())
 
     def current(self, name: str) -> int:
@@ -84,7 +84,7 @@ class Slots:
 
     @property
     def all_durable(self) -> bool:
-        """Whether what reads return is what counts: the other slots are free to be written."""
+        """True if what reads return is what counts: the other slots are free to be written."""
         return self._current == self._durable
 
     # ---- bytes
@@ -149,11 +149,11 @@ class Slots:
     # ---- what counts
 
     def is_touched(self, name: str) -> bool:
-        """Whether any of an extent's target has been written since the last ``flip`` or ``drop``."""
+        """True if any of an extent's target has been written since the last ``flip`` or ``drop``."""
         return bool(self._written[name].any())
 
     def in_place(self, names: Iterable[str]) -> bool:
-        """Whether any of these has been written where reads find it since the last ``drop``."""
+        """True if any of these has been written where reads find it since the last ``drop``."""
         return not self._in_place.isdisjoint(names)
 
     def drop(self, names: Iterable[str]) -> None:
@@ -163,7 +163,7 @@ class Slots:
             self._in_place.discard(name)
 
     def lacks(self, name: str, later: Sequence[range] = ()) -> bool:
-        """Whether ``flip`` needs a ``complete`` before it."""
+        """True if ``flip`` needs a ``complete`` before it."""
         return bool((self._lacking(name) & ~self._flags(name, later)).any())
 
     def flip(self, names: Iterable[str], later: Mapping[str, Sequence[range]] | None = None) -> None:
@@ -203,7 +203,7 @@ class Slots:
 
     @property
     def owes(self) -> bool:
-        """Whether anything is owed, or was until it was written, and ``complete_owed`` has not been called since."""
+        """True if anything is owed, or was until it was written, and ``complete_owed`` has not been called since."""
         return bool(self._owed)
 
     def record(self) -> str:

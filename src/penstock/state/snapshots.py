@@ -39,7 +39,7 @@ def save(path: Path, arrays: StateArrays, buffers: Buffers, meta: Mapping[str, A
 
 
 def _adopted(writer: SnapshotWriter, name: str, arrays: StateArrays) -> bool:
-    """Whether the snapshot has taken an array over by reference: it is on disk, and the file system can."""
+    """True if the snapshot has taken an array over by reference: it is on disk, and the file system can."""
     if arrays.store is None or arrays.tier_of(name) != "disk":
         return False
     return writer.adopt(name, arrays.store.lend(name, arrays.slots.current(name)))

@@ -1,4 +1,4 @@
-"""What a step reports."""
+"""The figures that a step reports."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from penstock.schedule.ir.lanes import Lane
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """What one step did. Bytes and seconds; lanes are those of ``penstock.schedule.ir.lanes``."""
+    """The figures of one step. Bytes and seconds; lanes are those of ``penstock.schedule.ir.lanes``."""
 
     step: int
     """1 for the first"""
@@ -20,10 +20,10 @@ class StepStats:
     tokens: int
     seconds: float
     lr: float
-    """of the first param group"""
+    """the learning rate of the first param group"""
     clipped: bool
     skipped: bool
-    """whether a gradient overflowed, so that nothing was updated"""
+    """true if a gradient overflowed, so that nothing was updated"""
     loss_scale: float
     repeats: int = 0
     """runs of the step besides the one that counts: it was over the limit of the norm, or not finite"""
@@ -33,8 +33,10 @@ class StepStats:
     """which labels the loss is the mean over, as found out from the model: ``"all"``, ``"but the first"`` of each row
     (it compares each position with the next label), or ``"rows"`` as such; None where that was not asked"""
     flops: float = 0.0
-    """what the model computes for all micro-batches, forward and backward, a multiplication and an addition as two;
-    without what is computed a second time. Counted in the probe: model FLOPs utilisation is this over time and peak"""
+    """FLOP that the model computes for all micro-batches, forward and backward, a multiplication and an addition as
+    two; without what is computed a second time. Counted in the probe: model FLOPs utilisation is this over time and
+    peak
+    """
     bytes_written: int = 0
     """to disk since the step before: state, checkpoints, gradients, commits"""
     bytes_moved: dict[Lane, int] = field(default_factory=dict)

@@ -25,7 +25,7 @@ _BUFFER = "buffer."
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a parameter lies: the array that holds its master copy (its only one, if it is frozen), and its first
+    """The place of a parameter: the array that holds its master copy (its only one, if it is frozen), and its first
     element there.
     """
 
@@ -36,7 +36,7 @@ class Place:
 
 
 class Arrays(Protocol):
-    """What holds all arrays of all groups."""
+    """Holds all arrays of all groups, wherever they live."""
 
     @property
     def form(self) -> Format: ...
@@ -85,7 +85,7 @@ class Values:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """The last commit of a store, or a snapshot. ``step``: that it is of. ``precision``: of the run."""
+    """The last commit of a store, or a snapshot. ``step``: its number. ``precision``: that of the run."""
 
     step: int
     precision: str
@@ -114,7 +114,7 @@ def committed(paths: Sequence[Path]) -> Iterator[Committed]:
 
 @contextmanager
 def kept(snapshot: Path) -> Iterator[Committed]:
-    """The same of a snapshot.
+    """The state in a snapshot.
 
     Raises:
         StoreError: it is missing or damaged.

@@ -32,7 +32,7 @@ def settled(digest: int) -> int:
 
 
 def area(layout: Layout, slots: int) -> Extent:
-    """Where the table of a layout's checksums lies: behind everything else."""
+    """The region of a layout's table of checksums, behind everything else."""
     nbytes = max(8 * sum(e.slots * e.blocks for e in layout.extents), 1)
     (alone,) = Layout.build([(NAME, nbytes, slots)]).extents
     return Extent(name=NAME, offset=layout.nbytes, nbytes=nbytes, slots=slots, grid=alone.grid)

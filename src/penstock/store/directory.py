@@ -1,4 +1,4 @@
-"""The directories that a user gives to a store: whether they can be used, and the lock that keeps a second run out."""
+"""The directories that a user gives to a store: checks that they can be used, and a lock that keeps others out."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is something at ``path``.
+    """True if there is something at ``path``.
 
     Raises:
         StoreError: that cannot be found out; names the directory that stands in the way, and whose it is.
@@ -123,7 +123,7 @@ def check_directory(path: Path, *, writable: bool = True) -> None:
 
 
 def in_memory(path: Path) -> bool:
-    """Whether the file system of ``path`` keeps its files in memory."""
+    """True if the file system of ``path`` keeps its files in memory."""
     return _file_system_type(path) in _IN_MEMORY
 
 
@@ -157,7 +157,7 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path, *, name: str = LOCK, writes: bool = True) -> None:
-        """Take the lock. ``name``: of its file. ``writes``: whether to have it alone.
+        """Take the lock. ``name``: of its file. ``writes``: have it alone.
 
         Raises:
             StoreError: another process (or another store in this one) holds it; says which.
@@ -204,7 +204,7 @@ class DirectoryLock:
         return fd
 
     def _in_use(self, directory: Path, fd: int, cause: OSError) -> StoreError:
-        """Who has the lock: the one who writes has put his number there, those who read have not."""
+        """Words on who has the lock: a writer has put his number there, readers have not."""
         holder = f"process {os.pread(fd, 32, 0).decode(errors='replace').strip() or 'of unknown number'}"
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -225,7 +225,7 @@ class DirectoryLock:
 
     @property
     def in_place(self) -> bool:
-        """Whether the file that is locked is the one that has its name: the directory is where it was."""
+        """True if the file that is locked is the one that has its name: the directory is where it was."""
         return self._fd is not None and self._still_there(self._fd)
 
     def _still_there(self, fd: int) -> bool:

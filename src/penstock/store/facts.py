@@ -1,4 +1,4 @@
-"""What a store says of itself to whoever asks. Nothing is locked, made or written, and no file of data is opened."""
+"""Facts about a store, without opening it: nothing is locked, made or written, and no file of data is read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class StoreFacts:
 
     @property
     def untouched(self) -> bool:
-        """Whether no step has been taken, not even a part of one: all that the store can hold is the model as it came.
+        """True if no step has been taken, not even a part of one: all that the store can hold is the model as it came.
 
         The first commit is of the model as it came, as step 0. One that is not whole says that a step had begun.
         """

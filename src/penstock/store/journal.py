@@ -10,7 +10,9 @@ from penstock.store.packed import ADVICE, FULL, store_error
 
 
 class Journal:
-    """Nothing waits in memory: what ``write`` has taken is with the system, and survives the process."""
+    """A file that grows. Nothing waits in memory: what ``write`` has taken is with the system, and survives the
+    process.
+    """
 
     def __init__(self, path: Path, mode: Literal["w", "a"]) -> None:
         """Open a file; ``w`` replaces it by an empty one, ``a`` adds to it.

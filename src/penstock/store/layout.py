@@ -1,4 +1,4 @@
-"""Which bytes live where in a store's logical address space, and how they are cut into blocks with a checksum each."""
+"""The layout of a store's logical address space: its extents, and their blocks with a checksum each."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How a store comes to be in its directories, and how it goes: at each moment there is a whole one or none."""
+"""Makes and removes a store in its directories, so that at each moment there is a whole one or none."""
 
 import os
 import uuid

@@ -1,4 +1,4 @@
-"""The manifest in each directory of a store: what the store is made for, and which of its directories this one is."""
+"""The manifest in each directory of a store: the model that it is made for, and the directory's own number."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What is in the file ``manifest.json`` of the directory number ``index``. ``owner``: None: of no run."""
+    """What is in the file ``manifest.json`` of the directory number ``index``. ``owner``: the run that it belongs to,
+    None: no run.
+    """
 
     store: str
     index: int

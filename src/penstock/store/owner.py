@@ -32,7 +32,7 @@ class Owner:
 
 
 def owner_in(folder: Path) -> Owner | None:
-    """The run whose folder this is; None: of none.
+    """The run whose folder this is; None if it is no run's.
 
     Raises:
         StoreError: the folder says which, and it cannot be read.

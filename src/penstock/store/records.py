@@ -100,7 +100,7 @@ def read_as(path: Path, kind: str, body: type[T]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Where the checksums that a commit vouches for are: which slot of their area, and the checksum of the table."""
+    """The checksums that a commit vouches for: the slot of their area, and the checksum of the table."""
 
     slot: int
     digest: str
@@ -112,7 +112,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """``store``: the id of the store that it is of."""
+    """A record in a commit file. ``store``: the id of the store that it belongs to."""
 
     store: str
     sequence: int
@@ -186,7 +186,7 @@ class CommitLog:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the writing of a record has failed, so that it may be there or not."""
+        """True if the writing of a record has failed, so that it may be there or not."""
         return self._doubtful is not None
 
     @property
@@ -196,7 +196,7 @@ class CommitLog:
 
     @property
     def table(self) -> Table | None:
-        """Where the checksums are that belong to the newest record; None: nothing had been written."""
+        """The place of the checksums that belong to the newest record; None: nothing had been written."""
         return self._newest.table
 
     @property

@@ -35,7 +35,7 @@ _VERIFIED = 8 << 20
 
 @dataclass(kw_only=True)
 class _Progress:
-    """How far an extent has been written, and the hash of what there is of the block there."""
+    """The progress of an extent: the bytes written, and the hash of what there is of the block there."""
 
     done: int = 0
     block: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)

@@ -63,7 +63,7 @@ class Stalls:
         return key
 
     def remove(self, key: int) -> None:
-        """It has come back."""
+        """End the watch of a request that has come back."""
         del self._under_way[key]
 
     def close(self) -> None:

@@ -41,13 +41,13 @@ class StoreStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """How far ``Store.verify`` has got: ``done`` of ``total`` bytes, the last of them in extent ``name``."""
+    """The progress of ``Store.verify``: ``done`` of ``total`` bytes, the last of them in extent ``name``."""
 
     name: str
     done: int
     total: int
     damage: tuple[str, ...]
-    """what was found damaged in the last part: file, offset and extent of each run of blocks, in words"""
+    """the damage found in the last part: file, offset and extent of each run of blocks, in words"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Store:
         *,
         made: bool,
     ) -> None:
-        """``made``: whether its files are new, and all zeros.
+        """``made``: its files are new, and all zeros.
 
         Raises:
         StoreError: the checksums of the last commit cannot be read, or are damaged.
@@ -91,7 +91,7 @@ class Store:
         self.layout = manifest.layout
         self.model = manifest.model
         self.owner = manifest.owner
-        """The run that the store belongs to; None: to none."""
+        """The run that the store belongs to; None if it belongs to none."""
         self._advice = f"{_CHECK}, and " + (
             "repeat the step" if manifest.passing else "go on from a snapshot in another directory"
         )
@@ -175,7 +175,7 @@ class Store:
 
     @staticmethod
     def exists(paths: Sequence[Path]) -> bool:
-        """Whether any of the directories has a store, be it a whole one or not.
+        """True if any of the directories has a store, be it a whole one or not.
 
         Raises:
             StoreError: a directory may not be looked at.
@@ -216,12 +216,12 @@ class Store:
 
     @property
     def written(self) -> int:
-        """Bytes written in all, the checksums with them: what the drives wear by."""
+        """Bytes written in all, checksums included, by which drives wear."""
         return self._files.bytes_written
 
     @property
     def direct(self) -> bool:
-        """Whether all files are read and written past the page cache."""
+        """True if all files are read and written past the page cache."""
         return all(file.direct for file in self._files.files)
 
     def read(self, name: str, offset: int, buffer: Buffer, slot: int = 0) -> None:
@@ -297,7 +297,7 @@ class Store:
             self.write(name, part.start, aligned_bytes(len(part)), slot)
 
     def is_written(self, name: str, slot: int) -> bool:
-        """Whether all of a slot can be read: it was written, or made zeros."""
+        """True if all of a slot can be read: it was written, or made zeros."""
         return bool((self._digests.of(self.layout[name], slot) != digests.UNWRITTEN).all())
 
     def verify(self, slots: Mapping[str, int]) -> Iterator["Verified"]:

@@ -1,4 +1,4 @@
-"""How a logical address space is cut over one file per directory, as in RAID 0."""
+"""Cuts a logical address space over one file per directory, as in RAID 0."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

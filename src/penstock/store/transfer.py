@@ -105,7 +105,7 @@ class StripedFiles:
             yield self.files[piece.file], piece.offset, piece.nbytes
 
     def places(self, address: int, nbytes: int) -> Iterator[str]:
-        """Where a range lies, in words, file by file."""
+        """The places of a range, in words, file by file."""
         first: dict[PackedFile, int] = {}
         for file, offset, _ in self.stretches(address, nbytes):
             first.setdefault(file, offset)

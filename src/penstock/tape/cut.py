@@ -52,7 +52,7 @@ class _Cut(torch.autograd.Function):
 
 
 def is_cut(node: Any) -> bool:
-    """Whether a node of a graph is the end behind a block's output."""
+    """True if a node of a graph is the end behind a block's output."""
     return isinstance(getattr(node, "leaf", None), Leaf)  # what a function of Python's own keeps is on its node
 
 

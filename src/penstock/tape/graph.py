@@ -208,7 +208,7 @@ class WeightPacker:
         self._places.clear()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies where a known parameter does."""
+        """True if a tensor lies where a known parameter does."""
         return storage_key(tensor) in self._places
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | WeightView:

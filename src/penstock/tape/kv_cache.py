@@ -184,7 +184,7 @@ def _has_cache(value: Any, kind: type) -> bool:
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether a cache holds nothing yet."""
+    """True if a cache holds nothing yet."""
     try:
         parts = [
             getattr(cache, key) for key in ("self_attention_cache", "cross_attention_cache") if hasattr(cache, key)

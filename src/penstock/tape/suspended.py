@@ -104,7 +104,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all that its storage holds, in some order of dimensions, so that memory is free once it is
+    """True if a tensor is all that its storage holds, in some order of dimensions, so that memory is free once it is
     moved. A view's base would keep the storage alive, whatever becomes of the view.
     """
     return (

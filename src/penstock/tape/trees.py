@@ -36,7 +36,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one piece of memory: sparse and nested ones are several, in tensors of their own."""
+    """True if a tensor is one piece of memory: sparse and nested ones are several, in tensors of their own."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 

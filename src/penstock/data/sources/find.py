@@ -1,4 +1,4 @@
-"""Which reader a path gets."""
+"""Finds the reader for a path."""
 
 import glob
 import os
@@ -35,7 +35,7 @@ def open_source(source: SourceConfig, *, streaming: bool) -> Reader | tuple[Path
 
 
 def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
-    """As ``open_source``, of a source that is here; None: it may be a data set on the hub. Imports no torch.
+    """The reader of a source in the file system; None: it may be a data set on the hub. Imports no torch.
 
     Raises:
         ConfigError: as ``open_source``.
@@ -69,7 +69,7 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
 
 
 def _named(files: tuple[Path, ...]) -> dict[str, Path]:
-    """The files by their names below the folder that all are in: where that lies is the machine's own affair."""
+    """The files by their names below the folder that all are in, whose own place does not matter."""
     root = os.path.commonpath([path.parent for path in files])
     return {path.relative_to(root).as_posix() if root else path.as_posix(): path for path in files}
 
@@ -84,7 +84,7 @@ def _check_keys(source: SourceConfig, *, text: bool = False, hub: bool = False) 
 
 
 def _files(pattern: str) -> tuple[Path, ...]:
-    """What a path or pattern names, in order; of a folder, what is in it and below, but for hidden files."""
+    """The files that a path or pattern names, in order; of a folder, those in it and below but for hidden ones."""
     path = Path(pattern).expanduser()
     if path.is_file():
         return (path,)

@@ -1,4 +1,4 @@
-"""What every source of documents can do."""
+"""The interface of every source of documents."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Cursor = Any
-"""Where a reader is: numbers, lists and mappings, as JSON holds them. None: at the beginning."""
+"""A reader's place: numbers, lists and mappings, as JSON holds them. None: the beginning."""
 
 FIELDS = ("text", "prompt", "completion", "messages", "tools")
-"""Of all that a source may hold, what is read."""
+"""The fields of a source that are read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from penstock.tape.guard import names_of_state
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether a model is one that peft has put adapters into."""
+    """True if a model is one that peft has put adapters into."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
@@ -94,7 +94,7 @@ class Merged(Values):
             flat += self._delta(name).view(-1)[start : start + flat.numel()]
 
     def _delta(self, name: str) -> torch.Tensor:
-        """What peft would add to a weight."""
+        """The product that peft would add to a weight."""
         if self._made is None or self._made[0] != name:
             self._made = None  # two of them need not be in memory
             path, layer = self._layers[name]

@@ -41,14 +41,14 @@ from penstock.tape.kv_cache import as_given
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Progress = Callable[[int, int], None]
-"""Told how many of all bytes have been written."""
+"""Called with the bytes written so far and with all that there are."""
 
 _PIECE = 2 << 20  # elements of a parameter that are in memory at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model and its values. ``rules``: that it was loaded by; None if it was not."""
+    """A model and its values. ``rules``: those that it was loaded by; None if it was not loaded."""
 
     cls: Any
     config: Any
@@ -63,7 +63,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What an export has written: its weights' dtype, and the number and size of their files."""
+    """The result of an export: its weights' dtype, and the number and size of their files."""
 
     dtype: torch.dtype
     files: int
@@ -168,8 +168,8 @@ def write_adapter(
 
 
 def copy_companions(kept: Path, folder: Path, *, adapter: bool = False) -> None:
-    """What a run keeps of its model beside the configuration: generation settings, code, and (of an ``adapter`` that
-    alone) the tokenizer.
+    """Copy what a run keeps of its model beside the configuration: generation settings, code, and (of an ``adapter``
+    that alone) the tokenizer.
     """
     for file in sorted(kept.iterdir()):
         tokens = file.name in TOKENIZER_FILES or file.suffix == ".jinja"

@@ -43,7 +43,7 @@ TOKENIZER_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-"""Files beside the weights that say what goes into a model: of its tokenizer, and of what prepares images or sound."""
+"""Files beside the weights that prepare a model's inputs: its tokenizer's, and those for images or sound."""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OTHERS = {"*.gguf": "GGUF", "*.h5": "TensorFlow", "*.msgpack": "Flax", "*.onnx": "ONNX"}

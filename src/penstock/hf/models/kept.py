@@ -1,4 +1,4 @@
-"""What a run keeps of its model in a folder: all that building and exporting it needs, but for the values in its store.
+"""A run's folder of its model: all that building and exporting it needs, but for the values in its store.
 
 config.json             with the class and the dtype that an export has by default
 generation_config.json  of models that generate
@@ -80,7 +80,7 @@ def keep(
 
 
 def _runs_code(model: Any) -> bool:
-    """Whether a model's class is from code that came with the model, which transformers loads as modules of its own."""
+    """True if a model's class is from code that came with the model, which transformers loads as modules of its own."""
     return any(cls.__module__.startswith("transformers_modules") for cls in type(model).__mro__)
 
 

@@ -82,7 +82,7 @@ def load(
 
 
 def _like_loaded(model: Any, folder: Path, dtype: torch.dtype, weights: "FolderWeights") -> None:
-    """Leave the traces on a model that ``from_pretrained`` does: what saving it, or generating with it, goes by."""
+    """Leave the traces on a model that ``from_pretrained`` does, by which it is saved and generates."""
     set_rules(model, weights.rules)
     for part in shell.parts(model.config):
         part.dtype = dtype
@@ -150,7 +150,7 @@ class FolderWeights:
                 )
 
     def _check_names(self, state: Mapping[str, torch.Tensor], unknown: Iterable[str]) -> None:
-        """What transformers says nothing about is right: tied weights, and names that the model's class ignores."""
+        """Refuse missing and unknown names, but for those that transformers takes for right, such as tied weights."""
         # A conversion may make more than the model has (a branch that a configuration switches off).
         surplus = {target for target in self._step_of if target not in state}
         missing, unexpected = key_report(self._model, self._missing(state), {*unknown, *surplus})
@@ -193,14 +193,14 @@ class FolderWeights:
             self._alias |= dict.fromkeys(names, own[0])
 
     def _equal(self, one: str, other: str) -> bool:
-        """Whether the files have the same values under two names. In pieces, as this is the largest array of most."""
+        """True if the files have the same values under two names. In pieces, as this is the largest array of most."""
         steps = [self._step_of[name] for name in (one, other)]
         if all(step.copies for step in steps):
             return equal(*(self._stored[step.sources[0][0]] for step in steps))
         return torch.equal(self._value(one), self._value(other))
 
     def __contains__(self, name: str) -> bool:
-        """Whether there are values for a parameter or a persistent buffer; the others are the model's to initialise."""
+        """True if there are values for a parameter or a persistent buffer; the others are the model's to initialise."""
         return name in self._alias
 
     def fill(self, name: str, out: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make which values of a model, and back, by transformers' own rules.
+"""Turns the tensors of a checkpoint into the values of a model, and back, by transformers' own rules.
 
 Checkpoints and models name their tensors differently: experts are one tensor each in the files and one for all in the
 model, prefixes come and go, names are old. transformers knows the rules for each type of model as a list of
@@ -49,11 +49,11 @@ class Step:
 
     @property
     def copies(self) -> bool:
-        """Whether a single tensor becomes one with another name at most, and is moved as it is."""
+        """True if a single tensor becomes one with another name at most, and is moved as it is."""
         return not isinstance(self.transform, WeightConverter)
 
     def convert(self, model: Any, read: Read) -> dict[str, torch.Tensor]:
-        """Do it: the targets by name. Holds the sources and the targets in memory.
+        """Convert the sources; returns the targets by name. Holds both in memory.
 
         Raises:
             ModelError: transformers' operations refuse the tensors.

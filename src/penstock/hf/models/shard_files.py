@@ -24,12 +24,12 @@ from penstock.store.packed import store_error
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _ORDER = tuple(reversed(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")))
-"""Of dtypes within a file."""
+"""The order of dtypes within a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One file. ``offsets``: of the first byte of each tensor in the file."""
+    """The layout of one file. ``offsets``: the first byte of each tensor in it."""
 
     header: bytes
     offsets: Mapping[str, int]

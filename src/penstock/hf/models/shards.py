@@ -154,7 +154,7 @@ def _damaged(file: Path, why: str) -> ConfigError:
 
 
 def equal(one: Stored, other: Stored) -> bool:
-    """Whether two tensors have the same shape and values, whatever their dtypes. Needs a few ``PIECE`` of memory.
+    """True if two tensors have the same shape and values, whatever their dtypes. Needs a few ``PIECE`` of memory.
 
     Raises:
         StoreError: a file cannot be read, or is another than when its header was read.

@@ -19,7 +19,7 @@ REFUSED = (
     *(ValueError, TypeError, LookupError, ImportError, AttributeError, OSError, StrictDataclassError),
     *(RuntimeError, ArithmeticError),  # of torch: sizes that are negative, too large, or divided by zero
 )
-"""What transformers raises for a configuration that it cannot make a model of."""
+"""The errors that transformers raises for a configuration of which it cannot make a model."""
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

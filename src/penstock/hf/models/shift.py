@@ -1,4 +1,4 @@
-"""Whether a language model compares a token with the next one: found out by running its own code without weights."""
+"""Finds out if a language model compares a token with the next one, by running its own code without weights."""
 
 import inspect
 from typing import Any
@@ -16,7 +16,7 @@ _WORDS = [[3, 5, 4, 7]]
 
 
 def shifts(model: Any) -> bool | None:
-    """Whether the loss of a model on the meta device compares each position with the next label. None: that cannot be
+    """True if the loss of a model on the meta device compares each position with the next label. None: that cannot be
     seen without weights (the model decides by their values how to go on); a run's first step shows it.
 
     Raises:
