@@ -352,7 +352,7 @@ def test_a_micro_batch_that_calls_a_block_again_is_refused() -> None:
             x = layer(x)
         return model.layers[0](x) if second else x
 
-    assert "micro-batch 1 calls block 'layers.0' where the first micro-batch ended" in refused(stack(Layer, run))
+    assert "micro-batch 1 calls block 'layers.0' where the first one ended" in refused(stack(Layer, run))
 
 
 class InPlaceLayer(Layer):
