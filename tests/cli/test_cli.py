@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from penstock.cli import main
-from penstock.cli.arguments import parse_train
+from penstock.cli.arguments import TrainArguments
 from penstock.cli.metrics import MetricsFile
 from penstock.cli.showing.display import PlainDisplay, choose_display, clock
 from penstock.cli.showing.meter import Meter, Outline
@@ -24,6 +24,7 @@ from penstock.cli.showing.screen import screen, sparkline
 from penstock.cli.showing.summary import closing
 from penstock.cli.showing.terminal import TerminalDisplay
 from penstock.cli.showing.yardstick import Yardstick, yardstick
+from penstock.cli.words import read_words
 from penstock.config import (
     Tier,
     TrainConfig,
@@ -70,9 +71,9 @@ def _terminal(width: int = 100) -> tuple[TerminalDisplay, io.StringIO]:
 
 
 def test_words_become_arguments() -> None:
-    arguments = parse_train(["--optimizer.lr", "-1", "c.yaml", "--overwrite", "--run=a=b"])
+    arguments = read_words(TrainArguments, ["--optimizer.lr", "-1", "c.yaml", "--overwrite", "--run=a=b"])
     assert arguments.config == Path("c.yaml")
-    assert arguments.flags == (("optimizer.lr", "-1"), ("run", "a=b"))
+    assert arguments.settings == (("optimizer.lr", "-1"), ("run", "a=b"))
     assert arguments.start == "overwrite"
     assert not arguments.print_config
 
@@ -89,7 +90,7 @@ def test_words_become_arguments() -> None:
 )
 def test_words_that_make_no_sense_are_refused(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        parse_train(words)
+        read_words(TrainArguments, words)
 
 
 def test_version_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,10 +139,10 @@ def test_an_account_that_is_whole_and_not_the_runs_is_refused(a_run: Path, capsy
     assert main(["verify", str(a_run)]) == 1
 
 
-def test_a_run_of_an_earlier_version_has_no_account(tmp_path: Path) -> None:
-    assert kept_of(tmp_path, None) is None
+@pytest.mark.parametrize("vouched", [None, "0" * 32])
+def test_an_account_that_is_gone_is_missed(tmp_path: Path, vouched: str | None) -> None:
     with pytest.raises(StoreError, match="is gone"):
-        kept_of(tmp_path, "0" * 32)
+        kept_of(tmp_path, vouched)
 
 
 def test_an_account_names_each_file_once_and_in_order() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from penstock.cli import main
 from penstock.cli.schedule_file import line_of
-from penstock.cli.simulate_arguments import parse_simulate
+from penstock.cli.simulate_arguments import Arguments
+from penstock.cli.words import read_words
 from penstock.hardware.profiles import shipped_machine
 from penstock.schedule.lower.families import FAMILIES
 
@@ -334,11 +335,11 @@ WRONG_WORDS: dict[str, tuple[list[str], str]] = {
     "a name that is nothing": (["zzz"], "there is no schedule 'zzz', and no such file. Known: single"),
     "no such file": (["no/such/file"], "cannot read the schedule in no/such/file: No such file"),
     "a folder": (["."], "cannot read the schedule in .: Is a directory"),
-    "zero": (["1f1b", "--ranks", "0"], "--ranks 0: write a whole number from 1"),
-    "negative": (["1f1b", "--layers=-1"], "--layers -1: write a whole number from 1"),
-    "negative, apart": (["1f1b", "--layers", "-1"], "--layers -1: write a whole number from 1"),
-    "a word": (["1f1b", "--micro-batches", "many"], "--micro-batches many: write a whole number"),
-    "half": (["1f1b", "--layers", "1.5"], "--layers 1.5: write a whole number"),
+    "zero": (["1f1b", "--ranks", "0"], "--ranks: ranks=0: must be a whole number from 1"),
+    "negative": (["1f1b", "--layers=-1"], "--layers: layers=-1: must be a whole number from 1"),
+    "negative, apart": (["1f1b", "--layers", "-1"], "--layers: layers=-1: must be a whole number from 1"),
+    "a word": (["1f1b", "--micro-batches", "many"], "--micro-batches: micro_batches must be a whole number"),
+    "half": (["1f1b", "--layers", "1.5"], "--layers: layers must be a whole number or null, not 1.5"),
     "very many": (["1f1b", "--ranks", "999999999999"], "from 1 to 1,000,000"),
     "more than fits": (["1f1b", "--ranks", "1000000"], "fit in memory: ask for fewer"),
     "more pieces than fit": (["zero2", "--buffer-size", "1"], "fit in memory: ask for fewer"),
@@ -347,19 +348,25 @@ WRONG_WORDS: dict[str, tuple[list[str], str]] = {
     "an option for a value": (["1f1b", "--ranks", "--json"], "--ranks needs a value"),
     "a value for a switch": (["1f1b", "--json=yes"], "--json takes no value"),
     "twice": (["1f1b", "--ranks", "2", "--ranks", "4"], "--ranks is given twice"),
-    "unknown option": (["1f1b", "--rank", "2"], "there is no option --rank. Did you mean --ranks?"),
+    "unknown option": (["1f1b", "--rank", "2"], "there is no option --rank; did you mean --ranks?"),
     "option of another family": (["1f1b", "--virtual-stages", "2"], "--virtual-stages does nothing for 1f1b"),
     "option of offload": (["fsdp", "--delay", "0.5"], "--delay does nothing for fsdp"),
     "option of pipelines": (["vertical", "--virtual-stages", "2"], "--virtual-stages does nothing for vertical"),
     "option of another preset": (["zero-offload", "--delay", "0.5"], "--delay does nothing for zero-offload"),
-    "a share beyond 1": (["vertical", "--delay", "1.5"], "--delay 1.5: write a share from 0 to 1"),
-    "no share": (["vertical", "--delay", "nan"], "--delay nan: write a share from 0 to 1"),
-    "no tier": (["vertical", "--state", "tape"], "--state tape: write device, host or disk"),
-    "waiting on the device": (["vertical", "--gradients", "device"], "--gradients device: write host or disk"),
+    "a share beyond 1": (["vertical", "--delay", "1.5"], "--delay: delay=1.5: must be a share from 0 to 1"),
+    "no share": (["vertical", "--delay", "nan"], "--delay: delay must be a number or null, not 'nan'"),
+    "no tier": (
+        ["vertical", "--state", "tape"],
+        "--state: state must be one of device, host, disk",
+    ),
+    "waiting on the device": (
+        ["vertical", "--gradients", "device"],
+        "gradients must be one of host, disk or null",
+    ),
     "state without weights": (["vertical", "--state", "device"], "state on the device needs weights on the device"),
     "ranks of offload": (["zero-offload", "--ranks", "4"], "zero-offload is a schedule of one rank"),
     "ranks of one": (["single", "--ranks", "2"], "single is for one rank"),
-    "no such group": (["pipeline-fsdp", "--gather-group", "row"], "write stage or world"),
+    "no such group": (["pipeline-fsdp", "--gather-group", "row"], "must be one of stage, world"),
     "uneven": (["ddp", "--micro-batches", "3"], "3 micro-batches cannot be shared evenly by 4 ranks"),
     "no size": (["zero2", "--buffer-size", "big"], "'big' is not a size"),
     "no such machine": (["vertical", "--costs", "cray"], "there is no machine 'cray'. Known: a100-40g"),
@@ -367,7 +374,10 @@ WRONG_WORDS: dict[str, tuple[list[str], str]] = {
     "no such model": (["vertical", "--model", "gpt-66b"], "did you mean gpt-65b?"),
     "puzzle for offload": (["vertical", "--costs", "puzzle"], "neither host memory nor disk"),
     "a model for a puzzle": (["fsdp", "--model", "llama-8b"], "--model does nothing for --costs puzzle"),
-    "no such precision": (["vertical", "--precision", "int8"], "--precision int8: write bf16, fp16 or fp32"),
+    "no such precision": (
+        ["vertical", "--precision", "int8"],
+        "precision must be one of fp32, bf16, fp16",
+    ),
     "a precision for a puzzle": (["fsdp", "--precision", "bf16"], "--precision does nothing for --costs puzzle"),
     "fp32 in two places": (["zero-offload", "--precision", "fp32"], "cannot work in fp32"),
     "too long": (["vertical", "--sequence-length", "4096"], "2048"),
@@ -465,8 +475,8 @@ def test_a_file_that_is_not_text_is_refused(fails: Fails, tmp_path: Path) -> Non
 
 
 def test_values_follow_their_option_or_an_equals_sign() -> None:
-    assert parse_simulate(["1f1b", "--ranks=4"]) == parse_simulate(["--ranks", "4", "1f1b"])
-    assert parse_simulate(["zero2", "--buffer-size", "1KiB"]).buffer_size == 1024
+    assert read_words(Arguments, ["1f1b", "--ranks=4"]) == read_words(Arguments, ["--ranks", "4", "1f1b"])
+    assert read_words(Arguments, ["zero2", "--buffer-size", "1KiB"]).buffer_bytes == 1024
 
 
 def test_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:

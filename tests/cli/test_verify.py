@@ -94,7 +94,7 @@ def test_what_cannot_be_verified_says_why(tmp_path: Path, trained: Path, capsys:
     Store.create([tmp_path / "fresh"], Layout.build([("a", 4096, 2)]), model={}).close()
     for words, says in (
         ([], "takes a run's folder or the directories of a store"),
-        (["--fast"], "penstock verify has no --fast"),
+        (["--fast"], "there is no option --fast"),
         ([str(tmp_path / "nowhere")], "nowhere does not exist"),
         ([str(empty)], "it has no config.yaml"),
         ([str(trained), str(empty)], "takes one run's folder"),

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from penstock.cli import main
-from penstock.cli.doctor import describe, parse_doctor
+from penstock.cli.doctor import Arguments, describe
+from penstock.cli.words import read_words
 from penstock.doctor import examine
 from penstock.doctor.disk import Scratch
 from penstock.errors import ConfigError
@@ -101,11 +102,11 @@ def test_the_switches_choose_the_effort(
         (["--path", "{tmp}/none"], "/none does not exist: is the drive mounted?"),
         (["--path", "{tmp}/file"], "/file is not a directory: give one"),
         (["--path", "{tmp}", "--path={tmp}/."], "are the same directory: give it once"),
-        (["--path"], "--path needs a directory: --path DIR"),
-        (["--path", "--json"], "--path needs a directory: --path DIR"),
-        (["--path="], "--path needs a directory: --path DIR"),
-        (["--fast"], "penstock doctor does not know '--fast': it takes --path DIR"),
-        (["/data"], "penstock doctor does not know '/data': it takes --path DIR"),
+        (["--path"], "--path needs a value: --path"),
+        (["--path", "--json"], "--path needs a value: --path"),
+        (["--path="], "--path needs a value: --path"),
+        (["--fast"], "there is no option --fast; did you mean"),
+        (["/data"], "takes no words but options (--path DIR, once for each drive), and was given /data"),
         (["--quick", "--sustained"], "give one of them"),
     ],
 )
@@ -144,10 +145,10 @@ def test_a_profile_that_cannot_be_stored_is_still_printed(
 
 
 def test_the_words() -> None:
-    assert parse_doctor([]).paths == (Path(),)
-    parsed = parse_doctor(["--json", "--path", "/a", "--sustained", "--path=/b"])
+    assert read_words(Arguments, []).paths == (Path(),)
+    parsed = read_words(Arguments, ["--json", "--path", "/a", "--sustained", "--path=/b"])
     assert (parsed.paths, parsed.json, parsed.quick, parsed.sustained) == ((Path("/a"), Path("/b")), True, False, True)
-    assert parse_doctor(["--path", "~/x"]).paths == (Path.home() / "x",)
+    assert read_words(Arguments, ["--path", "~/x"]).paths == (Path.home() / "x",)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

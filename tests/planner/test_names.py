@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.plan import parse_plan
+from penstock.cli.plan import FileArguments, read_arguments
 from penstock.cli.settings import load
 from penstock.cli.task import shape_of, shipped_shape
 from penstock.config import ModelConfig
@@ -61,9 +61,8 @@ def test_a_name_that_neither_ships_nor_is_there_says_which_do(name: str) -> None
 
 def test_a_settings_file_is_planned_for_another_model_as_it_is_trained(tmp_path: Path) -> None:
     """``--model`` is the setting, as in ``penstock train``."""
-    arguments = parse_plan([str(EXAMPLES[0]), "--model", "qwen3-8b", "--machine", "workstation"])
-    assert arguments.config is not None
-    assert arguments.model is None
+    arguments = read_arguments([str(EXAMPLES[0]), "--model", "qwen3-8b", "--machine", "workstation"])
+    assert isinstance(arguments, FileArguments)
     assert arguments.settings == (("model", "qwen3-8b"),)
     config = load(arguments.config, arguments.settings)
     assert config.model == ModelConfig(path="qwen3-8b")

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import penstock
 import penstock.hf
-from penstock.cli import _COMMANDS, main
-from penstock.cli.arguments import parse_resume, parse_train
-from penstock.cli.doctor import parse_doctor
-from penstock.cli.export import parse_export
+from penstock.cli import _COMMANDS, doctor, export, main, plan, report, simulate, verify
+from penstock.cli.arguments import ResumeArguments, TrainArguments
 from penstock.cli.located import parse_yaml
-from penstock.cli.plan import parse_plan
-from penstock.cli.report import parse_report
 from penstock.cli.settings import describe, load
-from penstock.cli.simulate import run_simulate
-from penstock.cli.verify import parse_verify
+from penstock.cli.words import read_words
 from penstock.config import TrainConfig
 from penstock.data import Batches, Step
 from penstock.data.token_files import write_tokens
@@ -157,14 +153,14 @@ def _looked_at(line: str, words: list[str]) -> None:
 
 
 PARSERS = {
-    "train": parse_train,
-    "resume": parse_resume,
-    "verify": parse_verify,
-    "export": parse_export,
-    "plan": parse_plan,
-    "simulate": run_simulate,
-    "report": parse_report,
-    "doctor": parse_doctor,
+    "train": partial(read_words, TrainArguments),
+    "resume": partial(read_words, ResumeArguments),
+    "plan": plan.read_arguments,
+    **{
+        room.__name__.rpartition(".")[2]: partial(read_words, room.Arguments)
+        for room in (verify, export, report, doctor)
+    },
+    "simulate": partial(read_words, simulate.Arguments),
 }
 
 

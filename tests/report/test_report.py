@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from penstock.cli import main
-from penstock.cli.report import gather, parse_report
+from penstock.cli.report import Arguments, gather
+from penstock.cli.words import read_words
 from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.errors import ConfigError
 from penstock.report import colors
@@ -408,11 +409,11 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     [
         ([], "was given none"),
         (["a", "b"], "a and b"),
-        (["a", "--colour", "red"], "no --colour"),
+        (["a", "--colour", "red"], "there is no option --colour; penstock report takes --step"),
         (["a", "--step"], "--step needs a value"),
-        (["a", "--step", "x"], "not a step's number"),
+        (["a", "--step", "x"], "--step: step must be a whole number"),
         (["a", "--png=t.svg"], "must end in .png"),
-        (["a", "--png", "t.svg"], "A picture's name ends in .png"),
+        (["a", "--png", "t.svg"], "was given a and t.svg"),
         (["a", "--svg", "a.svg", "--svg=b.svg"], "given twice"),
         (["nowhere"], "nowhere does not exist"),
     ],
@@ -464,8 +465,8 @@ def test_damage_anywhere_in_a_run_is_an_error_for_people_or_does_no_harm(tmp_pat
 
 
 def test_words_become_arguments() -> None:
-    arguments = parse_report(["run", "--step", "3", "--out=x.html"])
-    assert (arguments.run, arguments.step, arguments.out) == (Path("run"), 3, Path("x.html"))
+    arguments = read_words(Arguments, ["run", "--step", "3", "--out=x.html"])
+    assert (arguments.folder, arguments.step, arguments.out) == (Path("run"), 3, Path("x.html"))
 
 
 @pytest.mark.parametrize("module", ["penstock.report.run_page", "penstock.report.simulated_page"])

@@ -9,17 +9,20 @@ import errno
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
-from penstock.cli.arguments import RESUME_HELP, USAGE, parse_resume, parse_train
+from penstock.cli.arguments import USAGE, ResumeArguments, TrainArguments
 from penstock.cli.named_files import check_named_files
 from penstock.cli.run_folder import Start, settings_of, trusts_code
 from penstock.cli.settings import dump, load
 from penstock.cli.showing.display import fail
+from penstock.cli.words import help_of, read_words
 from penstock.config import TrainConfig
 from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, StoreError
 from penstock.store.directory import in_the_way
@@ -103,46 +106,48 @@ def _show_warning(
     fail(f"warning: {message}")
 
 
-def _plan(words: Sequence[str]) -> int:
-    from penstock.cli.plan import PLAN_HELP, parse_plan, run_plan  # another command does not need the planner
+def _of(module: str) -> Callable[[Sequence[str]], int]:
+    """A command that is a module of its own, imported only when it is asked for."""
 
-    if {"--help", "-h"} & set(words):
-        print(PLAN_HELP, end="")
-        return 0
-    return run_plan(parse_plan(words))
+    def command(words: Sequence[str]) -> int:
+        found = import_module(f"penstock.cli.{module}")
+        if _asks_for_help(words):
+            print(found.help_text() if hasattr(found, "help_text") else help_of(found.Arguments), end="")
+            return 0
+        # Threads of torch wait as in a run of `penstock train`: see `_run`.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        read = getattr(found, "read_arguments", partial(read_words, found.Arguments))
+        with _needing_hf(module):
+            code: int = found.run(read(words))
+        return code
+
+    return command
 
 
-def _doctor(words: Sequence[str]) -> int:
-    from penstock.cli.doctor import DOCTOR_HELP, doctor, parse_doctor  # another command does not need it
-
-    if {"--help", "-h"} & set(words):
-        print(DOCTOR_HELP, end="")
-        return 0
-    # What is measured is what a run of `penstock train` will see: see `_run`.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    return doctor(parse_doctor(words))
+def _asks_for_help(words: Sequence[str]) -> bool:
+    return bool({"--help", "-h"} & set(words))
 
 
 def _train(words: Sequence[str]) -> int:
-    if {"--help", "-h"} & set(words):
+    if _asks_for_help(words):
         from penstock.cli.train_help import train_help
 
         print(train_help(), end="")
         return 0
-    arguments = parse_train(words)
-    config = load(arguments.config, arguments.flags)
+    arguments = read_words(TrainArguments, words)
+    config = load(arguments.config, arguments.settings)
     if arguments.print_config:
         print(dump(config), end="")
         return 0
-    return _run(config, arguments.start, own_code=trusts_code(arguments.flags))
+    return _run(config, arguments.start, own_code=trusts_code(arguments.settings))
 
 
 def _resume(words: Sequence[str]) -> int:
-    if {"--help", "-h"} & set(words):
-        print(RESUME_HELP, end="")
+    if _asks_for_help(words):
+        print(help_of(ResumeArguments), end="")
         return 0
-    arguments = parse_resume(words)
-    return _run(settings_of(arguments.run, arguments.flags), "resume", own_code=trusts_code(arguments.flags))
+    arguments = read_words(ResumeArguments, words)
+    return _run(settings_of(arguments.run, arguments.settings), "resume", own_code=trusts_code(arguments.settings))
 
 
 def _run(config: TrainConfig, start: Start, *, own_code: bool) -> int:
@@ -169,53 +174,8 @@ def _needing_hf(command: str) -> Iterator[None]:
         ) from error
 
 
-def _simulate(words: Sequence[str]) -> int:
-    from penstock.cli.simulate import run_simulate, simulate_help  # another command does not need the simulator
-
-    if {"--help", "-h"} & set(words):
-        print(simulate_help(), end="")
-        return 0
-    return run_simulate(words)
-
-
-def _report(words: Sequence[str]) -> int:
-    from penstock.cli.report import REPORT_HELP, parse_report, report  # another command does not need it
-
-    if {"--help", "-h"} & set(words):
-        print(REPORT_HELP, end="")
-        return 0
-    return report(parse_report(words))
-
-
-def _export(words: Sequence[str]) -> int:
-    from penstock.cli.export import EXPORT_HELP, parse_export  # another command does not need it
-
-    if {"--help", "-h"} & set(words):
-        print(EXPORT_HELP, end="")
-        return 0
-    arguments = parse_export(words)
-    with _needing_hf("export"):
-        from penstock.cli.export import run_export
-
-        return run_export(arguments)
-
-
-def _verify(words: Sequence[str]) -> int:
-    from penstock.cli.verify import VERIFY_HELP, parse_verify, verify  # another command does not need it
-
-    if {"--help", "-h"} & set(words):
-        print(VERIFY_HELP, end="")
-        return 0
-    return verify(parse_verify(words))
-
-
 _COMMANDS = {
     "train": _train,
     "resume": _resume,
-    "verify": _verify,
-    "export": _export,
-    "plan": _plan,
-    "simulate": _simulate,
-    "report": _report,
-    "doctor": _doctor,
+    **{name: _of(name) for name in ("verify", "export", "plan", "simulate", "report", "doctor")},
 }

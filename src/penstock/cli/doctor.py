@@ -6,78 +6,52 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from penstock.cli.showing.display import choose_display
+from penstock.cli.words import Words
 from penstock.config import format_size
 from penstock.errors import ConfigError
 from penstock.hardware.crossing import faster_casts
 from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine
 from penstock.hardware.profiles import save_profile
 
-DOCTOR_HELP = """\
-penstock doctor: measure this machine for plans, store what was found, and say what is wrong with it
-
-  penstock doctor [--path DIR ...] [options]   one DIR per drive; the current directory if none is given
-      --quick          in a quarter of the time, and less exactly
-      --sustained      fill the cache of each drive first: writes up to 64 GiB, for up to three minutes
-      --json           print the profile, and nothing else, on standard output
-"""
-
-_SWITCHES = ("--quick", "--sustained", "--json")
 _WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorArguments:
-    """``penstock doctor``. ``paths``: directories to measure, the current one if none was named."""
+class Arguments(Words):
+    """penstock doctor: measure this machine for plans, store what was found, and say what is wrong with it
 
-    paths: tuple[Path, ...]
+      penstock doctor [--path DIR ...] [options]
+
+    | option | meaning |
+    |---|---|
+    | ``path`` DIR | a directory to measure, one per drive; the current one if none is given |
+    | ``quick`` | in a quarter of the time, and less exactly |
+    | ``sustained`` | fill the cache of each drive first: writes up to 64 GiB, for up to three minutes |
+    | ``json`` | print the profile, and nothing else, on standard output |
+    """
+
+    command: ClassVar[str] = "penstock doctor"
+    takes: ClassVar[str] = "no words but options (--path DIR, once for each drive)"
+
+    path: tuple[Path, ...] = ()
     quick: bool = False
     sustained: bool = False
     json: bool = False
 
+    def __post_init__(self) -> None:
+        if self.quick and self.sustained:
+            raise ConfigError("--quick measures for a short time and --sustained for a long one: give one of them")
 
-def parse_doctor(words: Sequence[str]) -> DoctorArguments:
-    """Take apart the words after ``penstock doctor``.
-
-    Raises:
-        ConfigError: a word is none of them, a path is missing, or switches contradict each other.
-    """
-    paths: list[Path] = []
-    switches: set[str] = set()
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if word in _SWITCHES:
-            switches.add(word)
-        elif word.startswith("--path="):
-            paths.append(_path(word.removeprefix("--path=")))
-        elif word == "--path":
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError("--path needs a directory: --path DIR")
-            paths.append(_path(rest.pop(0)))
-        else:
-            raise ConfigError(
-                f"penstock doctor does not know {word!r}: it takes --path DIR (more than once for several drives), "
-                f"{', '.join(_SWITCHES)}"
-            )
-    if switches >= {"--quick", "--sustained"}:
-        raise ConfigError("--quick measures for a short time and --sustained for a long one: give one of them")
-    return DoctorArguments(
-        paths=tuple(paths) or (Path(),),
-        quick="--quick" in switches,
-        sustained="--sustained" in switches,
-        json="--json" in switches,
-    )
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Directories to measure."""
+        return tuple(path.expanduser() for path in self.path) or (Path(),)
 
 
-def _path(text: str) -> Path:
-    if not text:
-        raise ConfigError("--path needs a directory: --path DIR")
-    return Path(text).expanduser()
-
-
-def doctor(arguments: DoctorArguments) -> int:
+def run(arguments: Arguments) -> int:
     """Measure, store, print; returns the exit code.
 
     Raises:

@@ -71,14 +71,19 @@ class KeptFiles:
 
     @classmethod
     def read(cls, run: Path) -> "KeptFiles | None":
-        """As a run has written it; None where it has not (it was begun by an earlier version, or ended before that).
+        """As a run has written it; None where it has not: it ended before that.
 
         Raises:
             StoreError: it is damaged, or cannot be read.
         """
         if not os.path.lexists(run / KEPT):
             return None
-        body = read_document(run / KEPT, _KIND)
+        try:
+            body = read_document(run / KEPT, _KIND)
+        except StoreError as error:
+            if error.errno is not None:
+                raise
+            raise StoreError(f"{error}. Put it back from a copy: it says what the run's files have to be") from error
         return cls(files=tuple(KeptFile(**file) for file in body))
 
     def write(self, run: Path) -> None:
@@ -147,8 +152,8 @@ class KeptFiles:
             )
 
 
-def kept_of(run: Path, vouched: str | None) -> KeptFiles | None:
-    """What a run says that it keeps; None: it was begun by a version that kept no account.
+def kept_of(run: Path, vouched: str | None) -> KeptFiles:
+    """What a run that has state says that it keeps.
 
     ``vouched``: the digest that its store's last commit has; None: it has none.
 
@@ -156,10 +161,9 @@ def kept_of(run: Path, vouched: str | None) -> KeptFiles | None:
         StoreError: it is damaged, gone, or not that of the run whose state is in the store.
     """
     kept = KeptFiles.read(run)
-    if kept is not None:
-        kept.require_vouched(vouched, run)
-    elif vouched is not None:
+    if kept is None:
         raise StoreError(f"{run / KEPT} is gone, which says what the run's files have to be: put it back from a copy")
+    kept.require_vouched(vouched, run)
     return kept
 
 

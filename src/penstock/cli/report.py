@@ -1,12 +1,14 @@
 """``penstock report``: from a run's folder to a page, a Chrome trace and a picture."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from penstock import files
 from penstock.cli.run_folder import settings_file, settings_of
+from penstock.cli.words import Words
 from penstock.config import Tier, TrainConfig
 from penstock.errors import ConfigError
 from penstock.report.chrome import chrome_trace
@@ -16,102 +18,59 @@ from penstock.report.prediction import read_prediction
 from penstock.report.run_page import Report, run_page
 from penstock.report.trace_file import choose_step, read_traces
 
-REPORT_HELP = """\
-penstock report: what a run did, beside what it was predicted to do
-
-  penstock report RUN [options]   RUN is the folder that penstock train wrote
-      --out FILE     the page, one HTML file that loads nothing (RUN/report.html)
-      --step N       the step that is shown op by op (of those in the trace, the one whose time is the median)
-      --svg [FILE]   also the timeline as a picture (RUN/timeline.svg); it needs matplotlib, which the extra
-                     penstock[report] brings
-      --png [FILE]   the same (RUN/timeline.png)
-      --trace FILE   also a Chrome trace of prediction and measurement: open it in https://ui.perfetto.dev
-"""
-
-_FILES = ("--out", "--svg", "--png", "--trace")
-_PICTURES = {"--svg": ".svg", "--png": ".png"}
-_HINT = "Try: penstock report --help"
-
 
 @dataclass(frozen=True, kw_only=True)
-class ReportArguments:
-    """``penstock report``. ``out``: None is RUN/report.html. ``step``: None is the one of median time."""
+class Arguments(Words):
+    """penstock report: what a run did, beside what it was predicted to do
 
-    run: Path
+      penstock report RUN [options]   RUN is the folder that penstock train wrote
+
+    | option | meaning |
+    |---|---|
+    | ``out`` | the page, one HTML file that loads nothing (RUN/report.html) |
+    | ``step`` | the step that is shown op by op (of those in the trace, the one whose time is the median) |
+    | ``svg`` | also the timeline as a picture (RUN/timeline.svg); it needs matplotlib, which the extra penstock[report]
+    brings. A picture's name ends as such a file's does |
+    | ``png`` | the same (RUN/timeline.png) |
+    | ``trace`` | also a Chrome trace of prediction and measurement: open it in https://ui.perfetto.dev |
+    """
+
+    command: ClassVar[str] = "penstock report"
+    takes: ClassVar[str] = "one run's folder"
+    operands: ClassVar[tuple[str, ...]] = ("folder",)
+    endings: ClassVar[Mapping[str, str]] = {"svg": ".svg", "png": ".png"}
+
+    folder: Path
     step: int | None = None
     out: Path | None = None
-    svg: Path | None = None
-    png: Path | None = None
+    svg: Path | bool = False
+    png: Path | bool = False
     trace: Path | None = None
 
+    def __post_init__(self) -> None:
+        for key, ending in self.endings.items():
+            if isinstance(path := getattr(self, key), Path) and path.suffix != ending:
+                raise ConfigError(f"{key}={str(path)!r}: the file's name must end in {ending}")
 
-def parse_report(words: Sequence[str]) -> ReportArguments:
-    """Take apart the words after ``penstock report``. A flag's value is the next word, or follows ``=``.
-
-    A picture needs no name: without a word after it that ends as such a file does, it is in the run's folder.
-
-    Raises:
-        ConfigError: no folder or several, an unknown flag, or a flag without a usable value.
-    """
-    folders: list[str] = []
-    flags: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            folders.append(word)
-            continue
-        key, equals, value = word.partition("=")
-        if key not in (*_FILES, "--step"):
-            raise ConfigError(f"penstock report has no {key}. {_HINT}")
-        if key in flags:
-            raise ConfigError(f"{key} is given twice: give it once")
-        named = bool(rest) and not rest[0].startswith("--")
-        if key in _PICTURES and not equals:
-            flags[key] = rest.pop(0) if named and rest[0].endswith(_PICTURES[key]) else ""
-            continue
-        if not equals:
-            value = rest.pop(0) if named else ""
-        if not value:
-            raise ConfigError(f"{key} needs a value: {key} {'NUMBER' if key == '--step' else 'FILE'}")
-        flags[key] = value
-    if len(folders) != 1:
-        found = "none" if not folders else " and ".join(folders)
-        endings = " and ".join(_PICTURES[key] for key in _PICTURES if key in flags)
-        hint = f"A picture's name ends in {endings}. " if folders and endings else ""
-        raise ConfigError(f"penstock report takes one run's folder, and was given {found}. {hint}{_HINT}")
-    step = flags.get("--step")
-    if step is not None and not step.isdecimal():
-        raise ConfigError(f"--step {step!r} is not a step's number")
-    run = Path(folders[0])
-    paths = {key: Path(flags[key]) if key in flags else None for key in _FILES}
-    for key, ending in _PICTURES.items():
-        if flags.get(key) == "":
-            paths[key] = run / f"timeline{ending}"
-        elif (path := paths[key]) is not None and path.suffix != ending:
-            raise ConfigError(f"{key} {path}: the file's name must end in {ending}")
-    return ReportArguments(
-        run=run,
-        step=None if step is None else int(step),
-        out=paths["--out"],
-        svg=paths["--svg"],
-        png=paths["--png"],
-        trace=paths["--trace"],
-    )
+    @property
+    def pictures(self) -> Iterator[Path]:
+        """Where pictures are to be written."""
+        for key, ending in self.endings.items():
+            if path := getattr(self, key):
+                yield path if isinstance(path, Path) else self.folder / f"timeline{ending}"
 
 
-def report(arguments: ReportArguments) -> int:
+def run(arguments: Arguments) -> int:
     """Write what was asked for and say where it is; returns the exit code.
 
     Raises:
         ConfigError: the folder is not a run's, holds no trace, or a file cannot be read or written.
     """
-    found = gather(arguments.run, arguments.step)
-    put = partial(_put, run=arguments.run)
-    _write(arguments.out or arguments.run / "report.html", lambda path: put(path, run_page(found)))
-    for picture in (arguments.svg, arguments.png):
-        if picture is not None:
-            _write(picture, lambda path: draw(path, found.prediction, found.step, found.budget, put))
+    found = gather(arguments.folder, arguments.step)
+    put = partial(_put, run=arguments.folder)
+    _write(arguments.out or arguments.folder / "report.html", lambda path: put(path, run_page(found)))
+    for picture in arguments.pictures:
+        _write(picture, lambda path: draw(path, found.prediction, found.step, found.budget, put))
     if arguments.trace is not None:
         _write(arguments.trace, lambda path: put(path, chrome_trace(found.prediction, found.step)))
     return 0

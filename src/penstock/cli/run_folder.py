@@ -195,7 +195,7 @@ def _settings_text(path: Path) -> str:
         raise ConfigError(f"cannot read the settings in {path}: {error.strerror}") from None
     head, found, digest = data.rpartition(_LAST_LINE.encode())
     if not found and not any(sign in data.rstrip().rpartition(b"\n")[2] for sign in _SIGNS):
-        head = data  # from an earlier version, or changed by hand
+        head = data  # changed by hand, and said so
     elif not found or digest != f"{xxhash.xxh3_64_hexdigest(head)}\n".encode():
         raise ConfigError(
             f"{path} is not what the run wrote there. If you have changed it: settings of a run are changed by flags "

@@ -7,6 +7,7 @@ starts the run after a kill does the rest before anything else.
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from penstock.errors import StoreError
 from penstock.store.owner import RUN_FILE, RUN_KIND, Owner
 from penstock.store.records import read_as, write_document
 
@@ -62,7 +63,12 @@ class RunRecord:
             return None
         except OSError:
             pass  # reading it says why
-        found = read_as(folder / RUN_FILE, RUN_KIND, _Written)
+        try:
+            found = read_as(folder / RUN_FILE, RUN_KIND, _Written)
+        except StoreError as error:
+            if error.errno is not None:
+                raise
+            raise StoreError(f"{error}. Put it back from a copy: it says which store is this run's") from error
         return RunRecord(
             owner=Owner(id=found.id, folder=found.folder), has_state=found.has_state, pending=found.pending
         )

@@ -6,6 +6,7 @@ hints. So there is one definition of every setting, and one place that refuses w
 
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -124,8 +125,9 @@ def read(cls: type[T], tree: Located, section: str) -> T:
     known = {f.name: f for f in in_order(cls)}
     for key, item in tree.value.items():
         if key not in known:
-            raise ConfigError(f"{item.where}: {_unknown(key, section, list(known))}")
-    missing = [name for name, f in known.items() if name not in tree.value and _required(f)]
+            said = unknown(key, list(known), takes=section or "the file", form=_dotted(section, "{}"))
+            raise ConfigError(f"{item.where}: {said}")
+    missing = [name for name, f in known.items() if name not in tree.value and required(f)]
     if missing:
         raise ConfigError(f"{tree.where}: {section or 'the file'} lacks {', '.join(missing)}")
     hints = typing.get_type_hints(cls)
@@ -139,10 +141,10 @@ def read(cls: type[T], tree: Located, section: str) -> T:
 def in_order(cls: type) -> list[Field[Any]]:
     """The fields of a dataclass as people read them: what has to be given comes first."""
     assert is_dataclass(cls)
-    return sorted(fields(cls), key=lambda f: not _required(f))
+    return sorted(fields(cls), key=lambda f: not required(f))
 
 
-def _required(f: Field[Any]) -> bool:
+def required(f: Field[Any]) -> bool:
     return f.default is MISSING and f.default_factory is MISSING
 
 
@@ -150,17 +152,20 @@ def _dotted(section: str, key: str) -> str:
     return f"{section}.{key}" if section else key
 
 
-def _unknown(key: str, section: str, known: Sequence[str]) -> str:
+def unknown(key: str, known: Sequence[str], *, takes: str, what: str = "setting", form: str = "{}") -> str:
+    """What is said of a key that is none of the ``known`` ones. ``takes``: who takes these; ``form``: of a key that is
+    ``what``, in words.
+    """
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean {_dotted(section, near[0])}?" if near else ""
-    takes = f"{section or 'the file'} takes {', '.join(known)}"
-    return f"there is no setting {_dotted(section, key)}; " + (f"{hint} ({takes})" if hint else takes)
+    listed = f"{takes} takes {', '.join(known if what == 'setting' else map(form.format, known))}"
+    hint = f"did you mean {form.format(near[0])}? ({listed})" if near else listed
+    return f"there is no {what} {form.format(key)}; {hint}"
 
 
 def _blame(tree: Located, message: str, section: str) -> str:
     """The place of the setting that a message of a dataclass's own check begins with, else of the section."""
     place = tree
-    for key in message.removeprefix(section).lstrip(".").split("=")[0].split(" ")[0].split("."):
+    for key in re.split(r"[=: ]", message.removeprefix(section).lstrip("."), maxsplit=1)[0].split("."):
         if not isinstance(place.value, dict) or key not in place.value:
             break
         place = place.value[key]
@@ -171,7 +176,7 @@ def _convert(item: Located, hint: Any, key: str) -> Any:
     """``item`` as the type ``hint``, or a ConfigError that says what ``key`` must be."""
     if isinstance(item.value, str) and not is_plain_text(item.value):
         raise ConfigError(f"{item.where}: {key} has a character that is none (NUL, or half of one): {item.plain()!a}")
-    options = _options(hint)
+    options = options_of(hint)
     for option in options:
         if is_dataclass(option) and isinstance(option, type):
             if isinstance(item.value, dict):
@@ -232,14 +237,14 @@ def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
     meaning = {name: text.replace("``", "").replace("None:", "null:") for name, text in meanings(cls).items()}
     rows: list[tuple[str, str, str, str]] = []
     for f in in_order(cls):
-        options = _options(hints[f.name])
+        options = options_of(hints[f.name])
         inner = section_of(hints[f.name])
         if inner is not None:
             others = [o for o in options if o not in (inner, type(None))]
             if others:  # it may be something else, too
                 kind = " or ".join([_expected(others), "a section"])
                 rows.append((_dotted(section, f.name), kind, _default(f), meaning.get(f.name, "")))
-            within = "required" if _required(f) else "required if the section is there"
+            within = "required" if required(f) else "required if the section is there"
             rows += [
                 (name, kind, within if default == "required" else default, meaning)
                 for name, kind, default, meaning in describe(inner, _dotted(section, f.name))
@@ -251,14 +256,14 @@ def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
 
 def _default(f: Field[Any]) -> str:
     """The default as YAML has it."""
-    return "required" if _required(f) else dump_yaml([_plain(f.default)]).removeprefix("-").strip()
+    return "required" if required(f) else dump_yaml([_plain(f.default)]).removeprefix("-").strip()
 
 
 def section_of(hint: Any) -> type | None:
     """The dataclass of a setting that is, or may be, a section."""
-    return next((option for option in _options(hint) if isinstance(option, type) and is_dataclass(option)), None)
+    return next((option for option in options_of(hint) if isinstance(option, type) and is_dataclass(option)), None)
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def options_of(hint: Any) -> tuple[Any, ...]:
     """The types of a union, or the one type."""
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)

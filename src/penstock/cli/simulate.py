@@ -2,15 +2,16 @@
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from penstock import files
-from penstock.cli.simulate_arguments import SIMULATE_HELP, parse_simulate
+from penstock.cli.simulate_arguments import Arguments
 from penstock.cli.simulate_case import Case
 from penstock.cli.simulate_source import case_of, described_families
 from penstock.cli.simulate_view import as_json, figures_of, show
+from penstock.cli.words import help_of
 from penstock.errors import ConfigError, ScheduleError
 from penstock.hardware.profiles import shipped_names
 from penstock.report.chrome import write_simulation
@@ -21,20 +22,19 @@ from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 
 
-def simulate_help() -> str:
+def help_text() -> str:
     """The usage, with the machines, models and schedules that have names."""
-    return SIMULATE_HELP.format(
-        machines=", ".join(shipped_names()), models=", ".join(CONFIGS), families=described_families()
+    return help_of(
+        Arguments, machines=", ".join(shipped_names()), models=", ".join(CONFIGS), families=described_families()
     )
 
 
-def run_simulate(words: Sequence[str]) -> int:
+def run(arguments: Arguments) -> int:
     """Run the command; returns its exit code.
 
     Raises:
         ConfigError: what was asked for is wrong, impossible or cannot be written.
     """
-    arguments = parse_simulate(words)
     for path in filter(None, (arguments.html, arguments.trace)):
         _check_writable(path)
     with _no_collection():

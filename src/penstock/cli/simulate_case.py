@@ -4,8 +4,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.cli.simulate_arguments import Precision, SimulateArguments
-from penstock.config import Tier
+from penstock.cli.simulate_arguments import Arguments
+from penstock.config import Precision, Tier
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.costs import machine_costs
@@ -90,7 +90,7 @@ def form_of(precision: Precision) -> Format:
     return Format(weight_bytes=4 if precision == "fp32" else 2, moments=2)
 
 
-def training_of(arguments: SimulateArguments, machine: Machine | None) -> Training:
+def training_of(arguments: Arguments, machine: Machine | None) -> Training:
     """The model that was asked for, in micro-batches as asked for, for a machine's kind of device.
 
     Raises:

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 
 from penstock.cli.schedule_file import MOST_OPS, read_world
-from penstock.cli.simulate_arguments import SimulateArguments
+from penstock.cli.simulate_arguments import Arguments
 from penstock.cli.simulate_case import (
     MACHINE,
     MODEL,
@@ -49,7 +49,7 @@ _SHAPES = {  # layers and ranks as in the puzzles; 8 and 4 for the others
 }
 
 
-def case_of(arguments: SimulateArguments) -> Case:
+def case_of(arguments: Arguments) -> Case:
     """Build, or read and check, what was asked for.
 
     Raises:
@@ -76,7 +76,7 @@ def described_families() -> str:
 # ---- schedules that do not offload
 
 
-def _layers(arguments: SimulateArguments) -> Case:
+def _layers(arguments: Arguments) -> Case:
     name, family = arguments.name, FAMILIES[arguments.name]
     unknown = (option for option in LAYER_OPTIONS if option not in family.options)
     arguments.refuse(name, *unknown, *_OF_STREAMS)
@@ -110,7 +110,7 @@ def _built(request: Request, costs: str) -> World:
 _FREE = Costs(name="none", seconds=lambda op: 0.0)
 
 
-def _request(arguments: SimulateArguments, layers: int, ranks: int, model: CostModel) -> Request:
+def _request(arguments: Arguments, layers: int, ranks: int, model: CostModel) -> Request:
     ranks = arguments.ranks or ranks
     request = Request(
         family=arguments.name,
@@ -123,7 +123,7 @@ def _request(arguments: SimulateArguments, layers: int, ranks: int, model: CostM
         gather_group=arguments.gather_group,
         fused=arguments.fused,
         partition_activations=arguments.partition_activations,
-        buffer_size=arguments.buffer_size,
+        buffer_size=arguments.buffer_bytes,
         lookahead=arguments.lookahead or 0,
     )
     _check_size(_about(request))
@@ -162,7 +162,7 @@ def _shape_in_words(request: Request) -> str:
 # ---- schedules that offload
 
 
-def _offload(arguments: SimulateArguments) -> Case:
+def _offload(arguments: Arguments) -> Case:
     name = arguments.name
     family = FAMILIES[name]
     assert family.streaming is not None
@@ -216,7 +216,7 @@ _OTHERS = "use --costs unit or a machine's profile"
 # ---- schedules from a file
 
 
-def _file(arguments: SimulateArguments) -> Case:
+def _file(arguments: Arguments) -> Case:
     """A schedule that a user has written, or that --text has printed."""
     path = Path(arguments.name)
     arguments.refuse("a schedule from a file", "ranks", "micro_batches", *_OF_LAYERS, *_OF_STREAMS)
@@ -241,9 +241,7 @@ def _file(arguments: SimulateArguments) -> Case:
     return replace(machine_case(world, words, machine, training), checked=True)
 
 
-def _training_of_layers(
-    path: Path, world: World, arguments: SimulateArguments, machine: Machine, costs: str
-) -> Training:
+def _training_of_layers(path: Path, world: World, arguments: Arguments, machine: Machine, costs: str) -> Training:
     """A model whose blocks are the layers of a file. The file must have been made for that, not for other costs."""
     arguments.refuse(f"{path}, whose ops say which layers there are", "layers")
     words = [op.id for schedule in world.ranks for op in schedule.lanes["compute"]]
@@ -262,7 +260,7 @@ def _training_of_layers(
     return training
 
 
-def _check_model(path: Path, world: World, training: Training, arguments: SimulateArguments) -> None:
+def _check_model(path: Path, world: World, training: Training, arguments: Arguments) -> None:
     """The schedule's stages and groups are those of the model whose times it gets."""
     stages, groups = len(training.profile.program.stages), len(training.profile.program.groups)
     for schedule in world.ranks:

@@ -132,10 +132,8 @@ def _require_kept(config: TrainConfig, folder: Path) -> None:
         record = None if facts is None else facts.record
     else:
         record = record_kept(folder)
-    kept = kept_of(folder, vouched_by(record))
-    if kept is not None:
-        place = prepared_in(config.data, folder)
-        kept.require(folder, missing_in=(place, place.resolve()))
+    place = prepared_in(config.data, folder)
+    kept_of(folder, vouched_by(record)).require(folder, missing_in=(place, place.resolve()))
 
 
 def _keep(folder: Path, data: Data) -> str:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from penstock.cli.kept_files import ADVICE, corpora, kept_of, vouched_by
 from penstock.cli.own_store import require_own_store
@@ -13,6 +13,7 @@ from penstock.cli.run_folder import settings_of
 from penstock.cli.run_snapshots import record_in, require_newest
 from penstock.cli.showing.display import fail
 from penstock.cli.showing.progress import progress
+from penstock.cli.words import Words
 from penstock.config import format_size
 from penstock.data.blocks import BlockArray
 from penstock.data.identity import identity_in
@@ -24,20 +25,28 @@ from penstock.store.manifest import DATA, MANIFEST
 from penstock.store.snapshot import SnapshotReader
 from penstock.store.store import Store
 
-VERIFY_HELP = """\
-penstock verify: reads all of the last commit of a run, and checks every checksum; changes nothing
 
-Of a run without a disk, all of the last snapshot in its folder.
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Words):
+    """penstock verify: reads all of the last commit of a run, and checks every checksum; changes nothing
 
-  penstock verify RUN            RUN is the folder that penstock train wrote: its store, and what it keeps beside that
-  penstock verify DIR [DIR ...]  the directories of a store (budget.disk), in their order
+    Of a run without a disk, all of the last snapshot in its folder.
 
-Names every damage that it finds. Exit code 0: whole. 1: damaged, or in use by a run. 2: there is nothing to check.
-"""
+      penstock verify RUN            RUN is the folder that penstock train wrote: its store, and what it keeps beside it
+      penstock verify DIR [DIR ...]  the directories of a store (budget.disk), in their order
+
+    Names every damage that it finds. Exit code 0: whole. 1: damaged, or in use by a run. 2: there is nothing to check.
+    """
+
+    command: ClassVar[str] = "penstock verify"
+    takes: ClassVar[str] = "a run's folder or the directories of a store"
+    operands: ClassVar[tuple[str, ...]] = ("folders",)
+
+    folders: tuple[Path, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyArguments:
+class Checked:
     """``paths``: the directories of a store; empty: the run has a ``snapshot`` instead. ``run``: the folder
     of its run, if that was given. ``record``: the last commit, as it was when the command began."""
 
@@ -47,45 +56,36 @@ class VerifyArguments:
     record: Mapping[str, Any] | None = None
 
 
-def parse_verify(words: Sequence[str]) -> VerifyArguments:
-    """What the words after ``penstock verify`` mean.
-
-    Raises:
-        ConfigError: no folder was given, one that is neither a run's nor a store's, or a run without a store.
+def _to_check(folders: Sequence[Path]) -> Checked:
+    """Raises:
+    ConfigError: a folder is neither a run's nor a store's, or is of a run without a store.
     """
-    for word in words:
-        if word.startswith("--"):
-            raise ConfigError(f"penstock verify has no {word}. {_HINT}")
-    folders = tuple(Path(word) for word in words)
-    if not folders:
-        raise ConfigError(f"penstock verify takes a run's folder or the directories of a store. {_HINT}")
     if all(is_there(folder / DATA) or is_there(folder / MANIFEST) for folder in folders):
-        return VerifyArguments(paths=folders)
+        return Checked(paths=tuple(folders))
     if len(folders) > 1:
-        raise ConfigError(f"penstock verify takes one run's folder, and was given {' and '.join(words)}. {_HINT}")
+        found = " and ".join(map(str, folders))
+        raise ConfigError(f"penstock verify takes one run's folder, and was given {found}. Try: penstock verify --help")
     config = settings_of(folders[0])
     if not config.budget.disk_paths:
         snapshot = require_newest(folders[0])
-        return VerifyArguments(paths=(), snapshot=snapshot, run=folders[0], record=record_in(snapshot))
+        return Checked(paths=(), snapshot=snapshot, run=folders[0], record=record_in(snapshot))
     facts = require_own_store(folders[0], config.budget.disk_paths)
-    return VerifyArguments(paths=config.budget.disk_paths, run=folders[0], record=facts.record)
+    return Checked(paths=config.budget.disk_paths, run=folders[0], record=facts.record)
 
 
-_HINT = "Try: penstock verify --help"
-
-
-def verify(arguments: VerifyArguments) -> int:
+def run(arguments: Arguments) -> int:
     """Check a store, and what its run keeps beside it, and say what was found; returns the exit code.
 
     Raises:
-        ConfigError: nothing has been committed yet.
+        ConfigError: a folder is neither a run's nor a store's, or nothing has been committed yet.
         StoreError: the store is in use, cannot be opened, or was stopped within a step.
     """
-    if arguments.snapshot is not None:
-        damage = _snapshot(arguments.snapshot)
+    asked = _to_check(arguments.folders)
+    if asked.snapshot is not None:
+        damage = _snapshot(asked.snapshot)
     else:
-        damage = _store(arguments.paths)
-    beside = [] if arguments.run is None else list(_beside(arguments.run, arguments.record))
+        damage = _store(asked.paths)
+    beside = [] if asked.run is None else list(_beside(asked.run, asked.record))
     if not damage and not beside:
         print("Every checksum is right.")
         return 0
@@ -94,7 +94,7 @@ def verify(arguments: VerifyArguments) -> int:
     sys.stdout.flush()
     if damage:
         remedy = "check the drive, and go on from a snapshot"
-        if arguments.snapshot is not None:
+        if asked.snapshot is not None:
             remedy = "check the drive, and put the snapshot back from a copy"
         fail(f"{_places(damage)} damaged, and this state cannot be trained on: {remedy}")
     if beside:
@@ -151,9 +151,6 @@ def _beside(run: Path, record: Mapping[str, Any] | None) -> Iterator[str]:
         kept = kept_of(run, vouched_by(record))
     except StoreError as error:
         yield str(error)
-        return
-    if kept is None:
-        print(f"{run}: begun by an earlier version, which kept no account of the files beside the store")
         return
     done = sum(file.nbytes for file in kept.files)
     yield from kept.damage(run)

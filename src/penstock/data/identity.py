@@ -56,10 +56,12 @@ class Identity:
         MalformedError: it is not what ``to_json`` gives.
         """
         value = parse_json(text)
-        checksum = value.pop("checksum", None) if isinstance(value, dict) else None  # earlier versions wrote none
+        checksum = value.pop("checksum", None) if isinstance(value, dict) else None
         found = decode(cls, value)
-        if checksum not in (None, fingerprint(value)):
-            raise MalformedError("its checksum is not that of what it says")
+        if checksum != fingerprint(value):
+            raise MalformedError(
+                "it has no checksum of what it says" if checksum is None else "its checksum is another"
+            )
         return found
 
     def difference(self, before: "Identity") -> str | None:
