@@ -35,9 +35,9 @@ class Gradients:
         self._to.moved += target.numel() * target.itemsize
 
     def add(self, op: Op) -> None:
-        """One host buffer to another; ``op.reads``: the sum, and what is added to it."""
-        c = self._to.bound.chunk(op)
-        into, what = op.reads
+        """One host buffer to another, which the op writes."""
+        c, (into,) = self._to.bound.chunk(op), op.writes
+        (what,) = (name for name in op.reads if name != into)
         self._stepping.add(self._to.view(into, c.numel), self._to.view(what, c.numel))
 
     def put_aside(self, op: Op) -> None:
