@@ -1,6 +1,7 @@
 """A schedule that somebody has written by hand, which no builder makes, runs as it stands and gives the same bits."""
 
 import copy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ import penstock
 from penstock.errors import ScheduleError
 from penstock.runtime.bound import refuse_others
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.ir.text import parse_schedule
+from penstock.schedule.ir.text import parse_op, parse_schedule
 from tests.engine.test_plain import torch_adamw
 from tests.models import MODELS
 from tests.training import (
