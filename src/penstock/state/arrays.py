@@ -134,6 +134,7 @@ class StateArrays:
         self.store = store
         self.slots = slots
         self.parts = {part.name: part for group in groups for part in parts_of(group, form, dtype)}
+        self._names = {g.index: [part.name for part in parts_of(g, form, dtype)] for g in groups}
         self.background: Changes | None = None
         """who has to know before an array in memory is changed"""
         self._changed: set[str] = set()
@@ -215,9 +216,7 @@ class StateArrays:
         if late:
             self._late_changed = True
         else:
-            self._changed.update(
-                p.name for p in parts_of(self.groups[g], self.form, self.dtype) if p.name in self._arrays
-            )
+            self._changed.update(name for name in self._names[g] if name in self._arrays)
 
     def complete_late(self) -> None:
         """What the step before had left is stepped: it is part of the state from here on.
