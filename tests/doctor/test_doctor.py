@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,6 +19,7 @@ from penstock.doctor.disk import Scratch
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine, load_machine, parse_machine
 from penstock.hardware.profiles import find_profile, profile_folder
+from tests import warm
 from tests.hardware.test_profile import CROSSING
 from tests.machines import GIB, SMALL, drive, gpu, host
 
@@ -155,13 +154,7 @@ def test_the_words() -> None:
 def test_an_end_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli", "doctor", "--path", str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=_environment(tmp_path / "cache"),
-    )
+    process = warm.start(["-m", "penstock.cli", "doctor", "--path", str(folder)], env=_environment(tmp_path / "cache"))
     deadline = time.monotonic() + 60
     while not _open_files(process.pid, str(folder)) and time.monotonic() < deadline:
         time.sleep(0.05)
