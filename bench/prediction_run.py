@@ -70,9 +70,11 @@ class Counting:
 
     def take(self, engine: penstock.Engine) -> dict[str, int]:
         """Bytes since the start."""
-        runner = engine._planning.runner
+        runner = engine.inside.planning.runner
         assert runner is not None
-        stores = [store.stats for store in (engine._resources.commits.store, runner._scratch) if store is not None]
+        stores = [
+            store.stats for store in (engine.inside.resources.commits.store, runner._scratch) if store is not None
+        ]
         return {
             "read": sum(stats.bytes_read for stats in stores),
             "write": sum(stats.bytes_written for stats in stores),

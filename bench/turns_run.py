@@ -34,7 +34,7 @@ class Side:
         self._drive = _drive(Path(job.work.scratch))
         self._engine = engine
         self._commits: list[float] = []
-        store = engine._resources.commits.store
+        store = engine.inside.resources.commits.store
         assert store is not None
         self._store = store
         commit = store.commit

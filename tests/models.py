@@ -39,17 +39,17 @@ class Case:
         return [{k: t.to(dtype) if t.is_floating_point() else t for k, t in mb.items()} for mb in drawn]
 
 
-def _tokens(generator: torch.Generator, rows: int, length: int, low: int = 2) -> torch.Tensor:
+def draw_tokens(generator: torch.Generator, rows: int, length: int, low: int = 2) -> torch.Tensor:
     return torch.randint(low, VOCABULARY, (rows, length), generator=generator)
 
 
 def causal_lm(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
-    tokens = _tokens(generator, rows, length)
+    tokens = draw_tokens(generator, rows, length)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def masked_lm(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
-    tokens = _tokens(generator, rows, length)
+    tokens = draw_tokens(generator, rows, length)
     hidden = torch.rand(rows, length, generator=generator) < 0.3
     hidden[:, 0] = True
     padded = torch.ones(rows, length, dtype=torch.long)
@@ -62,12 +62,12 @@ def masked_lm(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
 
 
 def sequence_to_sequence(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
-    return {"input_ids": _tokens(generator, rows, length), "labels": _tokens(generator, rows, length // 2)}
+    return {"input_ids": draw_tokens(generator, rows, length), "labels": draw_tokens(generator, rows, length // 2)}
 
 
 def speech(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
     sound = torch.randn(rows, 8, 2 * length, generator=generator)
-    return {"input_features": sound, "labels": _tokens(generator, rows, length // 2)}
+    return {"input_features": sound, "labels": draw_tokens(generator, rows, length // 2)}
 
 
 def images(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
@@ -75,7 +75,7 @@ def images(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
     return {"pixel_values": pixels, "labels": torch.randint(0, 2, (rows,), generator=generator)}
 
 
-def _decoder(**changes: Any) -> dict[str, Any]:
+def decoder(**changes: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -98,25 +98,25 @@ def _decoder(**changes: Any) -> dict[str, Any]:
 def llama(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_decoder(tie_word_embeddings=False, **changes)))
+    return LlamaForCausalLM(LlamaConfig(**decoder(tie_word_embeddings=False, **changes)))
 
 
 def qwen3(**changes: Any) -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(Qwen3Config(**_decoder(tie_word_embeddings=True, **changes)))
+    return Qwen3ForCausalLM(Qwen3Config(**decoder(tie_word_embeddings=True, **changes)))
 
 
 def mistral(**changes: Any) -> nn.Module:
     from transformers import MistralConfig, MistralForCausalLM
 
-    return MistralForCausalLM(MistralConfig(**_decoder(sliding_window=4) | changes))
+    return MistralForCausalLM(MistralConfig(**decoder(sliding_window=4) | changes))
 
 
 def phi(**changes: Any) -> nn.Module:
     from transformers import PhiConfig, PhiForCausalLM
 
-    settings = _decoder(num_key_value_heads=4)
+    settings = decoder(num_key_value_heads=4)
     settings.pop("head_dim")
     return PhiForCausalLM(PhiConfig(**settings | changes))
 
@@ -124,7 +124,7 @@ def phi(**changes: Any) -> nn.Module:
 def phi3(**changes: Any) -> nn.Module:
     from transformers import Phi3Config, Phi3ForCausalLM
 
-    settings = _decoder()
+    settings = decoder()
     settings.pop("head_dim")
     return Phi3ForCausalLM(Phi3Config(**settings | changes))
 
@@ -152,14 +152,14 @@ def gpt2(**changes: Any) -> nn.Module:
 def mixtral(**changes: Any) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    settings = _decoder(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1)
+    settings = decoder(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1)
     return MixtralForCausalLM(MixtralConfig(**settings | changes))
 
 
 def qwen3_moe(**changes: Any) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    settings = _decoder(
+    settings = decoder(
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
@@ -174,7 +174,7 @@ def qwen3_moe(**changes: Any) -> nn.Module:
 def gpt_oss(**changes: Any) -> nn.Module:
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    settings = _decoder(
+    settings = decoder(
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=4,
@@ -187,14 +187,14 @@ def gpt_oss(**changes: Any) -> nn.Module:
 def gemma3(**changes: Any) -> nn.Module:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    settings = _decoder(sliding_window=4, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    settings = decoder(sliding_window=4, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     return Gemma3ForCausalLM(Gemma3TextConfig(**settings | changes))
 
 
 def deepseek_v3(**changes: Any) -> nn.Module:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    settings = _decoder(
+    settings = decoder(
         num_key_value_heads=4,
         head_dim=None,
         moe_intermediate_size=16,
@@ -341,7 +341,7 @@ MODELS: dict[str, Case] = {
     "vit": Case(build=vit, micro_batch=images, blocks=3),
     "skips": Case(
         build=Skips,
-        micro_batch=lambda g, rows, length: {"tokens": _tokens(g, rows, length)},
+        micro_batch=lambda g, rows, length: {"tokens": draw_tokens(g, rows, length)},
         blocks=4,
         loss_fn=lambda m, mb: m(**mb),
     ),

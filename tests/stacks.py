@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.tape.blocks import Block
-from tests.models import VOCABULARY, Case, MicroBatch, _tokens
+from tests.models import VOCABULARY, Case, MicroBatch, draw_tokens
 from tests.tape_reference import Bench, Gradients, Order, plain_step, relative_error, vertical
 
 WIDTH = 8
@@ -54,7 +54,7 @@ class Stack(nn.Module):
 
 
 def tokens_only(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
-    return {"tokens": _tokens(generator, rows, length)}
+    return {"tokens": draw_tokens(generator, rows, length)}
 
 
 def stack(layer: type[nn.Module] = Layer, run: Run | None = None) -> Case:

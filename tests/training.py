@@ -63,8 +63,8 @@ def wrap(case: Case, where: penstock.Budget, *, model: nn.Module | None = None, 
 
 def state_of(engine: penstock.Engine) -> dict[str, torch.Tensor]:
     """A copy of every array of an engine's state, and of the model's buffers, with all delayed steps done."""
-    engine._rest()
-    arrays = engine._resources.arrays
+    engine.inside.rest()
+    arrays = engine.inside.resources.arrays
     found = {}
     for name, part in arrays.parts.items():
         slab = HostSlab(part.nbytes)
@@ -78,7 +78,7 @@ def state_of(engine: penstock.Engine) -> dict[str, torch.Tensor]:
 
 def abandon(engine: penstock.Engine) -> None:
     """Leave an engine as a kill does: closing it brings nothing to its store."""
-    engine._durability.state = State.BROKEN
+    engine.inside.durability.state = State.BROKEN
 
 
 def run_steps(engine: penstock.Engine, steps: Sequence[MicroBatches]) -> Result:
@@ -89,7 +89,7 @@ def run_steps(engine: penstock.Engine, steps: Sequence[MicroBatches]) -> Result:
         norms=[s.grad_norm for s in stats],
         state=state_of(engine),
         stats=stats,
-        placed={engine._resources.arrays.tier_of(name) for name in engine._resources.arrays.parts},
+        placed={engine.inside.resources.arrays.tier_of(name) for name in engine.inside.resources.arrays.parts},
     )
 
 
@@ -145,7 +145,7 @@ def plain_loop(
     from ``engine``, which has run a step.
     """
     named = dict(model.named_modules())
-    blocks = [Block(name=site.name, module=named[site.name]) for site in engine._resources.tape.sites]
+    blocks = [Block(name=site.name, module=named[site.name]) for site in engine.inside.resources.tape.sites]
     torch_optimizer = optimizer(model)
     losses, norms = [], []
     for number, micro_batches in enumerate(steps, start=1):

@@ -72,7 +72,7 @@ def test_a_step_that_ends_after_its_last_op_never_was(
 
 def broken_in(engine: Any, kind: str, *, late: bool) -> None:
     """Make the first op of a kind fail, of a delayed chunk or of another."""
-    runner = engine._planning.runner
+    runner = engine.inside.planning.runner
     kinds = runner.actions.kinds
     real = kinds[kind]
 
@@ -97,7 +97,7 @@ def test_what_was_pending_when_a_step_broke_does_not_come_back_with_a_snapshot(
         broken_in(engine, "OP", late=True)
         with pytest.raises(OSError, match="injected"):
             engine.step(STEPS[2])
-        if engine._durability.state is State.PENDING:  # it was the first one: nothing had been changed
+        if engine.inside.durability.state is State.PENDING:  # it was the first one: nothing had been changed
             broken_in(engine, "WS" if not place else "OP", late=False)
             with pytest.raises(OSError, match="injected"):
                 engine.step(STEPS[2])
@@ -110,13 +110,12 @@ def test_a_commit_in_the_middle_of_a_step_waits_for_delayed_chunks_in_memory_too
     where = budget(tmp_path, weights=None, state=None, durability="none", device="300KiB", host="1100KiB")
     with wrap(CASE, where, delay=1.0, **COMMON) as engine:
         engine.step(STEPS[0])
-        in_memory = [
-            n for n in engine._resources.arrays.parts if n[0] == "m" and engine._resources.arrays.tier_of(n) != "disk"
-        ]
+        arrays = engine.inside.resources.arrays
+        in_memory = [n for n in arrays.parts if n[0] == "m" and arrays.tier_of(n) != "disk"]
         assert in_memory
         commit = engine.plan.schedule.by_id["CM"]
         for name in in_memory:
-            assert f"OP{engine._resources.arrays.parts[name].group}.0" in commit.after
+            assert f"OP{arrays.parts[name].group}.0" in commit.after
 
 
 def test_a_failure_in_the_background_is_said_by_the_next_step_and_costs_nothing(
@@ -125,7 +124,7 @@ def test_a_failure_in_the_background_is_said_by_the_next_step_and_costs_nothing(
     wanted = train(CASE, budget(tmp_path / "wanted"), STEPS, delay=0.0, **COMMON)
     where = budget(tmp_path / "run", weights="host", state="host", durability="interval", interval=1)
     with wrap(CASE, where, delay=0.0, **COMMON) as engine:
-        store = engine._resources.commits.store
+        store = engine.inside.resources.commits.store
         assert store is not None
         real = store.write
 
@@ -135,7 +134,7 @@ def test_a_failure_in_the_background_is_said_by_the_next_step_and_costs_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(store, "write", fail)
             engine.step(STEPS[0])
-            background = engine._durability._background
+            background = engine.inside.durability._background
             assert background is not None
             assert background._thread is not None
             background._thread.join()

@@ -169,7 +169,7 @@ def test_host_pools_are_page_locked(tmp_path: Path) -> None:
     """Else copies would neither overlap nor reach the link's rate."""
     with wrap(CASE, budget(tmp_path / "store"), device="cuda", precision="bf16") as engine:
         engine.step(STEPS[0])
-        runner = engine._planning.runner
+        runner = engine.inside.planning.runner
         assert runner is not None
         slots = [slot for pool in engine.plan.schedule.pools for slot in runner.pools._slots.get(pool.name, ())]
         on_host = [slot for slot in slots if slot.device.type == "cpu"]

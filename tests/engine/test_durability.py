@@ -63,11 +63,11 @@ def test_frozen_weights_in_memory_that_a_snapshot_brings_outlive_a_kill(tmp_path
         later = run_steps(engine, STEPS[1:2])
     with wrap(CASE, budget(tmp_path / "run", **places), model=partly_frozen(1.0), **settings) as engine:
         engine.step(STEPS[0])
-        assert {part.trainable for part in engine._resources.arrays.parts.values() if part.group == 1} == {0}
+        assert {part.trainable for part in engine.inside.resources.arrays.parts.values() if part.group == 1} == {0}
         engine.load(tmp_path / "snapshot")
         loaded = killed(tmp_path / "run", tmp_path / "loaded")
         engine.step(STEPS[1])
-        engine._rest()
+        engine.inside.rest()
         stepped = killed(tmp_path / "run", tmp_path / "stepped")
     for store, result in ((loaded, wanted), (stepped, later), (tmp_path / "run", later)):
         with wrap(CASE, budget(store, **places), model=partly_frozen(1.0), **settings) as engine:
@@ -80,7 +80,7 @@ def test_weights_in_memory_follow_from_the_state_on_disk(tmp_path: Path, weights
     """Every step is a commit all the same."""
     with wrap(CASE, budget(tmp_path / "run", weights=weights), speculate=True, delay=delay, **COMMON) as engine:
         run = [engine.step(micro_batches) for micro_batches in STEPS[:3]]
-        assert engine._resources.arrays.stale()
+        assert engine.inside.resources.arrays.stale()
         left = killed(tmp_path / "run", tmp_path / "left")
     assert len(run) == 3
     with wrap(CASE, budget(left, weights=weights), **COMMON) as engine:
@@ -95,7 +95,7 @@ def test_state_in_memory_is_committed_every_interval(tmp_path: Path, place: dict
     with wrap(CASE, budget(tmp_path / "run", **where), delay=delay, **COMMON) as engine:
         for micro_batches in STEPS[:3]:
             engine.step(micro_batches)  # the third changes what the second has left while that is being written
-        engine._rest()
+        engine.inside.rest()
         left = killed(tmp_path / "run", tmp_path / "left")
         assert_same_state(run_steps(engine, STEPS[3:]).state, wanted().state)
     with wrap(CASE, budget(left, **where), **COMMON) as engine:
@@ -111,7 +111,9 @@ def test_a_mixed_placement_is_committed_every_interval(tmp_path: Path, delay: fl
         for micro_batches in STEPS[:3]:
             engine.step(micro_batches)
         tiers = {
-            engine._resources.arrays.tier_of(name) for name in engine._resources.arrays.parts if name.startswith("m")
+            engine.inside.resources.arrays.tier_of(name)
+            for name in engine.inside.resources.arrays.parts
+            if name.startswith("m")
         }
         assert "disk" in tiers
         assert len(tiers) > 1
@@ -147,8 +149,8 @@ def test_durability_by_the_step_puts_all_state_on_disk(tmp_path: Path) -> None:
     where = penstock.Budget(device="64MiB", host="64MiB", disk=tmp_path, durability="step")
     with wrap(CASE, where, **COMMON) as engine:
         engine.step(STEPS[0])
-        assert engine._resources.commits.every_step
-        assert engine._resources.arrays.stale()
+        assert engine.inside.resources.commits.every_step
+        assert engine.inside.resources.arrays.stale()
 
 
 @pytest.mark.parametrize(

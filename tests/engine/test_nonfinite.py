@@ -61,7 +61,7 @@ def undisturbed(where: penstock.Budget, *, after_first: int = 0, **settings: Any
     with wrap(FAULTY, where, **settings) as engine:
         first = run_steps(engine, GOOD[:1])
         for _ in range(after_first):
-            engine._progress.scale.update(overflow=True)
+            engine.inside.resources.progress.scale.update(overflow=True)
         rest = run_steps(engine, GOOD[1:])
         return replace(rest, losses=first.losses + rest.losses, norms=first.norms + rest.norms)
 
@@ -83,7 +83,7 @@ def test_an_overflow_in_fp16_skips_the_step_and_nothing_else(
         bad = run_steps(engine, [with_fault(STEPS[1], fault=1)])
         rest = run_steps(engine, GOOD[1:])
         assert engine.step_count == 4
-        assert engine._progress.updates == 3
+        assert engine.inside.resources.progress.updates == 3
     assert bad.stats[0].skipped
     assert not bad.stats[0].clipped
     assert_same_state(bad.state, first.state)

@@ -54,7 +54,7 @@ def test_evaluations_between_steps_find_the_state_where_their_plan_says(tmp_path
 
 
 def check_placed(engine: penstock.Engine) -> None:
-    place, arrays = engine.plan.settings.place, engine._resources.arrays
+    place, arrays = engine.plan.settings.place, engine.inside.resources.arrays
     for group in arrays.groups:
         assert arrays.tier_of(f"weights.{group.index}") == place.weights[group.index]
     fixed = engine.plan.schedule.fixed
@@ -67,7 +67,7 @@ def check_placed(engine: penstock.Engine) -> None:
 def test_without_a_disk_the_host_holds_no_more_than_its_budget_at_any_time() -> None:
     where = penstock.Budget(device="64MiB", host="1MiB")
     with wrap(CASE, where) as engine:
-        arrays = engine._resources.arrays
+        arrays = engine.inside.resources.arrays
         held = sum(p.nbytes for name, p in arrays.parts.items() if arrays.tier_of(name) == "host")
         assert 0 < held <= where.host_bytes
 
@@ -166,8 +166,8 @@ def test_micro_batches_of_incomparable_shapes_are_planned_for_once(
 ) -> None:
     probes = []
     with wrap(CASE, budget(tmp_path / "store")) as engine:
-        probe = engine._resources.tape.probe
-        monkeypatch.setattr(engine._resources.tape, "probe", lambda *a, **k: probes.append(1) or probe(*a, **k))
+        probe = engine.inside.resources.tape.probe
+        monkeypatch.setattr(engine.inside.resources.tape, "probe", lambda *a, **k: probes.append(1) or probe(*a, **k))
         wide = CASE.micro_batches(1, seed=1, length=12)[0]
         tall = {name: value[:, :6].repeat(3, 1) for name, value in wide.items()}
         for _ in range(3):

@@ -157,7 +157,7 @@ def test_frozen_parameters_have_no_state_and_no_gradient_traffic(tmp_path: Path)
             else:
                 assert torch.equal(tensor, before[name]), name
         assert relative(master_of(engine), plain.parameters) <= 1e-6
-        blocks = [g.spec for g in engine._resources.groups if g.spec.name.startswith("blocks")]
+        blocks = [g.spec for g in engine.inside.resources.groups if g.spec.name.startswith("blocks")]
         trained = sum(g.trainable for g in blocks)
         assert all(0 < g.trainable < g.numel for g in blocks)
         assert {n for n in found.state if n.startswith("moment")} == {

@@ -137,9 +137,9 @@ def test_drives_move_exactly_the_bytes_of_the_trace(precision: str, tmp_path: Pa
     (tmp_path / "a").mkdir()
     with wrap(CASE, where, precision=precision) as engine:
         engine.step(STEPS[0])
-        runner = engine._planning.runner
+        runner = engine.inside.planning.runner
         assert runner is not None
-        stores = (engine._resources.commits.store, runner._scratch)
+        stores = (engine.inside.resources.commits.store, runner._scratch)
         before = [store.stats for store in stores if store is not None]
         engine.step(STEPS[1])
         after = [store.stats for store in stores if store is not None]
@@ -236,7 +236,7 @@ def test_what_a_dropped_run_has_moved_counts_in_the_step(tmp_path: Path) -> None
     moved_by = []
     for clip in (1e9, 1e-3):
         with wrap(CASE, budget(tmp_path / str(clip)), clip_grad_norm=clip, speculate=True, delay=0.0) as engine:
-            store = engine._resources.commits.store
+            store = engine.inside.resources.commits.store
             assert store is not None
             stats = [engine.step(STEPS[0]), engine.step(STEPS[0])][-1]
             assert stats.repeats == (clip < 1)

@@ -83,7 +83,7 @@ def test_a_forked_child_is_told_that_the_engine_is_its_parents(tmp_path: Path) -
         ]
         for call in calls:
             assert in_child(call).startswith(f"ConfigError: this engine belongs to process {os.getpid()}, and this is")
-        store = engine._resources.commits.store
+        store = engine.inside.resources.commits.store
         assert store is not None
         for use in (lambda: store.commit({}), store.flush, lambda: state_of(engine)):
             assert "belongs to process" in (said := in_child(use)) or "was opened by process" in said

@@ -264,7 +264,7 @@ def test_a_recomputed_block_repeats_its_dropout(name: str, tmp_path: Path) -> No
     ) as engine:
         micro_batches = steps_of(architecture)[0][:1]
         engine.step(micro_batches)
-        blocks = [site.name for site in engine._resources.tape.sites]
+        blocks = [site.name for site in engine.inside.resources.tape.sites]
         for layer, module in model.named_modules():
             if isinstance(module, nn.Dropout) and any(layer.startswith(f"{block}.") for block in blocks):
                 module.register_forward_hook(partial(note, layer))

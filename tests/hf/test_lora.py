@@ -69,13 +69,13 @@ def test_training_equals_plain_peft(name: str, tmp_path: Path) -> None:
         mine, theirs = (torch.cat([p[n].detach().flatten() for n in sorted(trained)]) for p in (found, wanted))
         assert relative(mine, theirs) <= STEPS * ROUNDING
         assert all(torch.equal(found[n], value) for n, value in base.items())
-        blocks = [g.spec for g in engine._resources.groups if g.spec.name.startswith("blocks")]
+        blocks = [g.spec for g in engine.inside.resources.groups if g.spec.name.startswith("blocks")]
         assert all(0 < g.trainable < g.frozen for g in blocks)
-        moved = sum(g.spec.trainable for g in engine._resources.groups)
+        moved = sum(g.spec.trainable for g in engine.inside.resources.groups)
         assert stats.bytes_moved["write"] == 12 * moved
         assert stats.bytes_moved["d2h"] == 4 * moved
-        kinds = {n.split(".")[0]: 0 for n in engine._resources.arrays.parts}
-        for n, part in engine._resources.arrays.parts.items():
+        kinds = {n.split(".")[0]: 0 for n in engine.inside.resources.arrays.parts}
+        for n, part in engine.inside.resources.arrays.parts.items():
             kinds[n.split(".")[0]] += part.numel
         assert kinds["moment0"] == kinds["moment1"] == moved
         assert "master" not in kinds
@@ -84,11 +84,11 @@ def test_training_equals_plain_peft(name: str, tmp_path: Path) -> None:
 def test_sixteen_bits_keep_no_master_copy_of_what_is_frozen(tmp_path: Path) -> None:
     with wrapped(adapted(models.llama()), tmp_path, precision="bf16") as engine:
         engine.step(steps_of(ZOO["llama"])[0])
-        moved = sum(g.spec.trainable for g in engine._resources.groups)
-        assert sum(p.numel for n, p in engine._resources.arrays.parts.items() if n.startswith("master")) == moved
-        assert sum(p.nbytes for n, p in engine._resources.arrays.parts.items() if n.startswith("weights")) == 2 * sum(
-            g.spec.numel for g in engine._resources.groups
-        )
+        moved = sum(g.spec.trainable for g in engine.inside.resources.groups)
+        assert sum(p.numel for n, p in engine.inside.resources.arrays.parts.items() if n.startswith("master")) == moved
+        assert sum(
+            p.nbytes for n, p in engine.inside.resources.arrays.parts.items() if n.startswith("weights")
+        ) == 2 * sum(g.spec.numel for g in engine.inside.resources.groups)
 
 
 def test_the_loss_in_tiles_is_the_same(tmp_path: Path) -> None:

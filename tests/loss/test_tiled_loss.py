@@ -34,14 +34,14 @@ def gemma2(**changes: Any) -> nn.Module:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     # A cap so low, and weights so large, that it bends many logits.
-    settings = models._decoder(final_logit_softcapping=0.5, sliding_window=4, initializer_range=0.3)
+    settings = models.decoder(final_logit_softcapping=0.5, sliding_window=4, initializer_range=0.3)
     return Gemma2ForCausalLM(Gemma2Config(**settings | changes))
 
 
 def cohere(**changes: Any) -> nn.Module:
     from transformers import CohereConfig, CohereForCausalLM
 
-    settings = models._decoder(logit_scale=0.25)
+    settings = models.decoder(logit_scale=0.25)
     settings.pop("head_dim")
     return CohereForCausalLM(CohereConfig(**settings | changes))
 
@@ -49,7 +49,7 @@ def cohere(**changes: Any) -> nn.Module:
 def granite(**changes: Any) -> nn.Module:
     from transformers import GraniteConfig, GraniteForCausalLM
 
-    settings = models._decoder(logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.5)
+    settings = models.decoder(logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.5)
     settings.pop("head_dim")
     return GraniteForCausalLM(GraniteConfig(**settings | changes))
 

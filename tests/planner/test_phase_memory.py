@@ -180,9 +180,9 @@ def test_each_array_that_has_to_move_moves_once(moves: list[tuple[int, Tier, Tie
 
 def test_arrays_are_those_that_the_engine_keeps(tmp_path: Path) -> None:
     with wrap(CASE, budget(tmp_path / "store"), precision="bf16") as engine:
-        parts = engine._resources.arrays.parts.values()
+        parts = engine.inside.resources.arrays.parts.values()
         program = Program.__new__(Program)
-        object.__setattr__(program, "groups", engine._resources.arrays.groups)
+        object.__setattr__(program, "groups", engine.inside.resources.arrays.groups)
         found = arrays(program, Format(weight_bytes=2, moments=2))
         assert [(a.group, a.nbytes) for a in found] == [(p.group, p.nbytes) for p in parts]
         assert [a.state for a in found] == [not p.name.startswith("weights") for p in parts]

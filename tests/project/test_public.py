@@ -81,6 +81,7 @@ ENGINE = {
     "counters",
     "device",
     "evaluate",
+    "inside",
     "last_step",
     "load",
     "master_parameters",

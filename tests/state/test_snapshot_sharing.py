@@ -182,10 +182,10 @@ def test_damage_in_the_store_is_found_in_a_shared_snapshot(tmp_path: Path, monke
 def test_training_goes_on_from_a_shared_snapshot_bit_for_bit(reflink_disk: Path) -> None:
     with wrap(CASE, budget(reflink_disk / "one")) as engine:
         run_steps(engine, STEPS[:2])
-        assert engine._resources.commits.store is not None
-        before = engine._resources.commits.store.stats
+        assert engine.inside.resources.commits.store is not None
+        before = engine.inside.resources.commits.store.stats
         engine.save(reflink_disk / "snapshot")
-        assert engine._resources.commits.store.stats == before
+        assert engine.inside.resources.commits.store.stats == before
         wanted = run_steps(engine, STEPS[2:])
     with wrap(CASE, budget(reflink_disk / "two")) as engine:
         engine.load(reflink_disk / "snapshot")

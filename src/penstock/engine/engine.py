@@ -21,6 +21,7 @@ from penstock.engine.attempt import Attempt
 from penstock.engine.due import Due
 from penstock.engine.durability import Actions, Durability
 from penstock.engine.fate import Action, Event, State
+from penstock.engine.inside import Inside
 from penstock.engine.interrupt import whole_steps
 from penstock.engine.planning import Planning
 from penstock.engine.resources import open_resources
@@ -349,6 +350,11 @@ class Engine:
     def _rest(self) -> None:
         """Nothing is pending from here on: delayed chunks are stepped, and what is being written is written."""
         self._durability.rest(self._planning.runner)
+
+    @property
+    def inside(self) -> Inside:
+        """What is at work, for tests and benchmarks; it may be otherwise in any version."""
+        return Inside(resources=self._resources, durability=self._durability, planning=self._planning, rest=self._rest)
 
     def __enter__(self) -> Self:
         return self
