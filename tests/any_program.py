@@ -12,12 +12,11 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from penstock.config import Family, Tier
-from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.lower.route import Route
+from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
-from penstock.schedule.route import Route
-from penstock.schedule.vertical import vertical, vertical_route
 
 SIZES = (0, 1, 2, 5, 12, 20, 40)
 """in units of ALIGN elements"""

@@ -5,11 +5,10 @@ from random import Random
 from typing import Literal
 
 from penstock.config import Tier
-from penstock.schedule.horizontal import horizontal
 from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
-from penstock.schedule.vertical import vertical
 
 CHECKPOINT = 5000
 """Bytes of a block's outputs for one micro-batch; not a whole number of pages."""

@@ -21,9 +21,9 @@ from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.report.prediction import Prediction
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.visits import vertical
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
-from penstock.schedule.vertical import vertical
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate

@@ -15,10 +15,10 @@ from penstock.engine.fate import State
 from penstock.engine.runner import Runner
 from penstock.errors import ScheduleError, StoreError
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.lower.visits import vertical
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
-from penstock.schedule.vertical import vertical
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
 from penstock.store.store import Store

@@ -14,17 +14,16 @@ from penstock.errors import ScheduleError
 from penstock.planner.fit import Request, fit
 from penstock.planner.own_schedule import own_plan
 from penstock.schedule.check import check
-from penstock.schedule.check_world import check_world
-from penstock.schedule.clocks import Clocks
-from penstock.schedule.horizontal import horizontal
+from penstock.schedule.check.clocks import Clocks
+from penstock.schedule.check.order import run_order
+from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.order import run_order
+from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import FP32, PAGE, Depths, Format, Placement, Settings, chunks, delayed_share, part_of
 from penstock.schedule.program import ALIGN, Program
-from penstock.schedule.vertical import vertical
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.programs import Case, random_case, transformer

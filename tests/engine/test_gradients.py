@@ -19,7 +19,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.fit import Plan
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
-from penstock.schedule.vertical import vertical
+from penstock.schedule.lower.visits import vertical
 from tests.models import MODELS, causal_lm, llama
 from tests.training import (
     Result,

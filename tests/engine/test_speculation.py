@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.check import check
-from penstock.schedule.clocks import Clocks
+from penstock.schedule.check.clocks import Clocks
+from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.text import parse_schedule
-from penstock.schedule.order import run_order
+from penstock.schedule.lower.visits import vertical
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
-from penstock.schedule.vertical import vertical
 from tests.programs import Case, random_case, transformer
 
 

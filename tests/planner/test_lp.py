@@ -16,8 +16,8 @@ from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.rounding import PATTERNS, Limits, Rounding, assign
 from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.provision import narrow_groups
 from penstock.schedule.place import Depths, Format
-from penstock.schedule.provision import narrow_groups
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.programs import Case, placement, random_case, transformer

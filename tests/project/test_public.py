@@ -197,7 +197,7 @@ def test_errors_are_what_programs_catch_them_as() -> None:
     "module",
     [
         "penstock",
-        "penstock.schedule.vertical",
+        "penstock.schedule.lower.visits",
         "penstock.schedule.check",
         "penstock.planner.fit",
         "penstock.planner.ask",

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from penstock.runtime.pools import Pools
+from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_op, parse_schedule
-from penstock.schedule.order import run_order
 from penstock.schedule.place import PAGE
 from penstock.state.memory import HostSlab
 from tests.programs import random_case

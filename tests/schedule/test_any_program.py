@@ -18,14 +18,13 @@ from penstock.planner.fit import Plan, Request, fit
 from penstock.planner.question import Question
 from penstock.planner.search import search
 from penstock.schedule.check import check
-from penstock.schedule.horizontal import horizontal
+from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.meaning import Needs, prove
-from penstock.schedule.order import run_order
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
-from penstock.schedule.vertical import vertical
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.any_program import FORMATS, AnyCase, cases, programs

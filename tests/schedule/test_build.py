@@ -7,9 +7,10 @@ import pytest
 
 from penstock.config import Tier
 from penstock.schedule.check import check
-from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.lower.provision import Provision
+from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
 from penstock.schedule.place import (
     LARGE_PART,
     PAGE,
@@ -23,8 +24,6 @@ from penstock.schedule.place import (
     on_grain,
 )
 from penstock.schedule.program import ALIGN, GroupSpec, Program
-from penstock.schedule.provision import Provision
-from penstock.schedule.vertical import vertical, vertical_route
 from tests.programs import CHECKPOINT, random_case, transformer
 
 

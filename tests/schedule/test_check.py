@@ -11,12 +11,12 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.check import check
-from penstock.schedule.check_world import check_world
+from penstock.schedule.check.order import run_order
+from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.ir.ops import Op, Pool, Schedule
 from penstock.schedule.ir.text import parse_op, parse_schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.order import run_order
 from tests.programs import random_case
 
 # ---- an independent account of what may collide

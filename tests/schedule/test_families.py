@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.schedule.check_world import violations
+from penstock.schedule.check.worlds import violations
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World

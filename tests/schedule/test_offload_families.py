@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedule.check_world import check_world
+from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_world

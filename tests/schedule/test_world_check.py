@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule import check_world as check_world_module
 from penstock.schedule.check import check
-from penstock.schedule.check_world import check_world, violations
+from penstock.schedule.check import worlds as check_world_module
+from penstock.schedule.check.worlds import check_world, violations
 from penstock.schedule.ir.ops import Op, Pool, Schedule
 from penstock.schedule.ir.text import parse_op, parse_schedule, parse_world
 from penstock.schedule.ir.worlds import World

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from penstock.documents.text import MalformedError, read_text
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.check_world import faults
+from penstock.schedule.check.worlds import faults
 from penstock.schedule.ir.text import parse_ranks, parse_world
 from penstock.schedule.ir.worlds import World
 

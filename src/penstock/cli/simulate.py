@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.hardware.profiles import shipped_names
 from penstock.report.chrome import write_simulation
 from penstock.report.simulated_page import simulated_page
-from penstock.schedule.check_world import check_world
+from penstock.schedule.check.worlds import check_world
 from penstock.shape.shipped import CONFIGS
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate

@@ -15,8 +15,8 @@ from penstock.planner.means import steps_early
 from penstock.planner.proposals import Proposals
 from penstock.planner.question import Question
 from penstock.planner.search import Choice, search
+from penstock.schedule.lower.provision import Provision
 from penstock.schedule.place import Settings
-from penstock.schedule.provision import Provision
 from penstock.sim.costs import Costs
 
 Way = Literal["speculate", "wait, gradients in host memory", "wait, gradients on disk", "no norm needed"]

@@ -53,7 +53,7 @@ def machine_costs(
 
     ``optimizer``: key of the machine's optimizer rates, ``"adamw.bf16"``. ``io_threads``: as ``penstock.wrap``.
     ``grad_dtype``: as in ``Settings``; ``narrow``: groups whose gradients are rounded to it on the device
-    (``schedule.provision``).
+    (``schedule.lower.provision``).
 
     A transfer takes its bytes over the lane's rate, compute what ``times`` say, an optimizer step its parameters over
     the measured rate; a gradient that is rounded on its way what doctor has measured of that (``crossing``); sums and

@@ -15,14 +15,13 @@ from typing import Literal
 from penstock.config import Budget, Family, StreamConfig, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.means import check_means, no_speculation, steps_early
-from penstock.schedule.horizontal import horizontal, horizontal_route
 from penstock.schedule.ir.ops import Schedule, peak_bytes
+from penstock.schedule.lower.provision import Provision, fixed_bytes, narrow_groups
+from penstock.schedule.lower.route import Route
+from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
 from penstock.schedule.meaning import narrow_groups_of
 from penstock.schedule.place import BF16, FP32, Depths, Format, Placement, Settings, Side, checksum_bytes, page_up
 from penstock.schedule.program import ALIGN, Program
-from penstock.schedule.provision import Provision, fixed_bytes, narrow_groups
-from penstock.schedule.route import Route
-from penstock.schedule.vertical import vertical, vertical_route
 
 _CHUNKS = tuple(2**power for power in range(21, 15, -1))  # elements: 8 MiB down to 256 KiB of fp32
 _DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))

@@ -28,8 +28,8 @@ from penstock.planner.fit import Request, tied_groups
 from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.text import op_id
+from penstock.schedule.lower.provision import narrow_groups
 from penstock.schedule.place import BF16, FP32, Depths, Placement, Settings, chunk_count, page_up
-from penstock.schedule.provision import narrow_groups
 from penstock.sim.costs import Costs
 
 Home = tuple[Tier, Tier]

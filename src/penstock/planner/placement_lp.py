@@ -21,7 +21,7 @@ wins, subject to
     sum c = 1, sum z = 1
     base[m](c, z) + sum y * bytes[m] <= budget[m]   for every tier m, in units of its budget
 
-``base`` is what the step's own pools (``schedule.provision``) and fixed memory take with everything at the bottom, so
+``base`` is what the step's own pools (``Provision``) and fixed memory take with everything at the bottom, so
 that a solution that the schedule can express is one that fits, up to pools that vanish when nothing needs them.
 
 With y in whole numbers it is a mixed integer program, which HiGHS solves for these sizes in some 20 ms.
@@ -41,8 +41,8 @@ from numpy.typing import NDArray
 from penstock.config import TIERS, Tier
 from penstock.planner.fit import Request, base_placement, provision
 from penstock.planner.lane_loads import GroupClass, Home, Load, Loads, Walk, limits_of, step_bound
+from penstock.schedule.lower.provision import Provision
 from penstock.schedule.place import FP32, Settings, chunk_count
-from penstock.schedule.provision import Provision
 from penstock.sim.costs import Costs
 
 Waits = Literal["host", "disk"]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from penstock.runtime.pools import Pools
 from penstock.runtime.streams import CudaStreams, HostStreams, Mark
+from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import Op, Schedule
-from penstock.schedule.order import run_order
 
 
 class SerialExecutor:

@@ -1,6 +1,6 @@
 """The schedule: what runs when, as plain data. Nothing here imports torch.
 
-``program`` is what has to be computed, ``op`` the IR with its text form, ``route`` the visits of a step in order,
-``provision`` the pools that follow from it; one file per family of schedules builds it, ``check`` proves it safe. May
-import: ``errors``, ``config``.
+``program`` is what has to be computed, ``place`` where its bytes live and how they are cut. ``ir`` is the schedule
+itself, with its references and its text; ``lower`` makes it; ``check`` proves it safe, and ``meaning`` that it computes
+what the program says. May import: ``errors``, ``config``.
 """

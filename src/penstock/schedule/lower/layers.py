@@ -32,10 +32,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config import Tier
 from penstock.schedule.ir.ops import Schedule, Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, stage_buffer, stage_op, visit
+from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.orders import Order
-from penstock.schedule.lower.recorder import Recorder
 from penstock.schedule.lower.request import Request, Sizes
 from penstock.schedule.lower.stages import Stages
 
@@ -135,7 +136,7 @@ class _Rank:
         self._turns = {stay: turn for turn, stay in enumerate(self._visits)}
         self._gathered = 0  # visits whose weights have been gathered
         sizes = self._sizes
-        self.out = Recorder(
+        self.out = Emitter(
             activation_pools(sizes, seat.items)
             | {
                 "activation_shards": split(sizes.activation * seat.items, seat.together),
@@ -149,14 +150,17 @@ class _Rank:
 
     def finish(self) -> Schedule:
         sizes, cut, held, shards = self._sizes, self._sharding, len(self._seat.joined), self._seat.shards
-        return self.out.finish(
-            self._request.family,
-            self._request.micro_batches,
-            fixed=(
-                ("device", "weights", held * (split(sizes.weights, shards) if cut.weights else sizes.weights)),
-                ("device", "state", held * (split(sizes.state, shards) if cut.state else sizes.state)),
-            ),
-            lookahead=self._request.lookahead,
+        fixed: tuple[tuple[Tier, str, int], ...] = (
+            ("device", "weights", held * (split(sizes.weights, shards) if cut.weights else sizes.weights)),
+            ("device", "state", held * (split(sizes.state, shards) if cut.state else sizes.state)),
+        )
+        return Schedule(
+            name=self._request.family,
+            micro_batches=self._request.micro_batches,
+            chunk=0,
+            pools=self.out.pools(self._request.lookahead),
+            ops=tuple(self.out.ops),
+            fixed=tuple(item for item in fixed if item[2]),
         )
 
     def _own(self, stage: int) -> range:

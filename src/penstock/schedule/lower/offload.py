@@ -25,14 +25,13 @@ from typing import Literal
 
 from penstock.config import Tier
 from penstock.errors import ConfigError
-from penstock.schedule.build import EVERYONE
-from penstock.schedule.horizontal import horizontal
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.build import EVERYONE
+from penstock.schedule.lower.provision import fixed_bytes
 from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import FP32, Depths, Placement, Settings, part_of
 from penstock.schedule.program import ALIGN, Program, round_up
-from penstock.schedule.provision import fixed_bytes
-from penstock.schedule.vertical import vertical
 
 _CHUNKS = 16
 _MOST_CHUNKS = 64

@@ -13,6 +13,7 @@ order), or is left to the next step with that gradient kept, and all of it is wh
 from collections.abc import Callable
 
 from penstock.errors import ScheduleError
+from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.meaning.arrays import ArrayRules
 from penstock.schedule.meaning.compute import ComputeRules
@@ -27,7 +28,6 @@ from penstock.schedule.meaning.values import (
     refused,
 )
 from penstock.schedule.meaning.waiting import WaitingRules
-from penstock.schedule.order import run_order
 
 __all__ = ["Needs", "late_chunks", "narrow_groups_of", "prove"]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from penstock.config import Tier
 from penstock.errors import ScheduleError
-from penstock.schedule.clocks import Clocks
+from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.ir.ops import ChunkAt, Op, Pool, Schedule, chunk_of
 from penstock.schedule.meaning.values import (
     BEFORE,

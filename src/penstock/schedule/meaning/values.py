@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from penstock.config import GradDtype
 from penstock.errors import ScheduleError
-from penstock.schedule.clocks import Clocks
+from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, chunk_of
 from penstock.schedule.place import Format, Placement, Settings
 from penstock.schedule.program import Program

@@ -22,12 +22,12 @@ first load of the step:
 The first block's delayed steps have nothing to hide behind: the step begins with them.
 """
 
-from penstock.schedule.build import Builder
 from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op
+from penstock.schedule.lower.build import Builder
+from penstock.schedule.lower.route import Visit
+from penstock.schedule.lower.update import Updates
 from penstock.schedule.place import Chunk
-from penstock.schedule.route import Visit
-from penstock.schedule.update import Updates
 
 
 class Loads:
@@ -66,7 +66,7 @@ class Loads:
 
     def _has_room(self, index: int, g: int) -> bool:
         moves = g in self.b.moving(self.b.visits[index])
-        return not moves or self.b.free[self.b.provision.weights_pool[g]] > 0
+        return not moves or self.b.has_room(self.b.provision.weights_pool[g])
 
     def _load(self, index: int, g: int) -> None:
         b, visit = self.b, self.b.visits[index]

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from penstock.errors import ScheduleError
-from penstock.schedule.clocks import Clocks
+from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, chunk_of
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, visit
 

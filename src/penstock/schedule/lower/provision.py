@@ -19,6 +19,7 @@ from functools import cached_property
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Pool
+from penstock.schedule.lower.route import Route
 from penstock.schedule.place import (
     BF16,
     FP32,
@@ -31,7 +32,6 @@ from penstock.schedule.place import (
     part_of,
 )
 from penstock.schedule.program import Program
-from penstock.schedule.route import Route
 
 
 def size_classes(sizes: Iterable[int]) -> list[int]:

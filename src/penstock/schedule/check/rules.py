@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from penstock.errors import ScheduleError
-from penstock.schedule.clocks import Clocks
+from penstock.schedule.check.clocks import Clocks
+from penstock.schedule.check.words import check_words
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.references import Buffer
-from penstock.schedule.words import check_words
 
 
 def check_names(schedule: Schedule) -> None:

@@ -21,9 +21,9 @@ them are on disk the step before is complete: ``CM`` commits it, and only then m
 since that overwrites what the commit before names.
 """
 
-from penstock.schedule.build import EVERYONE, Builder
 from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, single_op
+from penstock.schedule.lower.build import EVERYONE, Builder
 from penstock.schedule.place import FP32, Chunk
 
 NORM_BYTES = 8

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.ir.references import OpId, VisitId, stage_op
+from penstock.schedule.lower.stay import Stay
 from penstock.schedule.program import Program
-from penstock.schedule.stay import Stay
 
 
 @dataclass(frozen=True, kw_only=True)

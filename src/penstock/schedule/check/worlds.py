@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.errors import ScheduleError
+from penstock.schedule.check.order import on_rank, run_orders
+from penstock.schedule.check.rules import check_names, check_rules
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.references import OpId, answer_to
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.order import on_rank, run_orders
-from penstock.schedule.rules import check_names, check_rules
 
 Shared = tuple[Schedule, list[int]]
 """A schedule and the ranks that have it."""

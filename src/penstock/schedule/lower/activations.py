@@ -11,10 +11,10 @@ The last block's outputs are used by the epilogue at once and never leave; nor d
 
 from collections.abc import Sequence
 
-from penstock.schedule.build import Buffers, Builder
 from penstock.schedule.ir.references import Buffer, OpId, stage_buffer, stage_op
+from penstock.schedule.lower.build import Buffers, Builder
+from penstock.schedule.lower.route import Visit
 from penstock.schedule.place import page_up
-from penstock.schedule.route import Visit
 
 
 class Activations:

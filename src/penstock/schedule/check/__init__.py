@@ -19,10 +19,10 @@
 What a schedule computes for a given model is proved in ``meaning``, which relies on these rules.
 
 "Before" and "ordered" mean whatever the timing: see ``clocks``. Rules 2 to 5 are in ``rules``, 6 and 7 in ``words``, 8
-in ``check_world``, the absence of deadlock in ``order``.
+in ``worlds``, the absence of deadlock in ``order``.
 """
 
-from penstock.schedule.check_world import check_world
+from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
 

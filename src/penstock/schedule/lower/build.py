@@ -19,18 +19,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.config import Tier
-from penstock.schedule.ir.ops import Carried, Op, Schedule, Take
+from penstock.schedule.ir.ops import Schedule, Take
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer, stage_op
+from penstock.schedule.lower.emitter import Emitter
+from penstock.schedule.lower.provision import Provision
+from penstock.schedule.lower.route import Route, Visit
 from penstock.schedule.place import Chunk, Settings, chunks, part_of
-from penstock.schedule.provision import Provision
-from penstock.schedule.route import Route, Visit
 
 EVERYONE = "all"
 """The process group of all ranks."""
 
 
-class Builder:
-    """Collects ops. Invariant: a buffer is taken once, given once, and its pool has one taking lane at a time."""
+class Builder(Emitter):
+    """Emits the ops of one step on one rank, with buffers from the pools that ``Provision`` has sized."""
 
     def __init__(self, route: Route, settings: Settings) -> None:
         settings.place.check(route.program, settings.form)
@@ -40,18 +41,17 @@ class Builder:
         self.visits = route.visits
         self.provision = Provision(route, settings)
         self.stay = self.provision.stay
-        self.ops: list[Op] = []
+        super().__init__({pool.name: pool.size for pool in self.provision.pools.values()})
         assert settings.ranks == 1 or "device" not in (*settings.place.weights, *settings.place.state)
         self.parts = [part_of(g, settings.ranks) for g in route.program.groups]
         """what this rank has of each group"""
         self.cuts: list[tuple[Chunk, ...]] = [chunks(part, settings.chunk) for part in self.parts]
         self.ready: dict[VisitId, list[OpId]] = defaultdict(list)
         """visit -> ops that its first compute op waits for"""
-        self.carried: list[Carried] = []
-        self.free = {pool.name: pool.count for pool in self.provision.pools.values()}
-        """buffers of each pool that are left where all ops so far have run, in the order of emission"""
-        self._pool_of: dict[Buffer, str] = {}
-        self._taken_from: set[str] = set()
+
+    def has_room(self, pool: str) -> bool:
+        """Whether a buffer is left where all ops so far have run, in the order of emission."""
+        return self.held[pool] < self.provision.pools[pool].count
 
     # ---- what a visit touches
 
@@ -69,48 +69,6 @@ class Builder:
         return [c for c in self.cuts[g] if c.trainable]
 
     # ---- emission
-
-    def emit(
-        self,
-        ident: OpId,
-        *,
-        after: Iterable[OpId] = (),
-        takes: Iterable[Take] = (),
-        reads: Iterable[Buffer] = (),
-        writes: Iterable[Buffer] = (),
-        gives: Iterable[Buffer] = (),
-        nbytes: int = 0,
-        group: str = "",
-    ) -> OpId:
-        taken = tuple(takes)
-        for name, pool in taken:
-            self._taken_from.add(pool)
-            self._hold(name, pool)
-        given = tuple(gives)
-        for name in given:
-            self.free[self._pool_of[name]] += 1
-        self.ops.append(
-            Op(
-                id=ident,
-                after=tuple(dict.fromkeys(after)),
-                takes=taken,
-                reads=tuple(reads),
-                writes=tuple(writes),
-                gives=given,
-                nbytes=nbytes,
-                group=group,
-            )
-        )
-        return ident
-
-    def carry(self, start: Buffer, end: Buffer, pool: str) -> None:
-        """A buffer that the step before leaves as ``start``, and this one leaves as ``end``."""
-        self.carried.append((start, end, pool))
-        self._hold(start, pool)
-
-    def _hold(self, name: Buffer, pool: str) -> None:
-        self._pool_of[name] = pool
-        self.free[pool] -= 1
 
     def collective(self, ident: OpId, after: OpId, source: Buffer, into: Take, nbytes: int) -> OpId:
         """Emit a gather or a scatter over all ranks: ``nbytes`` are those of one rank's part, of which a rank sends one
@@ -168,7 +126,7 @@ class Builder:
         )
 
     def finish(self, name: str, fixed: tuple[tuple[Tier, str, int], ...]) -> Schedule:
-        assert self._taken_from == self.provision.pools.keys(), self._taken_from ^ self.provision.pools.keys()
+        assert set(self.used) == self.provision.pools.keys(), set(self.used) ^ self.provision.pools.keys()
         return Schedule(
             name=name,
             micro_batches=self.s.micro_batches,

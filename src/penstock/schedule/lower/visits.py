@@ -1,0 +1,78 @@
+"""The orders of one rank that streams its groups, and their lowering.
+
+*Vertical*: all micro-batches go through a block before the next block starts (GreedySnake). Weights move to the device
+twice a step whatever the number of micro-batches (the last block's once), gradients leave it once.
+
+*Horizontal*: each micro-batch goes through all blocks before the next one starts (ZeRO-Infinity). Weights move to the
+device 2M times a step, but for what stays there in between (``stay``), and gradients are summed in host memory.
+"""
+
+from penstock.config import Tier
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.references import OpId, visit
+from penstock.schedule.lower.activations import Activations
+from penstock.schedule.lower.build import Builder
+from penstock.schedule.lower.loads import Loads
+from penstock.schedule.lower.route import Route, Visit
+from penstock.schedule.lower.update import Updates
+from penstock.schedule.place import Settings
+from penstock.schedule.program import Program
+
+Fixed = tuple[tuple[Tier, str, int], ...]
+
+
+def vertical_route(program: Program, micro_batches: int, *, train: bool = True) -> Route:
+    """All micro-batches visit a stage together: forward, epilogue, and in training backward."""
+    everyone = tuple(range(micro_batches))
+    visits = [Visit(name=visit(*stay), micro_batches=everyone) for stay in _there_and_back(program, train=train)]
+    return Route(program, visits, train=train)
+
+
+def horizontal_route(program: Program, micro_batches: int) -> Route:
+    """One micro-batch after the other visits every stage: forward, epilogue, backward."""
+    order = _there_and_back(program, train=True)
+    visits = [Visit(name=visit(*stay, m), micro_batches=(m,)) for m in range(micro_batches) for stay in order]
+    return Route(program, visits, train=True)
+
+
+def _there_and_back(program: Program, *, train: bool) -> list[tuple[str, int]]:
+    last = len(program.stages) - 1
+    forward = [*(("F", k) for k in range(last)), ("E", last)]
+    return forward + [("B", k) for k in reversed(range(last))] if train else forward
+
+
+def vertical(program: Program, settings: Settings, fixed: Fixed = (), name: str = "vertical") -> Schedule:
+    """The vertical schedule of one step (or, with ``settings.train`` off, of one evaluation)."""
+    route = vertical_route(program, settings.micro_batches, train=settings.train)
+    return _lower(route, settings, fixed, name if settings.train else "evaluate")
+
+
+def horizontal(program: Program, settings: Settings, fixed: Fixed = (), name: str = "horizontal") -> Schedule:
+    """The horizontal schedule of one training step."""
+    assert settings.train, "an evaluation has one micro-batch order: use vertical()"
+    assert not settings.delay, "only the vertical schedule delays steps"
+    return _lower(horizontal_route(program, settings.micro_batches), settings, fixed, name)
+
+
+def _lower(route: Route, settings: Settings, fixed: Fixed, name: str) -> Schedule:
+    """Visit by visit: its loads, its compute, the checkpoints around it, and what its gradients complete."""
+    builder = Builder(route, settings)
+    activations, updates = Activations(builder), Updates(builder)
+    loads = Loads(builder, updates)
+    waits: dict[int, list[OpId]] = {}
+    for i, stay in enumerate(route.visits):
+        loads.until(i)
+        for m in stay.micro_batches:
+            builder.compute(i, m, waits.get(m, []), activations.buffers(stay, m))
+        if stay.kind == "F":
+            activations.down(stay.stage - 1, stay.micro_batches)
+        # What the next backward needs goes up before the weights of the one after it.
+        following = route.visits[i + 1] if i + 1 < len(route.visits) else None
+        waits = {}
+        if following is not None and following.kind == "B":
+            waits = activations.up(following.stage - 1, following.micro_batches)
+        loads.ahead(i + settings.depths.weights)
+        updates.gradients_down(i)
+    if settings.train:
+        updates.steps_after_norm()
+    return builder.finish(name, fixed)
