@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.schedule.program import Stage
 from penstock.tape import trees
-from penstock.tape.suspended import Facts, Site, StageFacts, has_own_memory
+from penstock.tape.suspended import Facts, Site, StageFacts
 from penstock.tape.watch import Birth
 
 
@@ -72,7 +72,7 @@ def see(place: trees.Place, tensor: torch.Tensor, birth: Birth | None) -> Seen:
         place=place,
         birth=birth,
         nbytes=tensor.numel() * tensor.element_size(),
-        movable=has_own_memory(tensor),
+        movable=trees.has_own_memory(tensor),
         needs_grad=tensor.requires_grad,
     )
 

@@ -20,7 +20,7 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.compat.torch import buffers_of, is_view, next_number, version
+from penstock.compat.torch import buffers_of, next_number, version
 from penstock.errors import ModelError
 from penstock.tape import graph, opaque, trees
 from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
@@ -95,24 +95,6 @@ class Arrival:
 
     site: Site
     tensors: dict[trees.Place, torch.Tensor]
-
-
-def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The order of dimensions in which a tensor is contiguous in memory; None if there is none."""
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
-    return order if tensor.permute(order).is_contiguous() else None
-
-
-def has_own_memory(tensor: torch.Tensor) -> bool:
-    """True if a tensor is all that its storage holds, in some order of dimensions, so that memory is free once it is
-    moved. A view's base would keep the storage alive, whatever becomes of the view.
-    """
-    return (
-        tensor.layout == torch.strided
-        and not is_view(tensor)
-        and memory_order(tensor) is not None
-        and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    )
 
 
 def current_forward() -> "SuspendedForward | None":

@@ -41,8 +41,6 @@ from penstock.tape.suspended import (
     StageFacts,
     SuspendedForward,
     current_forward,
-    has_own_memory,
-    memory_order,
 )
 
 OnGradient = Callable[[nn.Parameter, int, torch.Tensor], None]
@@ -60,7 +58,7 @@ class Movable:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Movable":
-        order = memory_order(tensor)
+        order = trees.memory_order(tensor)
         assert order is not None
         return cls(tensor=tensor, order=order)
 
@@ -323,7 +321,7 @@ class Tape:
             found = trees.places(suspended.outputs) if arrival is None else arrival.tensors
             # What has memory of its own in the largest micro-batches, which were probed, may be a view in this one.
             tensors = [found[p] for p in places if p in found]
-            self._checkpoints[stage, suspended.index] = [Movable.of(t) for t in tensors if has_own_memory(t)]
+            self._checkpoints[stage, suspended.index] = [Movable.of(t) for t in tensors if trees.has_own_memory(t)]
 
     def run_code(self, suspended: SuspendedForward, stage: int) -> Event:
         """Let the model's own code run, as a stage of its own."""

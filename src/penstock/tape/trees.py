@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from penstock.compat.torch import is_view
+
 Replace = Callable[[torch.Tensor], torch.Tensor]
 Place = tuple[Hashable, ...]
 """A tensor's place in nested containers: the indices, keys and names of fields on the way to it."""
@@ -38,6 +40,24 @@ def tensors(value: Any) -> list[torch.Tensor]:
 def has_storage(tensor: torch.Tensor) -> bool:
     """True if a tensor is one piece of memory: sparse and nested ones are several, in tensors of their own."""
     return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions in which a tensor is contiguous in memory; None if there is none."""
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """True if a tensor is all that its storage holds, in some order of dimensions, so that memory is free once it is
+    moved. A view's base would keep the storage alive, whatever becomes of the view.
+    """
+    return (
+        tensor.layout == torch.strided
+        and not is_view(tensor)
+        and memory_order(tensor) is not None
+        and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    )
 
 
 def places(value: Any) -> dict[Place, torch.Tensor]:

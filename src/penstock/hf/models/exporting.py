@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,37 +109,36 @@ def export(
     if merge and not has_adapters(model):
         raise ConfigError("merge has no effect: this model has no adapters")
 
-    def tokens(folder: Path) -> None:
-        if tokenizer is not None:
-            save(tokenizer, folder)
-
     if has_adapters(model) and not merge:
-        write_adapter(Path(out), model, values, tokens, dtype=dtype, overwrite=overwrite)
+        write_adapter(Path(out), model, values, partial(_write_tokenizer, tokenizer), dtype=dtype, overwrite=overwrite)
         return
     if merge:
         values, model = Merged(values, model), model.get_base_model()
-    config = as_given(model.config)
-
-    def companions(folder: Path) -> None:
-        if model.can_generate():
-            try:
-                model.generation_config.save_pretrained(folder)
-            except ValueError as error:
-                raise ConfigError(
-                    f"transformers does not write this generation_config: {shell.short(error)}"
-                ) from error
-        if model.is_remote_code():  # what its class is made of
-            custom_object_save(model, folder)
-        tokens(folder)
-
     write_folder(
         Path(out),
-        Source(cls=type(model), config=config, rules=rules_of(model), values=values),
-        companions,
+        Source(cls=type(model), config=as_given(model.config), rules=rules_of(model), values=values),
+        partial(_write_companions, model, tokenizer),
         dtype=dtype,
         shard_size=shard_size,
         overwrite=overwrite,
     )
+
+
+def _write_companions(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write what goes beside a model's configuration and weights: generation settings, its own code, the tokenizer."""
+    if model.can_generate():
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError as error:
+            raise ConfigError(f"transformers does not write this generation_config: {shell.short(error)}") from error
+    if model.is_remote_code():
+        custom_object_save(model, folder)
+    _write_tokenizer(tokenizer, folder)
+
+
+def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    if tokenizer is not None:
+        save(tokenizer, folder)
 
 
 def write_adapter(
