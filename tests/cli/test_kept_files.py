@@ -4,7 +4,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,9 @@ import pytest
 from penstock.cli import main
 from penstock.cli.kept_files import KEPT, KeptFile, KeptFiles, kept_of
 from penstock.cli.metrics import MetricsFile
+from penstock.cli.run_record import RunRecord
 from penstock.errors import ConfigError, StoreError
+from penstock.store.owner import RUN_FILE
 from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -235,3 +237,10 @@ def test_lines_are_flushed_before_they_are_too_many_for_a_commit(tmp_path: Path)
 def test_a_line_of_a_commit_that_is_none_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the last commit has a line that is not a step's metrics"):
         MetricsFile(tmp_path, done=3, committed=["{}"])
+
+
+@pytest.mark.parametrize(("name", "read"), [(KEPT, KeptFiles.read), (RUN_FILE, RunRecord.read)])
+def test_a_damaged_account_says_what_to_do(tmp_path: Path, name: str, read: Callable[[Path], object]) -> None:
+    (tmp_path / name).write_text("{")
+    with pytest.raises(StoreError, match=f"{name} is damaged.*Put it back from a copy"):
+        read(tmp_path)

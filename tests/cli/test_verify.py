@@ -98,7 +98,7 @@ def test_what_cannot_be_verified_says_why(tmp_path: Path, trained: Path, capsys:
         ([str(tmp_path / "nowhere")], "nowhere does not exist"),
         ([str(empty)], "it has no config.yaml"),
         ([str(trained), str(empty)], "takes one run's folder"),
-        ([str(tmp_path / "fresh")], "nothing has been committed yet"),
+        ([str(tmp_path / "fresh")], "nothing has been committed yet: the run has to take its first step"),
     ):
         capsys.readouterr()
         assert main(["verify", *words]) == 2

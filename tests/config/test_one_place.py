@@ -28,7 +28,10 @@ USED = {
         **dict.fromkeys(("planner/proposals.py", "planner/search.py", "planner/alternatives.py"), "ratios to try"),
         "cli/simulate_arguments.py": "of a schedule that is simulated, without a plan",
     },
-    "speculate": {"schedule/": "what a built schedule was given", "planner/": "the loads of such a schedule"},
+    "speculate": {
+        "schedule/": "what a built schedule was given",
+        "planner/lane_loads.py": "the loads of such a schedule",
+    },
     "slots": {"store/": "the slots", "state/": "the slots", "planner/outside.py": "the memory of their checksums"},
     "durability": {
         "planner/durability.py": "compares them",

@@ -440,7 +440,9 @@ def test_folders_without_what_a_report_needs_are_errors(tmp_path: Path, capsys: 
     assert "prediction.json is not JSON" in error()
     (tmp_path / "prediction.json").unlink()
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "no" / "x.html")]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot write" in said
+    assert "--out FILE" in said
 
 
 def test_damage_anywhere_in_a_run_is_an_error_for_people_or_does_no_harm(tmp_path: Path) -> None:

@@ -93,6 +93,10 @@ def run(arguments: Arguments) -> int:
                 "which it does after its step; then export, and go on with penstock resume"
             ) from error
         raise
+    if found.step == 0:
+        print(
+            f"{arguments.folder} has taken no step yet: this is the model as it began. penstock resume goes on with it"
+        )
     what = "its adapter" if config.lora is not None and not arguments.merge else "its model"
     print(
         f"{arguments.out}: step {found.step} of {arguments.folder}, {what} in "

@@ -125,5 +125,8 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
     try:
         write(path)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}. A report may go elsewhere: --out FILE for the page, and a "
+            "name for each picture (--svg FILE)"
+        ) from error
     print(f"wrote {path} ({path.stat().st_size / 1e3:,.0f} kB)")

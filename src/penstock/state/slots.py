@@ -279,7 +279,9 @@ def whole_commit(store: Store, path: Path) -> dict[str, Any]:
     """
     last = store.last_commit()
     if last is None:
-        raise ConfigError(f"{path}: nothing has been committed yet")
+        raise ConfigError(
+            f"{path}: nothing has been committed yet: the run has to take its first step (penstock resume)"
+        )
     check_stored(last, f"the last commit in {path}")
     if not last["whole"]:
         raise StoreError(

@@ -52,9 +52,11 @@ def check_room(paths: Sequence[Path], layout: Layout, stripe: int) -> None:
     for path in paths:
         size, free = needed[path.stat().st_dev], packed.free_bytes(path)
         if size > free:
+            twice = any(extent.slots == 2 for extent in layout.extents)
             raise StoreError(
                 f"{path}: the store needs {format_size(size)} on this file system, {format_size(free)} are free: "
                 "free some space, give another directory, or give several on different drives"
+                + (". With budget.slots=1 it takes half, and a kill within a step costs the run" if twice else "")
             )
 
 
