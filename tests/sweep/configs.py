@@ -4,6 +4,7 @@
 the models within it, too. What the rules do not know stays as the class has it. ``EXCEPTIONS`` has what they get wrong.
 """
 
+import copy
 import importlib
 import inspect
 import re
@@ -87,18 +88,66 @@ RULES: tuple[tuple[str, Any], ...] = (
 _SMOOTH = {"hidden_act": "silu"}
 """for what has batch norms over few values: where a ReLU's input is all but 0, rounding decides a training"""
 
+_NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+
+_SOME_SHARED = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
+
+_SLIDING = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 8,
+    "swa_kv_lora_rank": 8,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 8,
+}
+
+_THINKER = {"vision_start_token_id": 91, "vision_end_token_id": 92, "position_id_per_seconds": 25}
+
+_FEW_FILTERS = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
+
 _SWIN = {"embed_dim": 24, "depths": [1, 2], "num_heads": [3, 6], "window_size": 4}
 
 EXCEPTIONS: dict[str, Settings] = {
     "blt": {"encoder_hash_byte_group_vocab": 64},
-    "chameleon": {"vocabulary_map": {"<image>": 120, **{f"IMGIMG{chr(65 + i)}Z": 91 + i for i in range(16)}}},
-    "emu3": {"vocabulary_map": {"<image>": 120, **{f"<|visual token {i:06d}|>": 91 + i for i in range(16)}}},
-    "ernie4_5_vl_moe_text": {"moe_num_shared_experts": 1},
+    "chameleon": {"vocabulary_map": {"<image>": 120, **{f"IMGIMG{chr(65 + i)}Z": 91 + i for i in range(10)}}},
+    "chameleon_vqgan": {"num_embeddings": 10, "embed_dim": 32, "latent_channels": 32},
+    "emu3_vqgan": {"codebook_size": 16, "hidden_size": 128},
+    "vibevoice_acoustic_tokenizer": _FEW_FILTERS,
+    "vibevoice_acoustic_tokenizer_encoder": _FEW_FILTERS,
+    "efficientnet": {
+        "width_coefficient": 0.25,
+        "depth_coefficient": 0.3,
+        "in_channels": [32, 16, 24, 40, 80, 112, 192],
+        "out_channels": [16, 24, 40, 80, 112, 192, 320],
+        "hidden_dim": 320,
+        "image_size": 64,
+    },
+    "textnet": {"stem_out_channels": 8, "image_size": 64, **_SMOOTH},
+    "hgnet_v2": {"stem_channels": [3, 8, 8], **_SMOOTH},
+    "pixtral": {"patch_size": 8},
+    "granite_speech5_encoder": {"num_key_value_heads": 4},
+    "emu3": {
+        "vocabulary_map": {
+            "<image>": 120,
+            "<|extra_200|>": 107,
+            **{f"<|visual token {i:06d}|>": 91 + i for i in range(16)},
+        }
+    },
+    "ernie4_5_vl_moe_text": {
+        "moe_num_shared_experts": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [1, 1, 2]},
+    },
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 4},
     "esmc": {"num_key_value_heads": 4},
-    "fun_asr_nano_adaptor": {"intermediate_size": 8},
+    "gemma4_text": _SOME_SHARED,
+    "gemma4_unified_text": _SOME_SHARED,
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 4},
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "gemma4_assistant": {"text_config": {**_NO_LAYER_INPUTS, "num_kv_shared_layers": 3}},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "hunyuan_vl_text": {"head_dim": 8},
@@ -116,16 +165,68 @@ EXCEPTIONS: dict[str, Settings] = {
     "instructblip": {"image_token_index": 120},
     "cohere_compass_text": {
         "num_hidden_layers": 4,
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+        },
     },
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
-    "glm5_next_text": {"num_key_value_heads": 4, "index_kpool": 4},
+    "glm5_next_text": {"num_hidden_layers": 4, "num_key_value_heads": 4, "index_kpool": 4, "qk_rope_head_dim": 0},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "spatial_target_layers": [2, 2, 2, 2],
+        "downsample_rate": "1/2",
+        "image_grid_pinpoints": [[32, 32]],
+        "vision_config": {"hidden_size": 64, "patch_size": 8},
+    },
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "idefics3_vision": {"patch_size": 8},
+    "smolvlm_vision": {"patch_size": 8},
+    "llama4_vision_model": {"intermediate_size": 128},
+    "llava_next": {"image_grid_pinpoints": [[32, 32]]},
+    "llava_next_video": {"image_grid_pinpoints": [[32, 32]]},
+    "llava_onevision": {"image_grid_pinpoints": [[32, 32]]},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+    "granite_docling_vision": {"patch_size": 8},
+    "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 96},
+    "muse_glimmer": {"out_hidden_size": 128},
+    "muse_spark": {"out_hidden_size": 128},
+    "idefics": {"additional_vocab_size": 0},
+    "voxtral": {"audio_token_id": 126},
+    "instructblipvideo": {"video_token_index": 126, "image_token_index": 126},
+    "step3p5": {"sliding_window": 4},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "t5gemma2_encoder": {"mm_tokens_per_image": 4},
+    "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 10, "no_token_index": 11},
+    "unlimited_ocr_sam_vision_model": {"downsample_channels": [32, 32]},
+    "deepseek_ocr2_sam_vision_model": {"downsample_channels": [32, 32]},
+    "qwen2_5_omni_thinker": _THINKER,
+    "qwen3_omni_moe_thinker": _THINKER,
+    "nemotron_h_omni": {
+        "image_token_id": 126,
+        "vision_config": {"video_temporal_patch_size": 2, "image_size": 64},
+        "vision_hidden_size": 32,
+    },
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "mimi": {"upsample_groups": 32, "num_filters": 4, "num_quantizers": 4, "codebook_size": 32},
+    "dots3_note_vision_encoder": {
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "adapter_in_dim": 32,
+        "adapter_out_dim": 32,
+    },
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32, "downsample_hidden_size": 32},
     "mobilevitv2": {"image_size": 128, **_SMOOTH},
-    "moonshine": {"pad_token_id": 0},
+    "moonshine": {"pad_token_id": 0, "encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "neomme": {"head_dim": 16},
-    "zamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
     "perceiver": {"d_model": 32, "d_latents": 32, "num_cross_attention_heads": 1, "num_self_attention_heads": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "ministral": {"head_dim": 8},
@@ -145,7 +246,7 @@ EXCEPTIONS: dict[str, Settings] = {
     "mobilevit": _SMOOTH,
     "regnet": {"depths": [1, 2, 1, 1], **_SMOOTH},
     "resnet": {"depths": [1, 2, 1, 1], **_SMOOTH},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": {"num_key_value_heads": 4, "shared_experts_intermediate_size": 16, **_SLIDING},
     "donut-swin": _SWIN,
     "swin": _SWIN,
     "swinv2": _SWIN,
@@ -169,9 +270,19 @@ EXCEPTIONS: dict[str, Settings] = {
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
     "kyutai_speech_to_text": {"num_codebooks": 4},
-    "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
+    "molmo2": {
+        "adapter_config": {"vision_feature_layer": [-1, -2]},
+        "vision_config": {"image_size": [28, 28], "num_position_embeddings": 4},
+    },
 }
 """By type: settings that go before the rules; a mapping is for the model within of that name."""
+
+NEEDED: dict[str, Settings] = {
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_NO_LAYER_INPUTS}},
+    "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text"}},
+    "nemotron_h_omni": {"vision_config": {"model_type": "radio", "video_temporal_patch_size": 2}},
+}
+"""By type: settings without which its class cannot be made at all."""
 
 _RULES = [(re.compile(pattern), value) for pattern, value in RULES]
 _TOKEN = re.compile(r"(.*?)_?(token)?_?(id|index|idx)")
@@ -184,8 +295,8 @@ def tiny(cls: Any, given: Settings | None = None) -> Any:
     Raises: what the configuration's class does.
     """
     settings: dict[str, Any] = {}
-    exceptions = {**EXCEPTIONS.get(cls.model_type, {}), **(given or {})}
-    default = cls()
+    exceptions = copy.deepcopy({**EXCEPTIONS.get(cls.model_type, {}), **(given or {})})
+    default = cls(**copy.deepcopy(NEEDED.get(cls.model_type, {})))
     ids = iter(range(LAST_WORD + 1, VOCABULARY))
     for name, parameter in inspect.signature(cls).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -213,7 +324,8 @@ def tiny(cls: Any, given: Settings | None = None) -> Any:
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = SPECIAL["pad"]
     rope = vars(config).get("rope_parameters")
-    if isinstance(rope, dict) and "mrope_section" in inspect.getsource(_modeling(cls)):  # halves of a head's pairs
+    sectioned = "rope_parameters" not in exceptions and "mrope_section" in inspect.getsource(_modeling(cls))
+    if isinstance(rope, dict) and sectioned:  # halves of a head's pairs
         pairs = int(settings.get("head_dim", 8) * rope.get("partial_rotary_factor", 1.0)) // 2
         rope["mrope_section"] = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
     return config

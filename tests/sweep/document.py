@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tests.sweep.inputs import KINDS
+from tests.sweep.inputs import KINDS, OWN_LOSS
 from tests.sweep.trial import Result, Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -43,8 +43,13 @@ def _made(results: list[Result], version: str) -> str:
         names = [_name(r) for r in equal if r.kind == kind]
         if names:
             lines.append(f"| {words}: {len(names)} | {', '.join(names)} |")
-    if any(r.given for r in equal):
+    if any("loss_weights" in r.given for r in equal):
         lines += ["", "\\* with `loss_weights`, which `step` asked for: its loss is no mean over labels."]
+    if any("blocks" in r.given for r in equal):
+        found = "those that are found by themselves are not called in every forward, or hand on a key-value cache"
+        lines += ["", f"‡ with `blocks=[...]`, which the refusal asked for: {found}."]
+    if own := [r.type for r in equal if r.model in OWN_LOSS]:
+        lines += ["", f"With a `loss_fn`, as transformers computes none: {', '.join(sorted(set(own)))}."]
     if any("†" in _name(r) for r in equal):
         lines += ["", "† trained with text alone: the script found no images that it takes."]
     lines.append("")
@@ -70,8 +75,9 @@ def _count(results: list[Result], verdict: Verdict) -> int:
 
 
 def _name(result: Result) -> str:
-    text_alone = KINDS[result.kind].media == "image and text" and not result.inputs.startswith("image")
-    return result.type + ("*" if result.given else "") + ("†" if text_alone else "")
+    text_alone = KINDS[result.kind].media == "image and text" and result.inputs.startswith("text")
+    marks = "".join(mark for word, mark in (("loss_weights", "*"), ("blocks", "‡")) if word in result.given)
+    return result.type + marks + ("†" if text_alone else "")
 
 
 def _reasons(results: list[Result], title: str, why: str) -> list[str]:
@@ -87,7 +93,7 @@ _SKIPPED = ("not tried", "why (each one's own error is in `tests/sweep/results.j
 _GROUPS = {
     "does not build: ImportError": "needs a package that is not installed",
     "does not build: ModuleNotFoundError": "needs a package that is not installed",
-    "does not build": "the script's tiny configuration is none that transformers builds",
+    "does not build": "transformers builds none: all of its layers must share keys and values, and not all may",
     "does not get small": "the script's tiny configuration has too many parameters",
     "no inputs": "the script finds no micro-batch that it computes a loss from",
     "plain training": "plain training fails on what the script makes for it",

@@ -4,6 +4,7 @@ A *form* makes one micro-batch of so many rows and tokens. The first form of a k
 from is the one that it is trained with.
 """
 
+import functools
 import inspect
 import math
 import re
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.sweep.configs import FIRST_WORD, LAST_WORD
+from tests.sweep.media import SPECIAL
 
 MicroBatch = dict[str, Any]
 Form = Callable[[torch.Generator, int, int], MicroBatch]
@@ -49,6 +51,28 @@ class Forms:
     main: Form
     other: Form | None
     name: str
+
+
+OWN_LOSS = frozenset(
+    (
+        *("DeiTForImageClassificationWithTeacher", "LevitForImageClassificationWithTeacher"),
+        *("PPLCNetForImageClassification", "ShieldGemma2ForImageClassification", "DiffusionGemmaForBlockDiffusion"),
+        *("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
+    )
+)
+"""Classes that compute no loss: the cross entropy of their logits is taken."""
+
+
+def loss_of(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    """What a model is trained by: its own loss, or that of ``OWN_LOSS``."""
+    given = dict(micro_batch)
+    if type(model).__name__ not in OWN_LOSS:
+        loss: torch.Tensor = model(**given).loss
+        return loss
+    labels = given.pop("labels")
+    found = model(**given)
+    logits = found.logits if hasattr(found, "logits") else found.last_hidden_state
+    return nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
 
 class NoFormError(Exception):
@@ -87,7 +111,7 @@ def _tried(model: nn.Module, form: Form) -> Form:
     for _ in range(3):
         try:
             for shape in ((2, 12), (3, 8)):
-                loss = model(**form(torch.Generator().manual_seed(5), *shape)).loss
+                loss = loss_of(model, form(torch.Generator().manual_seed(5), *shape))
                 if loss is None:
                     raise NoFormError("no loss")
                 if not math.isfinite(float(loss.detach())) or loss.dim():
@@ -104,6 +128,17 @@ def _tried(model: nn.Module, form: Form) -> Form:
 def _candidates(model: nn.Module, kind: str) -> Iterator[tuple[str, Form]]:
     media = KINDS[kind].media
     takes = _parameters(model)
+    special = SPECIAL.get(type(model).__name__)
+    if special is None and kind not in ("causal", "masked", "image"):
+        special = SPECIAL.get(model.config.model_type)
+    if special is not None:
+        made = functools.partial(special.made, model.config)
+        if special.places is None:
+            yield special.name, _only(takes, made)
+        else:
+            yield special.name, _Pictured(model, made, takes, places=special.places)
+    if type(model).__name__ == "ShieldGemma2ForImageClassification":  # whose picture goes beside a text
+        yield "images beside text", _classified(_Pictured(model, next(_pictures(model))[1], takes, places=4))
     if media == "image":
         for name, pictures in _pictures(model):
             yield name, _with_classes(model, pictures, takes)
@@ -118,6 +153,8 @@ def _candidates(model: nn.Module, kind: str) -> Iterator[tuple[str, Form]]:
         return
     if media == "image and text":
         for name, pictures in _pictures(model):
+            if not takes & set(pictures(torch.Generator(), 1, 8)):
+                continue
             yield name, _Pictured(model, pictures, takes, places=1)
             yield f"{name} beside text", _with_text(pictures, takes, words=True, prompt=True)
     for name, words in _texts(kind):
@@ -198,7 +235,7 @@ def _texts(kind: str) -> Iterator[tuple[str, Form]]:
 def _pictures(model: nn.Module) -> Iterator[tuple[str, Form]]:
     size, patch = _found(model, "image_size", 64), _found(model, "patch_size", 8)
     channels = _found(model, "num_channels", 3)
-    temporal = _found(model, "temporal_patch_size", 1)
+    temporal = _found(model, "temporal_patch_size", _found(model, "patch_temporal", 1))
     merge = _found(model, "spatial_merge_size", 1)
 
     def pixels(*between: int) -> Form:
@@ -241,11 +278,10 @@ def _pictures(model: nn.Module) -> Iterator[tuple[str, Form]]:
 class _Pictured:
     """Text with places for what a picture comes to."""
 
-    def __init__(self, model: nn.Module, pictures: Form, takes: set[str] | None, *, places: int) -> None:
+    def __init__(self, model: nn.Module, pictures: Form, takes: set[str], *, places: int) -> None:
         self._model, self._pictures, self._takes, self._places = model, pictures, takes, places
-        self._token = _found(model, "image_token_id", None)
-        if self._token is None:
-            self._token = _found(model, "image_token_index", 127)
+        names = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id")
+        self._token = next((token for name in names if (token := _found(model, name, None)) is not None), 127)
 
     def with_places(self, places: int) -> "_Pictured":
         return _Pictured(self._model, self._pictures, self._takes, places=places)
@@ -258,8 +294,9 @@ class _Pictured:
         mask = torch.cat([torch.ones_like(places), made["attention_mask"]], dim=1)
         kinds = (ids == self._token).long()
         given = {"input_ids": ids, "labels": labels, "attention_mask": mask}
-        given |= {"token_type_ids": kinds, "mm_token_type_ids": kinds, "qformer_input_ids": made["input_ids"]}
-        return _cut(self._takes, given | self._pictures(generator, rows, length))
+        given |= {"token_type_ids": kinds, "mm_token_type_ids": kinds, "moe_mm_token_type_ids": kinds}
+        given |= {"qformer_input_ids": made["input_ids"], "image_embeds_position_mask": kinds}
+        return _cut(self._takes, given | self._pictures(generator, rows, ids.shape[1]))
 
 
 # ---- sound
@@ -299,7 +336,7 @@ def _sounds(model: nn.Module) -> Iterator[tuple[str, Form]]:
 # ---- labels, and what a forward takes
 
 
-def _with_classes(model: nn.Module, media: Form, takes: set[str] | None) -> Form:
+def _with_classes(model: nn.Module, media: Form, takes: set[str]) -> Form:
     classes = int(_found(model, "num_labels", 2))
 
     def made(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
@@ -310,7 +347,12 @@ def _with_classes(model: nn.Module, media: Form, takes: set[str] | None) -> Form
     return made
 
 
-def _with_text(media: Form, takes: set[str] | None, *, words: bool, prompt: bool = False) -> Form:
+def _classified(form: Form) -> Form:
+    """The same with a class for each row."""
+    return lambda g, rows, length: form(g, rows, length) | {"labels": torch.randint(0, 2, (rows,), generator=g)}
+
+
+def _with_text(media: Form, takes: set[str], *, words: bool, prompt: bool = False) -> Form:
     def made(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
         said = text(generator, rows, length if words else length // 2)
         given = media(generator, rows, length) | {"labels": said["labels"]}
@@ -321,17 +363,18 @@ def _with_text(media: Form, takes: set[str] | None, *, words: bool, prompt: bool
     return made
 
 
-def _only(takes: set[str] | None, form: Form) -> Form:
+def _only(takes: set[str], form: Form) -> Form:
     return lambda *shape: _cut(takes, form(*shape))
 
 
-def _cut(takes: set[str] | None, given: MicroBatch) -> MicroBatch:
-    return given if takes is None else {key: value for key, value in given.items() if key in takes}
+def _cut(takes: set[str], given: MicroBatch) -> MicroBatch:
+    return {key: value for key, value in given.items() if key in takes}
 
 
-def _parameters(model: nn.Module) -> set[str] | None:
-    """Names that a model's forward takes."""
-    return set(inspect.signature(model.forward).parameters)
+def _parameters(model: nn.Module) -> set[str]:
+    """Names that a model's forward takes, and its labels."""
+    taken = set(inspect.signature(model.forward).parameters)
+    return taken | {"labels"} if type(model).__name__ in OWN_LOSS else taken
 
 
 def _found(model: nn.Module, name: str, otherwise: Any) -> Any:

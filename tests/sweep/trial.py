@@ -23,7 +23,7 @@ from penstock.engine.wrap import wrap
 from penstock.hf.models.loading import load
 from penstock.tape.kv_cache import CachesOff
 from tests.sweep.configs import tiny_of
-from tests.sweep.inputs import KINDS, Form, Forms, MicroBatch, NoFormError, forms_of
+from tests.sweep.inputs import KINDS, OWN_LOSS, Form, Forms, MicroBatch, NoFormError, forms_of, loss_of
 
 Verdict = Literal["equal", "refused", "differs", "crashed", "skipped"]
 
@@ -82,7 +82,7 @@ class Result:
 def jobs() -> list[Job]:
     """Every type of the installed transformers, each class and configuration once."""
     found: dict[tuple[str, type], Job] = {}
-    for kind, of in KINDS.items():
+    for kind, of in sorted(KINDS.items(), key=lambda item: item[1].media == "text"):  # with all that it takes
         for model_type, classes in getattr(modeling_auto, of.mapping).items():
             for name in (classes,) if isinstance(classes, str) else classes:
                 found.setdefault((name, CONFIG_MAPPING[model_type]), Job(kind=kind, type=model_type, model=name))
@@ -118,13 +118,18 @@ def run(job: Job, disk: Path) -> Result:
         return Result(**about, verdict="skipped", reason=f"plain training fails: {_line(error)}")
     if not all(math.isfinite(n) for n in wanted):
         return Result(**about, verdict="skipped", reason="plain training is not finite")
-    result = _by_engine(copy.deepcopy(model), plain, steps, wanted, disk, about)
-    if result.verdict == "refused" and "loss_weights" in result.reason:
-        about["given"] = "loss_weights"
-        result = _by_engine(copy.deepcopy(model), plain, steps, wanted, disk.with_name("again"), about, weights)
+    result = _by_engine(copy.deepcopy(model), plain, steps, wanted, disk.with_name("first"), about)
+    given: dict[str, Any] = {}
+    ways = [("blocks=", "blocks", names) for names in _called_blocks(model, [mbs[0] for mbs in steps])]
+    for number, (asked, key, value) in enumerate([*ways, ("loss_weights", "weights", weights)]):
+        if result.verdict == "refused" and asked in result.reason:
+            given[key] = value
+            about["given"] = ", ".join(given).replace("weights", "loss_weights")
+            folder = disk.with_name(f"again{number}")
+            result = _by_engine(copy.deepcopy(model), plain, steps, wanted, folder, about, **given)
     if result.verdict != "equal":
         return result
-    folder = _from_folder(model, steps[0][0], disk.with_name("folder"))
+    folder = _from_folder(model, steps[0][0], disk.with_name("folder"), given.get("blocks"))
     return replace(result, folder=folder, verdict="differs" if folder.startswith("other") else "equal")
 
 
@@ -136,13 +141,22 @@ def _by_engine(
     disk: Path,
     about: dict[str, Any],
     weights: Sequence[Sequence[float] | None] = (None, None, None),
+    blocks: Sequence[str] | None = None,
 ) -> Result:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     budget = penstock.Budget(device="1GiB", host="1GiB", disk=disk, weights="disk", state="disk")
     optimizer = penstock.AdamW(**ADAMW)  # type: ignore[arg-type]
     try:
         with wrap(
-            model, optimizer=optimizer, budget=budget, precision="fp32", device="cpu", clip_grad_norm=CLIP, plan=None
+            model,
+            optimizer=optimizer,
+            budget=budget,
+            precision="fp32",
+            device="cpu",
+            clip_grad_norm=CLIP,
+            plan=None,
+            blocks=None if blocks is None else [model.get_submodule(name) for name in blocks],
+            loss_fn=loss_of if type(model).__name__ in OWN_LOSS else None,
         ) as engine:
             losses = [engine.step(mbs, loss_weights=given).loss for mbs, given in zip(steps, weights, strict=True)]
             after = dict(engine.master_parameters())
@@ -162,7 +176,32 @@ def _by_engine(
     )
 
 
-def _from_folder(model: Any, micro_batch: MicroBatch, folder: Path) -> str:
+def _called_blocks(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> list[list[str]]:
+    """The lists of modules that every forward calls, the largest first: what someone would name as ``blocks``."""
+    calls = list[set[nn.Module]]()
+    hooks = [m.register_forward_pre_hook(lambda m, _: calls[-1].add(m)) for m in model.modules()]
+    state = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for micro_batch in micro_batches:
+            calls.append(set())
+            loss_of(model, micro_batch)
+    model.load_state_dict(state)
+    for hook in hooks:
+        hook.remove()
+    called = set.intersection(*calls)
+    lists = [
+        [f"{name}.{member}" for member in m._modules]
+        for name, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and len(m) and all(part in called for part in m)
+    ]
+
+    def size(names: Sequence[str]) -> int:
+        return sum(p.numel() for name in names for p in model.get_submodule(name).parameters())
+
+    return sorted(lists, key=size, reverse=True)
+
+
+def _from_folder(model: Any, micro_batch: MicroBatch, folder: Path, blocks: Sequence[str] | None) -> str:
     """What comes of a model that is saved, and loaded by the engine: its loss and buffers are those that it had."""
     try:
         model.save_pretrained(folder)
@@ -182,6 +221,8 @@ def _from_folder(model: Any, micro_batch: MicroBatch, folder: Path) -> str:
             device="cpu",
             plan=None,
             weights=loaded.weights,
+            blocks=None if blocks is None else [loaded.model.get_submodule(name) for name in blocks],
+            loss_fn=loss_of if type(model).__name__ in OWN_LOSS else None,
         ) as engine:
             buffers = {name: b.clone() for name, b in engine.model.named_buffers()}
             found = engine.evaluate([micro_batch])
@@ -193,7 +234,7 @@ def _from_folder(model: Any, micro_batch: MicroBatch, folder: Path) -> str:
         if not torch.equal(buffers[name].nan_to_num(), buffer.to(buffers[name].dtype).nan_to_num()):
             return f"other values in buffer {name}"
     with torch.no_grad():
-        wanted = float(model.eval()(**micro_batch).loss)
+        wanted = float(loss_of(model.eval(), micro_batch))
     close = math.isclose(found, wanted, rel_tol=64 * ROUNDING, abs_tol=1e-6)
     return "equal" if close else f"other loss: {found} for {wanted}"
 
@@ -231,8 +272,8 @@ def _steps(forms: Forms) -> Any:
 
 def _counts_first(model: nn.Module, micro_batch: MicroBatch) -> bool | None:
     """Whether a model's loss depends on the first label of a row; None: labels are not a row of tokens."""
-    labels = micro_batch["labels"]
-    if labels.dim() < 2:
+    labels = micro_batch.get("labels")
+    if labels is None or labels.dim() < 2:
         return None
     state = copy.deepcopy(model.state_dict())
     found = []
@@ -241,7 +282,7 @@ def _counts_first(model: nn.Module, micro_batch: MicroBatch) -> bool | None:
         changed = labels.clone()
         changed[:, 0] = changed[:, 0] + change
         with torch.no_grad():
-            found.append(float(model(**micro_batch | {"labels": changed}).loss))
+            found.append(float(loss_of(model, micro_batch | {"labels": changed})))
         model.load_state_dict(state)
     return found[0] != found[1]
 
@@ -255,7 +296,7 @@ def plain_loop(
     for micro_batches, counts in zip(steps, weights, strict=True):
         total = 0.0
         for weight, micro_batch in zip(counts, micro_batches, strict=True):
-            loss = model(**micro_batch).loss
+            loss = loss_of(model, micro_batch)
             (loss * weight).backward()
             total += float(loss.detach()) * weight
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -270,6 +311,8 @@ def _weights(model: nn.Module, micro_batches: Sequence[MicroBatch], *, first: bo
     connectionist = getattr(model.config, "ctc_loss_reduction", None) if type(model).__name__.endswith("CTC") else None
     if connectionist == "sum":
         return [1.0] * len(micro_batches)
+    if "labels" not in micro_batches[0]:
+        return [1.0 / len(micro_batches)] * len(micro_batches)
     counts = [
         len(mb["labels"]) if connectionist else int((mb["labels"] if first else mb["labels"][:, 1:]).ne(-100).sum())
         for mb in micro_batches
@@ -297,4 +340,4 @@ def _compare(
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
