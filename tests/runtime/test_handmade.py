@@ -85,7 +85,14 @@ def edited(old: str, new: str) -> Schedule:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("F1m0 after UW1.1@F1 ", "F1m0 after UW1.0@F1 ", "F1m1 gives W1@F1 back while op UW1.1@F1 may use it"),
+        ("F1m0 after UW1.0@F1 ", "F1m0 ", "op F1m1 gives back W1@F1, which is not taken"),
+        ("i1.0@F1 bytes 65536 elements 0-16384\nF1m0", "i1.0@F1 bytes 32768 elements 0-8192\nF1m0", "which it is not"),
+        (
+            "write i1.0@F1 bytes 65536 elements 0-16384",
+            "write i1.0@F1 bytes 65536 elements 4096-16384",
+            "no whole chunks",
+        ),
+        ("NG3.0 after DG3.0@B3 ", "NG3.0 elements 0-8192 after DG3.0@B3 ", "only loads of weights have"),
         ("\nRW1.0@B1 ", "\nRW3.0@B1 ", "UW1.0@B1 waits for RW1.0@B1, which does not exist"),
         ("OD2 after NORM ", "OD2 ", "op OD2 may run before NORM"),
         ("OP3.1 take W3@F3=blocks read S3.1 ", "OP3.1 take W3@F3=blocks ", "whose home is host, and it is disk"),

@@ -49,7 +49,10 @@ class Bound:
 
     def chunk(self, op: Op) -> Chunk:
         """The elements that an op is about."""
-        return self._cuts[op.id.group][op.id.chunk]
+        chunk = self._cuts[op.id.group][op.id.chunk]
+        if op.elements is None:
+            return chunk
+        return replace(chunk, start=op.elements[0], numel=op.elements[1] - op.elements[0])
 
     def is_late(self, op: Op) -> bool:
         """Whether an op belongs to a chunk that the step before has left to this one."""

@@ -63,6 +63,8 @@ class Op:
     items: int = 1
     peer: int = -1
     group: str = ""
+    elements: tuple[int, int] | None = None
+    """(first, end) of what a load of weights is of, where that is not the chunk in its id but several of them"""
 
     @property
     def lane(self) -> Lane:
@@ -84,6 +86,7 @@ class Op:
             ("items", self.items, 1),
             ("peer", self.peer, -1),
             ("group", self.group, ""),
+            ("elements", None if self.elements is None else f"{self.elements[0]}-{self.elements[1]}", None),
         ):
             if value != default:
                 parts += [label, str(value)]

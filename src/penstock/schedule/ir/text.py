@@ -102,7 +102,7 @@ def _known_buffer(text: str) -> Buffer | None:
 # ---- ops and schedules
 
 
-_FIELDS = {"after", "take", "read", "write", "give", "bytes", "items", "peer", "group"}
+_FIELDS = {"after", "take", "read", "write", "give", "bytes", "items", "peer", "group", "elements"}
 
 
 def parse_op(text: str) -> Op:
@@ -150,7 +150,15 @@ def parse_op(text: str) -> Op:
         items=number("items", 1),
         peer=number("peer", -1),
         group=fields.get("group", ""),
+        elements=_elements(ident, fields["elements"]) if "elements" in fields else None,
     )
+
+
+def _elements(ident: str, text: str) -> tuple[int, int]:
+    first, dash, end = text.partition("-")
+    if not dash:
+        raise ScheduleError(f"op {ident!r}: elements {text!r} must be written FIRST-END, as 0-8192")
+    return parse_number(first), parse_number(end)
 
 
 _POOL = re.compile(r"pool (\S+) (\S+) (\d+) x (\d+)( counted)?")

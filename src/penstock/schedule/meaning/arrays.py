@@ -19,27 +19,36 @@ class ArrayRules(Ground):
     """Rules of RW, UW, WW, UN, RS, OP, WS, OD and CM."""
 
     def _read_weights(self, op: Op) -> None:
-        c, g = self._chunk(op), op.id.group
+        cut = self._chunks(op)
         self._home(op, self.place.weights, "disk")
-        self.outside.look(op, "weights", g, c.index)
-        self._moves(op, c.numel * self.form.weight_bytes)
-        value = Weights(g, {c.index: self.weights[g, c.index]})
+        self._moves(op, sum(c.numel for c in cut) * self.form.weight_bytes)
+        value = Weights(op.id.group, self._at_home(op, cut))
         self._put(op, self._at(op, op.writes, "the chunk"), value, "host", op.nbytes)
 
+    def _at_home(self, op: Op, cut: list[Chunk]) -> dict[int, int]:
+        """The versions of chunks where they live, which are read."""
+        for c in cut:
+            self.outside.look(op, "weights", op.id.group, c.index)
+        return {c.index: self.weights[op.id.group, c.index] for c in cut}
+
     def _load(self, op: Op) -> None:
-        c, g = self._chunk(op), op.id.group
-        self._moves(op, c.numel * self.form.weight_bytes)
-        if op.reads:
-            version = self._new_weights(op, op.reads[0])
-        else:
+        cut, g = self._chunks(op), op.id.group
+        self._moves(op, sum(c.numel for c in cut) * self.form.weight_bytes)
+        source = self.values.get(op.reads[0]) if op.reads else None
+        if not op.reads:
             self._home(op, self.place.weights, "host")
-            self.outside.look(op, "weights", g, c.index)
-            version = self.weights[g, c.index]
+            versions = self._at_home(op, cut)
+        elif isinstance(source, Weights) and source.group == g and list(source.versions) == [c.index for c in cut]:
+            versions = source.versions
+        elif op.elements is not None:
+            raise refused(op, f"takes {op.reads[0]} for {SHOWN[Weights]} of its elements, which it is not")
+        else:
+            versions = {self._chunk(op).index: self._new_weights(op, op.reads[0])}
         name = self._at(op, op.writes, "the group on the device")
         value = self.values.get(name) if name not in dict(op.takes) else None
         there = value.versions if isinstance(value, Weights) and value.group == g else {}
         total = self.needs.program.groups[g].numel * self.form.weight_bytes
-        self._put(op, name, Weights(g, there | {c.index: version}), "device", total)
+        self._put(op, name, Weights(g, there | versions), "device", total)
 
     def _new_weights(self, op: Op, name: str) -> int:
         """The version of an op's chunk in a host buffer: of weights alone, or at the head of its fp32 state."""

@@ -73,9 +73,22 @@ class Ground:
         g, c = op.id.group, op.id.chunk
         if not (0 <= g < len(self.cuts) and 0 <= c < len(self.cuts[g])):
             raise refused(op, "is of a chunk that this model does not have")
+        if op.elements is not None:
+            raise refused(op, "has elements, which only loads of weights have")
         if trained and (g, c) not in self.trained:
             raise refused(op, "is of a chunk that has no gradient")
         return self.cuts[g][c]
+
+    def _chunks(self, op: Op) -> list[Chunk]:
+        """The chunks that a load of weights is of: the one in its id, or those that its elements are made of."""
+        if op.elements is None:
+            return [self._chunk(op)]
+        first, end = op.elements
+        cut = self.cuts[op.id.group] if op.id.group < len(self.cuts) else ()
+        found = [c for c in cut if first <= c.start and c.start + c.numel <= end]
+        if not found or (found[0].start, found[-1].start + found[-1].numel) != (first, end):
+            raise refused(op, f"is of elements {first}-{end}, which are no whole chunks of its group")
+        return found
 
     def _value(self, op: Op, name: str, kind: type[V]) -> V:
         value = self.values.get(name)
