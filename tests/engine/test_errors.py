@@ -45,7 +45,7 @@ def unharmed(engine: penstock.Engine) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"clip_grad_norm": 0.0}, r"clip_grad_norm=0\.0: must be a positive number, or None"),
+        ({"clip_grad_norm": 0.0}, r"clip_grad_norm=0\.0: must be positive, or null \(None\) for no clipping"),
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan"),
         ({"schedule": "diagonal"}, "schedule='diagonal': must be 'vertical', 'horizontal' or"),
         ({"precision": "fp8"}, "precision='fp8': must be one of fp32, bf16, fp16"),

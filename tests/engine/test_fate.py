@@ -1,5 +1,7 @@
 """The machine that decides which step counts: its table is the drawn one, and no sequence of events loses a step."""
 
+import ast
+import inspect
 import re
 from dataclasses import dataclass, field
 from itertools import product
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine import fate
 from penstock.engine.fate import Action, Event, State, transition
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
@@ -37,6 +40,14 @@ def test_every_transition_is_the_drawn_one_and_there_is_no_other() -> None:
         else:
             with pytest.raises(AssertionError, match=f"{event.value} while {state.value}"):
                 transition(state, event)
+
+
+def test_the_machine_can_look_at_nothing_that_only_one_process_knows() -> None:
+    found = [
+        node for node in ast.walk(ast.parse(inspect.getsource(fate))) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert {node.module for node in found if isinstance(node, ast.ImportFrom)} == {"collections.abc", "enum"}
+    assert all(isinstance(node, ast.ImportFrom) for node in found)
 
 
 class FailedError(Exception):
