@@ -96,17 +96,21 @@ class Proposals:
         return math.inf
 
     def _first_fitting(self, request: Request, delay: float) -> PlacementLP | None:
-        """The program for the first of a few chunk sizes with which anything fits."""
+        """The better program of two chunk sizes: the largest of a few with which anything fits, and the largest that
+        leaves room for pools of the usual depth, which a delay may not find beside larger chunks."""
         smallest = None if self.q.unstartable else self.smallest(request)
         if smallest is None or not smallest.fits:
             return None
-        base = base_placement(request)
+        base, found = base_placement(request), list[PlacementLP]()
         for chunk in (*(c for c in _FEW_CHUNKS if c > smallest.s.chunk), smallest.s.chunk):
-            option = replace(settings_of(request, base, chunk, Depths()), delay=delay)
-            settings = self._deepest(option, request)
-            if settings is not None:
-                return self.program(settings, request)
-        return None
+            settings = self._deepest(replace(settings_of(request, base, chunk, Depths()), delay=delay), request)
+            usual = settings is not None and settings.depths == Depths()
+            if settings is not None and (usual or not found):
+                found.append(self.program(settings, request))
+            if usual:
+                break
+        solved = [(lp.relaxed.seconds, i) for i, lp in enumerate(found) if lp.relaxed is not None]
+        return found[min(solved)[1]] if solved else None
 
     def _runs(self, request: Request) -> float:
         """How often a step is run, on average, if anything speculates that may."""

@@ -6,9 +6,9 @@
    program, integer), and which groups these are is a matter of pattern (``rounding``).
 3. The best few are built and simulated, along with what ``fit`` would take.
 4. From the simulated best, its neighbours are: the other pattern, other tiers for checkpoints and gradients, chunks
-   twice and half as large, a little more and less delay, each depth one more and one less, one group up or down. A
-   neighbour whose estimate is well above the best simulated time is not simulated. As long as one wins, its neighbours
-   are next; it is over when the best takes as long as the least estimate, to 1%.
+   twice, half and a quarter as large, a little more and less delay, each depth one more and one less, one group up or
+   down. A neighbour whose estimate is well above the best simulated time is not simulated. As long as one wins, its
+   neighbours are next; it is over when the best takes as long as the least estimate, to 1%.
 
 All seconds that are compared count a step that is run twice as often as is expected. What is simulated is counted in
 ops, not seconds, so that the same question has the same answer on any machine.
@@ -305,10 +305,10 @@ class _Search:
         yield from self._moved(proposal)
 
     def _delays_near(self, delay: float, request: Request) -> list[float]:
-        """A little more and less delay, and the others that promise something."""
+        """A little and a good deal more and less delay, and the others that promise something."""
         if len(self.q.delays_of(request)) < 2:
             return []
-        near = [round(delay + step, 6) for step in (DELAY_STEP, -DELAY_STEP)]
+        near = [round(delay + steps * DELAY_STEP, 6) for steps in (1, -1, 4, -4)]
         return [d for d in dict.fromkeys((*self.delays, *near)) if 0 <= d <= 1 and d != delay]
 
     def _again(
@@ -363,7 +363,7 @@ def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
 
 def _changes(settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
     """Settings one step away, placement aside, or with one of some delays."""
-    for chunk in (settings.chunk * 2, settings.chunk // 2 // ALIGN * ALIGN):
+    for chunk in (settings.chunk * 2, *(settings.chunk // part // ALIGN * ALIGN for part in (2, 4))):
         if CHUNKS[0] <= chunk <= CHUNKS[-1]:
             yield replace(settings, chunk=chunk)
     for delay in delays:
