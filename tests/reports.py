@@ -6,17 +6,7 @@ from pathlib import Path
 from random import Random
 
 from penstock.cli.settings import dump
-from penstock.config import (
-    BatchConfig,
-    Budget,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    Tier,
-    TokenizerConfig,
-    TokenizerTrainingConfig,
-    TrainConfig,
-)
+from penstock.config import Budget, Tier
 from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.report.prediction import Prediction
 from penstock.schedule.ir.ops import Op, Schedule
@@ -28,6 +18,7 @@ from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 from tests.programs import transformer
+from tests.runs import settings_for
 
 BUDGET: Mapping[Tier, int] = {"device": 1 << 20, "host": 2 << 20}
 
@@ -86,7 +77,8 @@ def write_run(folder: Path, *, steps: int = 3, predict: bool = True, schedule: S
     """Fill ``folder``: settings, metrics, a trace of ``steps`` steps, and the prediction unless it is not wanted."""
     schedule = schedule or offload_schedule()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump(_config(folder)), encoding="utf-8")
+    settings = settings_for(folder, budget=Budget(**BUDGET, disk=folder / "store"), steps=3)
+    (folder / "config.yaml").write_text(dump(settings), encoding="utf-8")
     prediction = Prediction.of(simulated(schedule, 0), budget=BUDGET)
     if predict:
         (folder / "prediction.json").write_text(prediction.to_json(), encoding="utf-8")
@@ -99,20 +91,3 @@ def write_run(folder: Path, *, steps: int = 3, predict: bool = True, schedule: S
             line = {"step": step, "loss": 8.0 / step, "seconds": ran.time, "tokens": 512}
             metrics.write(json.dumps(line | ({"validation_loss": 3.5} if step == steps else {})) + "\n")
     return prediction
-
-
-def _config(folder: Path) -> TrainConfig:
-    return TrainConfig(
-        run=str(folder),
-        model=ModelConfig(init=True, config={"model_type": "llama"}),
-        data=DataConfig(
-            sources="stdlib",
-            tokenizer=TokenizerConfig(train=TokenizerTrainingConfig(vocabulary=300)),
-            sequence_length=32,
-        ),
-        optimizer=OptimizerConfig(lr=1e-3),
-        batch=BatchConfig(sequences=2),
-        micro_batch_size=1,
-        budget=Budget(device=BUDGET["device"], host=BUDGET["host"], disk=folder / "store"),
-        steps=3,
-    )
