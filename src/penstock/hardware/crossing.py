@@ -72,7 +72,7 @@ def weights_seconds(crossing: Crossing) -> dict[Side, float]:
 
 
 def faster_casts(crossing: Crossing) -> str:
-    """Which side had better cast gradients and weights between fp32 and bf16, in one line."""
+    """A line on the side that had better cast gradients and weights between fp32 and bf16."""
     return f"{_faster('gradients', gradient_seconds(crossing))}; {_faster('weights', weights_seconds(crossing))}"
 
 

@@ -73,7 +73,7 @@ class Device:
     """optimizers, as in ``optimizer``, whose steps here differ from the host's in some bit; None: nobody has looked"""
 
     def differs(self, optimizer: str) -> str | None:
-        """What is to be said of a plan that lets ``optimizer`` step here: that the bits are not known to be the host's;
+        """A line for a plan that lets ``optimizer`` step here: that the bits are not known to be the host's;
         None: they are."""
         if self.kind == "cpu" or (self.other_bits is not None and optimizer not in self.other_bits):
             return None

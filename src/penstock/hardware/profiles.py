@@ -200,7 +200,8 @@ def shipped_machine(name: str) -> Machine:
 
 
 def machine_named(word: str) -> Machine:
-    """What ``--machine`` means: a profile's file, if there is one or the word looks like one, else a shipped name.
+    """The machine that ``--machine`` names: a profile's file, if there is one or the word looks like one, else a
+    shipped name.
 
     Raises:
         ConfigError: neither, or the file is no profile.

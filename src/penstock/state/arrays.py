@@ -140,7 +140,7 @@ class StateArrays:
         self._changed: set[str] = set()
         """arrays in memory that the step under way has changed"""
         self._late_changed = False
-        """whether it has stepped anything that the step before had left to it"""
+        """true if it has stepped anything that the step before had left to it"""
         self._kept: set[str] = set()
         """arrays in memory whose frozen part is in their extent's current slot as well"""
         self._arrays: dict[str, torch.Tensor] = {}

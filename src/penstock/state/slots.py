@@ -1,4 +1,4 @@
-"""Which copy of each extent counts: with two slots, a step never writes what the last commit names.
+"""The copy of each extent that counts: with two slots, a step never writes what the last commit names.
 
     durable   the slots of the last commit record: what a run that is killed now goes on from; never written
     current   what reads return: the durable slot, or the other one once all of it is there
@@ -37,7 +37,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class _Owed:
-    """What is still to be written of an extent that has flipped. ``before``: the slot that has it until then."""
+    """The rest still to be written of an extent that has flipped. ``before``: the slot that has it until then."""
 
     before: int
     blocks: Flags
@@ -65,7 +65,7 @@ class Slots:
 
     @staticmethod
     def none() -> "Slots":
-        """Where there is no store."""
+        """The slots of no store."""
         return Slots(None)
 
     def __contains__(self, name: object) -> bool:
@@ -157,7 +157,7 @@ class Slots:
         return not self._in_place.isdisjoint(names)
 
     def drop(self, names: Iterable[str]) -> None:
-        """What has been written to these beside what counts is for nothing."""
+        """Drop what has been written to these beside what counts."""
         for name in names:
             self._written[name][:] = False
             self._in_place.discard(name)
@@ -207,7 +207,7 @@ class Slots:
         return bool(self._owed)
 
     def record(self) -> str:
-        """What a commit keeps: a digit for each extent, in the order of their names.
+        """The slots as a commit keeps them: a digit for each extent, in the order of their names.
 
         Raises:
             StoreError: not all of what it would name has been written.

@@ -19,7 +19,7 @@ from penstock.tape.watch import Birth
 
 @dataclass
 class Usage:
-    """What a segment read in one direction (groups), its FLOP, and live bytes at its start, at its end and at most."""
+    """The groups that a segment read in one direction, its FLOP, and live bytes at its start, its end and at most."""
 
     reads: set[int] = field(default_factory=set)
     flops: int = 0

@@ -115,7 +115,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _before(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What an op is about to read, and what of that it changes."""
+        """The tensors that an op is about to read, and those of them that it changes."""
         inputs = _tensors((*args, *kwargs.values()))
         for tensor in inputs:
             group = self._parameters.get(id(tensor))
