@@ -139,3 +139,8 @@ def test_files_are_just_large_enough(case: tuple[Striping, int, int, int, int]) 
     for piece in striping.pieces(0, total, total):
         used[piece.file] = max(used[piece.file], piece.offset + piece.nbytes)
     assert striping.file_sizes(round_up(total)) == tuple(used)
+
+
+def test_an_array_that_a_changed_manifest_lacks_is_an_error_of_the_store() -> None:
+    with pytest.raises(StoreError, match=r"no array 'weights\.0'"):
+        Layout(extents=())["weights.0"]

@@ -221,6 +221,10 @@ def open_tokens(path: Path, dtype: str | None = None, sums: Path | None = None) 
         StoreError: it is damaged.
     """
     head: Mapping[str, Any] = {} if dtype is not None else _head(path.with_suffix(".json"))
+    if sums is None and dtype is None and "checksums" not in head:
+        raise ConfigError(
+            f"data: {path.with_suffix('.json')} has no checksums: write the corpus with write_tokens again"
+        )
     wanted = None if sums is not None else head["checksums"]
     names = _files_of(path, dtype)
     kinds = ([dtype] if dtype is not None else [head["dtype"], "int64", "uint8"])[: len(names)]

@@ -98,6 +98,8 @@ class Slots:
             StoreError: the drive failed, what is there is damaged, or it is owed.
         """
         assert self._store is not None
+        if name not in self._current:
+            raise StoreError(f"the store has no array {name!r}: its manifest is not that of this model")
         owed, slot = self._owed.get(name), self._current[name]
         if owed is not None and before:
             slot = owed.before

@@ -133,6 +133,9 @@ class Layout:
         return {e.name: e for e in self.extents}
 
     def __getitem__(self, name: str) -> Extent:
+        """Raises StoreError: there is none of that name, as in a manifest that was changed."""
+        if name not in self._by_name:
+            raise StoreError(f"the store or snapshot has no array {name!r}: its manifest is not that of this model")
         return self._by_name[name]
 
     def __contains__(self, name: object) -> bool:
