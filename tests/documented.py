@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-KINDS = ("sh", "python", "yaml", "json", "text")
+KINDS = ("sh", "python", "yaml", "json", "text", "mermaid")
 """What a block may be: ``text`` is to be looked at, and all others are run."""
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
