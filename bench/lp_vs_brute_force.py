@@ -20,7 +20,7 @@ from bench.harness import BenchError, write_section
 from penstock.config import Budget, Family, Tier
 from penstock.hardware.profiles import shipped_machine
 from penstock.planner.fit import Request, base_placement, settings_of
-from penstock.planner.lane_loads import GroupClass, Home, Loads, Walk, by_lane
+from penstock.planner.phase_costs import GroupClass, Home, PhaseCosts, Phases, by_lane
 from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Limits, assign
 from penstock.planner.search import search
@@ -126,7 +126,7 @@ def grid(question: Question) -> Iterator[tuple[Request, Settings]]:
 def _by_size(request: Request) -> list[GroupClass]:
     """Groups of one size together, with the homes that any of them may have."""
     found: dict[int, list[GroupClass]] = {}
-    for kind in Walk(request, wait=request.wait).classes:
+    for kind in Phases(request, wait=request.wait).classes:
         found.setdefault(request.program.groups[kind.members[0]].trainable, []).append(kind)
     return [
         GroupClass(members=tuple(sorted(g for kind in kinds for g in kind.members)), homes=kinds[0].homes)
@@ -201,12 +201,12 @@ class Best:
 
 def brute_force(question: Question) -> Best:
     """Simulate the grid."""
-    loads: dict[tuple[Family, int], Loads] = {}
+    loads: dict[tuple[Family, int], PhaseCosts] = {}
     points = []
     for request, settings in grid(question):
         key = (request.family, settings.chunk)
         if key not in loads:
-            loads[key] = Loads(request, settings, question.costs)
+            loads[key] = PhaseCosts(request, settings, question.costs)
         work = max(by_lane(loads[key].of(settings.place)).values())
         points.append((work, len(points), request, settings))
     seconds, simulated = float("inf"), 0

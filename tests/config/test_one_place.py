@@ -30,9 +30,9 @@ USED = {
     },
     "speculate": {
         "schedule/": "what a built schedule was given",
-        "planner/lane_loads.py": "the loads of such a schedule",
+        "planner/phase_costs.py": "the loads of such a schedule",
     },
-    "slots": {"store/": "the slots", "state/": "the slots", "planner/outside.py": "the memory of their checksums"},
+    "slots": {"store/": "the slots", "state/": "the slots", "planner/phase_memory.py": "the memory of their checksums"},
     "durability": {
         "planner/durability.py": "compares them",
         "cli/disk_summary.py": "says what one costs",

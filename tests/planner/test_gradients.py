@@ -9,7 +9,7 @@ from penstock.hardware.crossing import step_rate
 from penstock.hardware.machine import Crossing, Machine
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import Request, fit
-from penstock.planner.lane_loads import Loads, by_lane
+from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.question import Question
 from penstock.planner.roofline import roofline
 from penstock.planner.search import search
@@ -114,7 +114,7 @@ def test_the_costs_of_a_plan_are_those_that_it_was_chosen_by() -> None:
     )
     again = simulate(World.of(plan.schedule), costs)
     assert again.time == choice.seconds
-    loads = by_lane(Loads(choice.request, plan.settings, costs).of(plan.settings.place))
+    loads = by_lane(PhaseCosts(choice.request, plan.settings, costs).of(plan.settings.place))
     assert loads["d2h"] == pytest.approx(again.work(0)["d2h"])
 
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.config import Budget
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import Request, fitted, settings_of
-from penstock.planner.lane_loads import Loads, bound, by_lane, limits_of, step_bound
+from penstock.planner.phase_costs import PhaseCosts, bound, by_lane, limits_of, step_bound
 from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.rounding import PATTERNS, Limits, Rounding, assign
 from penstock.schedule.ir.lanes import LOCAL_LANES
@@ -57,7 +57,7 @@ def costs_of(case: Case) -> Costs:
 def compared(case: Case) -> list[tuple[str, float, float]]:
     """(lane, seconds by the linear program's coefficients, simulated seconds)"""
     costs = costs_of(case)
-    found = by_lane(Loads(asked(case), case.settings, costs).of(case.settings.place))
+    found = by_lane(PhaseCosts(asked(case), case.settings, costs).of(case.settings.place))
     work = simulate(World.of(case.build()), costs).work(0)
     return [(lane, seconds, work.get(lane, 0.0)) for lane, seconds in found.items()]
 
@@ -120,7 +120,7 @@ def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int) -> 
     )
     if not case.settings.train:
         return
-    place = placement(Random(seed), case.program, case.settings.form, tied=bool(lp.loads.walk.tied))
+    place = placement(Random(seed), case.program, case.settings.form, tied=bool(lp.loads.phases.tied))
     waits = place.gradients if place.gradients in lp.gradient_tiers else "host"
     place = replace(place, gradients=waits)
     counted = lp.base_sizes(place.checkpoints, waits)

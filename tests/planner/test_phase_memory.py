@@ -13,7 +13,7 @@ from torch import nn
 
 import penstock
 from penstock.config import TIERS, Tier
-from penstock.planner.outside import Phase, arrays, peaks_outside_steps
+from penstock.planner.phase_memory import Phase, arrays, peaks_outside_steps
 from penstock.schedule.moving import move_order
 from penstock.schedule.place import BOUNCE, PAGE, Format, Placement, page_up
 from penstock.schedule.program import Program

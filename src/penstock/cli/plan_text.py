@@ -10,7 +10,7 @@ from penstock.planner.ask import PlanReport
 from penstock.planner.batches import Point
 from penstock.planner.durability import kill_seconds
 from penstock.planner.forecast import Forecast
-from penstock.planner.means import steps_early
+from penstock.planner.update_mode import steps_early
 from penstock.report.sentence import format_time
 from penstock.schedule.place import FP32
 from penstock.shape.model import EFFICIENCY

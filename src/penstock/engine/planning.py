@@ -21,9 +21,9 @@ from penstock.optim.agreement import KINDS, other_bits
 from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import Plan, Request, fit, off_device
-from penstock.planner.means import expected_repeats
 from penstock.planner.own_schedule import own_plan
 from penstock.planner.search import best
+from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World

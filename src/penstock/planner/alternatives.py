@@ -10,11 +10,11 @@ from typing import Literal
 
 from penstock.errors import BudgetError
 from penstock.planner.fit import Request
-from penstock.planner.lane_loads import Loads, by_lane
-from penstock.planner.means import steps_early
+from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.proposals import Proposals
 from penstock.planner.question import Question
 from penstock.planner.search import Choice, search
+from penstock.planner.update_mode import steps_early
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.place import Settings
 from penstock.sim.costs import Costs
@@ -122,7 +122,7 @@ def _cost(choice: Choice, other: _Way) -> Means | None:
     if found is None or way_of(other.request, found[0]) != other.way:
         return None
     settings, seconds = found
-    lanes = by_lane(Loads(other.request, settings, _BYTES).of(settings.place))
+    lanes = by_lane(PhaseCosts(other.request, settings, _BYTES).of(settings.place))
     return Means(
         way=other.way,
         delay=settings.delay,

@@ -6,7 +6,7 @@ from penstock.config import TIERS, Tier
 from penstock.planner.alternatives import Alternatives, Means
 from penstock.planner.durability import kill_seconds
 from penstock.planner.forecast import Forecast
-from penstock.planner.means import steps_early
+from penstock.planner.update_mode import steps_early
 
 if TYPE_CHECKING:
     from penstock.planner.ask import PlanReport

@@ -14,7 +14,7 @@ from typing import Literal
 
 from penstock.config import Budget, Family, StreamConfig, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
-from penstock.planner.means import check_means, no_speculation, steps_early
+from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
 from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.lower.provision import Provision, fixed_bytes, narrow_groups
 from penstock.schedule.lower.route import Route
@@ -145,10 +145,10 @@ class Request(StreamConfig):
         """Groups whose gradients are, wherever they live."""
         return self.route.whole if self.casts_on_device else frozenset()
 
-    def check_means(self) -> None:
-        """As ``means.check_means``; an evaluation steps nothing and has no means."""
+    def check_update_mode(self) -> None:
+        """As ``update_mode.check_update_mode``; an evaluation steps nothing and has no means."""
         if self.train:
-            check_means(self, self.budget, self.form, wait=self.wait, horizontal=self.one_by_one)
+            check_update_mode(self, self.budget, self.form, wait=self.wait, horizontal=self.one_by_one)
 
     @property
     def holds_weights(self) -> bool:
@@ -280,7 +280,7 @@ def fitted(request: Request, keep: Placement | None = None) -> Settings:
         BudgetError: nothing fits; says the smallest budget of each tier that works.
         ConfigError: the budget pins what cannot be combined, or nothing can speculate or be delayed as asked.
     """
-    request.check_means()
+    request.check_update_mode()
     settings = _fit_device(request, base_placement(request) if keep is None else keep)
     if keep is None:
         settings = _to_device(request, settings)

@@ -7,8 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from penstock.config import Tier, format_size
-from penstock.planner.lane_loads import Loads, limits_of
-from penstock.planner.outside import peaks_outside_steps
+from penstock.planner.phase_costs import PhaseCosts, limits_of
+from penstock.planner.phase_memory import peaks_outside_steps
 from penstock.planner.search import Choice
 from penstock.planner.task import Task
 from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
@@ -129,20 +129,20 @@ class Forecast:
         """Phase -> the lane that bounds it, and its seconds with what other lanes take from it."""
         question, plan = self.choice.question, self.choice.plan
         costs = question.costs_of(self.choice.request)
-        loads = Loads(self.choice.request, plan.settings, costs)
+        loads = PhaseCosts(self.choice.request, plan.settings, costs)
         own = loads.of(plan.settings.place)
         own[1] += own[-1]  # what may fall into the start as well as into the forward
         shared = own @ limits_of(costs, Depths())[: len(LOCAL_LANES)].T * (own > 0)
         return {
             phase: (LOCAL_LANES[int(np.argmax(row))], float(row.max()))
-            for phase, row in zip(loads.walk.phases, shared[:-1], strict=True)
+            for phase, row in zip(loads.phases.names, shared[:-1], strict=True)
         }
 
     # ---- memory
 
     @cached_property
     def memory(self) -> Mapping[str, Mapping[Tier, int]]:
-        """The most bytes of each tier while training, and in the phases outside of steps (``outside``).
+        """The most bytes of each tier while training, and in the phases outside of steps (``phase_memory``).
 
         Training: what the plan's pools and fixed memory take, which is reserved.
         """

@@ -6,7 +6,7 @@ from dataclasses import replace
 from penstock.config import Tier, format_size
 from penstock.errors import BudgetError, ScheduleError
 from penstock.planner.fit import Plan, Request, base_placement
-from penstock.planner.means import no_speculation
+from penstock.planner.update_mode import no_speculation
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.meaning import Needs, late_chunks, narrow_groups_of, prove

@@ -6,7 +6,7 @@ for weights and state, links that are duplex or shared as measured, gradients th
 
 Variables, all >= 0:
 
-    T[p]            seconds of phase p (see ``lane_loads``); the last, seconds more of start and forward together
+    T[p]            seconds of phase p (see ``phase_costs``); the last, seconds more of start and forward together
     y[k, w, s, q]   how many groups of class k have weights on tier w, state on tier s, and gradients that wait on q
     c[t]            share of the checkpoints on tier t
     z[q]            share of the waiting gradients on tier q
@@ -15,8 +15,8 @@ Minimise sum_p T[p] + epsilon * (all seconds of all lanes), the second so that o
 wins, subject to
 
     T[p] >= sum_b W[i, b] * load[p, b]    for every phase p and limit i: each lane with what other busy lanes cost it,
-                                          and each pool (``lane_loads.limits_of``); the load is linear in y and c
-    T[start] + T[forward] + T[last] >= the same of their loads and the last row's (``lane_loads.Load``)
+                                          and each pool (``phase_costs.limits_of``); the load is linear in y and c
+    T[start] + T[forward] + T[last] >= the same of their loads and the last row's (``phase_costs.Load``)
     sum_(w,s) y[k, w, s, q] = n[k] * z[q] for every class k and tier q; n[k]: groups of the class
     sum c = 1, sum z = 1
     base[m](c, z) + sum y * bytes[m] <= budget[m]   for every tier m, in units of its budget
@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from penstock.config import TIERS, Tier
 from penstock.planner.fit import Request, base_placement, provision
-from penstock.planner.lane_loads import GroupClass, Home, Load, Loads, Walk, limits_of, step_bound
+from penstock.planner.phase_costs import GroupClass, Home, Load, PhaseCosts, Phases, limits_of, step_bound
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.place import FP32, Settings, chunk_count
 from penstock.sim.costs import Costs
@@ -100,12 +100,12 @@ class PlacementLP:
         costs: Costs,
         *,
         disk_free: int | None = None,
-        walk: Walk | None = None,
+        phases: Phases | None = None,
     ) -> None:
-        """``disk_free``: bytes that may be used on disk; None: enough. ``walk``: the request's, if there is one."""
+        """``disk_free``: bytes that may be used on disk; None: enough. ``phases``: the request's, if there is one."""
         self.request = request
         self.s = settings
-        self.loads = Loads(request, settings, costs, walk)
+        self.loads = PhaseCosts(request, settings, costs, phases)
         self.limits = limits_of(costs, settings.depths)
         self.base = base_placement(request)
         self._bases: dict[tuple[Tier, Waits], Sizes] = {}
@@ -117,7 +117,7 @@ class PlacementLP:
 
     @property
     def classes(self) -> tuple[GroupClass, ...]:
-        return self.loads.walk.classes
+        return self.loads.phases.classes
 
     @cached_property
     def checkpoint_tiers(self) -> tuple[Tier, ...]:
@@ -279,7 +279,7 @@ class _Model:
             for home in kind.homes
             for q in lp.gradient_tiers
         ]
-        self.phases = len(lp.loads.walk.phases) + 1
+        self.phases = len(lp.loads.phases.names) + 1
         none = np.zeros_like(lp.loads.of_compute)
         parts = [lp.loads.of_checkpoints(tier) for tier in lp.checkpoint_tiers]
         loads = np.array([*parts, *(none for _ in lp.gradient_tiers), *(c.load for c in self.columns)]) / self.unit

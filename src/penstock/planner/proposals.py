@@ -9,7 +9,7 @@ from itertools import product
 from penstock.config import Family, format_size
 from penstock.errors import BudgetError
 from penstock.planner.fit import Request, base_placement, fitted, settings_of
-from penstock.planner.lane_loads import Loads, Walk, step_bound
+from penstock.planner.phase_costs import PhaseCosts, Phases, step_bound
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Limits, Pattern, Rounding
@@ -55,8 +55,8 @@ class Proposals:
         self.limits = Limits.of(question.request, question.disk_free)
         self.considered = 0
         self._programs: dict[tuple[object, ...], PlacementLP] = {}
-        self._walks: dict[tuple[Family, bool], Walk] = {}
-        self._counters: dict[tuple[object, ...], Loads] = {}
+        self._known_phases: dict[tuple[Family, bool], Phases] = {}
+        self._counters: dict[tuple[object, ...], PhaseCosts] = {}
 
     # ---- what is worth proposing
 
@@ -217,16 +217,16 @@ class Proposals:
             settings.delay,
         )
         if key not in self._programs:
-            walk = self._walk(request)
+            phases = self._phases(request)
             costs = self.q.costs_of(request)
-            self._programs[key] = PlacementLP(request, settings, costs, disk_free=self.q.disk_free, walk=walk)
+            self._programs[key] = PlacementLP(request, settings, costs, disk_free=self.q.disk_free, phases=phases)
         return self._programs[key]
 
-    def _walk(self, request: Request) -> Walk:
+    def _phases(self, request: Request) -> Phases:
         key = request.family, request.speculates
-        if key not in self._walks:
-            self._walks[key] = Walk(request, wait=request.wait and request.train, speculate=request.speculates)
-        return self._walks[key]
+        if key not in self._known_phases:
+            self._known_phases[key] = Phases(request, wait=request.wait and request.train, speculate=request.speculates)
+        return self._known_phases[key]
 
     def proposal(self, settings: Settings, request: Request, pattern: Pattern) -> Proposal:
         """A proposal of settings that fit."""
@@ -270,7 +270,7 @@ class Proposals:
         """Number of ops of a schedule."""
         key = (request.family, request.speculates, settings.chunk, settings.delay)
         if key not in self._counters:
-            self._counters[key] = Loads(request, settings, _ONE_EACH, self._walk(request))
+            self._counters[key] = PhaseCosts(request, settings, _ONE_EACH, self._phases(request))
         return round(float(self._counters[key].of(settings.place).sum()))
 
 

@@ -8,8 +8,8 @@ from penstock.config import Family, Tier
 from penstock.hardware.machine import Machine
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import Request, base_placement
-from penstock.planner.means import DELAYS, REPEATS, steps_early
-from penstock.planner.outside import Peaks, Phase, beyond, peaks_outside_steps
+from penstock.planner.phase_memory import Peaks, Phase, beyond, peaks_outside_steps
+from penstock.planner.update_mode import DELAYS, REPEATS, steps_early
 from penstock.schedule.place import Placement, Settings, Side
 from penstock.shape.model import StageTimes
 from penstock.sim.costs import Costs
@@ -25,7 +25,7 @@ class Question:
     The request's ``speculate`` and ``delay`` are forced, or None to be chosen: ``delays`` are those to begin with, and
     ``repeats`` is the share of steps that is expected to be run again if anything speculates. ``disk_free``: bytes that
     may be used on disk; None: enough. ``most_ops``: ops of the largest schedule that may be chosen; None: any.
-    ``room``: bytes of device and host memory for what comes before and after steps (``outside``); None: enough.
+    ``room``: bytes of device and host memory for what comes before and after steps (``phase_memory``); None: enough.
     """
 
     request: Request
@@ -54,7 +54,7 @@ class Question:
         free = self.request.early is None and self.request.may_speculate
         means = (False, True) if free else (self.request.speculates,)
         forced = replace(self.request, family=families[0])
-        forced.check_means()
+        forced.check_update_mode()
         asked = (replace(forced, family=family, speculate=early) for family in families for early in means)
         return tuple(replace(request, cast=side) for request in asked for side in _sides(request))
 

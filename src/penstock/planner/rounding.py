@@ -6,7 +6,7 @@ from typing import Literal
 
 from penstock.config import Tier
 from penstock.planner.fit import Request
-from penstock.planner.lane_loads import GroupClass, Home
+from penstock.planner.phase_costs import GroupClass, Home
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.schedule.place import Placement, Settings
 

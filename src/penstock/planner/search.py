@@ -23,12 +23,12 @@ from penstock.config import Family, Tier
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.fit import Plan, Request, fit, fitted
-from penstock.planner.means import DELAY_STEP, REPEATS, steps_early
-from penstock.planner.outside import beyond
+from penstock.planner.phase_memory import beyond
 from penstock.planner.placement_lp import PlacementLP, Waits
 from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promising, Proposal, Proposals
 from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Pattern
+from penstock.planner.update_mode import DELAY_STEP, REPEATS, steps_early
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import ALIGN

@@ -7,8 +7,8 @@ from penstock.config import Budget, Family, OptimizerName, Precision, StepConfig
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.fit import Request
-from penstock.planner.means import check_means, expected_repeats, no_speculation
 from penstock.planner.question import Question
+from penstock.planner.update_mode import check_update_mode, expected_repeats, no_speculation
 from penstock.schedule.place import BOUNCE, Format
 from penstock.shape.model import ModelProfile, ModelShape, stage_times
 
@@ -57,7 +57,9 @@ class Task(StepConfig):
                 f"the profile of {self.machine.name} has no optimizer rate {self.rate_name}, only {known}: measure it "
                 "with penstock doctor"
             )
-        check_means(self, self.budget, self.form, wait=self.needs_norm, horizontal="vertical" not in self.families)
+        check_update_mode(
+            self, self.budget, self.form, wait=self.needs_norm, horizontal="vertical" not in self.families
+        )
         if self.budget.disk_paths and not self.machine.drives:
             raise ConfigError(f"the profile of {self.machine.name} has no drives, but a directory on disk is given")
 

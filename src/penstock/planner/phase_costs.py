@@ -10,7 +10,7 @@ A *phase* is a stretch of the step whose work can overlap with itself but hardly
     update      after the global norm, where the optimizer waits for it
 
 With a delay ratio α, that share of the optimizer's work falls into the forward, and delayed chunks on disk are not read
-a first time. Loads are in seconds of a lane that works alone, taken from the same ``Costs`` that the simulator uses,
+a first time. All are in seconds of a lane that works alone, taken from the same ``Costs`` that the simulator uses,
 per op with its own constant cost: summed over a placement they are the simulated schedule's work, exactly without a
 delay and but for the rounding of chunks with one (a test holds them to it).
 """
@@ -54,12 +54,12 @@ class GroupClass:
     homes: tuple[Home, ...]
 
 
-class Walk:
+class Phases:
     """What each group of a request meets on its way through the step's phases, whatever the sizes of chunks.
 
     | attribute | meaning |
     |---|---|
-    | ``phases`` | names, in order |
+    | ``names`` | of the phases, in order |
     | ``loads`` | by depth of the pools of weights, 1 or more: group -> phase -> how often its weights are loaded |
     | ``classes`` | all groups, those that are alike together |
     """
@@ -72,7 +72,7 @@ class Walk:
         self.wait = wait
         self.speculate = speculate
         self.split_last = request.one_by_one and (speculate or not wait) and request.micro_batches > 1
-        self.phases = (
+        self.names = (
             "start",
             "forward",
             "backward",
@@ -81,7 +81,7 @@ class Walk:
             *(["update"] * wait),
         )
         self.tied = tied_groups(request.program)
-        self._index = {name: i for i, name in enumerate(self.phases)}
+        self._index = {name: i for i, name in enumerate(self.names)}
         visits, stages = self.route.visits, request.program.stages
         calls = [i for i, v in enumerate(visits) if stages[v.stage].kind == "call"]
         self._started = calls[0] if calls else 0
@@ -179,13 +179,13 @@ class Walk:
         return want_weights in (None, weights) and (not trainable or want_state in (None, state))
 
 
-class Loads:
+class PhaseCosts:
     """The loads of one request with the chunk size and delay of ``settings``; its placement does not matter."""
 
-    def __init__(self, request: Request, settings: Settings, costs: Costs, walk: Walk | None = None) -> None:
-        """``walk``: the request's, if there is one already."""
-        self.walk = walk or Walk(request, wait=settings.wait, speculate=settings.speculate)
-        assert (self.walk.wait, self.walk.speculate) == (settings.wait, settings.speculate)
+    def __init__(self, request: Request, settings: Settings, costs: Costs, phases: Phases | None = None) -> None:
+        """``phases``: the request's, if there is one already."""
+        self.phases = phases or Phases(request, wait=settings.wait, speculate=settings.speculate)
+        assert (self.phases.wait, self.phases.speculate) == (settings.wait, settings.speculate)
         self.request = request
         self.s = settings
         self.route = request.route
@@ -198,15 +198,15 @@ class Loads:
 
     def of_group(self, g: int, home: Home, gradients: Tier) -> Load:
         """What a group asks for; ``gradients``: where they wait for the norm, if they do."""
-        key = (self.walk.keys[g], home, gradients)
+        key = (self.phases.keys[g], home, gradients)
         if key not in self._cache:
             self._cache[key] = self._group_load(g, home, gradients)
         return self._cache[key]
 
     def of_class(self, kind: GroupClass, home: Home, gradients: Tier) -> Load:
         """What a group of a class asks for on average."""
-        alike = {self.walk.keys[g]: g for g in kind.members}
-        counts = Counter(self.walk.keys[g] for g in kind.members)
+        alike = {self.phases.keys[g]: g for g in kind.members}
+        counts = Counter(self.phases.keys[g] for g in kind.members)
         total = sum((n * self.of_group(alike[key], home, gradients) for key, n in counts.items()), start=self._none())
         mean: Load = total / len(kind.members)
         return mean
@@ -221,11 +221,11 @@ class Loads:
         for stage in stages:
             sizes[stage.checkpoint] += stay.leaving(stage.index, self.s.depths.inputs)
         times = self.s.micro_batches // self.route.at_once
-        walk = self.walk
-        out = walk.phase("forward")
-        back = {walk.phase("backward"): times}
-        if walk.split_last:
-            back = {walk.phase("backward"): times - 1, walk.phase("last"): 1}
+        phases = self.phases
+        out = phases.phase("forward")
+        back = {phases.phase("backward"): times}
+        if phases.split_last:
+            back = {phases.phase("backward"): times - 1, phases.phase("last"): 1}
         for nbytes, count in sizes.items():
             pages = page_up(nbytes)
             self._add(load, out, "DC0m0", count * nbytes, count, times)
@@ -242,11 +242,11 @@ class Loads:
         """Forward, recompute and backward: the same wherever anything lives."""
         load = self._none()
         visits = enumerate(self.route.visits)
-        counts = Counter((v.kind, v.stage, self.walk.compute_phase(i), len(v.micro_batches)) for i, v in visits)
+        counts = Counter((v.kind, v.stage, self.phases.compute_phase(i), len(v.micro_batches)) for i, v in visits)
         for (kind, stage, phase, items), n in counts.items():
             self._add(load, phase, f"{kind}{stage}m0", 0, n, items)
         if self.s.wait and not self.s.speculate:
-            self._add(load, self.walk.phase("update"), "NORM", 0, 1)
+            self._add(load, self.phases.phase("update"), "NORM", 0, 1)
         return load
 
     def of(self, place: Placement) -> Load:
@@ -259,9 +259,9 @@ class Loads:
 
     def _group_load(self, g: int, home: Home, gradients: Tier) -> Load:
         load, (weights, _) = self._none(), home
-        if weights != "device" and g in self.walk.first:
+        if weights != "device" and g in self.phases.first:
             self._weight_load(load, g, home)
-        if self.walk.steps(g):
+        if self.phases.steps(g):
             if home[1] == "device":
                 self._on_device(load, g)
             else:
@@ -271,19 +271,19 @@ class Loads:
 
     def _weight_load(self, load: Load, g: int, home: Home) -> None:
         group, (weights, state) = self.groups[g], home
-        late = self.late(g) if self.walk.steps(g) and state != "device" else 0.0
-        for phase, times in self.walk.loads[self.s.depths.weights > 1][g].items():
+        late = self.late(g) if self.phases.steps(g) and state != "device" else 0.0
+        for phase, times in self.phases.loads[self.s.depths.weights > 1][g].items():
             for numel, share in ((group.trainable, late), (group.frozen, 0.0)):
                 n, nbytes = chunk_count(numel, self.s.chunk), self.s.form.weight_bytes * numel
                 self._add(load, phase, f"UW{g}.0@F0", nbytes, n, times)
                 if weights == "disk":  # what is stepped just before is still there, and not read
-                    self._add(load, phase, f"RW{g}.0@F0", nbytes, n, times - share * (phase == self.walk.first[g]))
+                    self._add(load, phase, f"RW{g}.0@F0", nbytes, n, times - share * (phase == self.phases.first[g]))
 
     def _on_device(self, load: Load, g: int) -> None:
-        done = self.walk.gradient_phase(self.route.gradient_visits[g][-1])
+        done = self.phases.gradient_phase(self.route.gradient_visits[g][-1])
         if self.s.wait:
             self._add(load, done, f"ND{g}", 0, 1)
-        self._add(load, self.walk.step_phase(g, waits=self.s.wait), f"OD{g}", 0, 1)
+        self._add(load, self.phases.step_phase(g, waits=self.s.wait), f"OD{g}", 0, 1)
 
     def waits(self, home: Home) -> bool:
         """``Settings.waits`` of a group with this home."""
@@ -304,18 +304,18 @@ class Loads:
         n = chunk_count(self.groups[g].trainable, self.s.chunk)
         seen: set[int] = set()
         for i in route.gradient_visits[g]:
-            stage, phase = route.visits[i].stage, self.walk.gradient_phase(i)
+            stage, phase = route.visits[i].stage, self.phases.gradient_phase(i)
             self._add(load, phase, f"DG{g}.0@B0", nbytes, n)
             if stage in seen:
                 self._add(load, phase, f"AG{g}.0@B0", 3 * nbytes, n)
             seen.add(stage)
-        done = self.walk.gradient_phase(route.gradient_visits[g][-1])
+        done = self.phases.gradient_phase(route.gradient_visits[g][-1])
         self._add(load, done, f"AG{g}.0@sum1", 3 * nbytes, n, len(route.uses[g]) - 1)
         waiting = 1.0 if self.waits(home) else self.late(g)
         self._add(load, done, f"NG{g}.0", nbytes, n, waiting)
         if gradients == "disk":  # the norm waits for its parts, and not for gradients to be on disk
-            late = self.walk.wait and done == self.walk.phase("tail")
-            written = self.walk.phase("update") if late else done
+            late = self.phases.wait and done == self.phases.phase("tail")
+            written = self.phases.phase("update") if late else done
             self._add(load, written, f"WG{g}.0", nbytes, n, waiting)
 
     def _step_load(self, load: Load, g: int, home: Home, gradients: Tier) -> None:
@@ -329,15 +329,15 @@ class Loads:
         if form.split and home[0] != "host":
             moves.append(("WW" if home[0] == "disk" else "UN", form.weight_bytes))
         waits = self.waits(home)
-        for phase, share in ((self.walk.step_phase(g, waits=waits), 1.0 - late), (self.walk.first[g], late)):
+        for phase, share in ((self.phases.step_phase(g, waits=waits), 1.0 - late), (self.phases.first[g], late)):
             for kind, width in moves:
-                home_bound = phase == self.walk.phase("start") and kind in ("WS", "WW", "UN")
+                home_bound = phase == self.phases.phase("start") and kind in ("WS", "WW", "UN")
                 self._add(load, _HOME if home_bound else phase, f"{kind}{g}.0", width * numel, n, share)
-            if gradients == "disk" and (waits or phase == self.walk.first[g]):
+            if gradients == "disk" and (waits or phase == self.phases.first[g]):
                 self._add(load, phase, f"RG{g}.0", self.gradient_bytes(g) * numel, n, share)
 
     def _none(self) -> Load:
-        return np.zeros((len(self.walk.phases) + 1, len(LOCAL_LANES)))
+        return np.zeros((len(self.phases.names) + 1, len(LOCAL_LANES)))
 
     def _add(self, load: Load, phase: int, word: str, nbytes: int, ops: int, times: float = 1.0) -> None:
         """Add ``ops`` ops that move ``nbytes`` together, ``times`` over."""

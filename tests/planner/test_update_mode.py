@@ -9,11 +9,11 @@ from penstock.config import Budget, Family
 from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.alternatives import alternatives, way_of
 from penstock.planner.fit import Request, fit, fitted
-from penstock.planner.means import no_speculation, steps_early
 from penstock.planner.own_schedule import own_plan
 from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.question import Question
 from penstock.planner.search import best, search
+from penstock.planner.update_mode import no_speculation, steps_early
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule

@@ -1,4 +1,4 @@
-"""The means by which a step comes to its numbers when they need the global gradient norm, and what each asks for.
+"""How a step comes to its numbers when they need the global gradient norm: update modes, and what each asks for.
 
 - *Waiting*: every gradient stays where it is, in host memory or on disk, until the norm is known; then the optimizer.
 - *Speculating*: a group whose whole state is on disk in two slots steps at once, into the slots that nothing names yet.
@@ -49,7 +49,7 @@ def _pinned_in_memory(budget: Budget, form: Format) -> tuple[str, Tier] | None:
     return None
 
 
-def check_means(asked: StreamConfig, budget: Budget, form: Format, *, wait: bool, horizontal: bool) -> None:
+def check_update_mode(asked: StreamConfig, budget: Budget, form: Format, *, wait: bool, horizontal: bool) -> None:
     """Refuse what is asked for and cannot be.
 
     Raises:
