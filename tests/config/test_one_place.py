@@ -37,7 +37,7 @@ USED = {
         "planner/durability.py": "compares them",
         "cli/disk_summary.py": "says what one costs",
         "cli/plan.py": "an option of a plan without a file, which has no section budget",
-        "engine/attempt.py": "what makes a step durable, an object of that name",
+        **dict.fromkeys(("engine/attempt.py", "engine/inside.py"), "what makes a step durable, an object of that name"),
     },
 }
 """Of each setting the files or rooms in which it is used, and for what."""

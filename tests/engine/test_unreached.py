@@ -85,10 +85,12 @@ class Run:
 
     def engine(self, store: Path) -> penstock.Engine:
         common = {"optimizer": ADAMW, "precision": self.precision, "clip_grad_norm": CLIPS[self.clip]}
-        wrapped = dict(self.wrapped)
-        if CLIPS[self.clip] is None and self.precision != "fp16":
-            wrapped.pop("speculate", None)  # which is refused where no step waits for a norm
-        return wrap(CASE, budget(store, **PLACES[self.place]), **common | wrapped)
+        wrapped, place = dict(self.wrapped), dict(PLACES[self.place])
+        if CLIPS[self.clip] is None and self.precision != "fp16":  # no step waits for a norm: these are refused
+            wrapped.pop("speculate", None)
+            if not wrapped.get("delay"):
+                place.pop("gradients", None)
+        return wrap(CASE, budget(store, **place), **common | wrapped)
 
 
 def check_run(run: Run, folder: Path) -> None:

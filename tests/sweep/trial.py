@@ -190,7 +190,7 @@ def _called_blocks(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> lis
         hook.remove()
     called = set.intersection(*calls)
     lists = [
-        [f"{name}.{member}" for member in m._modules]
+        [f"{name}.{member}" for member in dict(m.named_children())]
         for name, m in model.named_modules()
         if isinstance(m, nn.ModuleList) and len(m) and all(part in called for part in m)
     ]

@@ -13,6 +13,8 @@ from lightning_fabric import Fabric
 from torch import nn
 
 import penstock
+from penstock.config import fields_of
+from penstock.engine.arguments import LoopArguments
 from penstock.errors import BudgetError, ConfigError, ModelError
 from penstock.fabric import PenstockStrategy
 from penstock.hf import EngineArguments, load
@@ -126,7 +128,7 @@ def test_a_folders_weights_that_wait_are_not_forgotten(tmp_path: Path) -> None:
 def test_the_loops_of_libraries_do_not_forget_them_either(init: bool, tmp_path: Path) -> None:
     """What ``hf.Trainer`` and ``SFTTrainer`` are told of the engine, and Fabric's strategy."""
     folder = write("llama", tmp_path / "model")
-    given = EngineArguments(budget=budget(None), init=init).for_wrap()
+    given = fields_of(EngineArguments(budget=budget(None), init=init), LoopArguments)
 
     def by_trainer() -> None:
         penstock.wrap(load(folder).model, optimizer=penstock.AdamW(lr=1e-3), device="cpu", **given).close()

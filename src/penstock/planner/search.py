@@ -366,10 +366,10 @@ def _changes(settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
     for chunk in (settings.chunk * 2, *(settings.chunk // part // ALIGN * ALIGN for part in (2, 4))):
         if CHUNKS[0] <= chunk <= CHUNKS[-1]:
             yield replace(settings, chunk=chunk)
-    for delay in delays:
-        yield replace(settings, delay=delay)
     for name in ("weights", "state", "gradients", "stage_out", "stage_in", "checkpoints"):  # likeliest to help first
         depth = getattr(settings.depths, name)
         for other in (depth + 1, depth - 1):
             if 1 <= other <= _DEEPEST:
                 yield replace(settings, depths=replace(settings.depths, **{name: other}))
+    for delay in delays:  # after what costs nothing outside of steps
+        yield replace(settings, delay=delay)
