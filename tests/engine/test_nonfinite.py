@@ -188,3 +188,35 @@ def test_running_statistics_do_not_see_what_was_skipped_or_refused(fault: int, t
             with pytest.raises(NonFiniteError):
                 engine.step(with_fault(steps[1], fault=3))
         assert_same_state(state_of(engine), before)
+
+
+@pytest.mark.parametrize("delay", [0.5, 1.0])
+@pytest.mark.parametrize("places", [{"slots": 1}, {"durability": "interval", "interval": 50}], ids=str)
+def test_what_the_step_before_had_left_does_not_count_against_a_step_that_is_skipped(
+    places: dict[str, Any], delay: float, tmp_path: Path
+) -> None:
+    """Late chunks are written in place there, and are part of the state before the step is found to be not finite."""
+    with wrap(FAULTY, budget(tmp_path, **places), delay=delay, clip_grad_norm=1.0) as engine:
+        for step in GOOD[:2]:
+            engine.step(step)
+        with pytest.raises(NonFiniteError, match="Nothing was updated"):
+            engine.step(with_fault(STEPS[1], fault=3))
+        assert engine.step(with_fault(STEPS[1], fault=2)).skipped
+        assert not engine.step(GOOD[1]).skipped
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_commit_that_fails_after_what_was_left_is_done_is_the_drives_error(slots: int, tmp_path: Path) -> None:
+    with wrap(FAULTY, budget(tmp_path / "run", slots=slots), delay=0.5, clip_grad_norm=1.0) as engine:
+        engine.step(GOOD[0])
+        store = engine.inside.resources.commits.store
+        assert store is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "commit", _fails)
+            with pytest.raises(StoreError, match="the drive"):
+                engine.save(tmp_path / "snapshot")
+        engine.save(tmp_path / "snapshot")
+
+
+def _fails(record: Mapping[str, Any]) -> None:
+    raise StoreError("the drive failed")

@@ -1,6 +1,7 @@
 """What a commit says of a run is looked at, field by field, before anything is made of it."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,11 @@ from penstock.errors import StoreError
 from penstock.optim.precision import LossScale
 from penstock.state.record import check_progress, check_stored
 from penstock.state.stats import StepStats
+from penstock.store.store import Store
+from tests.models import MODELS
+from tests.training import budget, steps_of, wrap
 
+CASE = MODELS["gpt2"]
 STATS = StepStats(
     step=3, loss=1.5, grad_norm=0.5, tokens=10, seconds=0.1, lr=1e-3, clipped=False, skipped=False, loss_scale=1.0
 )
@@ -54,3 +59,17 @@ def test_and_one_whose_last_step_lacks_a_number(key: str) -> None:
     last = {k: v for k, v in STATS.numbers().items() if k != key}
     with pytest.raises(StoreError, match=f"last lacks '{key}'"):
         check(RUN | {"last": last})
+
+
+def test_weights_that_are_said_to_follow_from_a_master_copy_have_one(tmp_path: Path) -> None:
+    """The store is closed then: it can be opened again."""
+    steps = steps_of(CASE, 1)
+    with wrap(CASE, budget(tmp_path), precision="bf16") as engine:
+        engine.step(steps[0])
+    with Store.open([tmp_path]) as store:
+        record = dict(store.last_commit() or {})
+        record.pop("sequence", None)
+        store.commit({**record, "stale": ["weights.99"]})
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"weights\.99.* has none"):
+            wrap(CASE, budget(tmp_path), precision="bf16")

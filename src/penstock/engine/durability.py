@@ -137,7 +137,8 @@ class Durability:
 
     def complete(self) -> None:
         """Within a step: the one before is complete, its delayed chunks are stepped and at home."""
-        assert self.tell(Event.COMPLETED) == (Action.COMPLETE,)
+        asked = self.tell(Event.COMPLETED)
+        assert asked == (Action.COMPLETE,)
         assert self.pending is not None
         self._commits.arrays.complete_late()
         self._commits.complete(self.pending.record, self.pending.buffers)

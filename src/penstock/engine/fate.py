@@ -127,6 +127,7 @@ TABLE: Mapping[State, Mapping[Event, Next]] = {
         Event.CLOSE: (State.CLOSED, (Action.SETTLE,)),
         Event.DURABLE: (State.WHOLE, ()),
         Event.FAILED: (State.WHOLE, ()),  # what was not committed is by the next MARK
+        Event.FAILED_IN_PLACE: (State.WHOLE, ()),  # by the last step, which counts
     },
     State.PENDING: {
         Event.BEGIN: (State.FINISHING, (Action.MARK_PENDING, Action.RUN)),

@@ -24,6 +24,7 @@ from penstock.planner.fit import Plan, Request, fit, off_device
 from penstock.planner.own_schedule import own_plan
 from penstock.planner.search import best
 from penstock.planner.update_mode import expected_repeats
+from penstock.runtime.bound import Bound
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
@@ -264,6 +265,8 @@ class Planning:
 
     def _use(self, ready: Ready) -> Runner:
         if self.runner is None or self.runner.plan is not ready.plan:
+            if isinstance(self._schedule, Schedule):
+                Bound(schedule=ready.plan.schedule, program=ready.plan.program).check_rest()
             self.close()
             self._shared.arrays.settle(ready.plan.settings.place)
             if self._shared.device.type == "cuda":

@@ -1,10 +1,14 @@
 """A schedule bound to the arrays of a run: what its ops need that is neither on them nor in its header."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.errors import ScheduleError
+from penstock.schedule.check import check
+from penstock.schedule.check.clocks import Clocks
+from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule
 from penstock.schedule.ir.references import Buffer, OpId
 from penstock.schedule.meaning import late_chunks, narrow_groups_of
@@ -86,32 +90,63 @@ class Bound:
                 sizes[checkpoint_extent(op)] = op.nbytes
         return sizes, grids
 
+    def check_rest(self) -> None:
+        """Raises:
+        ScheduleError: what a step leaves to the next one cannot be done by itself.
+        """
+        if self.late:
+            handed_on = tuple((start, start, pool) for start, _, pool in self.schedule.carried)
+            names = {start for start, _, _ in handed_on}
+            kept = (replace(op, gives=tuple(n for n in op.gives if n not in names)) for op in self.rest.ops)
+            check(replace(self.rest, ops=tuple(kept), carried=handed_on))
+
     @cached_property
     def rest(self) -> Schedule:
         """What a step does for the one before, by itself: late chunks are stepped and brought home, and committed.
 
-        A buffer is taken by the first of these ops that touches it, and given back by the last one.
+        Its ops are in an order in which they can run, whatever order the schedule lists them in. Each waits for those
+        of them that the schedule surely does before it, also where that follows from ops that are none of them. A
+        buffer is taken by the first that touches it, if the step before has not handed it on, and given back by the
+        last one, after all others.
         """
-        ops = [op for op in self.schedule.ops if op.id == "CM" or (op.id.kind in _REST and self.is_late(op))]
-        names = {op.id for op in ops}
+        order = list(run_order(self.schedule))
+        ops = [op for op in order if op.id == "CM" or (op.id.kind in _REST and self.is_late(op))]
+        before = _surely_before(ops, Clocks(order))
         carried = {start for start, _, _ in self.schedule.carried}
         pools = {name: pool for op in self.schedule.ops for name, pool in op.takes}
-        first: dict[Buffer, OpId] = {}
-        last: dict[Buffer, OpId] = {}
+        touched: dict[Buffer, list[OpId]] = {}
         for op in ops:
-            for name in (*op.writes, *op.reads):
-                first.setdefault(name, op.id)
-                last[name] = op.id
+            for name in dict.fromkeys((*op.writes, *op.reads)):
+                touched.setdefault(name, []).append(op.id)
+        first = {name: by[0] for name, by in touched.items()}
+        last = {name: by[-1] for name, by in touched.items()}
+        for by in touched.values():
+            before[by[-1]].extend(by[:-1])
         alone = tuple(
             replace(
                 op,
-                after=tuple(n for n in op.after if n in names),
+                after=tuple(dict.fromkeys(before[op.id])),
                 takes=tuple((n, pools[n]) for n, by in first.items() if by == op.id and n not in carried),
                 gives=tuple(n for n, by in last.items() if by == op.id),
             )
             for op in ops
         )
         return replace(self.schedule, name=f"{self.schedule.name}-rest", ops=alone, carried=())
+
+
+def _surely_before(ops: Sequence[Op], clocks: Clocks) -> dict[OpId, list[OpId]]:
+    """For each of some ops, of each lane the last of them that is surely done when it starts: those before it are, too.
+
+    ``ops``: in an order in which they can run.
+    """
+    lanes: dict[str, list[Op]] = {}
+    found: dict[OpId, list[OpId]] = {op.id: [] for op in ops}
+    for op in ops:
+        for lane in lanes.values():
+            count = bisect_left(lane, True, key=lambda one: not clocks.before(one, op))
+            found[op.id].extend(one.id for one in lane[max(count - 1, 0) : count])
+        lanes.setdefault(op.lane, []).append(op)
+    return found
 
 
 def gradient_extent(op: Op) -> str:

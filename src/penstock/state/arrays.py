@@ -139,8 +139,8 @@ class StateArrays:
         """who has to know before an array in memory is changed"""
         self._changed: set[str] = set()
         """arrays in memory that the step under way has changed"""
-        self._late_changed = False
-        """true if it has stepped anything that the step before had left to it"""
+        self._late: set[int] = set()
+        """groups of which it has stepped what the step before had left to it"""
         self._kept: set[str] = set()
         """arrays in memory whose frozen part is in their extent's current slot as well"""
         self._arrays: dict[str, torch.Tensor] = {}
@@ -207,14 +207,14 @@ class StateArrays:
         """A step is about to change the arrays: what it changes is noted from here on."""
         self.slots.drop(self._trained_on_disk())
         self._changed.clear()
-        self._late_changed = False
+        self._late.clear()
 
     def note_step(self, g: int, *, late: bool) -> None:
         """Some of a group is about to be stepped, by the step under way or (``late``) for the one before. What follows
         on disk is noted where it is written.
         """
         if late:
-            self._late_changed = True
+            self._late.add(g)
         else:
             self._changed.update(name for name in self._names[g] if name in self._arrays)
 
@@ -225,14 +225,16 @@ class StateArrays:
             StoreError: some of it was not written.
         """
         self.slots.complete_owed()
-        self._late_changed = False
+        # The step under way has written nothing of these yet: it writes after what it completes is committed.
+        self.slots.settle(name for name in self._trained_on_disk() if self.parts[name].group in self._late)
+        self._late.clear()
 
     @property
     def droppable(self) -> bool:
         """True if all that was changed since ``begin_step`` can be taken back: on disk it lies beside what counts, and
         in memory it is weights that follow from their master copy on disk.
         """
-        in_place = self._late_changed or self.slots.in_place(self._trained_on_disk())
+        in_place = bool(self._late) or self.slots.in_place(self._trained_on_disk())
         return not in_place and self._changed.issubset(self.stale())
 
     def drop_step(self) -> None:
@@ -342,6 +344,8 @@ class StateArrays:
         """Make trained 16-bit weights, wherever they are, what their master copies on disk say."""
         if not names:
             return
+        if unknown := set(names) - {f"weights.{g.index}" for g in self.groups if self.form.split}:
+            raise StoreError(f"the last commit says that {min(unknown)!r} follows from a master copy: it has none")
         bounce, cast = HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 4)
         try:
             for name in names:

@@ -75,11 +75,16 @@ class Commits:
         self.resumed: Progress | None = resumed
         """The record of the store that was found; None for a fresh one."""
         self.store: Store | None = store
-        self.slots = Slots.none() if self.store is None else Slots.of(self.store)
-        self.arrays = StateArrays(groups, form, dtype, device, self.store, self.slots, host_bytes=budget.host_bytes)
         self._started = False
-        if self.resumed is not None:
-            self.arrays.recast(self.resumed["stale"])
+        try:
+            self.slots = Slots.none() if store is None else Slots.of(store)
+            self.arrays = StateArrays(groups, form, dtype, device, store, self.slots, host_bytes=budget.host_bytes)
+            if resumed is not None:
+                self.arrays.recast(resumed["stale"])
+        except BaseException:
+            if store is not None:
+                store.close()
+            raise
 
     def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
         paths = self._budget.disk_paths

@@ -191,6 +191,12 @@ class Slots:
                 self._owed[name] = _Owed(before=self._current[name], blocks=blocks)
             self._current[name] = self.target(name)
 
+    def settle(self, names: Iterable[str]) -> None:
+        """What has been written of these in place is part of what counts; from here on writes are noted anew."""
+        for name in self._in_place.intersection(names):
+            self._written[name][:] = False
+            self._in_place.discard(name)
+
     def complete_owed(self) -> None:
         """Nothing is owed any more.
 
