@@ -11,7 +11,6 @@ from penstock.schedule.meaning.values import (
     NOW,
     Activation,
     Gradient,
-    Sum,
     Weights,
     refused,
 )
@@ -87,7 +86,7 @@ class ComputeRules(Ground):
     def _sum_on_device(self, op: Op, g: int, taken: Mapping[Buffer, str]) -> None:
         names = tuple(name for name in op.writes if name.kind == "G" and name.group == g)
         name = self._at(op, names, f"the gradient of group {g}")
-        new: Sum = (op.id.stage, op.id.micro_batch)
+        new = self.sums.one(op.id.stage, op.id.micro_batch)
         if name not in taken:
-            new = self._value(op, name, Gradient).sum, new
+            new = self.sums.added(self._value(op, name, Gradient).sum, new)
         self._put(op, name, Gradient(g, -1, new), "device", self.needs.program.groups[g].trainable * FP32)

@@ -6,6 +6,7 @@ from penstock.config import Tier
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.ir.ops import ChunkAt, Op, Pool, Schedule, chunk_of
+from penstock.schedule.meaning.sums import Sums
 from penstock.schedule.meaning.values import (
     BEFORE,
     LEFT,
@@ -19,8 +20,6 @@ from penstock.schedule.meaning.values import (
     late_chunks,
     narrow_groups_of,
     refused,
-    told,
-    whole_sum,
 )
 from penstock.schedule.place import BF16, FP32, Chunk, chunks
 
@@ -37,7 +36,8 @@ class Ground:
         self.pool_of: dict[str, Pool] = {start: self.pools[pool] for start, _, pool in schedule.carried}
         makers = [stage for stage in reversed(self.stages) if needs.train]
         uses = {g.index: [s.index for s in makers if g.index in s.gradients] for g in program.groups}
-        self.whole = {g: whole_sum(stages, schedule.micro_batches) for g, stages in uses.items() if stages}
+        self.sums = Sums()
+        self.whole = {g: self.sums.whole(stages, schedule.micro_batches) for g, stages in uses.items() if stages}
         self.trained = {(g, c.index) for g in self.whole for c in self.cuts[g] if c.trainable}
         self.narrow, self.late = narrow_groups_of(schedule), late_chunks(schedule)
         self.normed = False
@@ -130,7 +130,8 @@ class Ground:
         if gradient.sum != self.whole[gradient.group]:
             raise refused(
                 op,
-                f"takes a gradient that is {told(gradient.sum)}, and has to be {told(self.whole[gradient.group])}: "
+                f"takes a gradient that is {self.sums.told(gradient.sum)}, and has to be "
+                f"{self.sums.told(self.whole[gradient.group])}: "
                 "another order of the sum changes the numbers",
             )
 

@@ -1,7 +1,6 @@
 """The values of a step as a proof sees them: what is in a buffer, and what a schedule needs and has."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -15,11 +14,8 @@ from penstock.schedule.program import Program
 BEFORE, NOW, AFTER = -1, 0, 1
 """Versions of a chunk: without the step that the step before has left; as this step's stages need it; stepped."""
 
-Sum = tuple["Sum | int", "Sum | int"]
-"""A gradient as it was added up: ``(stage, micro-batch)``, or two sums of which the second was added to the first."""
-
-LEFT: Sum = (-1, -1)
-"""The whole gradient of the step before."""
+LEFT = -1
+"""The sum that is the whole gradient of the step before."""
 
 
 class Weights(NamedTuple):
@@ -30,11 +26,12 @@ class Weights(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A group's gradient on the device (``chunk`` -1), or one chunk of it on the host or on disk."""
+    """A group's gradient on the device (``chunk`` -1), or one chunk of it on the host or on disk. ``sum``: how it was
+    added up, a number of the proof's ``Sums``, or LEFT."""
 
     group: int
     chunk: int
-    sum: Sum
+    sum: int
 
 
 class State(NamedTuple):
@@ -108,18 +105,6 @@ def late_chunks(schedule: Schedule) -> frozenset[ChunkAt]:
     return frozenset(chunk_of(op) for op in steps if not left.isdisjoint(op.reads))
 
 
-def whole_sum(stages: Iterable[int], micro_batches: int) -> Sum:
-    """How every schedule adds a group's gradient up. ``stages``: those that make one, in backward order."""
-    total: Sum | None = None
-    for stage in stages:
-        part: Sum = (stage, 0)
-        for m in range(1, micro_batches):
-            part = part, (stage, m)
-        total = part if total is None else (total, part)
-    assert total is not None
-    return total
-
-
 class Outside:
     """Accesses to what is in no buffer: each two to one place are ordered if one of them changes it."""
 
@@ -153,17 +138,6 @@ SHOWN: dict[type, str] = {
     Activation: "an activation",
     Kept: "a checkpoint",
 }
-
-
-def told(total: Sum) -> str:
-    """A sum as people read it: ``B3m0 + B3m1``."""
-    if total == LEFT:
-        return "the step before's"
-    first, second = total
-    if isinstance(first, int):
-        return f"stage {first} of micro-batch {second}"
-    assert not isinstance(second, int)
-    return f"({told(first)} + {told(second)})"
 
 
 def refused(op: Op, what: str) -> ScheduleError:

@@ -38,7 +38,7 @@ class WaitingRules(Ground):
         total, part = self._gradient(op, into), self._gradient(op, what)
         if LEFT in (total.sum, part.sum) or op.id.group in self.narrow:
             raise refused(op, "adds to a gradient that is whole already")
-        self.values[into] = Gradient(total.group, total.chunk, (total.sum, part.sum))
+        self.values[into] = Gradient(total.group, total.chunk, self.sums.added(total.sum, part.sum))
 
     def _measure(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group

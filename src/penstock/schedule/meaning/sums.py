@@ -1,0 +1,98 @@
+"""Orders in which gradients are added up, by number: two sums have the same number when they give the same bits.
+
+A sum of a thousand micro-batches is a thousand sums deep. As numbers they are compared at once, and nothing recurses.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from penstock.schedule.meaning.values import LEFT
+
+_SHOWN = 6
+"""Parts of a sum that a message names."""
+
+
+class Sums:
+    """The sums of one proof. Each is the gradient of one stage and micro-batch, or two sums of which the second was
+    added to the first."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[bool, int, int], int] = {}
+        self._made: list[tuple[bool, int, int]] = []
+        """(whether of two sums, and these; or stage and micro-batch), by number"""
+
+    def one(self, stage: int, micro_batch: int) -> int:
+        """The gradient that one backward makes."""
+        return self._number((False, stage, micro_batch))
+
+    def added(self, total: int, part: int) -> int:
+        """``part`` added to ``total``."""
+        return self._number((True, total, part))
+
+    def whole(self, stages: Iterable[int], micro_batches: int) -> int:
+        """How every schedule adds a group's gradient up. ``stages``: those that make one, in backward order."""
+        total: int | None = None
+        for stage in stages:
+            part = self.one(stage, 0)
+            for m in range(1, micro_batches):
+                part = self.added(part, self.one(stage, m))
+            total = part if total is None else self.added(total, part)
+        assert total is not None
+        return total
+
+    def told(self, total: int) -> str:
+        """A sum as people read it: ``stage 3 of micro-batches 0 to 7 + (stage 2 of micro-batch 0)``."""
+        if total == LEFT:
+            return "the step before's"
+        shown: list[str] = []
+        for i, part in enumerate(self._parts(total)):
+            if i == _SHOWN:
+                return f"{' + '.join(shown)} + ..."
+            shown.append(part)
+        return " + ".join(shown)
+
+    def _number(self, made: tuple[bool, int, int]) -> int:
+        if made not in self._numbers:
+            self._numbers[made] = len(self._made)
+            self._made.append(made)
+        return self._numbers[made]
+
+    def _added_to(self, total: int) -> list[int]:
+        """What a sum was added up from, one after the other; each part may be a sum itself."""
+        parts = []
+        while self._made[total][0]:
+            _, total, part = self._made[total]
+            parts.append(part)
+        return [total, *reversed(parts)]
+
+    def _parts(self, total: int) -> Iterator[str]:
+        """The same in words, with consecutive micro-batches of a stage in one."""
+        run: tuple[int, int, int] | None = None  # stage, first and last micro-batch
+        for part in self._added_to(total):
+            nested, stage, m = self._made[part]
+            if run is not None and not nested and (run[0], run[2] + 1) == (stage, m):
+                run = stage, run[1], m
+                continue
+            if run is not None:
+                yield _run(*run)
+            run = None if nested else (stage, m, m)
+            if nested:
+                yield f"({self._nested(part)})"
+        if run is not None:
+            yield _run(*run)
+
+    def _nested(self, total: int) -> str:
+        """A sum within a sum: its parts, and those that are sums again only as such."""
+        terms = self._added_to(total)
+        ends = [self._made[term] for term in terms]
+        if any(nested for nested, _, _ in ends):
+            return f"a sum of {len(terms)} parts"
+        if all(end == (False, ends[0][1], ends[0][2] + i) for i, end in enumerate(ends)):
+            return _run(ends[0][1], ends[0][2], ends[-1][2])
+        more = " + ..." if len(ends) > _SHOWN else ""
+        return " + ".join(_run(stage, m, m) for _, stage, m in ends[:_SHOWN]) + more
+
+
+def _run(stage: int, first: int, last: int) -> str:
+    if first == last:
+        return f"stage {stage} of micro-batch {first}"
+    return f"stage {stage} of micro-batches {first} to {last}"

@@ -1,0 +1,51 @@
+"""Sums of gradients: one number for one order, however many micro-batches there are."""
+
+import pytest
+
+from penstock.schedule.check import check
+from penstock.schedule.meaning import Needs, prove
+from penstock.schedule.meaning.sums import Sums
+from penstock.schedule.meaning.values import LEFT
+from penstock.schedule.place import Depths, Format, Placement, Settings
+from penstock.schedule.program import ALIGN
+from tests.programs import Case, transformer
+
+MANY = 2000
+
+
+@pytest.mark.parametrize("family", ["vertical", "horizontal"])
+def test_a_step_of_thousands_of_micro_batches_is_proved(family: str) -> None:
+    program = transformer(1)
+    home = ("disk",) * len(program.groups)
+    place = Placement(weights=home, state=home, gradients="host", checkpoints="host")
+    form = Format(weight_bytes=4, moments=2)
+    settings = Settings(micro_batches=MANY, chunk=20 * ALIGN, form=form, place=place, depths=Depths(), wait=False)
+    schedule = Case(program=program, settings=settings, family=family).build()
+    check(schedule)
+    prove(schedule, Needs.of(program, settings))
+
+
+def test_sums_have_one_number_for_one_order() -> None:
+    sums = Sums()
+    whole = sums.whole([3, 1], 2)
+    third = sums.added(sums.one(3, 0), sums.one(3, 1))
+    first = sums.added(sums.one(1, 0), sums.one(1, 1))
+    assert whole == sums.added(third, first)
+    assert whole != sums.added(first, third)
+    assert whole != sums.added(sums.added(third, sums.one(1, 0)), sums.one(1, 1))
+    assert sums.added(sums.one(3, 1), sums.one(3, 0)) != third
+
+
+def test_sums_are_told_without_going_on_for_ever() -> None:
+    sums = Sums()
+    assert sums.told(LEFT) == "the step before's"
+    assert sums.told(sums.one(3, 1)) == "stage 3 of micro-batch 1"
+    assert sums.told(sums.whole([3], MANY)) == "stage 3 of micro-batches 0 to 1999"
+    assert sums.told(sums.whole([3, 1], 2)) == "stage 3 of micro-batches 0 to 1 + (stage 1 of micro-batches 0 to 1)"
+    swapped = sums.added(sums.one(3, 1), sums.one(3, 0))
+    assert sums.told(swapped) == "stage 3 of micro-batch 1 + stage 3 of micro-batch 0"
+    right = left = sums.one(3, 0)
+    for m in range(MANY, 0, -1):
+        right, left = sums.added(sums.one(3, m), right), sums.added(left, sums.one(3, m))
+    assert sums.told(right) == "stage 3 of micro-batch 1 + (a sum of 2 parts)"
+    assert sums.told(left).endswith(" + ...")
