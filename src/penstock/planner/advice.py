@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from penstock.config import TIERS, Family, Tier, format_size
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.crossing import with_faster_link
 from penstock.hardware.machine import Drive, Machine
 from penstock.planner.question import Question
@@ -88,59 +89,72 @@ def _simulated(variant: _Variant, now: _Variant, choice: Choice) -> Advice | Non
 
 
 def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Variant]:
-    def variant(change: str, changed: Task, size: int = size, count: int = count) -> _Variant:
-        return _Variant(change=change, task=changed, micro_batch_size=size, micro_batches=count)
+    def variant(change: str, changed: Task | None, size: int = size, count: int = count) -> Iterator[_Variant]:
+        if changed is not None:
+            yield _Variant(change=change, task=changed, micro_batch_size=size, micro_batches=count)
 
     budget, machine = task.budget, task.machine
     more = _more(budget.host_bytes, _MORE_HOST)
-    yield variant(
-        f"{format_size(more)} more host memory", replace(task, budget=replace(budget, host=budget.host_bytes + more))
+    yield from variant(
+        f"{format_size(more)} more host memory", _changed(task, budget=replace(budget, host=budget.host_bytes + more))
     )
     more = _more(budget.device_bytes, _MORE_DEVICE)
     bigger = replace(budget, device=budget.device_bytes + more)
-    yield variant(f"{format_size(more)} more device memory", replace(task, budget=bigger))
+    yield from variant(f"{format_size(more)} more device memory", _changed(task, budget=bigger))
     if budget.disk_paths:
         n = len(machine.drives)
         drives = replace(machine, drives=machine.drives * 2)
         words = "a second drive like the first" if n == 1 else f"{2 * n} such drives instead of {n}"
-        yield variant(words, replace(task, machine=drives, disk_free=2 * task.disk_free))
+        yield from variant(words, _changed(task, machine=drives, disk_free=2 * task.disk_free))
     if machine.device.kind == "cuda":
-        yield variant(
-            "a link between host and device twice as fast", replace(task, machine=with_faster_link(machine, 2.0))
+        yield from variant(
+            "a link between host and device twice as fast", _changed(task, machine=with_faster_link(machine, 2.0))
         )
-    yield variant("a device that computes twice as fast", replace(task, machine=_faster_device(machine)))
+    yield from variant("a device that computes twice as fast", _changed(task, machine=_faster_device(machine)))
     rates = {name: 2 * rate for name, rate in machine.host.optimizer.items()}
     faster = replace(machine, host=replace(machine.host, optimizer=rates))
-    yield variant("an optimizer on the host twice as fast (more cores, faster memory)", replace(task, machine=faster))
+    yield from variant(
+        "an optimizer on the host twice as fast (more cores, faster memory)", _changed(task, machine=faster)
+    )
     more_m = max(count + 1, count * 3 // 2)
-    yield variant(f"M = {more_m} micro-batches instead of {count}", task, count=more_m)
+    yield from variant(f"M = {more_m} micro-batches instead of {count}", task, count=more_m)
     if count % 2 == 0:
         words = f"{count // 2} micro-batches of {2 * size} sequences instead of {count} of {size}"
-        yield variant(words, task, size=2 * size, count=count // 2)
+        yield from variant(words, task, size=2 * size, count=count // 2)
     if size % 2 == 0:
         words = f"{2 * count} micro-batches of {size // 2} sequences instead of {count} of {size}"
-        yield variant(words, task, size=size // 2, count=2 * count)
+        yield from variant(words, task, size=size // 2, count=2 * count)
     if task.needs_norm and task.precision != "fp16":
-        yield variant("no gradient clipping, so that the optimizer need not wait", _unclipped(task))
+        # Without a norm only a delay lets gradients wait anywhere.
+        unpinned = budget if task.delay else replace(budget, gradients=None)
+        words = "no gradient clipping" + (" and no budget.gradients" if unpinned != budget else "")
+        free = _changed(task, clip_grad_norm=None, speculate=None, budget=unpinned)
+        yield from variant(f"{words}, so that the optimizer need not wait", free)
     kinds = ("weights", "gradients", "checkpoints") if budget.durability == "step" else _KINDS
     pins = [kind for kind in kinds if getattr(budget, kind) is not None]
     if pins:
-        free = replace(budget, weights=None, state=None, gradients=None, checkpoints=None).with_pins(task.precision)
+        unpinned = replace(budget, weights=None, state=None, gradients=None, checkpoints=None).with_pins(task.precision)
         words = ", ".join(f"budget.{kind}" for kind in pins)
-        yield variant(f"tiers chosen by the planner instead of {words}", replace(task, budget=free))
+        yield from variant(f"tiers chosen by the planner instead of {words}", _changed(task, budget=unpinned))
     if task.grad_dtype == "fp32":
         words = "grad_dtype bf16: gradients are rounded before norm and optimizer, which changes the numbers"
-        yield variant(words, replace(task, grad_dtype="bf16"))
+        yield from variant(words, _changed(task, grad_dtype="bf16"))
     if task.speculate is False and task.may_speculate:
-        yield variant("speculate: steps before the norm is known", replace(task, speculate=None))
+        yield from variant("speculate: steps before the norm is known", _changed(task, speculate=None))
     if task.delay is not None and chosen == "vertical":
-        yield variant("a delay that the planner chooses", replace(task, delay=None))
+        yield from variant("a delay that the planner chooses", _changed(task, delay=None))
     if chosen == "horizontal":
-        yield replace(variant("schedule: vertical instead of horizontal", task), family="vertical")
+        yield from (
+            replace(found, family="vertical") for found in variant("schedule: vertical instead of horizontal", task)
+        )
 
 
-def _unclipped(task: Task) -> Task:
-    return replace(task, clip_grad_norm=None, speculate=None)
+def _changed(task: Task, **settings: Any) -> Task | None:
+    """The task with other settings; None: they contradict each other, so that nobody can be advised to choose them."""
+    try:
+        return replace(task, **settings)
+    except ConfigError:
+        return None
 
 
 def _more(now: int, step: int) -> int:

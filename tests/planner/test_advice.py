@@ -1,0 +1,69 @@
+"""Advice is worked out for every task that can be asked for: a change that contradicts its settings is none."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from penstock.config import TIERS, Budget
+from penstock.errors import ConfigError
+from penstock.planner.advice import advice
+from penstock.planner.ask import PlanReport, plan
+from tests.questions import MACHINE
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "vocab_size": 256,
+}
+PINS: list[dict[str, Any]] = [{}, *({kind: tier} for kind, tier in product(("weights", "state"), TIERS))]
+PINS += [{"gradients": tier} for tier in ("host", "disk")] + [{"checkpoints": tier} for tier in TIERS]
+
+
+def planned(pins: dict[str, Any], **settings: Any) -> PlanReport:
+    budget = Budget(device="16MiB", host="64MiB", disk=[d.path for d in MACHINE.drives], **pins)
+    cut = {"micro_batches": 2, "micro_batch_size": 1, "sequence_length": 32}
+    return plan(LLAMA, machine=MACHINE, budget=budget, schedule="vertical", **cut, **settings)
+
+
+def test_every_task_gets_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is estimated is no matter here: the tasks that are compared have to be possible."""
+    found = planned({}).forecast
+    asked: list[object] = []
+
+    def estimate(question: object, family: object) -> float:
+        asked.append(question)
+        return 1.0
+
+    monkeypatch.setattr("penstock.planner.advice.estimate", estimate)
+    monkeypatch.setattr("penstock.planner.advice._SMALL", 0)
+    settings = list(product(PINS, (None, 1.0), (None, 0.0, 0.5), (None, True, False)))
+    refused = 0
+    for pins, clip, delay, speculate in settings:
+        try:
+            task = replace(
+                found.task,
+                budget=replace(found.task.budget, **pins),
+                clip_grad_norm=clip,
+                delay=delay,
+                speculate=speculate,
+            )
+        except ConfigError:
+            refused += 1
+            continue
+        assert advice(task, 1, found.choice)
+    assert len(settings) - refused > 100
+    assert len(asked) > 500
+
+
+def test_no_clipping_is_advised_with_the_pin_that_it_leaves_without_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.planner.advice.WORTH_SAYING", 0.0)
+    changes = [advice.change for advice in planned({"gradients": "disk"}, clip_grad_norm=1.0).advice]
+    assert any(change.startswith("no gradient clipping and no budget.gradients, so") for change in changes)
+    delayed = [advice.change for advice in planned({"gradients": "disk"}, clip_grad_norm=1.0, delay=0.5).advice]
+    assert any(change.startswith("no gradient clipping, so") for change in delayed)
