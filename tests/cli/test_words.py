@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from penstock.cli import export, plan, report, simulate, verify
+from penstock.cli import arguments, export, main, plan, report, simulate, verify
 from penstock.cli.words import Words, help_of, read_words
 from penstock.errors import ConfigError
 
@@ -69,7 +69,15 @@ def test_each_kind_of_option_is_read() -> None:
         (["f", "--count"], "--count needs a value: --count N"),
         (["f", "--count="], "--count needs a value"),
         (["f", "--count", "--fast"], "--count needs a value"),
-        (["f", "--count", "x"], "--count: count must be a whole number or null, not 'x'"),
+        (["f", "--count", "x"], "--count: count must be a whole number, not 'x'"),
+        (["f", "--count", ""], "--count: count must be a whole number, not ''"),
+        (["f", "--count", "null"], "--count: count must be a whole number, not 'null'"),
+        (["f", "--share", "~"], "--share: share must be a number, not '~'"),
+        (["f", "--flag", ""], "--flag: flag must be true or false, not ''"),
+        (["f", "--each", ""], "--each needs a value: --each FILE"),
+        (["f", "--each="], "--each needs a value: --each FILE"),
+        (["f", "--size", ""], "--size needs a value: --size SIZE"),
+        (["f", "--picture="], "--picture needs a value"),
         (["f", "--count", "13"], "--count: count=13: must be another one"),
         (["f", "--count", "1", "--count=2"], "--count is given twice"),
         (["f", "--fast=yes"], "--fast takes no value"),
@@ -81,6 +89,40 @@ def test_each_kind_of_option_is_read() -> None:
 def test_what_is_wrong_is_named_with_its_option(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_words(Example, words)
+
+
+def test_a_picture_with_another_ending_is_no_picture() -> None:
+    with pytest.raises(ConfigError, match=r"and was given run and pic\. A picture's name ends in \.svg\. Try"):
+        read_words(report.Arguments, ["run", "--svg", "pic"])
+    with pytest.raises(ConfigError, match=r"was given run and more\. Try"):
+        read_words(report.Arguments, ["run", "--svg", "a.svg", "more", "--png"])
+
+
+def test_a_command_without_options_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"there is no option --deep; penstock verify takes no options$"):
+        read_words(verify.Arguments, ["run", "--deep"])
+
+
+@pytest.mark.parametrize("kind", [arguments.TrainArguments, arguments.ResumeArguments, plan.FileArguments])
+def test_a_setting_is_given_once(kind: type[Words]) -> None:
+    with pytest.raises(ConfigError, match=r"--data.sequence-length is given twice: keep one"):
+        read_words(kind, ["a", "--data.sequence-length", "3", "--data.sequence_length", "4"])
+
+
+@pytest.mark.parametrize("words", [("report", "RUN", "--out"), ("report", "RUN", "--trace"), ("doctor", "--path")])
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_path_that_is_empty_is_refused_before_any_work(
+    words: tuple[str, ...], empty: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, ""] if empty else [*words[:-1], f"{words[-1]}="]) == 2
+    assert f"{words[-1]} needs a value: {words[-1]} FILE" in capsys.readouterr().err
+
+
+def test_of_a_plan_without_a_file_the_misspelt_option_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"there is no option --modle; did you mean --model\?"):
+        plan.read_arguments(["--modle", "gpt-65b"])
+    with pytest.raises(ConfigError, match="takes a settings file, or --model NAME, and was given none"):
+        plan.read_arguments(["--machine", "a100-40g", "--optimizer.lr", "1e-3", "--steps=3"])
 
 
 def test_help_is_the_docstring_with_every_option_once() -> None:

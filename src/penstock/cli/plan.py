@@ -12,6 +12,7 @@ from penstock.cli.task import free_here, shipped_shape, task_of
 from penstock.cli.words import Words, help_of, read_words, split_words
 from penstock.config import Durability, TrainConfig, fields_of, parse_size
 from penstock.config.sizes import check_size
+from penstock.documents.typed import hints_of
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import check_device, machine_named, on_directories
@@ -54,10 +55,8 @@ class FileArguments(Words):
         check_drives(self.disk_free, self.tbw)
         if self.batch is not None and self.batch < 1:
             raise ConfigError(f"batch={self.batch}: must be a whole number of at least 1")
-        keys = [key.replace("-", "_") for key, _ in self.settings]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise ConfigError(f"--{twice[0].replace('_', '-')} is given twice: keep one")
-        if self.batch is not None and (cut := {"micro_batches", "micro_batch_size"} & set(keys)):
+        keys = {key.replace("-", "_") for key, _ in self.settings}
+        if self.batch is not None and (cut := {"micro_batches", "micro_batch_size"} & keys):
             raise ConfigError(
                 f"--batch is cut into micro-batches by the planner: give it without --{min(cut).replace('_', '-')}"
             )
@@ -102,9 +101,15 @@ def help_text() -> str:
 def read_arguments(words: Sequence[str]) -> Arguments:
     """Raises ConfigError: as ``read_words``; or there is no model."""
     plain, flags = split_words(FileArguments, words)
-    if plain or "--model" not in {flag for flag, _ in flags}:
+    if plain:
         return read_words(FileArguments, words)
-    return read_words(ModelArguments, words)
+    given = {flag.removeprefix("--").replace("-", "_") for flag, _ in flags}
+    settings = {key for key in given if key.partition(".")[0] in hints_of(TrainConfig)}
+    own = {*hints_of(FileArguments), *hints_of(ModelArguments)}
+    # Without a file an option that is none of either form is a misspelt one, perhaps --model.
+    if "model" in given or given - own - settings:
+        return read_words(ModelArguments, words)
+    return read_words(FileArguments, words)
 
 
 def run(arguments: Arguments) -> int:

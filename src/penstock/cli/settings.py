@@ -113,8 +113,9 @@ def _overlay(tree: Located, path: Sequence[str], new: Located) -> Located:
     return Located(value=items, where=tree.where)
 
 
-def read(cls: type[T], tree: Located, section: str) -> T:
+def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | None = None) -> T:
     """An instance of the dataclass ``cls`` from a mapping. ``section`` is its dotted name, for messages.
+    ``hints``: what the fields may be given as, where that is less than their types are.
 
     Raises:
         ConfigError: as in ``load``.
@@ -130,7 +131,7 @@ def read(cls: type[T], tree: Located, section: str) -> T:
     missing = [name for name, f in known.items() if name not in tree.value and required(f)]
     if missing:
         raise ConfigError(f"{tree.where}: {section or 'the file'} lacks {', '.join(missing)}")
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls) if hints is None else hints
     values = {key: _convert(item, hints[key], _dotted(section, key)) for key, item in tree.value.items()}
     try:
         return cls(**values)
@@ -157,7 +158,8 @@ def unknown(key: str, known: Sequence[str], *, takes: str, what: str = "setting"
     ``what``, in words.
     """
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    listed = f"{takes} takes {', '.join(known if what == 'setting' else map(form.format, known))}"
+    names = ", ".join(known if what == "setting" else map(form.format, known))
+    listed = f"{takes} takes {names or f'no {what}s'}"
     hint = f"did you mean {form.format(near[0])}? ({listed})" if near else listed
     return f"there is no {what} {form.format(key)}; {hint}"
 

@@ -5,7 +5,8 @@ Each field is an option, ``--micro-batches N`` for ``micro_batches``, and its ro
     bool                a switch, which takes no value
     tuple[X, ...]       may be given more than once
     bool | Path         the value may be left out: it is the next word only if that ends as ``endings`` says
-    text, Path          as it stands; any other value is YAML, as that of a setting is
+    text, Path          as it stands, and never empty; any other value is YAML, as that of a setting is, but not null:
+                        who wants what an option is without a value leaves it out
 
 ``operands`` names the fields that words without dashes are; the last takes all that are left if it is a tuple. Of a
 class with a field ``settings``, any other option is a setting of a file: (dotted name, YAML text).
@@ -17,8 +18,9 @@ import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from penstock.cli.located import Located, parse_yaml
 from penstock.cli.settings import options_of, read, required, unknown
@@ -56,8 +58,12 @@ def read_words(kind: type[W], words: Sequence[str]) -> W:
     options = _options(kind)
     given: dict[str, Located] = {}
     settings: list[Located] = []
+    said: set[str] = set()
     for flag, text in flags:
         key = _key(flag)
+        if key in said and not (key in options and _is_list(options[key])):
+            raise ConfigError(f"--{key.replace('_', '-')} is given twice: keep one")
+        said.add(key)
         if key not in options:
             settings.append(Located(value=[_text(flag.removeprefix("--"), flag), _text(text or "", flag)], where=flag))
             continue
@@ -66,13 +72,12 @@ def read_words(kind: type[W], words: Sequence[str]) -> W:
             earlier = given[key].value if key in given else []
             assert isinstance(earlier, list)
             value = Located(value=[*earlier, value], where=flag)
-        elif key in given:
-            raise ConfigError(f"{flag} is given twice: keep one")
         given[key] = value
     if settings:
         given[SETTINGS] = Located(value=settings, where=kind.command)
-    given |= _operands(kind, plain)
-    return read(kind, Located(value=given, where=kind.command), section="")
+    given |= _operands(kind, plain, hint=_ending_hint(kind, words))
+    hints = {key: _without_null(hint) if key in options else hint for key, hint in hints_of(kind).items()}
+    return read(kind, Located(value=given, where=kind.command), section="", hints=hints)
 
 
 def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
@@ -103,7 +108,7 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
             flags.append((flag, None))
         elif equals and text:
             flags.append((flag, text))
-        elif not equals and rest and not rest[0].startswith("--"):
+        elif not equals and rest and not rest[0].startswith("--") and (rest[0] or not _as_it_stands(hint)):
             flags.append((flag, rest.pop(0)))
         else:
             needs = "VALUE (text in YAML: null, true, [1, 2])" if hint is None else _value_name(hint)
@@ -116,16 +121,27 @@ def _options(kind: type[Words]) -> dict[str, Any]:
     return {key: hint for key, hint in hints_of(kind).items() if key not in (*kind.operands, SETTINGS)}
 
 
-def _operands(kind: type[Words], plain: Sequence[str]) -> dict[str, Located]:
-    """Raises:
-    ConfigError: there are too few or too many of them, or an empty one.
+def _ending_hint(kind: type[Words], words: Sequence[str]) -> str:
+    """What is to be said where a word was perhaps meant as the value of an option that may be without one."""
+    for word, following in pairwise(words):
+        ending = kind.endings.get(_key(word)) if word.startswith("--") else None
+        if ending is not None and not following.startswith("--") and not following.endswith(ending):
+            return f" A picture's name ends in {ending}."
+    return ""
+
+
+def _operands(kind: type[Words], plain: Sequence[str], *, hint: str) -> dict[str, Located]:
+    """The words without dashes, by the names of their fields. ``hint``: why there may be too many.
+
+    Raises:
+        ConfigError: there are too few or too many of them, or an empty one.
     """
     names, hints = kind.operands, hints_of(kind)
     needed = {f.name for f in fields(kind) if required(f)} & {*names}
     many = bool(names) and _is_list(hints[names[-1]])
     if not len(needed) <= len(plain) or (len(plain) > len(names) and not many) or "" in plain:
         given = " and ".join(filter(None, plain)) or "none"
-        raise ConfigError(f"{kind.command} takes {kind.takes}, and was given {given}. Try: {kind.command} --help")
+        raise ConfigError(f"{kind.command} takes {kind.takes}, and was given {given}.{hint} Try: {kind.command} --help")
     found = {name: _text(word, kind.command) for name, word in zip(names, plain, strict=False)}
     if many and len(plain) >= len(names):
         rest = [_text(word, kind.command) for word in plain[len(names) - 1 :]]
@@ -134,10 +150,22 @@ def _operands(kind: type[Words], plain: Sequence[str]) -> dict[str, Located]:
 
 
 def _value(hint: Any, text: str, flag: str) -> Located:
+    if _as_it_stands(hint):
+        return _text(text, flag)
+    found = parse_yaml(text, flag, flag=True)
+    return found if found.value is not None else _text(text, flag)
+
+
+def _as_it_stands(hint: Any) -> bool:
+    """Whether an option's value is a text; None, the type of a setting: it is not."""
     options = options_of(typing.get_args(hint)[0] if _is_list(hint) else hint)
     words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
-    as_it_stands = str in options or Path in options or any(isinstance(word, str) for word in words)
-    return _text(text, flag) if as_it_stands else parse_yaml(text, flag, flag=True)
+    return str in options or Path in options or any(isinstance(word, str) for word in words)
+
+
+def _without_null(hint: Any) -> Any:
+    """What an option may be given as: None is what it is where it is left out."""
+    return Union[tuple(option for option in options_of(hint) if option is not type(None))]  # noqa: UP007  of a tuple
 
 
 def _text(text: str, where: str) -> Located:
