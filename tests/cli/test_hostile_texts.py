@@ -42,8 +42,8 @@ COMMANDS = {
     name: tuple(words.split())
     for name, words in {
         "simulate": "simulate 1f1b --layers 4 --ranks 2 --micro-batches 4 --json",
-        "simulate offload": "simulate vertical --costs puzzle --layers 4 --micro-batches 4 --delay 0.5 --json",
-        "plan": "plan --model llama-8b --machine a100-40g --batch 4 --sequence 512 --json",
+        "simulate offload": "simulate vertical --costs a100-40g --layers 4 --micro-batches 4 --delay 0.5 --json",
+        "plan": "plan --model llama-8b --machine a100-40g --batch 4 --sequence-length 512 --json",
         "plan cut": "plan --model gpt-13b --machine a100-40g --micro-batches 2 --micro-batch-size 2 --host 64GiB",
     }.items()
 }
@@ -91,7 +91,10 @@ class _FoundError(ConfigError):
 
 
 def _no_search(*_: object, **__: object) -> None:
-    raise _FoundError("no plan is searched for here")
+    raise _FoundError(_NO_SEARCH)
+
+
+_NO_SEARCH = "no plan is searched for here"
 
 
 def _apart(read: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -155,6 +158,15 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Reader]:
         name: Reader(valid=words, changed=mutated_words(words), read=_command) for name, words in COMMANDS.items()
     }
     return found | commands
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_accepted_before_it_is_changed(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("penstock.planner.ask.report", _no_search)
+    code = main(COMMANDS[name])
+    assert (code, _NO_SEARCH in capsys.readouterr().err) == ((2, True) if name.startswith("plan") else (0, False))
 
 
 @pytest.mark.filterwarnings("ignore")
