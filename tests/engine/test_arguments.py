@@ -47,6 +47,12 @@ def _tried(make: Callable[[], Any]) -> str | None:
     return None
 
 
+def test_blocks_may_come_from_a_generator() -> None:
+    model = _model()
+    _wrap(model=model, blocks=(block for block in model.layers.children()))
+    assert "blocks is" in str(_tried(lambda: _wrap(blocks=(number for number in range(3)))))
+
+
 WRAP = [name for name in penstock.wrap.__annotations__ if name != "return"]
 
 

@@ -5,11 +5,15 @@ import inspect
 import re
 import subprocess
 import sys
+import typing
+from collections.abc import Callable
 
 import pytest
+import torch
 
 import penstock
 from penstock import errors
+from penstock.planner.ask import PlanReport
 
 NAMES = [
     "SGD",
@@ -142,6 +146,27 @@ def test_plan() -> None:
     kinds = {name: p.kind for name, p in parameters.items()}
     assert kinds.pop("model") is inspect.Parameter.POSITIONAL_OR_KEYWORD
     assert set(kinds.values()) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(("function", "result"), [(penstock.wrap, penstock.Engine), (penstock.plan, PlanReport)])
+def test_the_types_of_arguments_and_result_are_there_to_be_asked(function: Callable[..., object], result: type) -> None:
+    hints = typing.get_type_hints(function)
+    assert {*hints} == {*inspect.signature(function).parameters, "return"}
+    assert hints["return"] is result
+
+
+def test_a_model_may_be_named() -> None:
+    budget, optimizer = penstock.Budget(device="1MiB", host="1MiB"), penstock.SGD(lr=1.0)
+    with pytest.raises(penstock.ModelError, match="no repeated blocks"):
+        penstock.wrap(model=torch.nn.Linear(1, 1), optimizer=optimizer, budget=budget, plan=None)
+
+
+def test_an_unknown_argument_is_named_before_one_that_is_missing() -> None:
+    wrap: Callable[..., object] = penstock.wrap
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'optimzer'\. Did you mean 'optimizer'\?"):
+        wrap(torch.nn.Linear(1, 1), optimzer=penstock.SGD(lr=1.0), budget=None)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'$"):
+        wrap(zzz=3)
 
 
 def test_plan_is_the_same_whatever_was_imported_before() -> None:

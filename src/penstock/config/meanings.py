@@ -1,15 +1,24 @@
 """What the fields of settings mean: read from the tables in their classes' docstrings, wherever they are shown."""
 
+import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
 S = TypeVar("S")
 R = TypeVar("R")
+T_contra = TypeVar("T_contra", contravariant=True)
+R_co = TypeVar("R_co", covariant=True)
+
+
+class OfModel(Protocol[T_contra, P, R_co]):
+    """A function of a model and settings, called ``f(model, delay=0.5)`` or ``f(model=model, delay=0.5)``."""
+
+    def __call__(self, model: T_contra, *args: P.args, **settings: P.kwargs) -> R_co: ...
 
 
 def meanings(kind: type) -> Mapping[str, str]:
@@ -37,10 +46,21 @@ def joined_rows(text: str) -> list[str]:
     return lines
 
 
+def model_and(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], OfModel[T, P, R]]:
+    """``takes`` for a function whose first parameter is ``model``, which type checkers let callers name, too."""
+
+    def decorate(function: Callable[[T, S], R]) -> OfModel[T, P, R]:
+        found: Any = takes(kind)(function)
+        return cast(OfModel[T, P, R], found)
+
+    return decorate
+
+
 def takes(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Concatenate[T, P], R]]:
     """A function of something and settings, called with the settings as keyword arguments: ``f(x, delay=0.5)``.
 
-    They are named, typed and explained in the dataclass ``kind`` alone, which ``help(f)`` shows.
+    They are named, typed and explained in the dataclass ``kind`` alone, which ``help(f)`` shows. A name that is none
+    of them is said first, with the nearest one that is.
     """
 
     def decorate(function: Callable[[T, S], R]) -> Callable[Concatenate[T, P], R]:
@@ -52,6 +72,10 @@ def takes(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Conc
 
         @wraps(function)
         def call(*args: Any, **given: Any) -> R:
+            if unknown := [name for name in given if name not in signature.parameters]:
+                near = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
+                hint = f". Did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {unknown[0]!r}{hint}")
             try:
                 bound = signature.bind(*args, **given).arguments
             except TypeError as error:
@@ -63,6 +87,8 @@ def takes(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Conc
         call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Keyword arguments:", *rows])
         call.__signature__ = signature  # type: ignore[attr-defined]  # what ``inspect`` and editors look at
         call.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}
+        if plain.return_annotation is not plain.empty:
+            call.__annotations__["return"] = plain.return_annotation
         return call
 
     return decorate

@@ -5,7 +5,7 @@ WrapArguments    all keyword arguments of ``wrap``
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -61,6 +61,9 @@ class LoopArguments(StreamConfig):
     init: bool = False
 
     def __post_init__(self) -> None:
+        blocks: object = self.blocks
+        if isinstance(blocks, Iterator):  # such as ``model.children()``: they are looked at more than once
+            object.__setattr__(self, "blocks", tuple(blocks))
         check_types(self)
         super().__post_init__()
         self.check_with(self.budget)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.config import Budget
-from penstock.config.meanings import takes
+from penstock.config.meanings import model_and
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments, check_model
 from penstock.engine.device import kind_of, resolve_device
@@ -29,7 +29,7 @@ from penstock.tape.guard import check_unguarded
 log = logging.getLogger("penstock")
 
 
-@takes(WrapArguments)
+@model_and(WrapArguments)
 def wrap(model: nn.Module, asked: WrapArguments) -> Engine:
     """Put a model's state where the budget says and return the engine that trains it.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Budget, Family, StepConfig, Tier, fields_of, format_size, parse_size
-from penstock.config.meanings import takes
+from penstock.config.meanings import model_and
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories
@@ -86,7 +86,7 @@ class PlanReport:
         return as_json(self)
 
 
-@takes(PlanArguments)
+@model_and(PlanArguments)
 def plan(model: str | Path | Mapping[str, Any] | ModelShape, asked: PlanArguments) -> PlanReport:
     """Plan the training of a model on a machine. Loads no weights; needs neither the machine nor a GPU.
 
