@@ -391,7 +391,7 @@ def test_a_schedule_for_something_else_is_refused() -> None:
         own(OWN, _edited(plan.schedule, "micro-batches 2", "micro-batches 3"))
     with pytest.raises(ScheduleError, match="is never given back"):
         own(OWN, parse_schedule(text.replace(f"{last}\n", "")))
-    with pytest.raises(ScheduleError, match="op F77m0 is not the stage that its micro-batch comes to next"):
+    with pytest.raises(ScheduleError, match="op F77m0 is of a stage that this model does not have"):
         own(OWN, parse_schedule(text + "F77m0\n"))
     moved = next(op for op in plan.schedule.ops if op.nbytes)
     with pytest.raises(ScheduleError, match=f"op {re.escape(moved.id)} says that it moves 1 bytes"):

@@ -14,8 +14,13 @@ from penstock.errors import ScheduleError
 from penstock.runtime.bound import refuse_others
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_op, parse_schedule
+from penstock.schedule.lower.visits import vertical
+from penstock.schedule.meaning import Needs, prove
+from penstock.schedule.place import Depths, Format, Placement, Settings
+from penstock.schedule.program import ALIGN
 from tests.engine.test_plain import torch_adamw
 from tests.models import MODELS
+from tests.programs import transformer
 from tests.training import (
     Result,
     assert_same,
@@ -76,10 +81,12 @@ def test_it_trains_as_plain_torch_does_and_goes_on_from_its_store(tmp_path: Path
     assert first.losses + rest.losses == wanted().losses
 
 
-def edited(old: str, new: str) -> Schedule:
+def edited(*edits: tuple[str, str]) -> Schedule:
     text = str(HANDMADE)
-    assert text.count(old) == 1, old
-    return parse_schedule(text.replace(old, new))
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return parse_schedule(text)
 
 
 @pytest.mark.parametrize(
@@ -99,16 +106,180 @@ def edited(old: str, new: str) -> Schedule:
         ("read R1.0,S1.0 write S1.0", "read R1.0,S1.0", "has 0 buffers for state and new weights, and needs 1"),
         ("bytes 98304\nDG1.1@B1m1", "bytes 98300\nDG1.1@B1m1", "op AG1.0@B1m1 says that it moves 98300 bytes"),
         ("\nNORM after ND2,NG0.0", "\nNORM after NG0.0", "op NORM may run before ND2"),
-        ("pool out host 1 x 4096", "pool out host 1 x 3072", "writes whole pages, and C1m1 has 3072 bytes"),
+        ("pool out host 1 x 4096", "pool out host 1 x 3072", "memory comes in whole pages: write 4096"),
+        ("pool own device", "pool more disk 1 x 4096\npool own device", "pool more is on disk"),
+        ("OD2 after NORM read G2 ", "OD2 after NORM read G2\nOD2@B2 read G2 ", "op OD2@B2 is for a visit"),
+        ("OD2 after NORM read G2 ", "OD2 after NORM read G2\nOD2.0 read G2 ", "op OD2.0 is not of a group"),
+        ("OD2 after NORM read G2 ", "OD99 after NORM read G2\nOD2 read G2 ", "op OD99 is of a group that this model"),
+        (
+            "OP0.0 after NORM read H0.0u0 give H0.0u0 bytes 229376",
+            "OP0.0 after NORM read H0.0u0 bytes 229376\nOP0.0@B0 read H0.0u0 give H0.0u0 bytes 229376",
+            "op OP0.0@B0 is for a visit",
+        ),
+        ("F0m1 take A0m1", "F0m1 items 7 take A0m1", "op F0m1 computes 7 micro-batches at once"),
+        ("F0m1 take A0m1", "F0m1 bytes 7 take A0m1", "op F0m1 says that it moves 7 bytes"),
+        ("NORM after ND2,NG0.0", "NORM after ND2,NG0.0 bytes 4096", "op NORM says that it moves 4096 bytes"),
+        ("CM after OP3.1,WS3.1", "CM after OP3.1,WS3.1 elements 5-3", "op CM has elements"),
         ("pool own device", "pool own host", "needs 65536 bytes on the device for G2"),
     ],
 )
 def test_one_that_would_not_compute_the_step_is_refused_before_anything_runs(
     old: str, new: str, said: str, tmp_path: Path
 ) -> None:
-    own = edited(old, new)
+    refuses(edited((old, new)), said, tmp_path)
+
+
+LOADS_W2 = (
+    ("pool blocks device 2", "pool blocks device 3"),
+    (
+        "F2m0 take",
+        "UW2.0@F2 take W2@F2=blocks write W2@F2 bytes 65536 elements 0-16384\nF2m0 after UW2.0@F2 take",
+    ),
+    ("take A2m0=acts read ", "take A2m0=acts read W2@F2,"),
+    ("read A1m1 write A2m1", "read W2@F2,A1m1 write A2m1 give W2@F2"),
+)
+EXTRA_W = (
+    ("pool blocks device 2", "pool blocks device 3"),
+    ("take A0m0=acts read W0@F0 write A0m0", "take A0m0=acts,W1@F0=blocks read W0@F0 write A0m0,W1@F0"),
+    ("UW1.0@F1 after RW1.0@F1 ", "UW1.0@F1 after RW1.0@F1,F0m0 "),
+    ("read W1@F1,A0m1 write A1m1 give W1@F1", "read W1@F1,A0m1 write A1m1 give W1@F1,W1@F0"),
+)
+EARLY_LOAD = (
+    (
+        "RS3.1 take",
+        (
+            "RW3.0@F3 take i3.0@F3=large write i3.0@F3 bytes 65536 elements 0-16384\n"
+            "UW3.0@F3 after RW3.0@F3 take W3@F3=blocks read i3.0@F3 write W3@F3 give i3.0@F3 "
+            "bytes 65536 elements 0-16384\n"
+            "RS3.1 take"
+        ),
+    ),
+    (
+        (
+            "RW3.0@F3 take i3.0@F3=staged write i3.0@F3 bytes 32768\n"
+            "UW3.0@F3 after RW3.0@F3 read i3.0@F3 write W3@F3 give i3.0@F3 bytes 32768\n"
+        ),
+        "",
+    ),
+    ("UW3.1@F3 after OP3.1 take W3@F3=blocks read", "UW3.1@F3 after OP3.1 read"),
+    ("F3m0 after UW3.0@F3", "F3m0 after UW3.1@F3"),
+    ("WS3.1 after OP3.1,UW3.1@F3", "WS3.1 after OP3.1,UW3.1@F3,RW3.0@F3"),
+)
+LATE_AGAIN = (
+    ("UW3.1@F3 after OP3.1 take W3@F3=blocks read S3.1 write W3@F3 bytes 32768\n", ""),
+    (
+        "WS3.1 after OP3.1,UW3.1@F3 read S3.1 give S3.1 bytes 98304\n",
+        (
+            "WS3.1 after OP3.1 read S3.1 give S3.1 bytes 98304\n"
+            "RS3.1@F3 after WS3.1 take Sx=state write Sx bytes 98304\n"
+            "UW3.1@F3 after RS3.1@F3 take W3@F3=blocks read Sx write W3@F3 give Sx bytes 32768\n"
+        ),
+    ),
+    ("CM after OP3.1,WS3.1", "CM after OP3.1,WS3.1,RS3.1@F3"),
+)
+CAST = (
+    (
+        "OP3.1 after RS3.1 read h3.1,S3.1 write S3.1 give h3.1 bytes 229376",
+        "OP3.1 after RS3.1 read h3.1,S3.1 write S3.1 give h3.1 bytes 212992",
+    ),
+    ("pool own device", "pool casts device 2 x 65536\npool own device"),
+    (
+        "take H3.0u0=held read G3@B3 write H3.0u0 bytes 32768",
+        "take H3.0u0=held,k30=casts read G3@B3 write H3.0u0,k30 bytes 16384",
+    ),
+    (
+        "take H3.1u0=held read G3@B3 write H3.1u0 give G3@B3 bytes 32768",
+        "take H3.1u0=held,k31=casts read G3@B3 write H3.1u0,k31 give G3@B3,k31 bytes 16384",
+    ),
+    (
+        "NG3.0 after DG3.0@B3 read H3.0u0 bytes 32768\nNG3.1 after DG3.1@B3 read H3.1u0 bytes 32768\n",
+        "ND3 after DG3.0@B3 read k30 give k30\n",
+    ),
+    ("NORM after ND2,NG0.0", "NORM after ND2,NG0.0,ND3"),
+)
+CAST_IN_PLACE = (
+    *CAST[:3],
+    (CAST[3][0], CAST[3][1].replace(",k31=casts", "").replace("k31", "G3@B3", 1).replace(",k31", "")),
+    *CAST[4:],
+)
+UC_ALIAS = (
+    ("UC0m1 after DC0m1 take a0m1=acts read C0m1 write a0m1", "UC0m1 after DC0m1 read C0m1 write a0m0"),
+    ("B1m0 after UW1.0@B1,UC0m0 ", "B1m0 after UW1.0@B1,UC0m0,UC0m1 "),
+    ("give a0m0,D1m0", "give D1m0"),
+    ("read W1@B1,G1@B1m1,a0m1,D1m1", "read W1@B1,G1@B1m1,a0m0,D1m1"),
+    ("give a0m1,D1m1", "give a0m0,D1m1"),
+)
+FIRST = "F2m0 take A2m0=acts read A1m0 write A2m0\n"
+SECOND = "F2m1 take A2m1=acts read A1m1 write A2m1\n"
+STALE = (
+    (" give A2m1,D3m1,W3@F3", " give A2m1,D3m1"),
+    ("read G3@B3 write H3.0u0 bytes", "read G3@B3 write H3.0u0 give W3@F3 bytes"),
+)
+UNKNOWN_CHUNK = (
+    ("\nRW1.0@F1 ", "\nRW1.7@F1 "),
+    ("\nUW1.0@F1 after RW1.0@F1 ", "\nUW1.7@F1 after RW1.7@F1 "),
+    ("F1m0 after UW1.0@F1 ", "F1m0 after UW1.7@F1 "),
+)
+
+
+@pytest.mark.parametrize(
+    ("edits", "said"),
+    [
+        (STALE, "op DG3.0@B3 gives back W3@F3, which only stages"),
+        (EXTRA_W, "op F0m0 takes W1@F0, which only loads"),
+        ((("F1m1 take A1m1=acts read W1@F1,", "F1m1 take A1m1=acts read W1@F1,W0@F0,"),), "has W0@F0, and its stage"),
+        (LOADS_W2, "weights of blocks.transformer.h.1 at home on host and their state on device"),
+        (EARLY_LOAD, "op RW3.0@F3 reads chunk 3.1 before the step before has brought it home"),
+        (LATE_AGAIN, "op RS3.1@F3 is for a visit"),
+        (CAST, "op ND3 takes k30 for a gradient, which it is not"),
+        (CAST_IN_PLACE, "op DG3.1@B3 rounds a gradient in G3@B3, which it has to take for that"),
+        (UC_ALIAS, "op UC0m1 writes a0m0, which it has to take"),
+        (((FIRST + SECOND, SECOND + FIRST),), "op F2m1 comes before micro-batch 0 of its stage"),
+        (UNKNOWN_CHUNK, "the chunk in its id is not among them"),
+    ],
+)
+def test_one_that_would_compute_something_else_is_refused(
+    edits: tuple[tuple[str, str], ...], said: str, tmp_path: Path
+) -> None:
+    more = {"grad_dtype": "bf16"} if edits in (CAST, CAST_IN_PLACE) else {}
+    refuses(edited(*edits), said, tmp_path, **more)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("W0@F0", "V0", "op UW0.0@F0 writes V0, and weights on the device are in buffers W0@..."),
+        ("W1@F1", "W3@F1", "op UW1.0@F1 takes W3@F1, and is of group 1"),
+        ("A0m0", "W1@F0", "op F0m0 takes W1@F0, which only loads of their group may do"),
+        ("A0m0", "G1@F0", "op F0m0 has G1@F0, and its stage has no use for that"),
+    ],
+)
+def test_names_of_weights_on_the_device_say_what_is_in_them(old: str, new: str, said: str, tmp_path: Path) -> None:
+    refuses(parse_schedule(str(HANDMADE).replace(old, new)), said, tmp_path)
+
+
+def test_new_weights_need_a_buffer_of_their_own() -> None:
+    program = transformer(1)
+    homes: Any = ("disk",) * len(program.groups)
+    settings = Settings(
+        micro_batches=1,
+        chunk=20 * ALIGN,
+        form=Format(weight_bytes=2, moments=2),
+        place=Placement(weights=homes, state=homes, gradients="host", checkpoints="host"),
+        depths=Depths(),
+        wait=False,
+    )
+    schedule = vertical(program, settings)
+    step = next(op for op in schedule.ops if op.id.kind == "OP")
+    over = replace(step, writes=(*(name for name in step.writes if name in step.reads), step.reads[0]))
+    own = replace(schedule, ops=tuple(over if op is step else op for op in schedule.ops))
+    with pytest.raises(ScheduleError, match=rf"op {step.id} has 0 buffers for new weights alone"):
+        prove(own, Needs.of(program, settings))
+
+
+def refuses(own: Schedule, said: str, folder: Path, **more: Any) -> None:
     with pytest.raises(ScheduleError) as caught:  # noqa: SIM117
-        with wrap(CASE, anywhere(tmp_path), clip_grad_norm=CLIP, schedule=own) as engine:
+        with wrap(CASE, anywhere(folder), clip_grad_norm=CLIP, schedule=own, **more) as engine:
             engine.step(STEPS[0])
     assert said in str(caught.value), str(caught.value)
 

@@ -10,7 +10,7 @@ from penstock.planner.update_mode import no_speculation
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.meaning import Needs, late_chunks, narrow_groups_of, prove
-from penstock.schedule.place import FP32, GRAIN, Depths, Placement, Settings, chunks, on_grain
+from penstock.schedule.place import FP32, GRAIN, PAGE, Depths, Placement, Settings, chunks, on_grain, page_up
 from penstock.schedule.program import ALIGN
 
 
@@ -26,6 +26,7 @@ def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None
         BudgetError: its pools do not fit.
     """
     _check_cut(request, schedule)
+    _check_pools(schedule)
     place = placement_of(schedule, request, base_placement(request) if keep is None else keep)
     _check_settings(request, schedule, place)
     late, steps = late_chunks(schedule), sum(op.id.kind == "OP" for op in schedule.ops)
@@ -42,6 +43,7 @@ def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None
         cast="device" if narrow_groups_of(schedule) else "host",
     )
     check(schedule)
+    _check_place(request, place)
     prove(schedule, Needs.of(request.program, settings))
     plan = request.plan(settings, _with_fixed(request, schedule, place))
     for tier, used, most in (
@@ -115,6 +117,18 @@ def _check_cut(request: Request, schedule: Schedule) -> None:
             )
 
 
+def _check_pools(schedule: Schedule) -> None:
+    """What a pool counts is what it takes, so that the budget holds."""
+    for pool in schedule.pools:
+        if pool.tier == "disk":
+            raise ScheduleError(f"pool {pool.name} is on disk, and buffers are on the device or the host")
+        if pool.backed and pool.size % PAGE:
+            raise ScheduleError(
+                f"pool {pool.name} has buffers of {pool.size} bytes, and memory comes in whole pages: "
+                f"write {page_up(pool.size)}"
+            )
+
+
 def _check_settings(request: Request, schedule: Schedule, place: Placement) -> None:
     """Raises ScheduleError: a setting and the schedule say different things."""
     early = speculates(schedule, wait=request.wait)
@@ -139,6 +153,14 @@ def _check_settings(request: Request, schedule: Schedule, place: Placement) -> N
             if tier == "disk" and request.bottom != "disk":
                 raise ScheduleError(f"the schedule has {kind} of {group.name} on disk: give budget.disk a directory")
     _check_waiting(request, schedule, late_chunks(schedule))
+
+
+def _check_place(request: Request, place: Placement) -> None:
+    """Raises ScheduleError: weights and state of a group cannot be where a schedule has them."""
+    for g, group in enumerate(request.program.groups):
+        if (why := place.fault(group, request.form)) is not None:
+            has = f"weights of {group.name} at home on {place.weights[g]} and their state on {place.state[g]}"
+            raise ScheduleError(f"the schedule has {has}: {why}")
 
 
 def _check_waiting(request: Request, schedule: Schedule, late: frozenset[tuple[int, int]]) -> None:

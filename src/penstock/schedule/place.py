@@ -159,10 +159,18 @@ class Placement:
     def check(self, program: Program, form: Format) -> None:
         assert len(self.weights) == len(self.state) == len(program.groups)
         for group in program.groups:
-            weights, state = self.weights[group.index], self.state[group.index]
-            if group.trainable:
-                assert state != "device" or weights == "device", group
-                assert form.split or (weights == "device") == (state == "device"), group
+            assert (why := self.fault(group, form)) is None, (group, why)
+
+    def fault(self, group: GroupSpec, form: Format) -> str | None:
+        """Why a group's weights and state cannot be where they are."""
+        weights, state = self.weights[group.index], self.state[group.index]
+        if not group.trainable:
+            return None
+        if state == "device" and weights != "device":
+            return "state on the device needs weights that live there"
+        if not form.split and weights == "device" and state != "device":
+            return "in fp32 the master copy is the weights, and weights on the device need state there"
+        return None
 
     def state_on_disk(self, group: int, form: Format) -> int:
         """Bytes per trainable element that a step reads from and writes to the state extents on disk."""

@@ -17,6 +17,7 @@ from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.meaning.arrays import ArrayRules
 from penstock.schedule.meaning.compute import ComputeRules
+from penstock.schedule.meaning.fields import check_fields
 from penstock.schedule.meaning.values import (
     AFTER,
     NOW,
@@ -75,10 +76,11 @@ class _Step(ComputeRules, ArrayRules, WaitingRules):
         }
 
     def run(self, op: Op) -> None:
-        self.pool_of |= {name: self.pools[pool] for name, pool in op.takes}
         what = self._kinds.get(op.id.kind)
         if what is None:
             raise refused(op, "is for a rank among several: training runs one")
+        check_fields(op, self.needs.program)
+        self.pool_of |= {name: self.pools[pool] for name, pool in op.takes}
         what(op)
         for name in op.gives:
             value = self.values.pop(name, None)

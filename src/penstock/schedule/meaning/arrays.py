@@ -4,6 +4,7 @@ from penstock.schedule.ir.ops import Op, chunk_of
 from penstock.schedule.meaning.ground import Ground
 from penstock.schedule.meaning.values import (
     AFTER,
+    BEFORE,
     LEFT,
     NOW,
     SHOWN,
@@ -23,6 +24,8 @@ class ArrayRules(Ground):
         self._home(op, self.place.weights, "disk")
         self._moves(op, sum(c.numel for c in cut) * self.form.weight_bytes)
         value = Weights(op.id.group, self._at_home(op, cut))
+        if late := [c for c, version in value.versions.items() if version == BEFORE]:
+            raise refused(op, f"reads chunk {op.id.group}.{late[0]} before the step before has brought it home")
         self._put(op, self._at(op, op.writes, "the chunk"), value, "host", op.nbytes)
 
     def _at_home(self, op: Op, cut: list[Chunk]) -> dict[int, int]:
@@ -128,7 +131,7 @@ class ArrayRules(Ground):
         if disk != self.form.state_slot_bytes:
             self.outside.change(op, "state in memory", *tag)
         if leaves:
-            (new,) = (name for name in op.writes if name not in op.reads)
+            new = self._at(op, tuple(name for name in op.writes if name not in op.reads), "new weights alone")
             self._put(op, new, Weights(g, {c.index: done}), "host", c.numel * self.form.weight_bytes)
         elif self.form.split or self.place.weights[g] == "host":
             self.outside.change(op, "weights", *tag)

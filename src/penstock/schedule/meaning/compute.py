@@ -1,6 +1,6 @@
 """What stages need: their weights, checkpoint and gradient, in the order of each micro-batch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import Buffer
@@ -26,17 +26,35 @@ class ComputeRules(Ground):
         turn = self.backward[m] == k and self.forward[m] > last if kind == "B" else self.forward[m] == k
         if k > last or (kind == "E") != (k == last) or not turn or (kind == "B" and not self.needs.train):
             raise refused(op, "is not the stage that its micro-batch comes to next")
+        if kind != "B":
+            self._check_turn(op)
         stage, taken = self.stages[k], dict(op.takes)
-        for g in self._read_by(kind, stage):
+        read = self._read_by(kind, stage)
+        for g in read:
             self._check_weights(op, g)
+        added = stage.gradients if self.needs.train and kind in "BE" else ()
+        self._check_no_more(op, {g for g in read if self.place.weights[g] != "device"}, added)
         self._check_activations(op, stage)
-        if self.needs.train and kind in "BE":
-            for g in stage.gradients:
-                self._sum_on_device(op, g, taken)
+        for g in added:
+            self._sum_on_device(op, g, taken)
         if kind == "B":
             self.backward[m] -= 1
         else:
             self.forward[m] += 1
+
+    def _check_turn(self, op: Op) -> None:
+        """A stage's forwards go through micro-batches in order: what a model counts as it runs depends on that."""
+        k, m = op.id.stage, op.id.micro_batch
+        if m != self.turns[k]:
+            raise refused(op, f"comes before micro-batch {self.turns[k]} of its stage, and their forwards go in order")
+        self.turns[k] += 1
+
+    def _check_no_more(self, op: Op, read: Collection[int], added: Collection[int]) -> None:
+        """Weights that are read become a model's parameters, and gradients that are written its sums: no others are."""
+        for names, kind, groups in ((op.reads, "W", read), (op.writes, "G", added)):
+            for name in names:
+                if name.kind == kind and name.group not in groups:
+                    raise refused(op, f"has {name}, and its stage has no use for that")
 
     def _read_by(self, kind: str, stage: Stage) -> list[int]:
         found = {*stage.backward_reads} if kind == "B" else {*stage.forward_reads}
@@ -50,10 +68,10 @@ class ComputeRules(Ground):
             self.outside.look(op, "weights", g)
             versions = {c.index: self.weights[g, c.index] for c in self.cuts[g]}
         else:
-            found = [v for v in map(self.values.get, op.reads) if isinstance(v, Weights) and v.group == g]
+            found = [name for name in op.reads if name.kind == "W" and name.group == g]
             if len(found) != 1:
                 raise refused(op, f"reads {len(found)} buffers with weights of group {g}, and needs one")
-            versions = found[0].versions
+            versions = self._value(op, found[0], Weights).versions
         for c in self.cuts[g]:
             if versions.get(c.index) != NOW:
                 state = {None: "not there", BEFORE: "not stepped for the step before", AFTER: "stepped already"}

@@ -53,6 +53,8 @@ class Ground:
         self.activations: dict[tuple[int, int], str] = {}
         """(stage, micro-batch) -> the buffer that its checkpoint is in while it is on the device"""
         self.forward = [0] * schedule.micro_batches
+        self.turns = [0] * len(self.stages)
+        """stage -> the micro-batch whose forward is next"""
         self.backward = [len(self.stages) - 2] * schedule.micro_batches
         self.kept_gradients: dict[ChunkAt, str] = {}
         """chunk that is left to the next step -> the buffer that its gradient is to be in at the end"""
@@ -71,10 +73,8 @@ class Ground:
     def _chunk(self, op: Op, *, trained: bool = False) -> Chunk:
         """The chunk that an op is of. ``trained``: one with a gradient in this step."""
         g, c = op.id.group, op.id.chunk
-        if not (0 <= g < len(self.cuts) and 0 <= c < len(self.cuts[g])):
+        if c >= len(self.cuts[g]):
             raise refused(op, "is of a chunk that this model does not have")
-        if op.elements is not None:
-            raise refused(op, "has elements, which only loads of weights have")
         if trained and (g, c) not in self.trained:
             raise refused(op, "is of a chunk that has no gradient")
         return self.cuts[g][c]
@@ -84,10 +84,11 @@ class Ground:
         if op.elements is None:
             return [self._chunk(op)]
         first, end = op.elements
-        cut = self.cuts[op.id.group] if op.id.group < len(self.cuts) else ()
-        found = [c for c in cut if first <= c.start and c.start + c.numel <= end]
+        found = [c for c in self.cuts[op.id.group] if first <= c.start and c.start + c.numel <= end]
         if not found or (found[0].start, found[-1].start + found[-1].numel) != (first, end):
             raise refused(op, f"is of elements {first}-{end}, which are no whole chunks of its group")
+        if op.id.chunk not in {c.index for c in found}:
+            raise refused(op, f"is of elements {first}-{end}, and the chunk in its id is not among them")
         return found
 
     def _value(self, op: Op, name: str, kind: type[V]) -> V:
@@ -108,11 +109,14 @@ class Ground:
 
     def _put(self, op: Op, name: str, value: Value, tier: Tier, nbytes: int, *, backed: bool = True) -> None:
         """A buffer has a value from now on; it has room for that, where it is needed."""
+        self._room(op, name, tier, nbytes, backed=backed)
+        self.values[name] = value
+
+    def _room(self, op: Op, name: str, tier: Tier, nbytes: int, *, backed: bool = True) -> None:
         pool = self.pool_of[name]
         if pool.tier != tier or pool.size < nbytes or pool.backed != backed:
             need = f"{nbytes} bytes on the {tier}{'' if backed else ', counted'}"
             raise refused(op, f"needs {need} for {name}, and pool {pool.name} is not that")
-        self.values[name] = value
 
     def _home(self, op: Op, tiers: Mapping[int, Tier] | tuple[Tier, ...], *wanted: Tier) -> None:
         if (tier := tiers[op.id.group]) not in wanted:

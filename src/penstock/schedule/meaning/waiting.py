@@ -26,7 +26,9 @@ class WaitingRules(Ground):
             self._whole(op, source)
             if self.needs.grad_dtype != "bf16":
                 raise refused(op, "rounds a gradient to bf16: give grad_dtype='bf16'")
-            self._put(op, op.writes[1], source, "device", c.numel * BF16)
+            if op.writes[1] not in dict(op.takes):
+                raise refused(op, f"rounds a gradient in {op.writes[1]}, which it has to take for that")
+            self._room(op, op.writes[1], "device", c.numel * BF16)
         self._moves(op, c.numel * width)
         self._put(op, name, Gradient(g, c.index, source.sum), "host", op.nbytes)
 
@@ -133,6 +135,8 @@ class WaitingRules(Ground):
         if (k, m) in self.activations or self.backward[m] <= k:
             raise refused(op, "brings back a checkpoint that is on the device, or that nobody needs any more")
         name = self._at(op, op.writes, "the checkpoint on the device")
+        if name not in dict(op.takes):
+            raise refused(op, f"writes {name}, which it has to take for that")
         self._put(op, name, Activation(k, m, False), "device", op.nbytes, backed=False)
         self.activations[k, m] = name
         self.outside.change(op, "checkpoint", k, m)
