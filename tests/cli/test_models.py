@@ -173,9 +173,9 @@ def test_a_new_model_is_exported_in_the_precision_of_its_run(config: Path, tmp_p
     [
         ([], 2, "was given none"),
         (["{run}"], 2, "takes a run's folder and a new one"),
-        (["{run}", "{out}", "--dtype", "int4"], 2, "--dtype: dtype must be one of fp32"),
+        (["{run}", "{out}", "--dtype", "int4"], 2, "--dtype must be one of fp32"),
         (["{run}", "{out}", "--dtype"], 2, "--dtype needs a value"),
-        (["{run}", "{out}", "--shard-size", "big"], 2, "--shard-size: shard_size: 'big' is not a size"),
+        (["{run}", "{out}", "--shard-size", "big"], 2, "--shard-size: 'big' is not a size"),
         (["{run}", "{out}", "--shard-size", "0"], 2, "more than 0"),
         (["{run}", "{out}", "--force"], 2, "there is no option --force"),
         (["/nowhere", "{out}"], 2, "does not exist"),

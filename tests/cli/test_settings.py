@@ -253,11 +253,11 @@ def test_help_shows_every_setting_once_by_section_in_100_columns() -> None:
     [
         ([("speculate", "true"), ("clip_grad_norm", "null")], "no step waits for a norm"),
         ([("speculate", "false"), ("clip_grad_norm", "null")], "no step waits for a norm"),
-        ([("delay", "0.5"), ("schedule", "horizontal")], "--delay: delay has no effect with schedule 'horizontal'"),
-        ([("delay", "0"), ("schedule", "own.schedule")], "--delay: delay has no effect with a schedule of your own"),
+        ([("delay", "0.5"), ("schedule", "horizontal")], "--delay has no effect with schedule 'horizontal'"),
+        ([("delay", "0"), ("schedule", "own.schedule")], "--delay has no effect with a schedule of your own"),
         (
             [("speculate", "true"), ("clip_grad_norm", "1"), ("schedule", "own.schedule")],
-            "--speculate: speculate has no effect with a schedule of your own",
+            "--speculate has no effect with a schedule of your own",
         ),
     ],
 )

@@ -411,7 +411,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
         (["a", "b"], "a and b"),
         (["a", "--colour", "red"], "there is no option --colour; penstock report takes --step"),
         (["a", "--step"], "--step needs a value"),
-        (["a", "--step", "x"], "--step: step must be a whole number"),
+        (["a", "--step", "x"], "--step must be a whole number"),
         (["a", "--png=t.svg"], "must end in .png"),
         (["a", "--png", "t.svg"], "was given a and t.svg"),
         (["a", "--svg", "a.svg", "--svg=b.svg"], "given twice"),

@@ -136,7 +136,7 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
     try:
         return cls(**values)
     except ConfigError as error:
-        raise ConfigError(f"{_blame(tree, str(error), section)}: {error}") from None
+        raise ConfigError(_said_at(_blame(tree, str(error), section), str(error))) from None
 
 
 def in_order(cls: type) -> list[Field[Any]]:
@@ -174,6 +174,14 @@ def _blame(tree: Located, message: str, section: str) -> str:
     return place.where
 
 
+def _said_at(where: str, message: str) -> str:
+    """A message that begins with its setting, and where that was given: a flag is the setting, and said once."""
+    key = where.removeprefix("--").replace("-", "_")
+    if where.startswith("--") and re.match(rf"{re.escape(key)}[=: ]", message):
+        return where + message.removeprefix(key)
+    return f"{where}: {message}"
+
+
 def _convert(item: Located, hint: Any, key: str) -> Any:
     """``item`` as the type ``hint``, or a ConfigError that says what ``key`` must be."""
     if isinstance(item.value, str) and not is_plain_text(item.value):
@@ -188,7 +196,7 @@ def _convert(item: Located, hint: Any, key: str) -> Any:
         found, value = _match(item, option, key)
         if found:
             return value
-    raise ConfigError(f"{item.where}: {key} must be {_expected(options)}, not {shown(item.plain())}")
+    raise ConfigError(_said_at(item.where, f"{key} must be {_expected(options)}, not {shown(item.plain())}"))
 
 
 def _match(item: Located, hint: Any, key: str) -> tuple[bool, Any]:
