@@ -99,8 +99,7 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 def nothing_is_left_behind(own_temporary_folder: Path) -> Iterator[None]:
     """A run that leaves files in the system's temporary folder fills it in the end."""
     yield
-    names = [path.name for path in own_temporary_folder.iterdir()]
-    left = [name for name in names if not (name.startswith(_STAYS) or name.endswith(_OF_WANDB))]
+    left = [path.name for path in own_temporary_folder.iterdir() if not path.name.startswith(_STAYS)]
     for name in left:  # for the next test's sake
         shutil.rmtree(own_temporary_folder / name, ignore_errors=True)
     assert not left, "in the system's temporary folder"
@@ -109,9 +108,6 @@ def nothing_is_left_behind(own_temporary_folder: Path) -> Iterator[None]:
 _STAYS = ("wandb-", "playwright", "org.chromium.", "torchinductor_")
 """What is gone when its process ends: wandb's service, and the browser of a whole file of tests. And what torch has
 compiled, for the next who asks for it."""
-
-_OF_WANDB = ("wandb-artifacts", "wandb-media")
-"""Its two folders from when it is first imported, by the loops of other libraries too: gone when the process ends."""
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = ("sh", "python", "yaml", "json", "text", "mermaid")
-"""What a block may be: ``text`` is to be looked at, and all others are run."""
+"""What a block may be: ``text`` is to be looked at, ``mermaid`` is compared with the code
+(``engine/test_fate``), and all others are run."""
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 _COMMAND = re.compile(r"`(penstock [^`]+)`")

@@ -10,10 +10,12 @@ import json
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,16 @@ from tests.questions import DRIVE, MACHINE
 from tests.runs import write_text
 
 BLOCKS = list(blocks())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def wandb_is_imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Other libraries' loops import it. It makes two temporary folders then, which go when the process ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("wandb")))
+        import_module("wandb")
+
+
 FOLDERS = ("/models/my-8b", "/ssd")
 """Places of the reader's machine, of which the stand-ins are in the test's folder."""
 

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from penstock.schedule.check.late import late_chunks
 from penstock.schedule.ir.ops import Schedule
 from tests.models import MODELS
 from tests.training import Result, assert_same_state, budget, run_steps, steps_of, train, wrap
@@ -43,12 +44,24 @@ def roundabout() -> Schedule:
 
 def lane_by_lane() -> Schedule:
     """The same schedule, listed in another order than it can run in: each lane's is as it was."""
-    lanes = ("write", "cpu", "d2h", "h2d", "compute", "read")
-    return replace(built(), ops=tuple(sorted(built().ops, key=lambda op: lanes.index(op.lane))))
+    return by_lane(built(), "write", "cpu", "d2h", "h2d", "compute", "read")
+
+
+def by_lane(schedule: Schedule, *lanes: str) -> Schedule:
+    return replace(schedule, ops=tuple(sorted(schedule.ops, key=lambda op: lanes.index(op.lane))))
+
+
+def gradients_on_disk() -> Schedule:
+    """What is left waits on disk; the ops that write gradients there are listed before those that read them."""
+    settings = {"delay": 0.5, "clip_grad_norm": CLIP}
+    with TemporaryDirectory() as folder, wrap(CASE, budget(Path(folder), gradients="disk"), **settings) as engine:
+        engine.step(STEPS[0])
+        assert late_chunks(engine.plan.schedule)
+        return by_lane(engine.plan.schedule, "d2h", "write", "read", "h2d", "compute", "cpu")
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("own", [roundabout, lane_by_lane])
+@pytest.mark.parametrize("own", [roundabout, lane_by_lane, gradients_on_disk])
 def test_what_is_committed_at_the_end_is_the_step(own: object, overlap: bool, tmp_path: Path) -> None:
     assert callable(own)
     schedule = replace(own(), fixed=())

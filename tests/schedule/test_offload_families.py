@@ -276,12 +276,12 @@ def test_the_newer_systems_are_faster_than_those_they_follow() -> None:
     assert step_time("superoffload") < step_time("zero-offload") < step_time("zero-infinity")
 
 
-def test_a_large_schedule_is_built_in_about_a_second() -> None:
-    """One rank of vertical offload with 96 layers, 32 micro-batches and 16 chunks a block: 0.6 s of a free core."""
+def test_a_large_schedule_is_built_in_well_under_a_second() -> None:
+    """One rank of vertical offload with 96 layers, 32 micro-batches and 16 chunks a block."""
     large = uniform_program(96, block=256 * ALIGN, embedding=BLOCK, head=BLOCK, checkpoint=CHECKPOINT)
     wanted = Request(family="greedysnake", program=large, micro_batches=32, chunks=16)
     begin = time.process_time()
     world = build(wanted)
     taken = time.process_time() - begin
     assert len(world.ranks[0].ops) > 25_000
-    assert taken < 2, "on a core that others take half of"
+    assert taken < 1

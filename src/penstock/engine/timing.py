@@ -34,11 +34,12 @@ def time_stages(
     (the blocks of a transformer) count with their median, so that one interruption does not tell; a short pass is made
     up to three times and the fastest counts, so that a slow spell of the machine does not, either.
     """
+    timed = partial(_pass, tape, program, facts, micro_batch, load, unload)
     if tape.compiled:  # what is compiled on the way is compiled once
-        _pass(tape, program, facts, micro_batch, load, unload)
-    began, passes = time.perf_counter(), [_pass(tape, program, facts, micro_batch, load, unload)]
+        timed()
+    began, passes = time.perf_counter(), [timed()]
     while len(passes) < _PASSES and time.perf_counter() - began < _SHORT:
-        passes.append(_pass(tape, program, facts, micro_batch, load, unload))
+        passes.append(timed())
     return min(passes, key=lambda times: sum(times.forward) + sum(times.backward))
 
 

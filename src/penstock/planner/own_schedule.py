@@ -8,8 +8,9 @@ from penstock.errors import BudgetError, ScheduleError
 from penstock.planner.fit import Plan, Request, base_placement
 from penstock.planner.update_mode import no_speculation
 from penstock.schedule.check import check
-from penstock.schedule.ir.ops import Op, Schedule
-from penstock.schedule.meaning import Needs, late_chunks, narrow_groups_of, prove
+from penstock.schedule.check.late import late_chunks
+from penstock.schedule.ir.ops import ChunkAt, Op, Schedule
+from penstock.schedule.meaning import Needs, narrow_groups_of, prove
 from penstock.schedule.place import FP32, GRAIN, PAGE, Depths, Placement, Settings, chunks, on_grain, page_up
 from penstock.schedule.program import ALIGN
 
@@ -28,8 +29,8 @@ def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None
     _check_cut(request, schedule)
     _check_pools(schedule)
     place = placement_of(schedule, request, base_placement(request) if keep is None else keep)
-    _check_settings(request, schedule, place)
     late, steps = late_chunks(schedule), sum(op.id.kind == "OP" for op in schedule.ops)
+    _check_settings(request, schedule, place, late)
     settings = Settings(
         micro_batches=request.micro_batches,
         chunk=schedule.chunk,
@@ -129,7 +130,7 @@ def _check_pools(schedule: Schedule) -> None:
             )
 
 
-def _check_settings(request: Request, schedule: Schedule, place: Placement) -> None:
+def _check_settings(request: Request, schedule: Schedule, place: Placement, late: frozenset[ChunkAt]) -> None:
     """Raises ScheduleError: a setting and the schedule say different things."""
     early = speculates(schedule, wait=request.wait)
     if request.speculate is not None and request.speculate != early:
@@ -137,9 +138,10 @@ def _check_settings(request: Request, schedule: Schedule, place: Placement) -> N
         raise ScheduleError(f"the schedule {does}: leave speculate={request.speculate} out, or take another schedule")
     if early and (why := no_speculation(request.budget, request.form, wait=request.wait)) is not None:
         raise ScheduleError(f"the schedule speculates, which cannot be: {why}")
-    late = len(late_chunks(schedule))
     if request.delay is not None and (late or request.delay):
-        raise ScheduleError(f"the schedule itself delays the steps of {late} chunks: leave delay={request.delay} out")
+        raise ScheduleError(
+            f"the schedule itself delays the steps of {len(late)} chunks: leave delay={request.delay} out"
+        )
     budget, base = request.budget, base_placement(request)
     for g, group in enumerate(request.program.groups):
         for kind, pin, tier, may in (
@@ -152,7 +154,7 @@ def _check_settings(request: Request, schedule: Schedule, place: Placement) -> N
                 )
             if tier == "disk" and request.bottom != "disk":
                 raise ScheduleError(f"the schedule has {kind} of {group.name} on disk: give budget.disk a directory")
-    _check_waiting(request, schedule, late_chunks(schedule))
+    _check_waiting(request, schedule, late)
 
 
 def _check_place(request: Request, place: Placement) -> None:
@@ -163,7 +165,7 @@ def _check_place(request: Request, place: Placement) -> None:
             raise ScheduleError(f"the schedule has {has}: {why}")
 
 
-def _check_waiting(request: Request, schedule: Schedule, late: frozenset[tuple[int, int]]) -> None:
+def _check_waiting(request: Request, schedule: Schedule, late: frozenset[ChunkAt]) -> None:
     """The same of what waits within a step, or for the next one."""
     budget, kinds = request.budget, {op.id.kind for op in schedule.ops}
     if request.bottom != "disk" and (lacking := kinds & {"WG", "WC"}):

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.errors import ScheduleError
-from penstock.schedule.check import check
 from penstock.schedule.check.clocks import Clocks
+from penstock.schedule.check.late import late_chunks
 from penstock.schedule.check.order import run_order
+from penstock.schedule.check.rules import check_buffers
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule
 from penstock.schedule.ir.references import Buffer, OpId
-from penstock.schedule.meaning import late_chunks, narrow_groups_of
+from penstock.schedule.meaning import narrow_groups_of
 from penstock.schedule.place import BF16, FP32, Chunk, chunks, grain
 from penstock.schedule.program import Program
 from penstock.state.arrays import Late
@@ -98,7 +99,9 @@ class Bound:
             handed_on = tuple((start, start, pool) for start, _, pool in self.schedule.carried)
             names = {start for start, _, _ in handed_on}
             kept = (replace(op, gives=tuple(n for n in op.gives if n not in names)) for op in self.rest.ops)
-            check(replace(self.rest, ops=tuple(kept), carried=handed_on))
+            alone = replace(self.rest, ops=tuple(kept), carried=handed_on)
+            order = list(run_order(alone))
+            check_buffers(alone, order, Clocks(order))  # what ops mean is ordered as it is in the whole step
 
     @cached_property
     def rest(self) -> Schedule:

@@ -1,26 +1,17 @@
 """The rules that follow from what the words of one rank's ops mean. ``check`` lists them."""
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
+from penstock.schedule.check.late import late_chunks, left_buffers
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, chunk_of
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, visit
 
 
-def _late(schedule: Schedule, left: set[Buffer]) -> frozenset[ChunkAt]:
-    return frozenset(chunk_of(op) for op in schedule.ops if op.id.kind == "OP" and not left.isdisjoint(op.reads))
-
-
-def _left(schedule: Schedule, clocks: Clocks) -> set[Buffer]:
-    """Buffers with gradients that the step before has left, in memory or on disk."""
-    return {name for name, _, _ in schedule.carried} | set(_left_on_disk(schedule, clocks))
-
-
 def check_words(schedule: Schedule, clocks: Clocks) -> None:
     """Rules 6 and 7; raises ScheduleError."""
-    left = _left(schedule, clocks)
+    left = left_buffers(schedule, clocks)
     _check_homes(schedule, clocks, left)
     order = _Order(schedule, left)
     for op in schedule.ops:
@@ -80,7 +71,7 @@ def _speculates(schedule: Schedule, step: Op) -> bool:
 def _check_commit(schedule: Schedule, left: set[Buffer], clocks: Clocks) -> None:
     """``CM`` comes after all that the step before has left is stepped and at home, and before anything of this step is
     written."""
-    late = _late(schedule, left)
+    late = late_chunks(schedule, clocks)
     commit = schedule.by_id.get("CM")
     for op in schedule.ops:
         if commit is not None and chunk_of(op) in late and op.id.kind in ("OP", "UN", "WS", "WW"):
@@ -103,13 +94,6 @@ def _check_after(first: Op, second: Op, clocks: Clocks) -> None:
 def _written(read: Op) -> OpId:
     """The op that brings to disk what another reads from there: a gradient that waits, or a checkpoint."""
     return read.id.of("WG" if read.id.kind == "RG" else "WC")
-
-
-def _left_on_disk(schedule: Schedule, clocks: Clocks) -> Iterator[Buffer]:
-    """Buffers into which gradients are read that the step before has left on disk."""
-    for op in schedule.lanes["read"]:
-        if op.id.kind == "RG" and (writer := schedule.by_id.get(_written(op))) and clocks.before(op, writer):
-            yield from op.writes
 
 
 def _made(schedule: Schedule, step: Op, reader: Op) -> list[Op]:

@@ -69,13 +69,19 @@ HOLDS: dict[str, Holds] = {
 """By kind, with ``m`` where it is of a micro-batch and ``@`` where the visit makes the difference."""
 
 
-class VisitId(str):
-    """One stay of a group's weights on the device: ``F3`` for all micro-batches of a stage, ``F3m0`` for one."""
+class _Reference(str):
+    """A text with parts, which are given beside it."""
 
-    __slots__ = ("kind", "micro_batch", "stage")
+    __slots__ = ()
 
     def __new__(cls, text: str, *_: object) -> Self:
         return super().__new__(cls, text)
+
+
+class VisitId(_Reference):
+    """One stay of a group's weights on the device: ``F3`` for all micro-batches of a stage, ``F3m0`` for one."""
+
+    __slots__ = ("kind", "micro_batch", "stage")
 
     def __init__(self, _: str, kind: str, stage: int, micro_batch: int) -> None:
         self.kind: Final = kind
@@ -83,13 +89,10 @@ class VisitId(str):
         self.micro_batch: Final = micro_batch
 
 
-class OpId(str):
+class OpId(_Reference):
     """The id of an op. ``use``: which of a group's stages an addition is of, 0 if the op names none."""
 
     __slots__ = ("chunk", "group", "kind", "lane", "micro_batch", "stage", "use", "visit")
-
-    def __new__(cls, text: str, *_: object) -> Self:
-        return super().__new__(cls, text)
 
     def __init__(
         self, _: str, kind: str, stage: int, group: int, chunk: int, micro_batch: int, visit: VisitId | None, use: int
@@ -110,15 +113,12 @@ class OpId(str):
         return group_op(kind, self.group, self.chunk)
 
 
-class Buffer(str):
+class Buffer(_Reference):
     """A buffer, and what it ``holds``. ``use``: which of a group's stages a chunk's gradient is of, in backward order;
     ``part``: of a checkpoint that takes several.
     """
 
     __slots__ = ("chunk", "group", "holds", "kind", "micro_batch", "part", "stage", "use", "visit")
-
-    def __new__(cls, text: str, *_: object) -> Self:
-        return super().__new__(cls, text)
 
     def __init__(
         self,

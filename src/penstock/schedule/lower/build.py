@@ -48,6 +48,8 @@ class Builder(Emitter):
         self.cuts: list[tuple[Chunk, ...]] = [chunks(part, settings.chunk) for part in self.parts]
         self.ready: dict[VisitId, list[OpId]] = defaultdict(list)
         """visit -> ops that its first compute op waits for"""
+        self._touched: dict[int, tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]]] = {}
+        """what ``_touches`` says of each visit, which all of its micro-batches ask"""
 
     def has_room(self, pool: str) -> bool:
         """Whether a buffer is left where all ops so far have run, in the order of emission."""
@@ -100,23 +102,32 @@ class Builder(Emitter):
     def compute(self, index: int, m: int, waits: Iterable[OpId], checkpoints: "Buffers") -> OpId:
         """Emit the compute op of visit ``index`` for micro-batch ``m``."""
         visit = self.visits[index]
+        if index not in self._touched:
+            self._touched[index] = self._touches(index)
+        weights, gradients, fresh, done = self._touched[index]
         first, last = m == visit.micro_batches[0], m == visit.micro_batches[-1]
-        weights = {g: self.weight_buffer(g, index) for g in self.moving(visit)}
-        grads = {g: self.gradient_buffer(g, visit) for g in self.gradients(visit)}
-        takes = [
-            (name, self.provision.gradients_pool[g])
-            for g, name in grads.items()
-            if first and (self.s.place.state[g] != "device" or self.route.gradient_visits[g][0] == index)
-        ]
-        done = [name for g, name in weights.items() if last and (g, index) in self.stay.gives]
         return self.emit(
             stage_op(visit.kind, visit.stage, m),
             after=[*(self.ready.pop(visit.name, []) if first else []), *waits],
-            takes=[*takes, *checkpoints.takes],
-            reads=[*weights.values(), *grads.values(), *checkpoints.reads],
-            writes=[*grads.values(), *checkpoints.writes],
-            gives=[*done, *checkpoints.gives],
+            takes=[*(fresh if first else ()), *checkpoints.takes],
+            reads=[*weights, *gradients, *checkpoints.reads],
+            writes=[*gradients, *checkpoints.writes],
+            gives=[*(done if last else ()), *checkpoints.gives],
         )
+
+    def _touches(self, index: int) -> tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]]:
+        """What all compute ops of a visit read of weights and add to of gradients, what the first takes of these, and
+        what the last gives back of weights."""
+        visit = self.visits[index]
+        weights = {g: self.weight_buffer(g, index) for g in self.moving(visit)}
+        gradients = {g: self.gradient_buffer(g, visit) for g in self.gradients(visit)}
+        fresh = [
+            (name, self.provision.gradients_pool[g])
+            for g, name in gradients.items()
+            if self.s.place.state[g] != "device" or self.route.gradient_visits[g][0] == index
+        ]
+        done = [name for g, name in weights.items() if (g, index) in self.stay.gives]
+        return list(weights.values()), list(gradients.values()), fresh, done
 
     def _speculates(self) -> bool:
         """Whether any chunk is stepped in this step without waiting for its norm."""

@@ -24,13 +24,12 @@ from penstock.schedule.meaning.values import (
     Activation,
     Gradient,
     Needs,
-    late_chunks,
     narrow_groups_of,
     refused,
 )
 from penstock.schedule.meaning.waiting import WaitingRules
 
-__all__ = ["Needs", "late_chunks", "narrow_groups_of", "prove"]
+__all__ = ["Needs", "narrow_groups_of", "prove"]
 
 
 def prove(schedule: Schedule, needs: Needs) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from penstock.config import Tier
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
+from penstock.schedule.check.late import late_chunks
 from penstock.schedule.ir.ops import ChunkAt, Op, Pool, Schedule, chunk_of
 from penstock.schedule.meaning.sums import Sums
 from penstock.schedule.meaning.values import (
@@ -17,7 +18,6 @@ from penstock.schedule.meaning.values import (
     Outside,
     V,
     Value,
-    late_chunks,
     narrow_groups_of,
     refused,
 )
@@ -31,7 +31,8 @@ class Ground:
         program, self.place, self.form = needs.program, needs.place, needs.form
         self.schedule, self.needs, self.stages = schedule, needs, program.stages
         self.cuts = [chunks(g, schedule.chunk) for g in program.groups]
-        self.outside = Outside(Clocks(order))
+        clocks = Clocks(order)
+        self.outside = Outside(clocks)
         self.pools: dict[str, Pool] = {pool.name: pool for pool in schedule.pools}
         self.pool_of: dict[str, Pool] = {start: self.pools[pool] for start, _, pool in schedule.carried}
         makers = [stage for stage in reversed(self.stages) if needs.train]
@@ -39,7 +40,7 @@ class Ground:
         self.sums = Sums()
         self.whole = {g: self.sums.whole(stages, schedule.micro_batches) for g, stages in uses.items() if stages}
         self.trained = {(g, c.index) for g in self.whole for c in self.cuts[g] if c.trainable}
-        self.narrow, self.late = narrow_groups_of(schedule), late_chunks(schedule)
+        self.narrow, self.late = narrow_groups_of(schedule), late_chunks(schedule, clocks)
         self.normed = False
         self.partials: set[ChunkAt] = set()
         self.stepped: set[ChunkAt] = set()

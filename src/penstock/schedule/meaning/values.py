@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 from penstock.config import GradDtype
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
-from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, chunk_of
+from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.place import Format, Placement, Settings
 from penstock.schedule.program import Program
 
@@ -88,21 +88,6 @@ class Needs:
 def narrow_groups_of(schedule: Schedule) -> frozenset[int]:
     """Groups whose gradients cross to the host, and wait, in bf16: those that take a buffer for that on the device."""
     return frozenset(op.id.group for op in schedule.lanes["d2h"] if op.id.kind == "DG" and len(op.writes) > 1)
-
-
-def late_chunks(schedule: Schedule) -> frozenset[ChunkAt]:
-    """The chunks that a step steps for the step before, which has left their gradients: in a buffer that is carried
-    on, or on disk, where they are read before this step's own are written.
-    """
-    left, written = {start for start, _, _ in schedule.carried}, set[ChunkAt]()
-    for op in schedule.ops:
-        tag = chunk_of(op)
-        if op.id.kind == "WG":
-            written.add(tag)
-        elif op.id.kind == "RG" and tag not in written:
-            left |= {*op.writes}
-    steps = (op for op in schedule.ops if op.id.kind == "OP")
-    return frozenset(chunk_of(op) for op in steps if not left.isdisjoint(op.reads))
 
 
 class Outside:
