@@ -62,7 +62,7 @@ def read_words(kind: type[W], words: Sequence[str]) -> W:
     for flag, text in flags:
         key = _key(flag)
         if key in said and not (key in options and _is_list(options[key])):
-            raise ConfigError(f"--{key.replace('_', '-')} is given twice: keep one")
+            raise ConfigError(f"{_flag(key)} is given twice: keep one")
         said.add(key)
         if key not in options:
             settings.append(Located(value=[_text(flag.removeprefix("--"), flag), _text(text or "", flag)], where=flag))
@@ -98,7 +98,7 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
         flag, equals, text = word.partition("=")
         hint, ending = options.get(_key(flag)), kind.endings.get(_key(flag))
         if hint is None and SETTINGS not in hints_of(kind):
-            known = [key.replace("_", "-") for key in options]
+            known = [_flag(key).removeprefix("--") for key in options]
             raise ConfigError(unknown(flag.removeprefix("--"), known, takes=kind.command, what="option", form="--{}"))
         if hint is bool:
             if equals:

@@ -20,7 +20,8 @@ class OneDevice(SingleDeviceStrategy):
         return self._num_nodes
 
     def check_devices(self) -> None:
-        """Raises: whatever is to be said about devices that cannot be used."""
+        """To be overridden. Raises: whatever is to be said about devices that cannot be used."""
+        raise NotImplementedError
 
     def _configure_launcher(self) -> None:
         """Called once Fabric has set the devices, and before any process is started.

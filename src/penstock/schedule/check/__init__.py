@@ -19,7 +19,7 @@
 What a schedule computes for a given model is proved in ``meaning``, which relies on these rules.
 
 "Before" and "ordered" mean whatever the timing: see ``clocks``. Rules 2 to 5 are in ``rules``, 6 and 7 in ``words``, 8
-in ``worlds``, the absence of deadlock in ``order``.
+in ``worlds``, the absence of deadlock in ``order``, what the step before has left to this one in ``late``.
 """
 
 from penstock.schedule.check.worlds import check_world
