@@ -1,5 +1,6 @@
 """What holds for every family of schedules, whatever is asked of it."""
 
+import gc
 from collections import Counter
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from penstock.schedule.check.worlds import violations
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.families import FAMILIES, build
+from penstock.schedule.lower.families import FAMILIES, Family, build
 from penstock.schedule.lower.request import Request, Sizes
 from penstock.sim.costs import Costs
 from penstock.sim.models import puzzle, unit
@@ -223,3 +224,26 @@ def test_a_constant_buffer_takes_the_same_bytes_in_pieces(family: str) -> None:
 def test_what_a_family_cannot_do_is_said(request_: Request, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build(request_)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_cycles_are_looked_for_while_a_schedule_is_made(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def lower(request: Request) -> World:
+        seen.append(gc.isenabled())
+        if request.layers > 1:
+            raise ConfigError("too many")
+        return World(name="probe", ranks=(), groups={})
+
+    monkeypatch.setitem(FAMILIES, "probe", Family(summary="", lower=lower))
+    (gc.enable if enabled else gc.disable)()
+    try:
+        build(asked("probe", layers=1))
+        assert gc.isenabled() == enabled
+        with pytest.raises(ConfigError):
+            build(asked("probe"))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert seen == [False, False]

@@ -1,9 +1,6 @@
 """``penstock simulate``: how long a schedule takes, and how much memory it holds when."""
 
-import gc
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from penstock import files
@@ -17,6 +14,7 @@ from penstock.hardware.profiles import shipped_names
 from penstock.report.chrome import write_simulation
 from penstock.report.simulated_page import simulated_page
 from penstock.schedule.check.worlds import check_world
+from penstock.schedule.collection import no_collection
 from penstock.shape.shipped import CONFIGS
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
@@ -37,7 +35,7 @@ def run(arguments: Arguments) -> int:
     """
     for path in filter(None, (arguments.html, arguments.trace)):
         _check_writable(path)
-    with _no_collection():
+    with no_collection():
         try:
             case = case_of(arguments)
             if not case.checked:
@@ -79,17 +77,3 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: it is a folder, and a file's name is needed")
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A schedule is millions of small objects without a cycle: looking for one among them again and again takes longer
-    than the simulation.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -75,7 +75,7 @@ class _Reference(str):
     __slots__ = ()
 
     def __new__(cls, text: str, *_: object) -> Self:
-        return super().__new__(cls, text)
+        return str.__new__(cls, text)
 
 
 class VisitId(_Reference):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from penstock.errors import ConfigError
+from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower import folded, orders
 from penstock.schedule.lower.layers import Sharding
@@ -35,6 +36,7 @@ class Family:
     streaming: Streaming | None = None
 
 
+@no_collection()
 def build(request: Request) -> World:
     """The schedules of all ranks, of one step in the steady state.
 

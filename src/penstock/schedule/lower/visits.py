@@ -8,6 +8,7 @@ device 2M times a step, but for what stays there in between (``stay``), and grad
 """
 
 from penstock.config import Tier
+from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.references import OpId, visit
 from penstock.schedule.lower.activations import Activations
@@ -54,6 +55,7 @@ def horizontal(program: Program, settings: Settings, fixed: Fixed = (), name: st
     return _lower(horizontal_route(program, settings.micro_batches), settings, fixed, name)
 
 
+@no_collection()
 def _lower(route: Route, settings: Settings, fixed: Fixed, name: str) -> Schedule:
     """Visit by visit: its loads, its compute, the checkpoints around it, and what its gradients complete."""
     builder = Builder(route, settings)
