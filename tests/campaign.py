@@ -203,4 +203,5 @@ class Attempt:
         for done in range(engine.step_count + 1, step + 1):
             assert go_on(engine, done) == self._known.after(done - 1, done)
             self._done = done
-        engine._check_usable()  # it is not when the step has been taken, but could not be made durable
+        if (last := engine.last_step) is not None:  # a step whose commit failed counts
+            assert (last.loss, last.grad_norm) == self._known.numbers[engine.step_count]

@@ -1,7 +1,9 @@
 """How durable a run is where its settings do not say: every step, unless that costs over a tenth of its time."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +65,27 @@ def test_by_the_clock_a_kill_costs_no_more_than_was_asked_for(asked: float, step
 def test_by_steps_commits_come_every_so_many() -> None:
     due = Due(steps=3, seconds=None)
     assert [step for step in range(1, 10) if due.after(step)] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    "due", [{"steps": 3, "seconds": None}, {"steps": None, "seconds": 30.0}], ids=["steps", "clock"]
+)
+def test_a_commit_that_could_not_be_written_is_due_after_the_next_step(due: dict[str, Any]) -> None:
+    """... and no later, however long the interval is: a kill costs more with every step."""
+    clock = Clock()
+    when = Due(**due, clock=clock)
+    for number in range(1, 40):
+        clock.now += 10
+        if when.after(number):
+            when.began()
+            clock.now += 1
+            if number < 20:
+                when.failed()
+                clock.now += 10
+                assert when.after(number + 1)
+                when.began()
+            when.committed()
+            assert not when.after(number + 2)
 
 
 def test_a_budget_says_when_commits_are_due() -> None:

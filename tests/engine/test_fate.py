@@ -133,10 +133,9 @@ class Run:
             self.begun = self.happens()
             self.draw(Event.COMPLETED)
             assert self.tell(Event.COMPLETED) == (Action.COMPLETE,)
-            self.begun = True
-            self.draw(Event.DURABLE)
             assert self.left is not None
             self.left, self.begun = None, False
+            self.draw(Event.DURABLE)
             self._record()
             self.tell(Event.DURABLE)
         self.beside = self.attempts

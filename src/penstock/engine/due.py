@@ -22,7 +22,7 @@ class Due:
         self._steps, self._seconds, self._clock = steps, seconds, clock
         self._begun = self._last = clock()
         self._writing = 0.0
-        self._under_way = False
+        self._under_way = self._failed = False
 
     @staticmethod
     def of(budget: Budget) -> "Due | None":
@@ -35,6 +35,8 @@ class Due:
         """Whether a commit is due after ``step``, which has just been done."""
         now = self._clock()
         took, self._last = now - self._last, now
+        if self._failed:
+            return True
         if self._seconds is None:
             assert self._steps is not None
             return step % self._steps == 0
@@ -46,9 +48,13 @@ class Due:
     def began(self) -> None:
         """A commit is being written."""
         self._begun = self._last = self._clock()
-        self._under_way = True
+        self._under_way, self._failed = True, False
 
     def committed(self) -> None:
         """... and counts."""
         self._writing = self._clock() - self._begun
         self._under_way = False
+
+    def failed(self) -> None:
+        """... or could not be written: the next one is due after the next step, since a kill costs more and more."""
+        self._under_way, self._failed = False, True

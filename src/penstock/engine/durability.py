@@ -4,21 +4,22 @@
 store. What a step itself does is ``attempt``'s.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from penstock.engine.due import Due
 from penstock.engine.fate import Action, Event, State, transition
-from penstock.engine.interrupt import whole_steps
+from penstock.engine.interrupt import holding, whole_steps
 from penstock.engine.progress import Progress
 from penstock.engine.runner import Runner
 from penstock.errors import ConfigError, StoreError
 from penstock.runtime.context import StepContext, Update
 from penstock.state.background import Background
 from penstock.state.commits import Commits
+from penstock.store.packed import store_error
 
 Actions = Mapping[Action, Callable[[], Event]]
 """How each action is done; it returns what came of it."""
@@ -30,8 +31,6 @@ class Pending:
 
     step: int
     update: Update
-    record: Mapping[str, Any]
-    """what its commit will say"""
     buffers: Mapping[str, torch.Tensor]
     """the model's, at the step's end, on the host: its commit should not wait for the device"""
 
@@ -41,11 +40,13 @@ _REASONS: Mapping[State, str] = {
     State.FINISHING: _NOT_COMPLETE,
     State.COMPLETING: _NOT_COMPLETE,
     State.COUNTING: "{what} was broken off by {error} while it was counted",
-    State.COMMITTING: "{what} was done, but could not be made durable: {error}",
     State.DROPPING: "{what} was broken off, and what it had changed could not be taken back: {error}",
     State.RETREATING: "{what} was broken off, and what it had changed could not be taken back: {error}",
     State.FLUSHING: "{what} could not be completed: {error}",
 }
+
+_LONG = frozenset((Action.RUN, Action.REPEAT, Action.SEARCH, Action.FLUSH, Action.FILL, Action.RESTORE, Action.COMMIT))
+"""Actions that a second Ctrl-C may break off: of each it is known what the state is worth then."""
 
 
 class Durability:
@@ -60,7 +61,7 @@ class Durability:
         self._progress = progress
         self._due = due
         self._background: Background | None = None
-        self._unwritten: StoreError | None = None
+        self._unwritten: Exception | None = None
 
     def check_open(self) -> None:
         """Raises:
@@ -82,13 +83,15 @@ class Durability:
 
     def check_written(self) -> None:
         """Raises:
-        StoreError: what was written in the background has failed; the state is what it was without.
+        Exception: what the write in the background has failed with, mostly a StoreError; the state is what it was
+            without, and the next write begins after the next step.
         """
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             raise unwritten
         if self._background is not None:
-            self._background.check()
+            with self._due_again_if_it_fails():
+                self._background.check()
 
     # ---- the machine
 
@@ -106,28 +109,34 @@ class Durability:
             BaseException: what an action has failed with, once the state is what it is worth then.
         """
         raised: BaseException | None = None
-        actions = self.tell(event)
-        while actions:
-            try:
-                for action in actions:
-                    event = do[action]()
-                actions = self.tell(event)
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised below
-                reason = _REASONS.get(self.state, "{what} was broken off by {error}")
-                raised = error if raised is None or not isinstance(error, StoreError) else raised
-                actions = self.tell(Event.FAILED if self._commits.arrays.droppable else Event.FAILED_IN_PLACE)
-                if self.state is State.BROKEN:
-                    self._why, self.pending = reason.format(what=what, error=_named(error)), None
-        if raised is not None:
-            try:
-                raise raised
-            finally:
-                del raised  # its traceback holds this frame, which would hold it and the micro-batches
+        with whole_steps(), holding(True):
+            actions = self.tell(event)
+            while actions:
+                try:
+                    for action in actions:
+                        with holding(action not in _LONG):
+                            event = do[action]()
+                    actions = self.tell(event)
+                except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised below
+                    reason = _REASONS.get(self.state, "{what} was broken off by {error}")
+                    raised = error if raised is None or not isinstance(error, StoreError) else raised
+                    actions = self.tell(Event.FAILED if self._commits.arrays.droppable else Event.FAILED_IN_PLACE)
+                    if self.state is State.BROKEN:
+                        self._why, self.pending = reason.format(what=what, error=_named(error)), None
+            if raised is not None:
+                try:
+                    raise raised
+                finally:
+                    del raised  # its traceback holds this frame, which would hold it and the micro-batches
 
     def mark(self) -> Event:
         """The state is about to change."""
         self._commits.arrays.begin_step()
-        self._commits.mark(self._progress.record())
+        if self._commits.every_step:
+            with self._naming_step():  # it commits what could not be before
+                self._commits.mark(self._progress.record())
+        else:
+            self._commits.mark(self._progress.record())
         return Event.MARKED
 
     def mark_pending(self) -> Event:
@@ -137,22 +146,37 @@ class Durability:
 
     def complete(self) -> None:
         """Within a step: the one before is complete, its delayed chunks are stepped and at home."""
-        asked = self.tell(Event.COMPLETED)
-        assert asked == (Action.COMPLETE,)
-        assert self.pending is not None
-        self._commits.arrays.complete_late()
-        self._commits.complete(self.pending.record, self.pending.buffers)
-        self.pending = None
-        self.tell(Event.DURABLE)
+        with holding(True):
+            asked = self.tell(Event.COMPLETED)
+            assert asked == (Action.COMPLETE,)
+            assert self.pending is not None
+            self._commits.arrays.complete_late()
+            pending, self.pending = self.pending, None
+            with self._naming_step():
+                self._commits.complete(self._progress.record(), pending.buffers)
+            self.tell(Event.DURABLE)
 
     def hold(self, step: int, update: Update, buffers: Mapping[str, torch.Tensor]) -> None:
         """A step counts, and has left chunks to the next one."""
         held = {name: tensor.to("cpu", copy=True) for name, tensor in buffers.items()}
-        self.pending = Pending(step=step, update=update, record=self._progress.record(), buffers=held)
+        self.pending = Pending(step=step, update=update, buffers=held)
 
     def commit(self) -> Event:
-        self._commits.commit(self._progress.record())
+        with self._naming_step():
+            self._commits.commit(self._progress.record())
         return Event.DURABLE
+
+    @contextmanager
+    def _naming_step(self) -> Iterator[None]:
+        """A commit that fails says which step it was to make durable, and that it counts all the same."""
+        try:
+            yield
+        except StoreError as error:
+            raise store_error(
+                f"step {self._progress.step} counts, but could not be made durable: {error}. Do not repeat it: the "
+                "next step commits it first, and engine.save can be used",
+                error,
+            ) from error
 
     def commit_loaded(self, runner: Runner | None) -> Event:
         """All of the state has been replaced, and ``progress`` says by what. ``runner``: that is there, if one is."""
@@ -186,12 +210,10 @@ class Durability:
 
         def commit() -> Event:
             assert self.pending is not None
-            pending, self.pending = self.pending, None
-            self._commits.commit(pending.record)
-            return Event.DURABLE
+            self.pending = None
+            return self.commit()
 
-        with whole_steps():
-            self.follow(Event.REST, {Action.FLUSH: flush, Action.COMMIT: commit}, f"step {step}")
+        self.follow(Event.REST, {Action.FLUSH: flush, Action.COMMIT: commit}, f"step {step}")
 
     # ---- state in memory
 
@@ -205,8 +227,17 @@ class Durability:
             self._flush(runner)
             try:
                 self._write_in_background(runner.stepped)
-            except StoreError as error:
-                self._unwritten = error  # the step counts: this is for the next one to say
+            except Exception as error:  # noqa: BLE001 - the step counts, whatever it is: this is for the next one to say
+                self._unwritten = error
+
+    @contextmanager
+    def _due_again_if_it_fails(self) -> Iterator[None]:
+        assert self._due is not None
+        try:
+            yield
+        except BaseException:
+            self._due.failed()
+            raise
 
     def _write_in_background(self, order: Sequence[int]) -> None:
         """Begin to write what is in memory; the commit of this step follows when it is written. ``order``: groups in
@@ -214,23 +245,25 @@ class Durability:
         """
         due, arrays, record = self._due, self._commits.arrays, self._progress.record()
         assert due is not None
-        if self._background is None:
-            self._background = arrays.background = Background(arrays)
-        self._background.wait()
-        self._commits.write_buffers()
 
         def commit() -> None:
             self._commits.commit_written(record)
             due.committed()
 
-        due.began()
-        self._background.begin(order, commit)
-        if arrays.any_state_on_disk():
-            self._background.wait()  # the next step writes over what is on disk, which this commit names
+        with self._due_again_if_it_fails():
+            if self._background is None:
+                self._background = arrays.background = Background(arrays)
+            self._background.wait()
+            self._commits.write_buffers()
+            due.began()
+            self._background.begin(order, commit)
+            if arrays.any_state_on_disk():
+                self._background.wait()  # the next step writes over what is on disk, which this commit names
 
     def _wait_written(self) -> None:
         if self._background is not None:
-            self._background.wait()
+            with self._due_again_if_it_fails():
+                self._background.wait()
 
     def close(self) -> None:
         """Bring what is in memory to the store; with a broken state the last commit is left to stand."""

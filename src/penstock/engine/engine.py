@@ -77,7 +77,7 @@ class Engine:
         self._durability = Durability(commits, self._progress, Due.of(settings.budget))
         try:
             self._planning = Planning(self._resources, settings, before_change=self._rest)
-            self._durability.commit()
+            commits.commit(self._progress.record())
         except BaseException:
             self._resources.tape.close()
             commits.close()
@@ -116,7 +116,8 @@ class Engine:
         After an error nothing has changed, and the engine can be used, if all state is on disk in two slots (and, with
         a delay ratio, the step before was complete), or if it came before the first update. Otherwise the state is half
         updated: the engine says so whenever it is used, until a snapshot is loaded. What the last commit of the store
-        names stands in any case.
+        names stands in any case. The one error after a step that counts says so: it could not be made durable. Do not
+        repeat it (``step_count`` has it): the next step commits it first.
         """
         self._check_usable()
         behind = batch.as_json(position)
@@ -164,18 +165,20 @@ class Engine:
             count=partial(self._count, position=position),
         )
         self._durability.follow(Event.BEGIN, attempt.actions, f"step {attempt.context.step}")
-        self._durability.after_step(self.step_count, runner)
         self.trace, self.counters = attempt.trace, attempt.samples
-        written = self._resources.commits.written + runner.scratch_written - scratch
-        assert attempt.stats is not None
-        self._progress.last = stats = replace(
-            attempt.stats,
-            flops=self._planning.flops_of(micro_batches),
-            labels=None if given else self._planning.labels.known,
-            bytes_written=written - self._written,
-            seconds=time.perf_counter() - began,
-        )
-        self._written = self._resources.commits.written
+        try:
+            self._durability.after_step(self.step_count, runner)
+        finally:  # the step counts
+            written = self._resources.commits.written + runner.scratch_written - scratch
+            assert attempt.stats is not None
+            self._progress.last = stats = replace(
+                attempt.stats,
+                flops=self._planning.flops_of(micro_batches),
+                labels=None if given else self._planning.labels.known,
+                bytes_written=written - self._written,
+                seconds=time.perf_counter() - began,
+            )
+            self._written = self._resources.commits.written
         return stats
 
     def _context(self) -> StepContext:
@@ -267,12 +270,20 @@ class Engine:
 
     @property
     def position(self) -> Mapping[str, Any] | None:
-        """Where the last step left the data, as ``step`` was told; of a store, as it was committed."""
+        """Where the last step left the data, as ``step`` was told; of a store, as it was committed.
+
+        One that is set between steps is part of every snapshot and commit from then on, also of the last step's where a
+        delay has left that to the next one; not of one that is made, or being written.
+
+        Raises:
+            ConfigError: as ``step``.
+        """
         return self._progress.position
 
     @position.setter
     def position(self, value: Mapping[str, Any] | None) -> None:
-        self._progress.position = value
+        self._durability.check_open()
+        self._progress.position = batch.as_json(value)
 
     # ---- state
 

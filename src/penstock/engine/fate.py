@@ -16,13 +16,13 @@ class State(Enum):
     """What the state of a run is worth now."""
 
     WHOLE = "whole"
-    """between steps: the state is that of the last step that counts"""
+    """between steps: the state is that of the last step that counts; if its commit has failed, the next MARK commits"""
     PENDING = "pending"
     """between steps: the last step counts, and its delayed chunks are left to the next one"""
     FINISHING = "finishing"
     """a step runs, and steps what the one before has left"""
     COMPLETING = "completing"
-    """a step runs, and the one before, of which nothing is left, is committed"""
+    """a step runs that has changed nothing yet, and the one before, of which nothing is left, is committed"""
     RUNNING = "running"
     """a step runs for the first time; the one before is complete"""
     REPEATING = "repeating"
@@ -117,6 +117,10 @@ _TAKEN_BACK: Mapping[Event, Next] = {
     Event.FAILED: (State.DROPPING, (Action.DROP,)),
     Event.FAILED_IN_PLACE: (State.BROKEN, ()),
 }
+_COUNTS: Mapping[Event, Next] = {
+    Event.FAILED: (State.WHOLE, ()),  # what was not committed is by the next MARK
+    Event.FAILED_IN_PLACE: (State.WHOLE, ()),  # by the last step, which counts
+}
 
 TABLE: Mapping[State, Mapping[Event, Next]] = {
     State.WHOLE: {
@@ -126,8 +130,7 @@ TABLE: Mapping[State, Mapping[Event, Next]] = {
         Event.MARKED: (State.LOADING, (Action.RESTORE,)),
         Event.CLOSE: (State.CLOSED, (Action.SETTLE,)),
         Event.DURABLE: (State.WHOLE, ()),
-        Event.FAILED: (State.WHOLE, ()),  # what was not committed is by the next MARK
-        Event.FAILED_IN_PLACE: (State.WHOLE, ()),  # by the last step, which counts
+        **_COUNTS,
     },
     State.PENDING: {
         Event.BEGIN: (State.FINISHING, (Action.MARK_PENDING, Action.RUN)),
@@ -139,7 +142,7 @@ TABLE: Mapping[State, Mapping[Event, Next]] = {
         Event.FAILED: (State.RETREATING, (Action.DROP,)),
         Event.FAILED_IN_PLACE: (State.BROKEN, ()),
     },
-    State.COMPLETING: {Event.DURABLE: (State.RUNNING, ()), **_LOST},
+    State.COMPLETING: {Event.DURABLE: (State.RUNNING, ()), **_TAKEN_BACK},
     State.RUNNING: {
         Event.WITHIN: (State.FILLING, (Action.FILL,)),
         Event.OVER: (State.REPEATING, (Action.DROP, Action.REPEAT)),
@@ -158,7 +161,7 @@ TABLE: Mapping[State, Mapping[Event, Next]] = {
         Event.DELAYED: (State.PENDING, ()),
         **_LOST,
     },
-    State.COMMITTING: {Event.DURABLE: (State.WHOLE, ()), **_LOST},
+    State.COMMITTING: {Event.DURABLE: (State.WHOLE, ()), **_COUNTS},
     State.DROPPING: {Event.DROPPED: (State.WHOLE, (Action.COMMIT,)), **_LOST},
     State.RETREATING: {Event.DROPPED: (State.PENDING, ()), **_LOST},
     State.FLUSHING: {Event.COMPLETED: (State.WHOLE, (Action.COMMIT,)), **_LOST},

@@ -1,31 +1,65 @@
-"""Ctrl-C and steps: a step is finished before an interrupt takes effect."""
+"""Ctrl-C and steps: a step is finished before an interrupt takes effect.
 
-import contextlib
+A second Ctrl-C breaks it off, once, and only where what is broken off can be taken back (``holding``): neither
+what is known of the state nor its taking back is ever disturbed, however often it comes.
+"""
+
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 
-@contextlib.contextmanager
+@dataclass(kw_only=True)
+class _Asked:
+    """How often Ctrl-C came during a step. ``held``: it may not break off what is done now; ``broke``: it has."""
+
+    times: int = 0
+    held: bool = False
+    broke: bool = False
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        self.times += 1
+        self.take_effect()
+
+    def take_effect(self) -> None:
+        if self.times > 1 and not self.held and not self.broke:
+            self.broke = True
+            raise KeyboardInterrupt
+
+
+_asked = _Asked()
+"""Of the step under way."""
+
+
+@contextmanager
 def whole_steps() -> Iterator[None]:
     """Ctrl-C during a step takes effect after it; a second one at once. Leaves a program's own handler alone."""
+    global _asked
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    asked = False
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-
-    signal.signal(signal.SIGINT, receive)
+    asked = _asked = _Asked()
+    signal.signal(signal.SIGINT, asked.receive)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if asked:
+    if asked.times:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def holding(held: bool) -> Iterator[None]:
+    """Within ``whole_steps``: what is done in here is done to its end, or (False) may be broken off."""
+    asked, before = _asked, _asked.held
+    try:
+        asked.held = held
+        asked.take_effect()
+        yield
+    finally:
+        asked.held = before
+    asked.take_effect()
