@@ -1,14 +1,14 @@
 """Where each group's bytes live and how they are cut: the decisions a schedule is built from. Plain data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 from typing import Literal
 
 from penstock.config import GradDtype, Tier
-from penstock.schedule.program import ALIGN, GroupSpec, Program, round_up
+from penstock.schedule.program import ALIGN, GroupSpec, Program
 
 FP32, BF16 = 4, 2
 """bytes of an element"""
@@ -96,14 +96,6 @@ def chunks(group: GroupSpec, largest: int) -> tuple[Chunk, ...]:
         for start, stop in pairwise(edges):
             cut.append(Chunk(index=len(cut), start=begin + start, numel=stop - start, trainable=trainable))
     return tuple(cut)
-
-
-def part_of(group: GroupSpec, ranks: int) -> GroupSpec:
-    """What each of several ranks has of a group: an even part, padded to multiples of ``ALIGN``."""
-    if ranks == 1:
-        return group
-    trainable, frozen = (round_up(-(-n // ranks), ALIGN) for n in (group.trainable, group.frozen))
-    return replace(group, trainable=trainable, frozen=frozen)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -228,14 +220,11 @@ class Settings:
     cast: Side = "host"
     """Where that is done to a gradient that is complete on the device: there, so that it crosses in bf16, or by those
     who read it. Changes no bit, and nothing at all in fp32. What is summed on the host is rounded there."""
-    ranks: int = 1
-    """Data-parallel ranks. Each has an even part of every group's weights and state (ZeRO-3): it brings its part to the
-    device, all gather the whole for each visit, and scatter the sum of their gradients. Nothing lives on the device."""
 
     @property
     def casts_on_device(self) -> bool:
         """Whether gradients that are complete on the device are rounded there."""
-        return self.grad_dtype == "bf16" and self.cast == "device" and self.ranks == 1
+        return self.grad_dtype == "bf16" and self.cast == "device"
 
     def waits(self, group: int) -> bool:
         """Whether a group's optimizer step waits for the global gradient norm."""

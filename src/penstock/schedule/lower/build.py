@@ -22,30 +22,28 @@ from penstock.config import Tier
 from penstock.schedule.ir.ops import Schedule, Take
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer, stage_op
 from penstock.schedule.lower.emitter import Emitter
+from penstock.schedule.lower.process_groups import ProcessGroup
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.route import Route, Visit
-from penstock.schedule.place import Chunk, Settings, chunks, part_of
-
-EVERYONE = "all"
-"""The process group of all ranks."""
+from penstock.schedule.place import Chunk, Settings, chunks
 
 
 class Builder(Emitter):
     """Emits the ops of one step on one rank, with buffers from the pools that ``Provision`` has sized."""
 
-    def __init__(self, route: Route, settings: Settings) -> None:
+    def __init__(self, route: Route, settings: Settings, shards: ProcessGroup) -> None:
         settings.place.check(route.program, settings.form)
         self.route = route
         self.program = route.program
         self.s = settings
         self.visits = route.visits
-        self.provision = Provision(route, settings)
+        self.shards = shards
+        self.provision = Provision(route, settings, shards)
         self.stay = self.provision.stay
         super().__init__({pool.name: pool.size for pool in self.provision.pools.values()})
-        assert settings.ranks == 1 or "device" not in (*settings.place.weights, *settings.place.state)
-        self.parts = [part_of(g, settings.ranks) for g in route.program.groups]
-        """what this rank has of each group"""
-        self.cuts: list[tuple[Chunk, ...]] = [chunks(part, settings.chunk) for part in self.parts]
+        assert shards.size == 1 or "device" not in (*settings.place.weights, *settings.place.state)
+        assert shards.size == 1 or not settings.casts_on_device
+        self.cuts: list[tuple[Chunk, ...]] = [chunks(group, settings.chunk) for group in route.program.groups]
         self.ready: dict[VisitId, list[OpId]] = defaultdict(list)
         """visit -> ops that its first compute op waits for"""
         self._touched: dict[int, tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]]] = {}
@@ -73,8 +71,7 @@ class Builder(Emitter):
     # ---- emission
 
     def collective(self, ident: OpId, after: OpId, source: Buffer, into: Take, nbytes: int) -> OpId:
-        """Emit a gather or a scatter over all ranks: ``nbytes`` are those of one rank's part, of which a rank sends one
-        to each other rank."""
+        """Emit a gather or a scatter: ``nbytes`` are those of one rank's part."""
         return self.emit(
             ident,
             after=[after],
@@ -82,8 +79,8 @@ class Builder(Emitter):
             reads=[source],
             writes=[into[0]],
             gives=[source],
-            nbytes=(self.s.ranks - 1) * nbytes,
-            group=EVERYONE,
+            nbytes=self.shards.sent(self.shards.size * nbytes),
+            group=self.shards.name,
         )
 
     # ---- weights

@@ -37,6 +37,7 @@ from penstock.schedule.ir.ops import Schedule, Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, stage_buffer, stage_op, visit
 from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.orders import Order
+from penstock.schedule.lower.process_groups import ALONE, ProcessGroup
 from penstock.schedule.lower.request import Request, Sizes
 from penstock.schedule.lower.stages import Stages
 
@@ -62,23 +63,21 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """A rank's place in the world. ``group`` shards layers over ``shards`` ranks (empty: over none), of which each has
-    a part of the layers ``joined``. Peers are ``first_rank`` + a rank of the pipeline. ``first_step``: number of the
-    first micro-batch, of ``steps`` that it has one after another; each is of ``items``. ``model``: the group that keeps
-    one copy of each layer's input, of ``together`` ranks. ``upwards``: the optimizer steps the first layer first;
-    otherwise the last one, whose gradient can cross the network first.
+    """A rank's place in the world. Of ``shards`` each rank has a part of the layers ``joined``. Peers are
+    ``first_rank`` + a rank of the pipeline. ``first_step``: number of the first micro-batch, of ``steps`` that it has
+    one after another; each is of ``items``. ``model``: the ranks that keep one copy of each layer's input.
+    ``upwards``: the optimizer steps the first layer first; otherwise the last one, whose gradient can cross the network
+    first.
     """
 
     rank: int
     joined: tuple[int, ...]
     steps: int
     items: int
-    group: str = ""
-    shards: int = 1
+    shards: ProcessGroup = ALONE
     first_rank: int = 0
     first_step: int = 0
-    model: str = ""
-    together: int = 1
+    model: ProcessGroup = ALONE
     upwards: bool = True
 
 
@@ -91,16 +90,6 @@ def activation_pools(sizes: Sizes, items: int) -> dict[str, int]:
         "activation_gradients": sizes.activation_gradient * items,
         "received_gradients": sizes.activation_gradient * items,
     }
-
-
-def split(amount: int, parts: int) -> int:
-    """The largest of ``parts`` parts."""
-    return -(-amount // parts)
-
-
-def ring_bytes(amount: int, ranks: int) -> int:
-    """What a rank sends in a ring that gathers, or reduces and scatters, ``amount`` in all: (P - 1) / P of it."""
-    return amount * (ranks - 1) // ranks
 
 
 def lower_rank(request: Request, stages: Stages, seat: Seat, order: Order, sharding: Sharding) -> Schedule:
@@ -139,11 +128,11 @@ class _Rank:
         self.out = Emitter(
             activation_pools(sizes, seat.items)
             | {
-                "activation_shards": split(sizes.activation * seat.items, seat.together),
+                "activation_shards": seat.model.share(sizes.activation * seat.items),
                 "gathered_activations": sizes.activation * seat.items,
                 "weights": sizes.weights,
                 "gradients": sizes.gradient,
-                "gradient_shards": split(sizes.gradient, seat.shards),
+                "gradient_shards": seat.shards.share(sizes.gradient),
                 "buffers": request.buffer_size or 0,
             }
         )
@@ -151,8 +140,8 @@ class _Rank:
     def finish(self) -> Schedule:
         sizes, cut, held, shards = self._sizes, self._sharding, len(self._seat.joined), self._seat.shards
         fixed: tuple[tuple[Tier, str, int], ...] = (
-            ("device", "weights", held * (split(sizes.weights, shards) if cut.weights else sizes.weights)),
-            ("device", "state", held * (split(sizes.state, shards) if cut.state else sizes.state)),
+            ("device", "weights", held * (shards.share(sizes.weights) if cut.weights else sizes.weights)),
+            ("device", "state", held * (shards.share(sizes.state) if cut.state else sizes.state)),
         )
         return Schedule(
             name=self._request.family,
@@ -231,8 +220,8 @@ class _Rank:
                 takes=((buffer, "weights"),),
                 writes=(buffer,),
                 gives=() if used else (buffer,),
-                nbytes=ring_bytes(self._sizes.weights, self._seat.shards),
-                group=self._seat.group,
+                nbytes=self._seat.shards.sent(self._sizes.weights),
+                group=self._seat.shards.name,
             )
             self._gathered += 1
         return (group_op("GW", layer, visit=visit(kind, layer)),)
@@ -263,7 +252,7 @@ class _Rank:
         if not layer:  # the first layer loads the model's input itself
             takes, writes = ((taken, "activations"), *takes), (taken, *writes)
         gives = weights
-        if self._seat.model:
+        if self._seat.model.size > 1:
             part = stage_buffer("C", layer, m)
             takes, writes, gives = (*takes, (part, "activation_shards")), (*writes, part), (*gives, taken)
         return self.out.emit(
@@ -352,7 +341,7 @@ class _Rank:
 
     def _recall(self, layer: int, m: int) -> tuple[Buffer, tuple[OpId, ...]]:
         """The buffer with a layer's input, which is gathered first if it was kept in parts: by which op."""
-        if not self._seat.model:
+        if self._seat.model.size == 1:
             return stage_buffer("A", layer - 1, m), ()
         part, gathered = stage_buffer("C", layer, m), stage_buffer("N", layer, m)
         recalled = self.out.emit(
@@ -362,9 +351,9 @@ class _Rank:
             reads=(part,),
             writes=(gathered,),
             gives=(part,),
-            nbytes=ring_bytes(self._sizes.activation * self._items, self._seat.together),
+            nbytes=self._seat.model.sent(self._sizes.activation * self._items),
             items=self._items,
-            group=self._seat.model,
+            group=self._seat.model.name,
         )
         return gathered, (recalled,)
 
@@ -400,7 +389,7 @@ class _Rank:
         part, size = group_buffer("P", layer), self._sizes.gradient
         gradient = tuple(self._gradients.get(layer, ()))
         piece = min(self._request.buffer_size or size, size)
-        pieces = split(size, piece) if piece else 1
+        pieces = -(-size // piece) if piece else 1
         for chunk in range(pieces):
             last = chunk == pieces - 1
             amount = size - piece * chunk if last else piece
@@ -415,8 +404,8 @@ class _Rank:
                 reads=gradient if kind == "SG" else (*gradient, *buffer),
                 writes=(part, *buffer) if kind == "SG" else (*gradient, *buffer),
                 gives=(*buffer, *gradient, *gives) if kind == "SG" and last else buffer,
-                nbytes=ring_bytes(amount, self._seat.shards) * (1 if kind == "SG" else 2),
-                group=self._seat.group,
+                nbytes=self._seat.shards.sent(amount) * (1 if kind == "SG" else 2),
+                group=self._seat.shards.name,
             )
             self._reduced[layer] = (reduced,)
 
@@ -436,5 +425,5 @@ class _Rank:
             after, gives = (*after, *self._sent), (*parts, *self._flushed())
         done = self.out.emit(group_op("OD", layer), after=after, reads=parts, gives=gives)
         if reduce.startswith("scatter") and not self._sharding.weights:
-            nbytes = ring_bytes(self._sizes.weights, seat.shards)
-            self.out.emit(group_op("GN", layer), after=(done,), nbytes=nbytes, group=seat.group)
+            nbytes = seat.shards.sent(self._sizes.weights)
+            self.out.emit(group_op("GN", layer), after=(done,), nbytes=nbytes, group=seat.shards.name)

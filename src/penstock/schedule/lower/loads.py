@@ -85,7 +85,7 @@ class Loads:
         """Emit the loads of one group; what a visit that reads it waits for."""
         visit = self.b.visits[index]
         whole = self.b.weight_buffer(g, index), self.b.provision.weights_pool[g]
-        into = whole if self.b.s.ranks == 1 else (group_buffer("P", g, visit=visit.name), "weight_parts")
+        into = whole if self.b.shards.size == 1 else (group_buffer("P", g, visit=visit.name), "weight_parts")
         for c in self.b.cuts[g]:
             takes = [into] if c is self.b.cuts[g][0] else []
             if first and c.index in late:
@@ -99,7 +99,7 @@ class Loads:
             else:
                 last = self._up(g, c, visit, after=[], takes=takes, into=into[0], reads=[], gives=[])
         if into != whole:
-            nbytes = self.b.parts[g].numel * self.b.s.form.weight_bytes
+            nbytes = self.b.program.groups[g].numel * self.b.s.form.weight_bytes
             last = self.b.collective(group_op("GW", g, visit=visit.name), last, into[0], whole, nbytes)
         return last
 

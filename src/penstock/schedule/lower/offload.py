@@ -26,11 +26,11 @@ from typing import Literal
 from penstock.config import Tier
 from penstock.errors import ConfigError
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.build import EVERYONE
+from penstock.schedule.lower.process_groups import ProcessGroup
 from penstock.schedule.lower.provision import fixed_bytes
 from penstock.schedule.lower.request import Request
 from penstock.schedule.lower.visits import horizontal, vertical
-from penstock.schedule.place import FP32, Depths, Placement, Settings, part_of
+from penstock.schedule.place import FP32, Depths, Placement, Settings
 from penstock.schedule.program import ALIGN, Program, round_up
 
 _CHUNKS = 16
@@ -52,18 +52,20 @@ class Streaming:
 
 
 def lower_program(request: Request, streaming: Streaming) -> World:
-    """The schedules of one step. All ranks do the same.
+    """The schedules of one step. Of several ranks all do the same, with an even part of every group's weights and state
+    (ZeRO-3): each brings its part to the device, all gather the whole for each visit, and scatter the sum of their
+    gradients. Nothing lives on the device then.
 
     Raises:
         ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
     """
-    s, program = settings(request, streaming), _program(request)
+    s, ranks, program = settings(request, streaming), _ranks(request), _part(request)
     builder = vertical if streaming.order == "vertical" else horizontal
     at_once = s.micro_batches if streaming.order == "vertical" else 1
-    fixed = fixed_bytes(program, s.form, s.place, at_once, ranks=s.ranks)
-    schedule = builder(program, s, fixed, request.family)
-    groups = {EVERYONE: tuple(range(s.ranks))} if s.ranks > 1 else {}
-    return World(name=request.family, ranks=(schedule,) * s.ranks, groups=groups)
+    fixed = fixed_bytes(program, s.form, s.place, at_once)
+    schedule = builder(program, s, fixed, request.family, ranks)
+    groups = {ranks.name: tuple(range(ranks.size))} if ranks.size > 1 else {}
+    return World(name=request.family, ranks=(schedule,) * ranks.size, groups=groups)
 
 
 def settings(request: Request, streaming: Streaming) -> Settings:
@@ -89,19 +91,23 @@ def settings(request: Request, streaming: Streaming) -> Settings:
         depths=request.depths or Depths(),
         wait=wait,
         delay=delay,
-        ranks=request.ranks,
     )
 
 
-def _program(request: Request) -> Program:
+def _ranks(request: Request) -> ProcessGroup:
+    return ProcessGroup(name="all", size=request.ranks)
+
+
+def _part(request: Request) -> Program:
+    """What a rank has of the program."""
     if request.program is None:
         raise ConfigError(f"{request.family} streams the groups of a program: give it one")
-    return request.program
+    return _ranks(request).part(request.program)
 
 
 def _blocks(request: Request) -> tuple[int, ...]:
     """Groups that calls of blocks read, in the order of the forward."""
-    calls = (stage for stage in _program(request).stages if stage.kind == "call")
+    calls = (stage for stage in _part(request).stages if stage.kind == "call")
     return tuple(dict.fromkeys(g for stage in calls for g in stage.forward_reads))
 
 
@@ -110,8 +116,9 @@ def _chunk(request: Request, *, match: bool) -> int:
     the one is as large as one of the other, so a chunk's fp32 gradient is made as large as a checkpoint if nothing else
     is asked for and that makes a sensible number of chunks.
     """
-    parts = [part_of(group, request.ranks) for group in _program(request).groups]
-    block = max([parts[g].numel for g in _blocks(request)], default=max(part.numel for part in parts))
+    program = _part(request)
+    sizes = [group.numel for group in program.groups]
+    block = max([sizes[g] for g in _blocks(request)], default=max(sizes))
     if request.chunks is not None and not 1 <= request.chunks <= block // ALIGN:
         raise ConfigError(
             f"chunks={request.chunks} must be from 1 to {block // ALIGN}: a chunk has at least {ALIGN} parameters, and "
@@ -119,14 +126,14 @@ def _chunk(request: Request, *, match: bool) -> int:
         )
     wanted = round_up(-(-block // (request.chunks or _CHUNKS)), ALIGN)
     if match and request.chunks is None:
-        checkpoint = max(stage.checkpoint for stage in _program(request).stages) // FP32 // ALIGN * ALIGN
+        checkpoint = max(stage.checkpoint for stage in program.stages) // FP32 // ALIGN * ALIGN
         if block <= checkpoint * _MOST_CHUNKS and checkpoint <= block:
             wanted = checkpoint
     return max(wanted, ALIGN)
 
 
 def _placement(request: Request, family: Streaming, checkpoints: Tier) -> Placement:
-    groups = _program(request).groups
+    groups = _part(request).groups
     weights, state = request.weights or family.weights, request.state or family.state
     pair = f"weights={weights!r} with state={state!r}"
     if state == "device" and weights != "device":

@@ -19,6 +19,7 @@ from functools import cached_property
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Pool
+from penstock.schedule.lower.process_groups import ALONE, ProcessGroup
 from penstock.schedule.lower.route import Route
 from penstock.schedule.place import (
     BF16,
@@ -29,7 +30,6 @@ from penstock.schedule.place import (
     chunk_count,
     delayed_share,
     page_up,
-    part_of,
 )
 from penstock.schedule.program import Program
 
@@ -56,18 +56,15 @@ def fixed_bytes(
     *,
     inputs: int = 0,
     step_temporaries: int = 0,
-    ranks: int = 1,
 ) -> tuple[tuple[Tier, str, int], ...]:
     """(tier, what, bytes) that a step holds all the time besides its pools.
 
     ``at_once``: micro-batches that are under way at the same time. ``inputs``: bytes of all micro-batches on the
     device. ``step_temporaries``: bytes that the optimizer needs there besides the state, if any state is there.
-    ``ranks``: each has a part of weights and state.
     """
     tiers: tuple[Tier, ...] = ("device", "host")
-    parts = [part_of(g, ranks) for g in program.groups]
-    weights = {t: sum(g.numel for g in parts if place.weights[g.index] == t) for t in tiers}
-    trained = {t: sum(g.trainable for g in parts if place.state[g.index] == t) for t in tiers}
+    weights = {t: sum(g.numel for g in program.groups if place.weights[g.index] == t) for t in tiers}
+    trained = {t: sum(g.trainable for g in program.groups if place.state[g.index] == t) for t in tiers}
     per_element = FP32 * (form.moments + form.split)
     return (
         ("device", "inputs", inputs),
@@ -91,14 +88,16 @@ class Provision:
 
     ``delayed``: streamed group -> indices of its chunks that step in the next step's forward; empty without a delay.
     ``checkpoints_pool`` and ``held_pool``: where checkpoints on the host, and gradients that wait, come from.
-    ``checkpoint_parts``: buffers that a checkpoint on the host takes.
+    ``checkpoint_parts``: buffers that a checkpoint on the host takes. ``shards``: the ranks of which each has such a
+    program, with its parts of the groups; on the device the whole of a group is put together for a visit.
     """
 
-    def __init__(self, route: Route, settings: Settings) -> None:
+    def __init__(self, route: Route, settings: Settings, shards: ProcessGroup = ALONE) -> None:
         self.route = route
         self.s = settings
+        self.shards = shards
         self.stay = route.stay(settings.depths.weights)
-        self._parts = [part_of(g, settings.ranks) for g in route.program.groups]
+        self._groups = route.program.groups
         self._held_counts: dict[tuple[int, int], int] = {}
         self.weights_pool: dict[int, str] = {}
         self.gradients_pool: dict[int, str] = {}
@@ -142,7 +141,7 @@ class Provision:
 
     def trained_count(self, g: int) -> int:
         """Number of chunks of a group that are stepped; they come first."""
-        return chunk_count(self._parts[g].trainable, self.s.chunk)
+        return chunk_count(self._groups[g].trainable, self.s.chunk)
 
     def held_count(self, g: int, use: int) -> int:
         """How many chunks of a group's gradient of its ``use``-th stage are held."""
@@ -242,8 +241,8 @@ class Provision:
 
     def _weights(self) -> Iterator[Pool]:
         needs = {visit: self.moving(*visit) for visit in self.route.times}
-        part = {g: self._parts[g].numel * self.s.form.weight_bytes for gs in needs.values() for g in gs}
-        sizes = {g: n * self.s.ranks for g, n in part.items()}
+        part = {g: self._groups[g].numel * self.s.form.weight_bytes for gs in needs.values() for g in gs}
+        sizes = {g: n * self.shards.size for g, n in part.items()}
         for pool, members in self._by_class("weights", sizes, needs, self.s.depths.weights):
             self.weights_pool |= dict.fromkeys(members, pool.name)
             yield pool
@@ -251,10 +250,9 @@ class Provision:
 
     def _gradients(self) -> Iterator[Pool]:
         """Shared by size class; a group that steps on the device has a buffer of its own."""
-        groups = self.route.program.groups
         needs = {visit: self.route.gradients(*visit) for visit in self.route.times}
-        part = {g: self._parts[g].trainable * FP32 for g in self.streamed()}
-        sizes = {g: n * self.s.ranks for g, n in part.items()}
+        part = {g: self._groups[g].trainable * FP32 for g in self.streamed()}
+        sizes = {g: n * self.shards.size for g, n in part.items()}
         for pool, members in self._by_class("gradients", sizes, needs, self.s.depths.gradients):
             self.gradients_pool |= dict.fromkeys(members, pool.name)
             yield pool
@@ -262,11 +260,11 @@ class Provision:
         for g in sorted(self.route.gradient_visits.keys() - sizes.keys()):
             assert len(self.route.uses[g]) == 1, "a tied group cannot keep its state on the device"
             name = self.gradients_pool[g] = f"gradients.of{g}"
-            yield Pool(name=name, tier="device", size=groups[g].trainable * FP32, count=1)
+            yield Pool(name=name, tier="device", size=self._groups[g].trainable * FP32, count=1)
 
     def _of_parts(self, name: str, sizes: Mapping[int, int]) -> Iterator[Pool]:
         """Device buffers for parts of groups on their way to or from the whole: one moves while one is filled."""
-        if self.s.ranks > 1 and sizes:
+        if self.shards.size > 1 and sizes:
             yield Pool(name=name, tier="device", size=max(sizes.values()), count=2)
 
     def _activations(self) -> Iterator[Pool]:
@@ -308,7 +306,7 @@ class Provision:
 
     def _from_disk(self, g: int) -> bool:
         """Whether any chunk of a group's weights is read from disk: a delayed one's first load comes from its step."""
-        count = self.trained_count(g) + chunk_count(self._parts[g].frozen, self.s.chunk)
+        count = self.trained_count(g) + chunk_count(self._groups[g].frozen, self.s.chunk)
         all_late = len(self.delayed.get(g, ())) == count
         return self.s.place.weights[g] == "disk" and len(self.stay.loads[g]) > all_late
 

@@ -8,6 +8,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.layers import Seat, Sharding, lower_rank
 from penstock.schedule.lower.orders import Order, one_f_one_b
+from penstock.schedule.lower.process_groups import ALONE, ProcessGroup
 from penstock.schedule.lower.request import Request
 from penstock.schedule.lower.stages import Stages
 
@@ -35,26 +36,27 @@ def replicated(request: Request, sharding: Sharding, *, one_by_one: bool = False
         )
     stages = Stages(layers=request.layers, ranks=1, per_rank=1, folded=False)
 
-    def seat(group: str, model: str) -> Seat:
+    def seat(group: str, model: ProcessGroup = ALONE) -> Seat:
         return Seat(
             rank=0,
             joined=tuple(range(request.layers)),
             steps=request.micro_batches if one_by_one else 1,
             items=1 if one_by_one else request.micro_batches // replicas,
-            group=group,
-            shards=replicas,
+            shards=ProcessGroup(name=group, size=replicas),
             model=model,
-            together=together,
             upwards=False,
         )
 
     if request.partition_activations is None:
-        shared = lower_rank(request, stages, seat("all", ""), one_f_one_b, sharding)
+        shared = lower_rank(request, stages, seat("all"), one_f_one_b, sharding)
         groups = {"all": tuple(range(request.ranks))} if sharding.reduce != "none" else {}
         return World(name=request.family, ranks=(shared,) * request.ranks, groups=groups)
     data = {f"data{i}": tuple(range(i, request.ranks, together)) for i in range(together)}
     model = {f"model{i}": tuple(range(i * together, (i + 1) * together)) for i in range(replicas)}
-    seats = [seat(f"data{r % together}", f"model{r // together}") for r in range(request.ranks)]
+    seats = [
+        seat(f"data{r % together}", ProcessGroup(name=f"model{r // together}", size=together))
+        for r in range(request.ranks)
+    ]
     ranks = tuple(lower_rank(request, stages, each, one_f_one_b, sharding) for each in seats)
     return World(name=request.family, ranks=ranks, groups=data | model)
 
@@ -107,8 +109,7 @@ def grid(request: Request, sharding: Sharding) -> World:
             joined=tuple(stages.held(stage) if by_stage else range(layers)),
             steps=1,
             items=request.micro_batches // pipelines,
-            group=group,
-            shards=len(groups[group]),
+            shards=ProcessGroup(name=group, size=len(groups[group])),
             first_rank=number * per_pipeline,
             first_step=number,
         )

@@ -23,7 +23,7 @@ since that overwrites what the commit before names.
 
 from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, single_op
-from penstock.schedule.lower.build import EVERYONE, Builder
+from penstock.schedule.lower.build import Builder
 from penstock.schedule.place import FP32, Chunk
 
 NORM_BYTES = 8
@@ -85,9 +85,9 @@ class Updates:
         use = self.b.route.uses[g].index(visit.stage)
         source = self.b.gradient_buffer(g, visit)
         trained, width = self.b.trained_chunks(g), self.b.provision.gradient_bytes(g)
-        if self.s.ranks > 1:
+        if self.b.shards.size > 1:
             part = group_buffer("g", g, visit=visit.name), "gradient_parts"
-            nbytes = self.b.parts[g].trainable * FP32
+            nbytes = self.b.program.groups[g].trainable * FP32
             after = self.b.collective(group_op("SG", g, visit=visit.name), after, source, part, nbytes)
             source = part[0]
         for c in trained:
@@ -142,9 +142,9 @@ class Updates:
         if not self._waited_for:
             return
         self._norm = self.b.emit(single_op("NORM"), after=self._normed)
-        if self.s.ranks > 1:
-            nbytes = (self.s.ranks - 1) * NORM_BYTES
-            self._norm = self.b.emit(single_op("AN"), after=[self._norm], nbytes=nbytes, group=EVERYONE)
+        if (ranks := self.b.shards).size > 1:
+            nbytes = ranks.sent(ranks.size * NORM_BYTES)
+            self._norm = self.b.emit(single_op("AN"), after=[self._norm], nbytes=nbytes, group=ranks.name)
         for g in sorted(self.b.route.gradient_visits):
             if not self.s.waits(g):
                 continue

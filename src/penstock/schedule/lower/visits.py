@@ -14,6 +14,7 @@ from penstock.schedule.ir.references import OpId, visit
 from penstock.schedule.lower.activations import Activations
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.loads import Loads
+from penstock.schedule.lower.process_groups import ALONE, ProcessGroup
 from penstock.schedule.lower.route import Route, Visit
 from penstock.schedule.lower.update import Updates
 from penstock.schedule.place import Settings
@@ -42,23 +43,28 @@ def _there_and_back(program: Program, *, train: bool) -> list[tuple[str, int]]:
     return forward + [("B", k) for k in reversed(range(last))] if train else forward
 
 
-def vertical(program: Program, settings: Settings, fixed: Fixed = (), name: str = "vertical") -> Schedule:
-    """The vertical schedule of one step (or, with ``settings.train`` off, of one evaluation)."""
+def vertical(
+    program: Program, settings: Settings, fixed: Fixed = (), name: str = "vertical", shards: ProcessGroup = ALONE
+) -> Schedule:
+    """The vertical schedule of one step (or, with ``settings.train`` off, of one evaluation). ``shards``: the ranks of
+    which each has such a program, with its parts of the groups."""
     route = vertical_route(program, settings.micro_batches, train=settings.train)
-    return _lower(route, settings, fixed, name if settings.train else "evaluate")
+    return _lower(route, settings, fixed, name if settings.train else "evaluate", shards)
 
 
-def horizontal(program: Program, settings: Settings, fixed: Fixed = (), name: str = "horizontal") -> Schedule:
-    """The horizontal schedule of one training step."""
+def horizontal(
+    program: Program, settings: Settings, fixed: Fixed = (), name: str = "horizontal", shards: ProcessGroup = ALONE
+) -> Schedule:
+    """The horizontal schedule of one training step. ``shards``: as of ``vertical``."""
     assert settings.train, "an evaluation has one micro-batch order: use vertical()"
     assert not settings.delay, "only the vertical schedule delays steps"
-    return _lower(horizontal_route(program, settings.micro_batches), settings, fixed, name)
+    return _lower(horizontal_route(program, settings.micro_batches), settings, fixed, name, shards)
 
 
 @no_collection()
-def _lower(route: Route, settings: Settings, fixed: Fixed, name: str) -> Schedule:
+def _lower(route: Route, settings: Settings, fixed: Fixed, name: str, shards: ProcessGroup) -> Schedule:
     """Visit by visit: its loads, its compute, the checkpoints around it, and what its gradients complete."""
-    builder = Builder(route, settings)
+    builder = Builder(route, settings, shards)
     activations, updates = Activations(builder), Updates(builder)
     loads = Loads(builder, updates)
     waits: dict[int, list[OpId]] = {}
