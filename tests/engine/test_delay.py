@@ -21,8 +21,9 @@ from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.process_groups import ProcessGroup
 from penstock.schedule.lower.visits import horizontal, vertical
-from penstock.schedule.place import FP32, PAGE, Depths, Format, Placement, Settings, chunks, delayed_share, part_of
+from penstock.schedule.place import FP32, PAGE, Depths, Format, Placement, Settings, chunks, delayed_share
 from penstock.schedule.program import ALIGN, Program
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
@@ -132,8 +133,7 @@ class Run:
     def __init__(self, case: Case, schedule: Schedule) -> None:
         self.case, self.schedule = case, schedule
         self.place, self.split = case.settings.place, case.settings.form.split
-        parts = [part_of(g, case.settings.ranks) for g in case.program.groups]
-        self.cuts = [[c.index for c in chunks(part, case.settings.chunk) if c.trainable] for part in parts]
+        self.cuts = [[c.index for c in chunks(g, case.settings.chunk) if c.trainable] for g in case.program.groups]
         late = {(op.id.group, op.id.chunk) for op in late_steps(schedule)}
         self.now = 1
         self.state = {(g, c): 1 - ((g, c) in late) for g, cut in enumerate(self.cuts) for c in cut}
@@ -227,9 +227,12 @@ def test_every_forward_and_backward_sees_all_steps_before_its_own(case: Case, sh
 def test_the_same_holds_on_each_of_several_ranks(case: Case, share: float, ranks: int, family: str) -> None:
     place = case.settings.place
     host = [tuple("host" if tier == "device" else tier for tier in tiers) for tiers in (place.weights, place.state)]
-    s = replace(case.settings, place=replace(place, weights=host[0], state=host[1]), ranks=ranks)
-    case = replace(case, family=family, settings=replace(s, delay=share if family == "vertical" else 0.0))
-    schedule = case.build()
+    s = replace(case.settings, place=replace(place, weights=host[0], state=host[1]))
+    s = replace(s, delay=share if family == "vertical" else 0.0)
+    everyone = ProcessGroup(name="all", size=ranks)
+    case = replace(case, program=everyone.part(case.program), family=family, settings=s)
+    lower = vertical if family == "vertical" else horizontal
+    schedule = lower(case.program, s, shards=everyone)
     check_world(World(name="ranks", ranks=(schedule,) * ranks, groups={"all": tuple(range(ranks))}))
     run = Run(case, schedule)
     for _ in range(3):

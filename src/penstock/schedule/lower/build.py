@@ -42,7 +42,6 @@ class Builder(Emitter):
         self.stay = self.provision.stay
         super().__init__({pool.name: pool.size for pool in self.provision.pools.values()})
         assert shards.size == 1 or "device" not in (*settings.place.weights, *settings.place.state)
-        assert shards.size == 1 or not settings.casts_on_device
         self.cuts: list[tuple[Chunk, ...]] = [chunks(group, settings.chunk) for group in route.program.groups]
         self.ready: dict[VisitId, list[OpId]] = defaultdict(list)
         """visit -> ops that its first compute op waits for"""
