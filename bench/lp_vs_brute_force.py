@@ -19,8 +19,10 @@ from typing import Any
 from bench.harness import BenchError, write_section
 from penstock.config import Budget, Family, Tier
 from penstock.hardware.profiles import shipped_machine
+from penstock.planner.classes import GroupClass, Home
 from penstock.planner.fit import Request, base_placement, settings_of
-from penstock.planner.phase_costs import GroupClass, Home, PhaseCosts, Phases, by_lane
+from penstock.planner.phase_costs import PhaseCosts, by_lane
+from penstock.planner.probes import Probes
 from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Limits, assign
 from penstock.planner.search import search
@@ -126,7 +128,7 @@ def grid(question: Question) -> Iterator[tuple[Request, Settings]]:
 def _by_size(request: Request) -> list[GroupClass]:
     """Groups of one size together, with the homes that any of them may have."""
     found: dict[int, list[GroupClass]] = {}
-    for kind in Phases(request, wait=request.wait).classes:
+    for kind in Probes(request, wait=request.wait, speculate=False).classes:
         found.setdefault(request.program.groups[kind.members[0]].trainable, []).append(kind)
     return [
         GroupClass(members=tuple(sorted(g for kind in kinds for g in kind.members)), homes=kinds[0].homes)

@@ -30,7 +30,7 @@ USED = {
     },
     "speculate": {
         "schedule/": "what a built schedule was given",
-        "planner/phase_costs.py": "the loads of such a schedule",
+        **dict.fromkeys(("planner/phases.py", "planner/probes.py"), "the phases and loads of such a schedule"),
     },
     "slots": {"store/": "the slots", "state/": "the slots", "planner/phase_memory.py": "the memory of their checksums"},
     "durability": {

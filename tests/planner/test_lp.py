@@ -120,7 +120,7 @@ def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int) -> 
     )
     if not case.settings.train:
         return
-    place = placement(Random(seed), case.program, case.settings.form, tied=bool(lp.loads.phases.tied))
+    place = placement(Random(seed), case.program, case.settings.form, tied=bool(lp.loads.probes.tied))
     waits = place.gradients if place.gradients in lp.gradient_tiers else "host"
     place = replace(place, gradients=waits)
     counted = lp.base_sizes(place.checkpoints, waits)

@@ -3,8 +3,10 @@
     costs, layer_costs             what an op costs on a machine
     update_mode                    waiting for the norm, speculating, delaying: what is possible
     fit, own_schedule              a plan that fits, by a fixed order of preference; a schedule of the user's own in it
-    phase_costs, placement_lp,     the linear program over tiers, whole groups from its shares, what the programs
-    rounding, proposals, search    propose, and the search that lets the simulator decide
+    phases, sample, probes,        the phases of a step, and what it asks of each lane in each of them, read off
+    classes, phase_costs           schedules of a small program
+    placement_lp, rounding,        the linear program over tiers, whole groups from its shares, what the programs
+    proposals, search              propose, and the search that lets the simulator decide
     alternatives                   a plan's means beside those that it could have had instead
     task, batches, forecast,       what is asked, how large a step should be, what follows from a plan, what would help
     roofline, advice, ask

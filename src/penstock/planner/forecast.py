@@ -135,7 +135,7 @@ class Forecast:
         shared = own @ limits_of(costs, Depths())[: len(LOCAL_LANES)].T * (own > 0)
         return {
             phase: (LOCAL_LANES[int(np.argmax(row))], float(row.max()))
-            for phase, row in zip(loads.phases.names, shared[:-1], strict=True)
+            for phase, row in zip(loads.probes.phases.names, shared[:-1], strict=True)
         }
 
     # ---- memory

@@ -6,7 +6,7 @@ for weights and state, links that are duplex or shared as measured, gradients th
 
 Variables, all >= 0:
 
-    T[p]            seconds of phase p (see ``phase_costs``); the last, seconds more of start and forward together
+    T[p]            seconds of phase p (see ``phases``); the last, seconds more of start and forward together
     y[k, w, s, q]   how many groups of class k have weights on tier w, state on tier s, and gradients that wait on q
     c[t]            share of the checkpoints on tier t
     z[q]            share of the waiting gradients on tier q
@@ -16,7 +16,7 @@ wins, subject to
 
     T[p] >= sum_b W[i, b] * load[p, b]    for every phase p and limit i: each lane with what other busy lanes cost it,
                                           and each pool (``phase_costs.limits_of``); the load is linear in y and c
-    T[start] + T[forward] + T[last] >= the same of their loads and the last row's (``phase_costs.Load``)
+    T[start] + T[forward] + T[last] >= the same of their loads and the last row's (``phases.HOME``)
     sum_(w,s) y[k, w, s, q] = n[k] * z[q] for every class k and tier q; n[k]: groups of the class
     sum c = 1, sum z = 1
     base[m](c, z) + sum y * bytes[m] <= budget[m]   for every tier m, in units of its budget
@@ -39,10 +39,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.config import TIERS, Tier
+from penstock.planner.classes import GroupClass, Home
 from penstock.planner.fit import Request, base_placement, provision
-from penstock.planner.phase_costs import GroupClass, Home, Load, PhaseCosts, Phases, limits_of, step_bound
+from penstock.planner.phase_costs import PhaseCosts, Prices, limits_of, step_bound
 from penstock.schedule.lower.provision import Provision
-from penstock.schedule.place import FP32, Settings, chunk_count
+from penstock.schedule.place import FP32, Placement, Settings, chunk_count
 from penstock.sim.costs import Costs
 
 Waits = Literal["host", "disk"]
@@ -86,7 +87,6 @@ class _Column:
     kind: int
     home: Home
     gradients: Waits
-    load: Load
     sizes: Sizes
 
 
@@ -100,16 +100,17 @@ class PlacementLP:
         costs: Costs,
         *,
         disk_free: int | None = None,
-        phases: Phases | None = None,
+        prices: Prices | None = None,
     ) -> None:
-        """``disk_free``: bytes that may be used on disk; None: enough. ``phases``: the request's, if there is one."""
+        """``disk_free``: bytes that may be used on disk; None: enough. ``prices``: see ``PhaseCosts``."""
         self.request = request
         self.s = settings
-        self.loads = PhaseCosts(request, settings, costs, phases)
+        self.loads = PhaseCosts(request, settings, costs, prices)
         self.limits = limits_of(costs, settings.depths)
         self.base = base_placement(request)
         self._bases: dict[tuple[Tier, Waits], Sizes] = {}
         self._lowest: dict[tuple[Tier, Waits], Sizes] = {}
+        self._waiting: dict[Home, bool] = {}
         self.budget: Sizes = np.array(
             [request.budget.device_bytes, request.budget.host_bytes, np.inf if disk_free is None else disk_free],
             dtype=np.float64,
@@ -117,7 +118,7 @@ class PlacementLP:
 
     @property
     def classes(self) -> tuple[GroupClass, ...]:
-        return self.loads.phases.classes
+        return self.loads.probes.classes
 
     @cached_property
     def checkpoint_tiers(self) -> tuple[Tier, ...]:
@@ -147,33 +148,42 @@ class PlacementLP:
         by_tier[weights] += group.numel * form.weight_bytes
         by_tier[state] += group.trainable * FP32 * (form.moments + form.split)
         by_tier["disk"] = 0.0
-        if group.trainable and g in self.loads.route.gradient_visits:
+        if group.trainable and g in self.request.route.gradient_visits:
             if state == "device":
                 by_tier["device"] += group.trainable * FP32
             else:
                 held = chunk_count(group.trainable, self.s.chunk) * self.s.chunk * self._widest_gradient
                 by_tier["host"] += held * self._uses_held(g, home, gradients)
-                by_tier["disk"] += group.trainable * self.loads.gradient_bytes(g) * (gradients == "disk")
+                if gradients == "disk":
+                    by_tier["disk"] += group.trainable * self._provisions[gradients].gradient_bytes(g)
         return np.array([by_tier[tier] for tier in TIERS])
 
     @cached_property
     def _widest_gradient(self) -> int:
         """``Provision.widest_gradient``: groups whose gradients cross in fp32 are all or none, but for tied ones, which
         always step in host memory."""
-        return max(map(self.loads.gradient_bytes, self.loads.route.gradient_visits), default=FP32)
+        found = self._provisions[self.gradient_tiers[0]]
+        return max(map(found.gradient_bytes, self.request.route.gradient_visits), default=FP32)
 
     def _uses_held(self, g: int, home: Home, gradients: Waits) -> float:
         """How many gradients of a group are held in host memory: one for each stage that uses it, or a share."""
-        provision, late, waits = self._provisions[gradients], self.loads.late(g), self.loads.waits(home)
+        provision, late, waits = self._provisions[gradients], self.loads.late(g), self._waits(home)
         return sum(
             late * provision.held(g, use, waits=True) + (1 - late) * provision.held(g, use, waits=waits)
-            for use in range(len(self.loads.route.uses[g]))
+            for use in range(len(self.request.route.uses[g]))
         )
+
+    def _waits(self, home: Home) -> bool:
+        """``Settings.waits`` of a group with this home."""
+        if home not in self._waiting:
+            alone = Placement(weights=home[:1], state=home[1:], gradients="host", checkpoints="device")
+            self._waiting[home] = replace(self.s, place=alone).waits(0)
+        return self._waiting[home]
 
     @cached_property
     def _provisions(self) -> dict[Waits, Provision]:
         return {
-            q: provision(self.loads.route, self._settings(self.checkpoint_tiers[-1], q)) for q in self.gradient_tiers
+            q: provision(self.request.route, self._settings(self.checkpoint_tiers[-1], q)) for q in self.gradient_tiers
         }
 
     def _settings(self, checkpoints: Tier, gradients: Waits) -> Settings:
@@ -268,21 +278,16 @@ class _Model:
         self.lp = lp
         self.unit = max(step_bound(lp.loads.of_compute, lp.limits), 1e-9)
         self.columns = [
-            _Column(
-                kind=k,
-                home=home,
-                gradients=q,
-                load=lp.loads.of_class(kind, home, q),
-                sizes=lp.group_sizes(kind.members[0], home, q),
-            )
+            _Column(kind=k, home=home, gradients=q, sizes=lp.group_sizes(kind.members[0], home, q))
             for k, kind in enumerate(lp.classes)
             for home in kind.homes
             for q in lp.gradient_tiers
         ]
-        self.phases = len(lp.loads.phases.names) + 1
+        self.phases = len(lp.loads.probes.phases.names) + 1
         none = np.zeros_like(lp.loads.of_compute)
         parts = [lp.loads.of_checkpoints(tier) for tier in lp.checkpoint_tiers]
-        loads = np.array([*parts, *(none for _ in lp.gradient_tiers), *(c.load for c in self.columns)]) / self.unit
+        groups = lp.loads.of_columns(lp.gradient_tiers)  # in the order of the columns
+        loads = np.array([*parts, *(none for _ in lp.gradient_tiers), *groups]) / self.unit
         self._cost = np.concatenate((np.ones(self.phases), _EPSILON * loads.sum(axis=(1, 2))))
         self._times, self._least = self._time_rows(loads @ lp.limits.T)
 

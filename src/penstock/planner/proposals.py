@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from penstock.config import Family, format_size
+from penstock.config import format_size
 from penstock.errors import BudgetError
 from penstock.planner.fit import Request, base_placement, fitted, settings_of
-from penstock.planner.phase_costs import PhaseCosts, Phases, step_bound
+from penstock.planner.phase_costs import PhaseCosts, Prices, step_bound
 from penstock.planner.placement_lp import PlacementLP, Shares
+from penstock.planner.probes import Probes
 from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Limits, Pattern, Rounding
 from penstock.schedule.place import Depths, Settings
@@ -55,7 +56,8 @@ class Proposals:
         self.limits = Limits.of(question.request, question.disk_free)
         self.considered = 0
         self._programs: dict[tuple[object, ...], PlacementLP] = {}
-        self._known_phases: dict[tuple[Family, bool], Phases] = {}
+        self._probes: dict[tuple[object, ...], Probes] = {}
+        self._prices: dict[tuple[object, ...], Prices] = {}
         self._counters: dict[tuple[object, ...], PhaseCosts] = {}
 
     # ---- what is worth proposing
@@ -217,16 +219,19 @@ class Proposals:
             settings.delay,
         )
         if key not in self._programs:
-            phases = self._phases(request)
             costs = self.q.costs_of(request)
-            self._programs[key] = PlacementLP(request, settings, costs, disk_free=self.q.disk_free, phases=phases)
+            prices = self._priced(request, costs)
+            self._programs[key] = PlacementLP(request, settings, costs, disk_free=self.q.disk_free, prices=prices)
         return self._programs[key]
 
-    def _phases(self, request: Request) -> Phases:
-        key = request.family, request.speculates
-        if key not in self._known_phases:
-            self._known_phases[key] = Phases(request, wait=request.wait and request.train, speculate=request.speculates)
-        return self._known_phases[key]
+    def _priced(self, request: Request, costs: Costs) -> Prices:
+        key = request.family, request.speculates, request.casts_on_device
+        if key not in self._probes:
+            self._probes[key] = Probes(request, wait=request.wait and request.train, speculate=request.speculates)
+        counts = costs is _ONE_EACH
+        if (*key, counts) not in self._prices:
+            self._prices[*key, counts] = Prices(self._probes[key], costs)
+        return self._prices[*key, counts]
 
     def proposal(self, settings: Settings, request: Request, pattern: Pattern) -> Proposal:
         """A proposal of settings that fit."""
@@ -268,9 +273,9 @@ class Proposals:
 
     def size(self, request: Request, settings: Settings) -> int:
         """Number of ops of a schedule."""
-        key = (request.family, request.speculates, settings.chunk, settings.delay)
+        key = (request.family, request.speculates, request.casts_on_device, settings.chunk, settings.delay)
         if key not in self._counters:
-            self._counters[key] = PhaseCosts(request, settings, _ONE_EACH, self._phases(request))
+            self._counters[key] = PhaseCosts(request, settings, _ONE_EACH, self._priced(request, _ONE_EACH))
         return round(float(self._counters[key].of(settings.place).sum()))
 
 

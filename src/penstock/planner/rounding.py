@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.config import Tier
+from penstock.planner.classes import GroupClass, Home
 from penstock.planner.fit import Request
-from penstock.planner.phase_costs import GroupClass, Home
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.schedule.place import Placement, Settings
 

@@ -1,0 +1,101 @@
+"""The phases of a step, and which of them each op of its schedule falls into.
+
+A *phase* is a stretch of the step whose work can overlap with itself but hardly with that of the next one:
+
+    start       the loads of the embedding and the first block, which the first block's compute waits for
+    forward     every F visit, and the other loads up to the epilogue's
+    backward    the epilogue and every B visit; without a norm to wait for, also the optimizer
+    last        horizontal without such a wait: the last micro-batch's backward, which the optimizer's work falls into
+    tail        the first block's and the embedding's gradients and steps: the last compute is over by then
+    update      after the global norm, where the optimizer waits for it
+
+A delayed step falls where its group's weights are first loaded. What brings new weights and state of the delayed steps
+that begin a step home to disk nobody waits for: it may run in the start as well as in the forward, and has a row of its
+own (``HOME``).
+"""
+
+from collections.abc import Iterator, Mapping
+
+from penstock.schedule.ir.ops import Op, Schedule, chunk_of
+from penstock.schedule.ir.references import VisitId
+from penstock.schedule.lower.route import Route
+
+HOME = -1
+"""The row after those of the phases."""
+
+
+class Phases:
+    """The phases of one route. ``names``: in order; a row is the index of one of them, or ``HOME``."""
+
+    def __init__(self, route: Route, *, wait: bool, speculate: bool) -> None:
+        """``wait``, ``speculate``: as in ``Settings``."""
+        self.route = route
+        self.micro_batches = 1 + max(visit.micro_batches[-1] for visit in route.visits)
+        one_by_one = route.at_once < self.micro_batches
+        self.split_last = one_by_one and (speculate or not wait)
+        self.names = (
+            "start",
+            "forward",
+            "backward",
+            *(["last"] * self.split_last),
+            "tail",
+            *(["update"] * wait),
+        )
+        self._index: Mapping[str, int] = {name: i for i, name in enumerate(self.names)}
+        visits, stages = route.visits, route.program.stages
+        calls = [i for i, v in enumerate(visits) if stages[v.stage].kind == "call"]
+        self._started = calls[0] if calls else 0
+        self._tail = calls[-1] if calls and visits[calls[-1]].kind == "B" else len(visits)
+        self._at: Mapping[VisitId, int] = {visit.name: i for i, visit in enumerate(visits)}
+        self._computed = {(v.kind, v.stage, m): i for i, v in enumerate(visits) for m in v.micro_batches}
+
+    def compute_row(self, index: int) -> int:
+        """Of a visit's compute."""
+        visit = self.route.visits[index]
+        if visit.kind == "F":
+            return self._index["forward"]
+        last = self.split_last and visit.micro_batches[-1] == self.micro_batches - 1
+        return self._index["last" if last else "backward"]
+
+    def load_row(self, index: int) -> int:
+        """Of the loads of a visit's weights."""
+        if index <= self._started:
+            return self._index["start"]
+        ahead = self.route.visits[index].kind == "E"
+        return self._index["forward"] if ahead else self.compute_row(index)
+
+    def gradient_row(self, index: int) -> int:
+        """Of the way of a visit's gradients to the host, and of what they complete."""
+        return self._index["tail"] if index >= self._tail else self.compute_row(index)
+
+    def rows(self, schedule: Schedule) -> Iterator[tuple[Op, int]]:
+        """Every op of a schedule that was lowered for this route, in order, with its row."""
+        late = {chunk_of(op) for op in schedule.ops if op.id.kind == "OP" and op.reads[0].kind in ("h", "r")}
+        now, normed = 0, False
+        for op in schedule.ops:
+            ident, kind = op.id, op.id.kind
+            if kind in ("F", "E", "B"):
+                now = self._computed[kind, ident.stage, ident.micro_batch]
+                yield op, self.compute_row(now)
+            elif kind in ("RW", "UW"):
+                assert ident.visit is not None
+                yield op, self.load_row(self._at[ident.visit])
+            elif kind in ("RC", "UC"):
+                yield op, self.compute_row(self._computed["B", ident.stage + 1, ident.micro_batch])
+            elif kind == "CM":
+                yield op, self._index["forward"]
+            elif kind in ("RS", "RG", "OP", "UN", "WS", "WW") and chunk_of(op) in late:
+                yield op, self._late_row(op)
+            else:
+                normed = normed or kind == "NORM"
+                yield op, self._index["update"] if normed else self._row_after(now, kind)
+
+    def _late_row(self, op: Op) -> int:
+        """Of a delayed step: the first block waits for new weights, and not for what goes to disk."""
+        row = self.load_row(self.route.readers[op.id.group][0])
+        return HOME if op.lane == "write" and row == self._index["start"] else row
+
+    def _row_after(self, index: int, kind: str) -> int:
+        """Of what follows a visit's compute. The norm waits for its parts, and not for gradients to be on disk."""
+        row = self.gradient_row(index)
+        return self._index["update"] if kind == "WG" and row == self._index["tail"] and "update" in self.names else row

@@ -1,0 +1,97 @@
+"""A small program that stands for a large one: of stages that are alike, the first two and the last two.
+
+What an op of a group or a stage moves, and which phase it falls into, depends on the sizes and on what stands at the
+two ends of the program: the first block's loads begin a step, the last one's weights stay for its backward. Where
+stages share nothing and are alike, those in between are as good as each other, so that the second stands for them all.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+
+from penstock.schedule.program import Program, Stage
+
+_KEPT = 2
+"""stages at either end that stand for themselves"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """``program``: the small one. ``groups``, ``stages``: of the large one -> which of the small one stands for it; -1
+    for a group that no stage has."""
+
+    program: Program
+    groups: tuple[int, ...]
+    stages: tuple[int, ...]
+
+    @staticmethod
+    def of(program: Program) -> "Sample":
+        stands = _stands_for(program)
+        kept = sorted(set(stands))
+        number = {old: new for new, old in enumerate(kept)}
+        used = sorted({g for k in kept for g in _groups(program.stages[k])})
+        index = {old: new for new, old in enumerate(used)}
+        groups = [index.get(g, -1) for g in range(len(program.groups))]
+        for k, other in enumerate(stands):
+            for g, like in zip(_groups(program.stages[k]), _groups(program.stages[other]), strict=True):
+                groups[g] = index[like]
+        small = Program(
+            groups=tuple(replace(program.groups[g], index=i) for g, i in index.items()),
+            stages=tuple(_renumbered(program.stages[k], number[k], index) for k in kept),
+        )
+        return Sample(program=small, groups=tuple(groups), stages=tuple(number[k] for k in stands))
+
+
+def _groups(stage: Stage) -> list[int]:
+    return sorted({*stage.forward_reads, *stage.backward_reads, *stage.gradients})
+
+
+def _stands_for(program: Program) -> list[int]:
+    """Stage -> the stage that stands for it."""
+    uses = Counter(g for stage in program.stages for g in _groups(stage))
+    calls = [stage.index for stage in program.stages if stage.kind == "call"]
+    alike: dict[object, list[int]] = defaultdict(list)
+    for stage in program.stages:
+        ends = stage.index in (0, len(program.stages) - 1)
+        shares = any(uses[g] > 1 for g in _groups(stage))
+        alike[stage.index if ends or shares else _looks(program, stage, calls)].append(stage.index)
+    stands = list(range(len(program.stages)))
+    for found in alike.values():
+        for k in found[_KEPT:-_KEPT]:
+            stands[k] = found[1]
+    return stands
+
+
+def _looks(program: Program, stage: Stage, calls: list[int]) -> object:
+    """All that the ops of a stage that shares no group depend on, but for its place."""
+    own = _groups(stage)
+    kinds = (stage.forward_reads, stage.backward_reads, stage.gradients)
+    return (
+        stage.kind,
+        bool(calls) and stage.index < calls[0],
+        stage.checkpoint,
+        stage.gradient,
+        tuple((program.groups[g].trainable, program.groups[g].frozen) for g in own),
+        tuple(tuple(own.index(g) for g in groups) for groups in kinds),
+    )
+
+
+def _renumbered(stage: Stage, number: int, index: dict[int, int]) -> Stage:
+    forward, backward, gradients = (
+        tuple(index[g] for g in groups) for groups in (stage.forward_reads, stage.backward_reads, stage.gradients)
+    )
+    return replace(stage, index=number, forward_reads=forward, backward_reads=backward, gradients=gradients, name="")
+
+
+def without_activations(program: Program) -> Program:
+    """The program with nothing but weights and what follows from them."""
+    groups = tuple(replace(group, name="") for group in program.groups)
+    stages = (
+        replace(stage, checkpoint=0, gradient=0, kept=0, forward_peak=0, backward_peak=0) for stage in program.stages
+    )
+    return Program(groups=groups, stages=tuple(stages))
+
+
+def without_weights(program: Program) -> Program:
+    """The program with nothing but compute and activations."""
+    groups = tuple(replace(group, name="", trainable=0, frozen=0) for group in program.groups)
+    return Program(groups=groups, stages=tuple(replace(stage, gradients=()) for stage in program.stages))
