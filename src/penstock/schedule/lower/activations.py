@@ -12,13 +12,14 @@ The last block's outputs are used by the epilogue at once and never leave; nor d
 from collections.abc import Sequence
 
 from penstock.schedule.ir.references import Buffer, OpId, stage_buffer, stage_op
-from penstock.schedule.lower.build import Buffers, Builder
+from penstock.schedule.lower.build import Builder
+from penstock.schedule.lower.emitter import Touched
 from penstock.schedule.lower.route import Visit
 from penstock.schedule.place import page_up
 
 
 class Activations:
-    """Knows, for each compute op, which activation buffers it takes, reads, writes and gives."""
+    """Knows which activations each compute op touches, and emits their way out and back."""
 
     def __init__(self, builder: Builder) -> None:
         self.b = builder
@@ -26,31 +27,22 @@ class Activations:
         self.train = builder.s.train
         self.tier = builder.s.place.checkpoints
 
-    def buffers(self, visit: Visit, m: int) -> Buffers:
-        """Activation buffers of one compute op."""
-        k, last = visit.stage, len(self.stages) - 1
-        io = Buffers(takes=[], reads=[], writes=[], gives=[])
-        if visit.kind in "FE":
-            if k < last and self.stages[k].checkpoint:
-                io.takes.append((stage_buffer("A", k, m), "activations"))
-                io.writes.append(stage_buffer("A", k, m))
-            if k > 0 and self.stages[k - 1].checkpoint:
-                io.reads.append(stage_buffer("A", k - 1, m))
-                if k == last or not self.train:
-                    io.gives.append(stage_buffer("A", k - 1, m))
-        if visit.kind == "B" and k > 0 and self.stages[k - 1].checkpoint:
-            away = m in self.b.provision.leaving(k - 1, visit.micro_batches)
-            name = stage_buffer("a" if away else "A", k - 1, m)
-            io.reads.append(name)
-            io.gives.append(name)
-        if self.train and visit.kind in "BE":
+    def touched(self, op: Touched, visit: Visit, m: int) -> None:
+        """Add the activations of one compute op to what it touches."""
+        kind, k, last = visit.kind, visit.stage, len(self.stages) - 1
+        if kind != "B" and k < last and self.stages[k].checkpoint:
+            op.make(stage_buffer("A", k, m), "activations")
+        if k > 0 and self.stages[k - 1].checkpoint:
+            away = kind == "B" and m in self.b.provision.leaving(k - 1, visit.micro_batches)
+            taken = stage_buffer("a" if away else "A", k - 1, m)
+            op.reads.append(taken)
+            if kind != "F" or not self.train:
+                op.gives.append(taken)
+        if self.train and kind != "F":
             if k > 0 and self.stages[k - 1].gradient:
-                io.takes.append((stage_buffer("D", k - 1, m), "activation_gradients"))
-                io.writes.append(stage_buffer("D", k - 1, m))
+                op.make(stage_buffer("D", k - 1, m), "activation_gradients")
             if k < last and self.stages[k].gradient:
-                io.reads.append(stage_buffer("D", k, m))
-                io.gives.append(stage_buffer("D", k, m))
-        return io
+                op.use_up(stage_buffer("D", k, m))
 
     def down(self, k: int, micro_batches: Sequence[int]) -> None:
         """Emit the way out of stage k's checkpoints, after stage k+1 has used them."""

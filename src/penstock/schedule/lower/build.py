@@ -15,13 +15,10 @@ down. Lanes, dependencies and pools keep that order, so the first op of it that 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
 
-from penstock.config import Tier
-from penstock.schedule.ir.ops import Schedule, Take
-from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer, stage_op
-from penstock.schedule.lower.emitter import Emitter
+from penstock.schedule.ir.ops import Take
+from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer
+from penstock.schedule.lower.emitter import Emitter, Touched
 from penstock.schedule.lower.process_groups import ProcessGroup
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.route import Route, Visit
@@ -40,17 +37,13 @@ class Builder(Emitter):
         self.shards = shards
         self.provision = Provision(route, settings, shards)
         self.stay = self.provision.stay
-        super().__init__({pool.name: pool.size for pool in self.provision.pools.values()})
+        super().__init__(self.provision.pools.values())
         assert shards.size == 1 or "device" not in (*settings.place.weights, *settings.place.state)
         self.cuts: list[tuple[Chunk, ...]] = [chunks(group, settings.chunk) for group in route.program.groups]
         self.ready: dict[VisitId, list[OpId]] = defaultdict(list)
         """visit -> ops that its first compute op waits for"""
         self._touched: dict[int, tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]]] = {}
-        """what ``_touches`` says of each visit, which all of its micro-batches ask"""
-
-    def has_room(self, pool: str) -> bool:
-        """Whether a buffer is left where all ops so far have run, in the order of emission."""
-        return self.held[pool] < self.provision.pools[pool].count
+        """what ``_of_groups`` says of each visit, which all of its micro-batches ask"""
 
     # ---- what a visit touches
 
@@ -95,25 +88,23 @@ class Builder(Emitter):
             return group_buffer("G", g)
         return group_buffer("G", g, visit=visit.name)
 
-    def compute(self, index: int, m: int, waits: Iterable[OpId], checkpoints: "Buffers") -> OpId:
-        """Emit the compute op of visit ``index`` for micro-batch ``m``."""
+    def touched(self, index: int, m: int) -> Touched:
+        """What the compute op of visit ``index`` for micro-batch ``m`` reads of weights and adds to of gradients. The
+        visit's first takes those of the gradients that it begins, its last gives the weights back that do not stay.
+        """
         visit = self.visits[index]
         if index not in self._touched:
-            self._touched[index] = self._touches(index)
+            self._touched[index] = self._of_groups(index)
         weights, gradients, fresh, done = self._touched[index]
-        first, last = m == visit.micro_batches[0], m == visit.micro_batches[-1]
-        return self.emit(
-            stage_op(visit.kind, visit.stage, m),
-            after=[*(self.ready.pop(visit.name, []) if first else []), *waits],
-            takes=[*(fresh if first else ()), *checkpoints.takes],
-            reads=[*weights, *gradients, *checkpoints.reads],
-            writes=[*gradients, *checkpoints.writes],
-            gives=[*(done if last else ()), *checkpoints.gives],
+        return Touched(
+            takes=[*fresh] if m == visit.micro_batches[0] else [],
+            reads=[*weights, *gradients],
+            writes=[*gradients],
+            gives=[*done] if m == visit.micro_batches[-1] else [],
         )
 
-    def _touches(self, index: int) -> tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]]:
-        """What all compute ops of a visit read of weights and add to of gradients, what the first takes of these, and
-        what the last gives back of weights."""
+    def _of_groups(self, index: int) -> tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]]:
+        """Weights, gradients, those of these that begin, and those of the weights that end with a visit."""
         visit = self.visits[index]
         weights = {g: self.weight_buffer(g, index) for g in self.moving(visit)}
         gradients = {g: self.gradient_buffer(g, visit) for g in self.gradients(visit)}
@@ -125,32 +116,9 @@ class Builder(Emitter):
         done = [name for g, name in weights.items() if (g, index) in self.stay.gives]
         return list(weights.values()), list(gradients.values()), fresh, done
 
-    def _speculates(self) -> bool:
-        """Whether any chunk is stepped in this step without waiting for its norm."""
-        return any(
+    def speculates(self) -> bool:
+        """Whether the step waits for its norm, and any chunk is stepped in it without."""
+        return self.s.wait and any(
             not self.s.waits(g) and len(self.provision.delayed.get(g, ())) < self.provision.trained_count(g)
             for g in self.route.gradient_visits
         )
-
-    def finish(self, name: str, fixed: tuple[tuple[Tier, str, int], ...]) -> Schedule:
-        assert set(self.used) == self.provision.pools.keys(), set(self.used) ^ self.provision.pools.keys()
-        return Schedule(
-            name=name,
-            micro_batches=self.s.micro_batches,
-            chunk=self.s.chunk,
-            pools=tuple(self.provision.pools.values()),
-            ops=tuple(self.ops),
-            fixed=tuple(item for item in fixed if item[2]),
-            carried=tuple(self.carried),
-            speculative=self.s.wait and self._speculates(),
-        )
-
-
-@dataclass(kw_only=True)
-class Buffers:
-    """Activation buffers that one compute op takes, reads, writes and gives."""
-
-    takes: list[Take]
-    reads: list[Buffer]
-    writes: list[Buffer]
-    gives: list[Buffer]

@@ -5,27 +5,57 @@ no timing can make a rank wait for itself: whichever op comes first of those tha
 comes before it, and nobody later can have taken its buffer.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
+from penstock.config import Tier
 from penstock.schedule.ir.lanes import Lane
-from penstock.schedule.ir.ops import Carried, Op, Pool, Take
+from penstock.schedule.ir.ops import Carried, Op, Pool, Schedule, Take
 from penstock.schedule.ir.references import Buffer, OpId
 
 
+@dataclass(kw_only=True, slots=True)
+class Touched:
+    """The buffers of one op, while they are put together."""
+
+    takes: list[Take] = field(default_factory=list)
+    reads: list[Buffer] = field(default_factory=list)
+    writes: list[Buffer] = field(default_factory=list)
+    gives: list[Buffer] = field(default_factory=list)
+
+    def make(self, name: Buffer, pool: str) -> None:
+        """The op takes a buffer and fills it."""
+        self.takes.append((name, pool))
+        self.writes.append(name)
+
+    def add_to(self, name: Buffer) -> None:
+        self.reads.append(name)
+        self.writes.append(name)
+
+    def use_up(self, name: Buffer) -> None:
+        self.reads.append(name)
+        self.gives.append(name)
+
+
 class Emitter:
-    """``sizes``: of a buffer of each pool. Buffers of size 0 are followed, but not written down.
+    """``pools``: what buffers are taken from. They have the counts that were worked out before (``provision``), and all
+    are used; or with a ``lookahead`` those that follow from the ops: as many as are held at once, and ``lookahead``
+    more where a lane takes and another gives back, so that the first may run ahead of the second. Gathered weights are
+    ahead in the order itself. Buffers of size 0 are followed, but not written down.
 
     Invariant: a buffer is taken once and given once. ``held``: buffers of each pool that are taken where all ops so far
     have run.
     """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, pools: Iterable[Pool], *, lookahead: int | None = None) -> None:
         self.ops: list[Op] = []
         self.carried: list[Carried] = []
-        self.held = dict.fromkeys(sizes, 0)
-        self._sizes = sizes
+        self.pools = {pool.name: pool for pool in pools}
+        self.held = dict.fromkeys(self.pools, 0)
+        self._lookahead = lookahead
+        self._sizes = {pool.name: pool.size for pool in self.pools.values()}
         self._taken: dict[Buffer, tuple[str, Lane | None]] = {}
-        self._most = dict.fromkeys(sizes, 0)
+        self._most = dict.fromkeys(self.pools, 0)
         self._crossed: set[str] = set()
         """pools that another lane gives back to than takes from them"""
 
@@ -65,10 +95,20 @@ class Emitter:
         )
         return ident
 
+    def compute(self, ident: OpId, op: Touched, *, after: Iterable[OpId] = (), items: int = 1) -> OpId:
+        """Write down an op that computes; returns its id."""
+        return self.emit(
+            ident, after=after, takes=op.takes, reads=op.reads, writes=op.writes, gives=op.gives, items=items
+        )
+
     def carry(self, start: Buffer, end: Buffer, pool: str) -> None:
         """A buffer that the step before leaves as ``start``, and this one leaves as ``end``."""
         self.carried.append((start, end, pool))
         self._take(start, pool, None)
+
+    def has_room(self, pool: str) -> bool:
+        """Whether a buffer is left where all ops so far have run, in the order of emission."""
+        return self.held[pool] < self.pools[pool].count
 
     def _take(self, name: Buffer, pool: str, lane: Lane | None) -> bool:
         assert name not in self._taken, name
@@ -85,21 +125,33 @@ class Emitter:
             self._crossed.add(pool)
         return self._sizes[pool] > 0
 
-    @property
-    def used(self) -> list[str]:
-        """The pools that something is taken from."""
-        return [pool for pool, most in self._most.items() if most]
-
-    def pools(self, lookahead: int) -> tuple[Pool, ...]:
-        """The pools that follow from the ops, on the device. ``lookahead`` more buffers go to each that a lane takes
-        from and another gives back to: they let the first lane run ahead of the second. Gathered weights are ahead in
-        the order itself.
-        """
-        assert not self._taken, f"never given back: {sorted(self._taken)}"
-        more = dict.fromkeys(self._crossed - {"weights"}, lookahead)
-        sizes, most = self._sizes, self._most
-        return tuple(
-            Pool(name=pool, tier="device", size=sizes[pool], count=most[pool] + more.get(pool, 0), backed=False)
-            for pool in self.used
-            if sizes[pool]
+    def schedule(
+        self,
+        name: str,
+        *,
+        micro_batches: int,
+        chunk: int = 0,
+        fixed: Iterable[tuple[Tier, str, int]] = (),
+        speculative: bool = False,
+    ) -> Schedule:
+        """All that was written down. What is handed on to the next step is held at the end, and nothing else."""
+        kept = self._taken.keys() ^ {end for _, end, _ in self.carried}
+        assert not kept, f"never given back, or not there to hand on: {sorted(kept)}"
+        unused = [name for name, most in self._most.items() if not most]
+        assert self._lookahead is not None or not unused, f"nothing is taken from {unused}"
+        return Schedule(
+            name=name,
+            micro_batches=micro_batches,
+            chunk=chunk,
+            pools=tuple(self.pools.values() if self._lookahead is None else self._counted(self._lookahead)),
+            ops=tuple(self.ops),
+            fixed=tuple(item for item in fixed if item[2]),
+            carried=tuple(self.carried),
+            speculative=speculative,
         )
+
+    def _counted(self, lookahead: int) -> Iterable[Pool]:
+        more = dict.fromkeys(self._crossed - {"weights"}, lookahead)
+        for name, most in self._most.items():
+            if most and self._sizes[name]:
+                yield replace(self.pools[name], count=most + more.get(name, 0))

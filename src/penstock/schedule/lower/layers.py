@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config import Tier
-from penstock.schedule.ir.ops import Schedule, Take
+from penstock.schedule.ir.ops import Pool, Schedule, Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, stage_buffer, stage_op, visit
-from penstock.schedule.lower.emitter import Emitter
+from penstock.schedule.lower.emitter import Emitter, Touched
 from penstock.schedule.lower.orders import Order
 from penstock.schedule.lower.process_groups import ALONE, ProcessGroup
 from penstock.schedule.lower.request import Request, Sizes
@@ -125,16 +125,17 @@ class _Rank:
         self._turns = {stay: turn for turn, stay in enumerate(self._visits)}
         self._gathered = 0  # visits whose weights have been gathered
         sizes = self._sizes
+        pools = activation_pools(sizes, seat.items) | {
+            "activation_shards": seat.model.share(sizes.activation * seat.items),
+            "gathered_activations": sizes.activation * seat.items,
+            "weights": sizes.weights,
+            "gradients": sizes.gradient,
+            "gradient_shards": seat.shards.share(sizes.gradient),
+            "buffers": request.buffer_size or 0,
+        }
         self.out = Emitter(
-            activation_pools(sizes, seat.items)
-            | {
-                "activation_shards": seat.model.share(sizes.activation * seat.items),
-                "gathered_activations": sizes.activation * seat.items,
-                "weights": sizes.weights,
-                "gradients": sizes.gradient,
-                "gradient_shards": seat.shards.share(sizes.gradient),
-                "buffers": request.buffer_size or 0,
-            }
+            [Pool(name=name, tier="device", size=size, count=0, backed=False) for name, size in pools.items()],
+            lookahead=request.lookahead,
         )
 
     def finish(self) -> Schedule:
@@ -143,14 +144,7 @@ class _Rank:
             ("device", "weights", held * (shards.share(sizes.weights) if cut.weights else sizes.weights)),
             ("device", "state", held * (shards.share(sizes.state) if cut.state else sizes.state)),
         )
-        return Schedule(
-            name=self._request.family,
-            micro_batches=self._request.micro_batches,
-            chunk=0,
-            pools=self.out.pools(self._request.lookahead),
-            ops=tuple(self.out.ops),
-            fixed=tuple(item for item in fixed if item[2]),
-        )
+        return self.out.schedule(self._request.family, micro_batches=self._request.micro_batches, fixed=fixed)
 
     def _own(self, stage: int) -> range:
         return range(self._stages.firsts[stage], self._stages.firsts[stage + 1])
@@ -244,26 +238,20 @@ class _Rank:
             self._gather("F", layer)
 
     def _layer_forward(self, layer: int, m: int, after: tuple[OpId, ...]) -> OpId:
+        op, taken = Touched(), stage_buffer("A", layer - 1, m)
         gathered = self._gather("F", layer)
-        weights = (group_buffer("W", layer, visit=visit("F", layer)),) if gathered else ()
-        taken, put, kept = (stage_buffer(*name, m) for name in (("A", layer - 1), ("A", layer), ("K", layer)))
-        takes: tuple[Take, ...] = ((put, "activations"), (kept, "saved"))
-        writes: tuple[Buffer, ...] = (put, kept)
-        if not layer:  # the first layer loads the model's input itself
-            takes, writes = ((taken, "activations"), *takes), (taken, *writes)
-        gives = weights
+        if gathered:
+            op.use_up(group_buffer("W", layer, visit=visit("F", layer)))
+        if layer:
+            op.reads.append(taken)
+        else:  # the first layer loads the model's input itself
+            op.make(taken, "activations")
+        op.make(stage_buffer("A", layer, m), "activations")
+        op.make(stage_buffer("K", layer, m), "saved")
         if self._seat.model.size > 1:
-            part = stage_buffer("C", layer, m)
-            takes, writes, gives = (*takes, (part, "activation_shards")), (*writes, part), (*gives, taken)
-        return self.out.emit(
-            stage_op("F", layer, m),
-            after=(*after, *gathered),
-            takes=takes,
-            reads=(*weights, taken) if layer else weights,
-            writes=writes,
-            gives=gives,
-            items=self._items,
-        )
+            op.make(stage_buffer("C", layer, m), "activation_shards")
+            op.gives.append(taken)
+        return self.out.compute(stage_op("F", layer, m), op, after=(*after, *gathered), items=self._items)
 
     # ---- backward
 
@@ -307,36 +295,25 @@ class _Rank:
 
     def _layer_backward(self, kind: str, layer: int, m: int, after: tuple[OpId, ...], *, last: bool) -> OpId:
         taken, recalled = self._recall(layer, m)
-        used = (taken, stage_buffer("K", layer, m), stage_buffer("D", layer, m))
         gathered = self._gather("B", layer)
-        weights = (group_buffer("W", layer, visit=visit("B", layer)),) if gathered else ()
-        reads: tuple[Buffer, ...] = (*used, *weights)
-        gives: tuple[Buffer, ...] = reads if kind == "B" else ()
-        late = {"nothing": (), "weights": weights, "all": reads}[self._sharding.late]
-        gives = tuple(name for name in gives if name not in late)
-        takes: tuple[Take, ...] = ()
-        writes: tuple[Buffer, ...] = ()
+        weights = [group_buffer("W", layer, visit=visit("B", layer))] if gathered else []
+        used = [taken, stage_buffer("K", layer, m), stage_buffer("D", layer, m), *weights]
+        late = {"nothing": [], "weights": weights, "all": used}[self._sharding.late]
+        op = Touched(reads=[*used], gives=[name for name in used if kind == "B" and name not in late])
         if layer or self._sharding.flush != "passed":
             before = stage_buffer("D", layer - 1, m)
-            takes, writes = ((before, "activation_gradients"),), (before,)
+            op.make(before, "activation_gradients")
             self._ends += [] if layer else [before]
         if kind == "B":
-            takes, reads, writes = self._sum_gradient(layer, m, takes, reads, writes)
+            self._sum_gradient(layer, m, op)
         after = (*after, *gathered, *recalled)
         if last and self._sharding.flush == "backward":
-            gives, after = (*gives, *self._flushed()), (*after, *self._sent[-1:])
-        done = self.out.emit(
-            stage_op(kind, layer, m),
-            after=after,
-            takes=takes,
-            reads=reads,
-            writes=writes,
-            gives=gives,
-            items=self._items,
-        )
+            op.gives += self._flushed()
+            after = (*after, *self._sent[-1:])
+        done = self.out.compute(stage_op(kind, layer, m), op, after=after, items=self._items)
         self._backward[layer] = done
         if self._sharding.reduce == "scatter-early":
-            self._reduce("SG", layer, done, gives=late)
+            self._reduce("SG", layer, done, gives=tuple(late))
         return done
 
     def _recall(self, layer: int, m: int) -> tuple[Buffer, tuple[OpId, ...]]:
@@ -357,25 +334,24 @@ class _Rank:
         )
         return gathered, (recalled,)
 
-    def _sum_gradient(
-        self, layer: int, m: int, takes: tuple[Take, ...], reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]
-    ) -> tuple[tuple[Take, ...], tuple[Buffer, ...], tuple[Buffer, ...]]:
+    def _sum_gradient(self, layer: int, m: int, op: Touched) -> None:
         """Add the gradient of a layer's weights to what an op touches."""
         apart = self._sharding.flush == "backward"
         gradient = group_buffer("G", layer, micro_batch=m if apart else -1)
         known = self._gradients.setdefault(layer, [])
         if known and not apart:
-            return takes, (*reads, gradient), (*writes, gradient)
-        known.append(gradient)
-        return (*takes, (gradient, "gradients")), reads, (*writes, gradient)
+            op.add_to(gradient)
+        else:
+            known.append(gradient)
+            op.make(gradient, "gradients")
 
     def weight_gradients(self, stage: int, m: int) -> None:
         for layer in reversed(self._own(stage)):
-            gives = tuple(stage_buffer(*name, m) for name in (("A", layer - 1), ("K", layer), ("D", layer)))
-            takes, reads, writes = self._sum_gradient(layer, m, (), gives, ())
-            self.out.emit(
-                stage_op("W", layer, m), takes=takes, reads=reads, writes=writes, gives=gives, items=self._items
-            )
+            op = Touched()
+            for kind, of in (("A", layer - 1), ("K", layer), ("D", layer)):
+                op.use_up(stage_buffer(kind, of, m))
+            self._sum_gradient(layer, m, op)
+            self.out.compute(stage_op("W", layer, m), op, items=self._items)
 
     # ---- gradients and the optimizer
 

@@ -10,7 +10,7 @@ device 2M times a step, but for what stays there in between (``stay``), and grad
 from penstock.config import Tier
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.ir.references import OpId, visit
+from penstock.schedule.ir.references import OpId, stage_op, visit
 from penstock.schedule.lower.activations import Activations
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.loads import Loads
@@ -71,7 +71,10 @@ def _lower(route: Route, settings: Settings, fixed: Fixed, name: str, shards: Pr
     for i, stay in enumerate(route.visits):
         loads.until(i)
         for m in stay.micro_batches:
-            builder.compute(i, m, waits.get(m, []), activations.buffers(stay, m))
+            op = builder.touched(i, m)
+            activations.touched(op, stay, m)
+            after = [*builder.ready.pop(stay.name, ()), *waits.get(m, ())]
+            builder.compute(stage_op(stay.kind, stay.stage, m), op, after=after)
         if stay.kind == "F":
             activations.down(stay.stage - 1, stay.micro_batches)
         # What the next backward needs goes up before the weights of the one after it.
@@ -83,4 +86,10 @@ def _lower(route: Route, settings: Settings, fixed: Fixed, name: str, shards: Pr
         updates.gradients_down(i)
     if settings.train:
         updates.steps_after_norm()
-    return builder.finish(name, fixed)
+    return builder.schedule(
+        name,
+        micro_batches=settings.micro_batches,
+        chunk=settings.chunk,
+        fixed=fixed,
+        speculative=builder.speculates(),
+    )
