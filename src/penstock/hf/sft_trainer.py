@@ -6,7 +6,7 @@ from penstock.compat.trl import Bookkeeping, Books
 from penstock.compat.trl import SFTTrainer as PlainSFTTrainer
 from penstock.errors import ConfigError
 from penstock.hf.engine_arguments import EngineArguments
-from penstock.hf.trainer import EngineMixin, Piece, current_piece
+from penstock.hf.trainer import EngineMixin, Piece, current_notes
 
 
 class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
@@ -28,18 +28,18 @@ class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
 
     @property
     def books(self) -> Books:
-        piece = current_piece()
-        if piece is None:
+        notes = current_notes()
+        if notes is None:
             return self.__dict__.setdefault("_books_kept", Books())  # type: ignore[no-any-return]
-        if piece.notes is None:
-            piece.notes = Books()
-        assert isinstance(piece.notes, Books)
-        return piece.notes
+        if notes.books is None:
+            notes.books = Books()
+        assert isinstance(notes.books, Books)
+        return notes.books
 
     def _after_pieces(self, pieces: list[Piece]) -> None:
         """Enter what each micro-batch has noted, in their order."""
         kept = self.books
-        for books in (piece.notes for piece in pieces):
+        for books in (piece.notes.books for piece in pieces):
             if books is None:
                 continue
             kept.tokens += books.tokens

@@ -12,7 +12,7 @@ import contextvars
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,26 @@ _FOREIGN = ("optimizers", "model_init")
 
 
 @dataclass(kw_only=True, eq=False)
+class Notes:
+    """What one forward of a micro-batch leaves, for whoever made it."""
+
+    books: Any = None
+
+
+@dataclass(kw_only=True, eq=False)
 class Piece:
-    """A micro-batch on its way through the engine. ``notes``: what its latest forward left, for whoever made it."""
+    """A micro-batch on its way through the engine. ``notes``: those of its latest forward."""
 
     loss: Callable[[nn.Module, dict[str, Any]], torch.Tensor]
-    notes: Any = None
+    notes: Notes = field(default_factory=Notes)
 
 
-_current: contextvars.ContextVar[Piece | None] = contextvars.ContextVar("penstock_piece", default=None)
+# Not the piece: its loss reaches the trainer and all of its data, and a probe looks for tensors in context variables.
+_current: contextvars.ContextVar[Notes | None] = contextvars.ContextVar("penstock_notes", default=None)
 
 
-def current_piece() -> Piece | None:
-    """The micro-batch whose forward is running, None outside of one.
+def current_notes() -> Notes | None:
+    """Those of the forward that is running, None outside of one.
 
     Forwards take turns within a step: each is suspended while others run, and has a context of its own.
     """
@@ -298,8 +306,8 @@ def _loss_of_piece(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Te
     """The engine's ``loss_fn``: whatever the micro-batch's piece computes, on a mapping that it may change."""
     inputs = dict(micro_batch)
     piece = inputs.pop(_PIECE)
-    piece.notes = None
-    _current.set(piece)
+    piece.notes = Notes()
+    _current.set(piece.notes)
     loss: torch.Tensor = piece.loss(model, inputs)
     return loss
 

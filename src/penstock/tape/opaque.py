@@ -127,12 +127,17 @@ def _attributes(item: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     with contextlib.suppress(AttributeError):
         found += object.__getattribute__(item, "__dict__").items()
-    for cls in type(item).__mro__:
-        slots = [d for d in vars(cls).values() if isinstance(d, types.MemberDescriptorType)]
-        for slot in slots if cls.__module__ != "builtins" else ():
-            with contextlib.suppress(AttributeError):  # of a slot that is empty
-                found.append((slot.__name__, slot.__get__(item)))
+    for slot in _slots(type(item)):
+        with contextlib.suppress(AttributeError):  # of a slot that is empty
+            found.append((slot.__name__, slot.__get__(item)))
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    """Of a class and those that it is made of, but for Python's own."""
+    classes = (cls for cls in kind.__mro__ if cls.__module__ != "builtins")
+    return tuple(d for cls in classes for d in vars(cls).values() if isinstance(d, types.MemberDescriptorType))
 
 
 def _cells(function: types.FunctionType) -> Iterator[Any]:
