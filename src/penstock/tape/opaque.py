@@ -134,7 +134,7 @@ def _attributes(item: Any) -> list[tuple[str, Any]]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+def _slots(kind: Hashable) -> tuple[types.MemberDescriptorType, ...]:
     """Of a class and those that it is made of, but for Python's own."""
     classes = (cls for cls in kind.__mro__ if cls.__module__ != "builtins")
     return tuple(d for cls in classes for d in vars(cls).values() if isinstance(d, types.MemberDescriptorType))
