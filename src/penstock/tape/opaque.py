@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
