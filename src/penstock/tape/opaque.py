@@ -9,7 +9,8 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -133,11 +134,16 @@ def _attributes(item: Any) -> list[tuple[str, Any]]:
     return found
 
 
-@functools.lru_cache(maxsize=1024)
-def _slots(kind: Hashable) -> tuple[types.MemberDescriptorType, ...]:
+_KNOWN_SLOTS: MutableMapping[type, tuple[types.MemberDescriptorType, ...]] = weakref.WeakKeyDictionary()
+
+
+def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
     """Of a class and those that it is made of, but for Python's own."""
-    classes = (cls for cls in kind.__mro__ if cls.__module__ != "builtins")
-    return tuple(d for cls in classes for d in vars(cls).values() if isinstance(d, types.MemberDescriptorType))
+    if kind not in _KNOWN_SLOTS:
+        classes = [cls for cls in kind.__mro__ if cls.__module__ != "builtins"]
+        found = (d for cls in classes for d in vars(cls).values() if isinstance(d, types.MemberDescriptorType))
+        _KNOWN_SLOTS[kind] = tuple(found)
+    return _KNOWN_SLOTS[kind]
 
 
 def _cells(function: types.FunctionType) -> Iterator[Any]:
