@@ -9,6 +9,7 @@ from penstock.cli.settings import dump
 from penstock.config import Budget, Tier
 from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.report.prediction import Prediction
+from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.visits import vertical
@@ -23,7 +24,7 @@ from tests.runs import settings_for
 BUDGET: Mapping[Tier, int] = {"device": 1 << 20, "host": 2 << 20}
 
 
-def offload_schedule(layers: int = 3, micro_batches: int = 2) -> Schedule:
+def offload_schedule(layers: int = 3, micro_batches: int = 2, delay: float = 0.0) -> Schedule:
     """A vertical schedule with everything on disk."""
     program = transformer(layers)
     everywhere = ("disk",) * len(program.groups)
@@ -37,6 +38,7 @@ def offload_schedule(layers: int = 3, micro_batches: int = 2) -> Schedule:
             place=place,
             depths=Depths(),
             wait=False,
+            delay=delay,
         ),
         (("device", "working", 9000),),
     )
@@ -59,9 +61,17 @@ def simulated(schedule: Schedule, seed: int, *, scale: float = 1.0) -> Simulatio
 
 
 def write_step(writer: TraceWriter, simulation: Simulation, step: int, *, at: float) -> None:
-    """A simulated step as if it had been run ``at`` seconds into the run."""
+    """A simulated step as if it had been run ``at`` seconds into the run; the first one finds nothing left to it."""
+    idle = {op.id for op in late_moves(simulation.world.ranks[0])} if step == 1 else set()
     events = [
-        TraceEvent(step=step, op=t.op.id, lane=t.op.lane, start=at + t.start, end=at + t.end, bytes=t.op.nbytes)
+        TraceEvent(
+            step=step,
+            op=t.op.id,
+            lane=t.op.lane,
+            start=at + t.start,
+            end=at + t.end,
+            bytes=0 if t.op.id in idle else t.op.nbytes,
+        )
         for t in simulation.timed(0)
     ]
     samples = [

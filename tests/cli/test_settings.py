@@ -1,5 +1,7 @@
 """Settings: what is written is what is meant; anything else is an error that names the place and the remedy."""
 
+import inspect
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import penstock
 from penstock.cli import settings
 from penstock.cli.located import dump_yaml, parse_yaml
 from penstock.cli.train_help import train_help
@@ -242,10 +245,34 @@ def test_help_shows_every_setting_once_by_section_in_100_columns() -> None:
     sections = [name.split(".")[0] if "." in name else "" for name in shown]
     assert sections[0] == "", "the run's own come first"
     blocks = [name for name, before in zip(sections, [None, *sections], strict=False) if name != before]
-    assert len(blocks) == len(set(blocks)), "each section is one paragraph"
+    assert len(blocks[:-1]) == len(set(blocks)), "each section is one paragraph"
+    assert shown[:4] == ["run", "steps", "epochs", "micro_batch_size"]
+    assert blocks[1:6] == ["model", "data", "optimizer", "batch", "budget"]
+    assert (blocks[-1], shown[-3:]) == ("", ["grad_dtype", "delay", "speculate"]), "what is rarely needed comes last"
     at = lines.index("  --clip_grad_norm                  a number or null; default 1.0")
     assert lines[at + 1] == "      gradients are scaled down to this norm; null: off"
     assert any(line.startswith("batch: The global batch") for line in lines)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_help_is_as_wide_as_the_terminal_but_never_too_wide_to_read(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    usage, _, settings_of_a_run = train_help().partition("\n\nrun\n")
+    assert usage.startswith("penstock train")
+    widest = max(map(len, settings_of_a_run.splitlines()))
+    assert 0.8 * min(columns, 100) < widest <= min(columns, 100)
+
+
+def test_help_of_wrap_names_what_is_needed_first_in_lines_that_can_be_read() -> None:
+    said = penstock.wrap.__doc__ or ""
+    assert max(map(len, said.splitlines())) <= 116
+    order = list(inspect.signature(penstock.wrap).parameters)
+    assert order[:4] == ["model", "optimizer", "budget", "loss_fn"]
+    assert order[-3:] == ["grad_dtype", "delay", "speculate"]
+    explained = re.findall(r"^    (\w+): ", said.partition("Keyword arguments:")[2], re.MULTILINE)
+    assert explained == order[1:]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ something is written in the background. What the engine says of itself afterward
 import errno
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from torch import nn
 from penstock.engine.fate import State
 from penstock.engine.runner import Runner
 from penstock.errors import ScheduleError, StoreError
+from penstock.runtime.actions import Actions
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.lower.visits import vertical
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
+from penstock.state.memory import DeviceSlab, HostSlab
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
 from penstock.store.store import Store
 from penstock.store.transfer import aligned_bytes
+from tests import campaign
 from tests.models import MODELS
 from tests.programs import transformer
 from tests.training import assert_same_state, budget, run_steps, steps_of, train, wrap
@@ -216,3 +220,56 @@ def test_a_schedule_of_ones_own_may_not_step_in_place_before_the_norm() -> None:
     ops.insert(ops.index(schedule.by_id["NORM"]), replace(early, after=tuple(n for n in early.after if n != "NORM")))
     with pytest.raises(ScheduleError, match=r"op OP0\.0 may run before NORM"):
         prove(replace(schedule, ops=tuple(ops)), Needs.of(program, settings))
+
+
+MADE: dict[str, tuple[Any, str, int]] = {
+    "memory": (DeviceSlab, "__init__", 0),
+    "actions": (Actions, "__init__", 0),
+    "first thread": (threading.Thread, "start", 0),
+    "a later thread": (threading.Thread, "start", 3),
+}
+"""What fails while a plan is made executable, after how many that were made."""
+
+
+@pytest.mark.parametrize("which", MADE)
+def test_a_plan_that_cannot_be_made_executable_leaves_no_thread_no_memory_and_no_file(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... and can be tried again."""
+    open_slabs: set[int] = set()
+    make, close = HostSlab.__init__, HostSlab.close
+
+    def made(slab: HostSlab, *args: Any, **more: Any) -> None:
+        make(slab, *args, **more)
+        open_slabs.add(id(slab))
+
+    def closed(slab: HostSlab) -> None:
+        open_slabs.discard(id(slab))
+        close(slab)
+
+    def look() -> tuple[Any, ...]:
+        threads = sorted(t.name for t in threading.enumerate() if "-io" not in t.name)
+        return threads, len(os.listdir("/proc/self/fd")), set(open_slabs), sorted((tmp_path / "run").rglob("*"))
+
+    owner, name, after = MADE[which]
+    real, left = getattr(owner, name), [after]
+
+    def fail(*args: Any, **more: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("injected")
+        return real(*args, **more)
+
+    where, steps = budget(tmp_path / "run", gradients="disk", checkpoints="disk"), campaign.step_data(1)
+    with wrap(campaign.CASE, where, delay=0.0, **COMMON) as engine:
+        engine.prepare(steps)
+        engine.inside.planning.close()
+        monkeypatch.setattr(HostSlab, "__init__", made)
+        monkeypatch.setattr(HostSlab, "close", closed)
+        before = look()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            with pytest.raises(RuntimeError, match="injected"):
+                engine.prepare(steps)
+        assert look() == before
+        assert engine.step(steps).step == 1

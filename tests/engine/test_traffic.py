@@ -17,8 +17,10 @@ import pytest
 import penstock
 from penstock.config import TIERS
 from penstock.errors import BudgetError
+from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.program import ALIGN
+from tests import campaign
 from tests.models import MODELS, causal_lm, llama
 from tests.training import budget, run_steps, steps_of, wrap
 
@@ -93,6 +95,21 @@ def test_bytes_of_each_lane_follow_from_the_formulas(
         assert moved(engine) == wanted
         assert {lane: stats.bytes_moved[lane] for lane in wanted} == wanted
         assert stats.bytes_moved == engine.plan.schedule.bytes_per_lane()
+
+
+@pytest.mark.parametrize("gradients", ["host", "disk"])
+def test_a_step_that_nothing_was_left_to_moves_what_late_chunks_do_not_take_home(
+    gradients: str, tmp_path: Path
+) -> None:
+    """The first step, and one after somebody has looked at the state."""
+    with wrap(campaign.CASE, budget(tmp_path / "store", gradients=gradients), delay=0.5) as engine:
+        steps = [engine.step(campaign.step_data(n)).bytes_moved for n in (1, 2)]
+        engine.inside.rest()
+        steps.append(engine.step(campaign.step_data(3)).bytes_moved)
+        planned, late = engine.plan.schedule.bytes_per_lane(), late_moves(engine.plan.schedule)
+        first = {lane: n - sum(op.nbytes for op in late if op.lane == lane) for lane, n in planned.items()}
+        assert late
+        assert steps == [first, planned, first]
 
 
 def test_bytes_of_the_cpu_lane(tmp_path: Path) -> None:

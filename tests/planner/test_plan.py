@@ -383,6 +383,20 @@ def test_more_buffers_and_other_waits_are_the_users_choice() -> None:
         own(OWN, many)
 
 
+def test_what_a_schedule_says_that_it_keeps_besides_its_pools_is_kept_or_refused() -> None:
+    plan = fit(OWN)
+    tier, what, nbytes = plan.schedule.fixed[0]
+    line = f"fixed {tier} {what} {nbytes}"
+    for text, more in ((f"fixed {tier} {what} {nbytes + 4096}", 4096), (f"{line}\nfixed {tier} mine 8192", 8192)):
+        found = own(OWN, _edited(plan.schedule, line, text))
+        assert getattr(found, f"{tier}_bytes") == getattr(plan, f"{tier}_bytes") + more
+    assert own(OWN, _edited(plan.schedule, f"{line}\n", "")).schedule.fixed == plan.schedule.fixed
+    with pytest.raises(ScheduleError, match=f"fixed {tier} {what} {nbytes - 1}: a step of this model holds {nbytes}"):
+        own(OWN, _edited(plan.schedule, line, f"fixed {tier} {what} {nbytes - 1}"))
+    with pytest.raises(BudgetError, match=rf"of budget\.{tier}"):
+        own(OWN, _edited(plan.schedule, line, f"fixed {tier} {what} {1 << 40}"))
+
+
 def test_a_schedule_for_something_else_is_refused() -> None:
     plan = fit(OWN)
     text = str(plan.schedule)

@@ -126,6 +126,7 @@ BUDGET = ["device", "host", "disk", "weights", "state", "gradients", "checkpoint
 
 def test_names() -> None:
     assert penstock.__all__ == NAMES
+    assert set(NAMES) <= set(dir(penstock))
     for name in NAMES:
         assert getattr(penstock, name).__name__.removeprefix("penstock.") == name  # the package plan can be called
     with pytest.raises(AttributeError, match="no attribute 'Penstock'"):

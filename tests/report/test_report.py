@@ -32,6 +32,7 @@ from penstock.report.series import Because, last_of_each_moment, parse_cause
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import Ran
 from penstock.report.waits import held_up
+from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.references import LANE_OF
 from penstock.schedule.ir.text import parse_schedule
@@ -200,6 +201,21 @@ def test_a_page_says_bytes_exactly_and_errors_relative_to_the_measurement(tmp_pa
     assert rows["compute"][5] == f"{100 * (predicted / measured - 1):.1f}%"
     assert "device memory taken, peak" in page
     assert "of 1\u00a0MiB, predicted" in page
+
+
+def test_a_first_step_that_nothing_was_left_to_was_to_move_what_it_moved(tmp_path: Path) -> None:
+    schedule = offload_schedule(delay=0.5)
+    assert late_moves(schedule)
+    write_run(tmp_path, schedule=schedule)
+    moved = []
+    for step in (1, 2):
+        page = run_page(gather(tmp_path, step))
+        rows = {
+            row[0]: row[1:] for row in (re.findall(r">([^<>]+)</t[hd]>", line) for line in page.splitlines()) if row
+        }
+        assert rows["write"][2] == rows["read"][2] == "exact"
+        moved.append(rows["write"][0])
+    assert moved[0] != moved[1]
 
 
 def test_a_page_without_a_prediction_says_so_and_one_of_another_schedule_too(tmp_path: Path) -> None:

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock.cli.showing.display import choose_display
-from penstock.cli.words import Words
+from penstock.cli.words import Words, columns
 from penstock.config import format_size
 from penstock.errors import ConfigError
 from penstock.hardware.crossing import faster_casts
 from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine
 from penstock.hardware.profiles import save_profile
-
-_WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +88,7 @@ def describe(machine: Machine) -> str:
     for text in machine.warnings:
         lines += textwrap.wrap(
             text,
-            _WIDTH,
+            columns(),
             initial_indent="  - ",
             subsequent_indent="    ",
             break_long_words=False,

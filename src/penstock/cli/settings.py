@@ -10,13 +10,13 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
+from dataclasses import Field, asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from penstock.cli.located import Located, dump_yaml, is_plain_text, parse_yaml, read_yaml
 from penstock.config import TrainConfig
-from penstock.config.meanings import meanings
+from penstock.config.meanings import by_need, is_required, meanings
 from penstock.documents.typed import LARGEST, fits, shown
 from penstock.errors import ConfigError
 
@@ -78,7 +78,7 @@ def dump(config: TrainConfig) -> str:
 def plain(config: TrainConfig) -> dict[str, Any]:
     """The settings as nested dictionaries of scalars and lists."""
     found: dict[str, Any] = _plain(asdict(config))
-    return {f.name: found[f.name] for f in in_order(TrainConfig)}
+    return {f.name: found[f.name] for f in by_need(TrainConfig)}
 
 
 def _plain(value: Any) -> Any:
@@ -123,12 +123,12 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
     assert is_dataclass(cls)
     if not isinstance(tree.value, dict):
         raise ConfigError(f"{tree.where}: {section or 'the file'} must be a mapping, not {shown(tree.plain())}")
-    known = {f.name: f for f in in_order(cls)}
+    known = {f.name: f for f in by_need(cls)}
     for key, item in tree.value.items():
         if key not in known:
             said = unknown(key, list(known), takes=section or "the file", form=_dotted(section, "{}"))
             raise ConfigError(f"{item.where}: {said}")
-    missing = [name for name, f in known.items() if name not in tree.value and required(f)]
+    missing = [name for name, f in known.items() if name not in tree.value and is_required(f)]
     if missing:
         raise ConfigError(f"{tree.where}: {section or 'the file'} lacks {', '.join(missing)}")
     hints = typing.get_type_hints(cls) if hints is None else hints
@@ -137,16 +137,6 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
         return cls(**values)
     except ConfigError as error:
         raise ConfigError(_said_at(_blame(tree, str(error), section), str(error))) from None
-
-
-def in_order(cls: type) -> list[Field[Any]]:
-    """The fields of a dataclass as people read them: what has to be given comes first."""
-    assert is_dataclass(cls)
-    return sorted(fields(cls), key=lambda f: not required(f))
-
-
-def required(f: Field[Any]) -> bool:
-    return f.default is MISSING and f.default_factory is MISSING
 
 
 def _dotted(section: str, key: str) -> str:
@@ -246,7 +236,7 @@ def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
     hints = typing.get_type_hints(cls)
     meaning = {name: text.replace("``", "").replace("None:", "null:") for name, text in meanings(cls).items()}
     rows: list[tuple[str, str, str, str]] = []
-    for f in in_order(cls):
+    for f in by_need(cls):
         options = options_of(hints[f.name])
         inner = section_of(hints[f.name])
         if inner is not None:
@@ -254,7 +244,7 @@ def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
             if others:  # it may be something else, too
                 kind = " or ".join([_expected(others), "a section"])
                 rows.append((_dotted(section, f.name), kind, _default(f), meaning.get(f.name, "")))
-            within = "required" if required(f) else "required if the section is there"
+            within = "required" if is_required(f) else "required if the section is there"
             rows += [
                 (name, kind, within if default == "required" else default, meaning)
                 for name, kind, default, meaning in describe(inner, _dotted(section, f.name))
@@ -266,7 +256,7 @@ def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
 
 def _default(f: Field[Any]) -> str:
     """The default as YAML has it."""
-    return "required" if required(f) else dump_yaml([_plain(f.default)]).removeprefix("-").strip()
+    return "required" if is_required(f) else dump_yaml([_plain(f.default)]).removeprefix("-").strip()
 
 
 def section_of(hint: Any) -> type | None:

@@ -255,8 +255,8 @@ def _settle(
 
 def _open_data(config: TrainConfig, display: Display, folder: Path, model: RunModel, *, new: bool) -> Data:
     """The run's data. The folder of a ``new`` run keeps the model's configuration and the tokenizer from now on."""
-    with display.working("Reading the data" + ("" if model.tokenizer else " and training a tokenizer")):
-        data = open_data(config.data, folder, seed=config.seed, own=model.tokenizer)
+    with display.working("Reading the data"):
+        data = open_data(config.data, folder, seed=config.seed, own=model.tokenizer, say=display.say)
     check_model(config.data, data.largest, model.model)
     if new:
         own = config.data.tokenizer is None and config.data.chat_template is None

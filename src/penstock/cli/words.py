@@ -14,6 +14,7 @@ class with a field ``settings``, any other option is a setting of a file: (dotte
 
 import inspect
 import re
+import shutil
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
@@ -23,15 +24,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from penstock.cli.located import Located, parse_yaml
-from penstock.cli.settings import options_of, read, required, unknown
-from penstock.config.meanings import joined_rows, meanings, names_in
+from penstock.cli.settings import options_of, read, unknown
+from penstock.config.meanings import is_required, joined_rows, meanings, names_in
 from penstock.documents.typed import hints_of
 from penstock.errors import ConfigError
 
 SETTINGS = "settings"
-_WIDTH = 100
 _FLAG = 25
 """Columns of an option with its value."""
+_READABLE = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ def _operands(kind: type[Words], plain: Sequence[str], *, hint: str) -> dict[str
         ConfigError: there are too few or too many of them, or an empty one.
     """
     names, hints = kind.operands, hints_of(kind)
-    needed = {f.name for f in fields(kind) if required(f)} & {*names}
+    needed = {f.name for f in fields(kind) if is_required(f)} & {*names}
     many = bool(names) and _is_list(hints[names[-1]])
     if not len(needed) <= len(plain) or (len(plain) > len(names) and not many) or "" in plain:
         given = " and ".join(filter(None, plain)) or "none"
@@ -211,11 +212,16 @@ def help_of(kind: type[Words], but: type[Words] = Words, **names: str) -> str:
     return "\n".join(out) + "\n"
 
 
+def columns() -> int:
+    """Of the terminal, so far as lines of that length can be read."""
+    return max(60, min(shutil.get_terminal_size((_READABLE, 24)).columns, _READABLE))
+
+
 def _row(flags: Sequence[str], meaning: str) -> list[str]:
     head = f"  {', '.join(flags)}"
     text = meaning.replace("``", "").replace("None:", "if not given:")
     first = f"{head:<{_FLAG}}" if len(head) < _FLAG - 1 else ""
-    wrapped = textwrap.wrap(text, _WIDTH, initial_indent=first or " " * _FLAG, subsequent_indent=" " * _FLAG)
+    wrapped = textwrap.wrap(text, columns(), initial_indent=first or " " * _FLAG, subsequent_indent=" " * _FLAG)
     return wrapped if first else [head, *wrapped]
 
 

@@ -3,7 +3,9 @@
 import difflib
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -13,6 +15,9 @@ S = TypeVar("S")
 R = TypeVar("R")
 T_contra = TypeVar("T_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
+
+_WIDTH = 92
+"""Columns of a docstring: ``help`` moves it in by some, and does not wrap."""
 
 
 class OfModel(Protocol[T_contra, P, R_co]):
@@ -28,6 +33,18 @@ def meanings(kind: type) -> Mapping[str, str]:
         for line in joined_rows(inspect.cleandoc(cls.__doc__ or "")):
             found |= dict.fromkeys(names_in(line), line.strip("| ").rpartition("|")[2].strip())
     return found
+
+
+def by_need(kind: type) -> tuple[Field[Any], ...]:
+    """A dataclass's fields as people look for them: what has to be given, then its own, then those of the classes that
+    it adds to, which are ever rarer."""
+    known = {f.name: f for f in fields(kind)}
+    declared = dict.fromkeys(name for cls in kind.__mro__ for name in vars(cls).get("__annotations__", {}))
+    return tuple(sorted((known[name] for name in declared if name in known), key=lambda f: not is_required(f)))
+
+
+def is_required(f: Field[Any]) -> bool:
+    return f.default is MISSING and f.default_factory is MISSING
 
 
 def names_in(line: str) -> tuple[str, ...]:
@@ -66,7 +83,10 @@ def takes(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Conc
     def decorate(function: Callable[[T, S], R]) -> Callable[Concatenate[T, P], R]:
         first = next(iter(inspect.signature(function).parameters.values()))
         plain = inspect.signature(function)
-        signature = plain.replace(parameters=[first, *inspect.signature(kind).parameters.values()])
+        assert isinstance(kind, type)
+        order = [f.name for f in by_need(kind)]
+        each = inspect.signature(kind).parameters
+        signature = plain.replace(parameters=[first, *(each[name] for name in order)])
 
         construct: Callable[..., S] = kind
 
@@ -82,8 +102,11 @@ def takes(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Conc
                 raise TypeError(f"{function.__qualname__}() {error}") from None
             return function(bound.pop(first.name), construct(**bound))
 
-        assert isinstance(kind, type)
-        rows = [f"    {name}: {meaning}" for name, meaning in meanings(kind).items()]
+        said = meanings(kind)
+        rows = [
+            textwrap.fill(f"{name}: {said[name]}", _WIDTH, initial_indent="    ", subsequent_indent="        ")
+            for name in order
+        ]
         call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Keyword arguments:", *rows])
         call.__signature__ = signature  # type: ignore[attr-defined]  # what ``inspect`` and editors look at
         call.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}

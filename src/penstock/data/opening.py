@@ -1,6 +1,7 @@
 """From settings to data that can be trained on: finds the sources, the tokenizer, and whether all is as it was."""
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from penstock.data.stream import Prepared, Stream
 from penstock.data.streamed import Streamed, StreamSource
 from penstock.data.token_files import TokenFile
 from penstock.errors import ConfigError, StoreError
+
+log = logging.getLogger("penstock")
 
 STREAM_FROM = 10_000_000_000
 """Bytes of files from which on data are streamed, unless the settings say otherwise."""
@@ -45,10 +48,18 @@ class Data:
     folders: tuple[Path, ...]
 
 
-def open_data(config: DataConfig, run: Path, *, seed: int, own: PreTrainedTokenizerBase | None) -> Data:
+def open_data(
+    config: DataConfig,
+    run: Path,
+    *,
+    seed: int,
+    own: PreTrainedTokenizerBase | None,
+    say: Callable[[str], None] = log.info,
+) -> Data:
     """Open the data of a run, tokenised into its folder where they are not streamed.
 
-    ``own``: the model's tokenizer, if it has one. Where ``run`` has data already, they must be these.
+    ``own``: the model's tokenizer, if it has one. ``say``: told what takes time. Where ``run`` has data already, they
+    must be these.
 
     Raises:
         ConfigError: sources, tokenizer or a document will not do; or the data have changed since the run began.
@@ -61,7 +72,7 @@ def open_data(config: DataConfig, run: Path, *, seed: int, own: PreTrainedTokeni
     facts = facts_of([p for one in opened for p in one.files], sizes, whole=not stream)
     facts += facts_of([p for one in held_out for p in one.files], sizes, whole=True)
     folder = prepared_in(config, run)
-    tokenizer, *used = _tokenizer(config, own, opened, facts, folder)
+    tokenizer, *used = _tokenizer(config, own, opened, facts, folder, say)
     identity = Identity(files=facts, settings=_settings(config, tokenizer, [*opened, *held_out], seed, stream))
     if known is not None and (changed := identity.difference(known)) is not None:
         raise ConfigError(
@@ -181,6 +192,7 @@ def _tokenizer(
     opened: Sequence[Opened],
     facts: Sequence[FileFacts],
     folder: Path,
+    say: Callable[[str], None],
 ) -> tuple[PreTrainedTokenizerBase, *tuple[Path, ...]]:
     """The tokenizer, and the folder that it is in, if it was trained for these data."""
     if config.training is None:
@@ -189,6 +201,7 @@ def _tokenizer(
     made_of = {"train": asdict(config.training), "files": [f.digest for f in facts], "version": _VERSION}
     place = folder / f"tokenizer-{fingerprint(made_of)}"
     if not place.is_dir():
+        say(f"Training a tokenizer of {config.training.vocabulary:,} tokens")
         found = tokenizers.train(config.training, _sample(opened, config.training.sample_bytes))
         try:
             with files.made_once(place, private=config.prepared is None) as under_way:

@@ -91,11 +91,11 @@ class WrapArguments(LoopArguments, StepConfig):
     """
 
     optimizer: OptimizerSpec
-    device: torch.device | str | None = None
     loss_fn: LossFn | None = None
+    device: torch.device | str | None = None
     seed: int = 0
-    overlap: bool = True
     run: str | Path | None = None
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,11 +9,21 @@ import torch
 
 from penstock.engine.labels import IGNORED
 from penstock.errors import ConfigError, ModelError
+from penstock.tape import trees
 
 MicroBatch = Mapping[str, Any]
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 MOST_POSITION = 1 << 16
 """Bytes of JSON that a position in the data may take: every commit writes it."""
+
+
+def _tensors(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """All tensors of a micro-batch by name, those in nested containers by their place in it, ``pixels.0``."""
+    return {
+        ".".join(map(str, (name, *place))): tensor
+        for name, value in sorted(micro_batch.items())
+        for place, tensor in trees.places(value).items()
+    }
 
 
 def check(micro_batches: Sequence[MicroBatch]) -> None:
@@ -27,7 +37,7 @@ def check(micro_batches: Sequence[MicroBatch]) -> None:
     for m, mb in enumerate(micro_batches):
         if not isinstance(mb, Mapping):
             raise ModelError(f"micro-batch {m} is a {type(mb).__name__}: it must be a mapping of names to tensors")
-        if not any(isinstance(value, torch.Tensor) and value.numel() for value in mb.values()):
+        if not any(value.numel() for value in _tensors(mb).values()):
             raise ModelError(f"micro-batch {m} holds no tensor with elements")
         if set(mb) != set(micro_batches[0]):
             extra = sorted(set(mb) ^ set(micro_batches[0]))
@@ -56,14 +66,13 @@ def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Copy tensors to the device; floating-point ones (pixels, audio features) in the compute dtype."""
+    """Copy tensors to the device, those in nested containers too; floating-point ones (pixels, audio features) in the
+    compute dtype."""
 
-    def move(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.to(device=device, dtype=dtype if value.is_floating_point() else None, non_blocking=True)
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None, non_blocking=True)
 
-    return {name: move(value) for name, value in micro_batch.items()}
+    return {name: trees.replace(value, move) for name, value in micro_batch.items()}
 
 
 def all_to_device(
@@ -78,8 +87,8 @@ def shapes(micro_batch: MicroBatch) -> Shapes:
     A mask that hides something is as one with another dimension: models drop masks that hide nothing, and what they
     make of the others takes memory.
     """
-    tensors = ((n, v) for n, v in sorted(micro_batch.items()) if isinstance(v, torch.Tensor))
-    return tuple((name, (*value.shape, *_hides(name, value)), str(value.dtype)) for name, value in tensors)
+    found = _tensors(micro_batch).items()
+    return tuple((name, (*value.shape, *_hides(name, value)), str(value.dtype)) for name, value in found)
 
 
 def _hides(name: str, value: torch.Tensor) -> tuple[int, ...]:
@@ -98,7 +107,7 @@ def covers(planned: Shapes, wanted: Shapes) -> bool:
 
 
 def nbytes(micro_batch: MicroBatch) -> int:
-    return sum(v.numel() * v.itemsize for v in micro_batch.values() if isinstance(v, torch.Tensor))
+    return sum(value.numel() * value.itemsize for value in _tensors(micro_batch).values())
 
 
 def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | None = None) -> list[float] | None:
@@ -124,5 +133,5 @@ def tokens(micro_batch: MicroBatch) -> int:
     ids = micro_batch.get("input_ids")
     if isinstance(ids, torch.Tensor):
         return ids.numel()
-    first = next(v for v in micro_batch.values() if isinstance(v, torch.Tensor))
+    first = next(iter(_tensors(micro_batch).values()))
     return int(first.shape[0]) if first.ndim else 1

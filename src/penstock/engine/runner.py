@@ -52,22 +52,29 @@ class Runner:
         self._facts = facts
         self._shared = shared
         self._streams = shared.streams
-        self.pools = Pools(plan.schedule, shared.device)
         self.bound = Bound(schedule=plan.schedule, program=plan.program)
         grad_dtype = torch.bfloat16 if plan.settings.grad_dtype == "bf16" else torch.float32
-        self._scratch = _scratch(self.bound, shared)
         stepping = Stepping(shared.groups, shared.runs, shared.threads, grad_dtype)
-        self.actions = Actions(
-            self.bound,
-            self.pools,
-            shared.groups,
-            shared.arrays,
-            shared.tape,
-            self._scratch,
-            self._streams,
-            stepping,
-        )
-        self._executor = self._executor_of(plan.schedule)
+        with ExitStack() as undo:  # what is made is given back if what comes after it fails, and by ``close``
+            self._scratch = _scratch(self.bound, shared)
+            if self._scratch is not None:
+                undo.callback(_remove, self._scratch, shared.scratch_paths)
+            self.pools = Pools(plan.schedule, shared.device)
+            undo.callback(self.pools.close)
+            self.actions = Actions(
+                self.bound,
+                self.pools,
+                shared.groups,
+                shared.arrays,
+                shared.tape,
+                self._scratch,
+                self._streams,
+                stepping,
+            )
+            undo.callback(self.actions.release)
+            self._executor = self._executor_of(plan.schedule)
+            undo.callback(self._executor.close)
+            self._made = undo.pop_all()
         self._partials = {
             g.index: np.zeros(g.trainable // ALIGN, dtype=np.float64) for g in plan.program.groups if g.trainable
         }
@@ -183,12 +190,7 @@ class Runner:
 
     def close(self) -> None:
         """Give back threads, memory and scratch space; each happens whatever the others raise."""
-        with ExitStack() as all_of_it:  # last in, first out
-            if self._scratch is not None:
-                all_of_it.callback(_remove, self._scratch, self._shared.scratch_paths)
-            all_of_it.callback(self.pools.close)
-            all_of_it.callback(self.actions.release)
-            all_of_it.callback(self._executor.close)
+        self._made.close()
 
 
 def _remove(scratch: Store, paths: Sequence[Path]) -> None:

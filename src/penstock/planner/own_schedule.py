@@ -182,9 +182,20 @@ def _check_waiting(request: Request, schedule: Schedule, late: frozenset[ChunkAt
 
 
 def _with_fixed(request: Request, schedule: Schedule, place: Placement) -> Schedule:
-    """The schedule with what a step of this model holds besides its pools."""
-    fixed = request.fixed(place, _under_way(schedule.lanes["compute"]))
-    return replace(schedule, fixed=tuple(item for item in fixed if item[2]))
+    """The schedule with what a step of this model holds besides its pools, and what its own lines keep beyond that.
+
+    Raises:
+        ScheduleError: a line says less than this model holds.
+    """
+    holds = {(tier, what): n for tier, what, n in request.fixed(place, _under_way(schedule.lanes["compute"])) if n}
+    for tier, what, nbytes in schedule.fixed:
+        if nbytes < (least := holds.get((tier, what), 0)):
+            raise ScheduleError(
+                f"fixed {tier} {what} {nbytes}: a step of this model holds {least} bytes of it: write that, or leave "
+                "the line out"
+            )
+        holds[tier, what] = nbytes
+    return replace(schedule, fixed=tuple((tier, what, n) for (tier, what), n in holds.items()))
 
 
 def _under_way(ops: Sequence[Op]) -> int:

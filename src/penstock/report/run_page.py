@@ -13,6 +13,7 @@ from penstock.report.prediction import Prediction, predicted_bars
 from penstock.report.sentence import format_time, measured_bottleneck, verdict
 from penstock.report.series import series
 from penstock.report.trace_file import MeasuredStep
+from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.lanes import LANES, Lane
 
 _POINTS = 2000
@@ -192,7 +193,8 @@ def _lane_table(report: Report) -> str:
         until = "as measured" if step.whole else "as measured up to the cut"
         return table(heads, rows, caption=f"Bytes moved and time busy per lane, {until}")
     lanes = [lane for lane in LANES if lane in step.busy or prediction.busy.get(lane, 0.0)]
-    rows = [_compared(step, prediction, lane) for lane in lanes]
+    moves = _moves_of(step, prediction)
+    rows = [_compared(step, prediction, moves, lane) for lane in lanes]
     heads = [
         "lane",
         "bytes predicted",
@@ -212,8 +214,18 @@ def _measured(step: MeasuredStep, lane: Lane) -> list[str]:
     return [*cells, _share(step, lane)] if step.whole else cells
 
 
-def _compared(step: MeasuredStep, prediction: Prediction, lane: Lane) -> list[str]:
-    said, did = prediction.bytes_per_lane.get(lane, 0), step.bytes_per_lane.get(lane, 0)
+def _moves_of(step: MeasuredStep, prediction: Prediction) -> Mapping[Lane, int]:
+    """Bytes that each lane was to move in this step: less than in others if it has found nothing left to it."""
+    found, ran = dict(prediction.bytes_per_lane), {op.id: op.nbytes for op in step.ops}
+    late = late_moves(prediction.schedule)
+    if not any(ran.get(op.id) for op in late):
+        for op in late:
+            found[op.lane] -= op.nbytes
+    return found
+
+
+def _compared(step: MeasuredStep, prediction: Prediction, moves: Mapping[Lane, int], lane: Lane) -> list[str]:
+    said, did = moves.get(lane, 0), step.bytes_per_lane.get(lane, 0)
     said_busy, did_busy = prediction.busy.get(lane, 0.0), step.busy.get(lane, 0.0)
     return [
         lane,

@@ -71,14 +71,19 @@ class Executor:
         self._active = self._closed = False
         self._error: BaseException | None = None
         workers: dict[Lane, int] = {"h2d": 1, "d2h": 1, "cpu": 1, "read": io_workers, "write": io_workers}
-        self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=f"penstock-{lane}-{i}", daemon=True)
-            for lane, count in workers.items()
-            if schedule.lanes[lane]
-            for i in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for lane, number in ((lane, i) for lane, count in workers.items() for i in range(count)):
+                if schedule.lanes[lane]:
+                    self._start_thread(lane, f"penstock-{lane}-{number}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_thread(self, lane: Lane, name: str) -> None:
+        thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def run(self) -> None:
         """Run every op once. Times are in ``marks`` afterwards.

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -23,9 +24,12 @@ class Pools:
         backed = [pool for pool in schedule.pools if pool.backed]
         need = {tier: sum(page_up(p.size) * p.count for p in backed if p.tier == tier) for tier in TIERS}
         assert not need["disk"]
-        with near(device):
-            self._host = HostSlab(need["host"], pin=device.type == "cuda")
-        self._device = DeviceSlab(need["device"], device)
+        with ExitStack() as undo:
+            with near(device):
+                self._host = HostSlab(need["host"], pin=device.type == "cuda")
+            undo.callback(self._host.close)
+            self._device = DeviceSlab(need["device"], device)
+            undo.pop_all()
         self._slots: dict[str, list[torch.Tensor]] = {}
         offset = dict.fromkeys(TIERS, 0)
         for pool in backed:

@@ -147,10 +147,14 @@ class StateArrays:
         self._slabs: dict[str, HostSlab | DeviceSlab] = {}
         if store is None:
             room = host_bytes
-            for name, part in self.parts.items():
-                fits = part.nbytes <= room
-                room -= part.nbytes * fits
-                self._slabs[name], self._arrays[name] = self._allocate(name, "host" if fits else "device")
+            try:
+                for name, part in self.parts.items():
+                    fits = part.nbytes <= room
+                    room -= part.nbytes * fits
+                    self._slabs[name], self._arrays[name] = self._allocate(name, "host" if fits else "device")
+            except BaseException:
+                self.close()
+                raise
 
     def tier_of(self, name: str) -> Tier:
         if name not in self._arrays:
@@ -413,9 +417,9 @@ class StateArrays:
         """Copy an array to another tier, and only then let go of where it was: an error on the way loses nothing."""
         if self.tier_of(name) == tier:
             return
+        bounce = HostSlab(BOUNCE)
         new = None if tier == "disk" else self._allocate(name, tier)
         self.begin(name)
-        bounce = HostSlab(BOUNCE)
         try:
             for start, piece in self.pieces(name, bounce):
                 self.read(name, start, piece)

@@ -17,6 +17,7 @@ commit. Where trained state is both in memory and on disk, ``wait`` before the n
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,9 +47,11 @@ class Background:
         assert arrays.slots.two
         self._arrays = arrays
         cuda = arrays.device.type == "cuda"
-        with near(arrays.device):
+        with near(arrays.device), ExitStack() as undo:
             self._bounce = HostSlab(BOUNCE, pin=cuda)
+            undo.callback(self._bounce.close)
             self._device = _DeviceCopies(arrays.device) if cuda else None
+            undo.pop_all()
         self._guarded: _Pieces | None = None
         """the pieces that a change must look at; None when nothing is pending"""
         self._last: _Pieces | None = None

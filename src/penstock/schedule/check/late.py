@@ -2,7 +2,7 @@
 
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.check.order import run_order
-from penstock.schedule.ir.ops import ChunkAt, Schedule, chunk_of
+from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, chunk_of
 from penstock.schedule.ir.references import Buffer
 
 
@@ -29,3 +29,10 @@ def late_chunks(schedule: Schedule, clocks: Clocks | None = None) -> frozenset[C
     left = left_buffers(schedule, clocks)
     steps = (op for op in schedule.ops if op.id.kind == "OP")
     return frozenset(chunk_of(op) for op in steps if not left.isdisjoint(op.reads))
+
+
+def late_moves(schedule: Schedule) -> tuple[Op, ...]:
+    """The ops that move bytes for the step before, and none in a step that found nothing left to it: a run's first one,
+    and one after an evaluation, which has had all of it done. Errors are those of ``left_buffers``."""
+    late = late_chunks(schedule)
+    return tuple(op for op in schedule.ops if op.id.kind in ("RG", "WS", "WW") and chunk_of(op) in late)
