@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.errors import ConfigError, ModelError, ScheduleError, StoreError
+from penstock.errors import ConfigError, ModelError, NonFiniteError, ScheduleError, StoreError
 from penstock.store.records import read_document, write_document
 from tests import warm
-from tests.models import MODELS, MicroBatch, llama, qwen3
+from tests.models import MODELS, VOCABULARY, Case, MicroBatch, causal_lm, llama, qwen3
 from tests.training import assert_same_state, budget, state_of, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -413,3 +413,44 @@ def test_outputs_of_an_evaluation_that_are_kept_without_being_read_are_not_nan(t
         pytest.raises(ModelError, match=r"that one block hands to the next was kept.*hidden_states\[1\].clone"),
     ):
         engine.evaluate(STEPS[0])
+
+
+class Sometimes(nn.Module):
+    """Code outside of all blocks that reads a large frozen part for some micro-batches alone: those that begin with 1.
+    ``always``: it takes the way out that the error names."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.always = always
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(2))
+        self.aside = nn.Linear(16, 16384).requires_grad_(False)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        if input_ids[0, 0] == 1:
+            x = x + self.aside(x)[..., :16]
+        elif self.always:
+            x = x + sum(0 * parameter.sum() for parameter in self.aside.parameters())
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_frozen_parameters_that_only_some_data_reach_are_named_and_the_way_out_works(
+    always: bool, tmp_path: Path
+) -> None:
+    case = Case(build=partial(Sometimes, always=always), micro_batch=causal_lm, blocks=2, loss_fn=lambda m, mb: m(**mb))
+    without, reaching = (
+        [{name: ids.index_fill(1, torch.tensor(0), first) for name, ids in STEPS[0][0].items()}] for first in (2, 1)
+    )
+    with wrap(case, budget(tmp_path / "store"), plan=None) as engine:
+        engine.step(without)
+        if always:
+            assert engine.step(reaching).step == 2
+            return
+        with pytest.raises(NonFiniteError, match=r"reads 'aside.weight' for it.*let it add 0 \* parameter\.sum\(\)"):
+            engine.step(reaching)
+        assert engine.step(without).step == 2

@@ -32,6 +32,8 @@ USES: dict[str, Callable[[Any], object]] = {
     "forward by its name": lambda model: model.forward(input_ids=IDS),
     "the body": lambda model: model.model(input_ids=IDS),
     "a block": lambda model: model.model.layers[0](torch.ones(1, 4, 16), position_embeddings=None),
+    "a layer within a block": lambda model: model.model.layers[0].mlp.up_proj(torch.ones(1, 4, 16)),
+    "a part of a block": lambda model: model.model.layers[1].mlp(torch.ones(1, 4, 16)),
     "the embedding": lambda model: model.get_input_embeddings()(IDS),
     "the head": lambda model: model.lm_head(torch.ones(1, 16)),
     "generate": lambda model: model.generate(input_ids=IDS, max_new_tokens=2),
@@ -61,6 +63,28 @@ def test_every_use_as_a_model_with_weights_is_refused(closed: bool, tmp_path: Pa
             with pytest.raises(ModelError, match="weights are the engine's"):
                 use(model)
             assert name
+
+
+def test_what_has_no_weights_may_be_called_and_blocks_at_work_have_no_hooks(tmp_path: Path) -> None:
+    """Compilers, and code that looks for hooks, find those that the model had."""
+    model = CASE.model()
+    layer, seen = model.model.layers[0], []
+
+    def loss_fn(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        for module in layer.modules():
+            mine = module.register_forward_pre_hook(lambda *_: None)
+            hooks = mine.hooks_dict_ref()
+            mine.remove()
+            assert hooks is not None
+            seen.append(len(hooks) if module is not layer else 0)
+        return CASE.loss_fn(model, micro_batch)
+
+    with wrap(CASE, budget(tmp_path / "store"), model=model, loss_fn=loss_fn) as engine:
+        engine.step(STEPS[0])
+        engine.evaluate(STEPS[0])
+        assert not any(seen)
+        assert seen
+        assert layer.mlp.act_fn(torch.zeros(1)).item() == 0.0
 
 
 def test_wrapping_a_model_again_says_so_at_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelError
 
@@ -24,6 +25,10 @@ class _Guard:
         self.instead = _ANYONE
         self.names_only = False
         self.at_work = False
+        self.within: list[nn.Module] = []
+        """modules with parameters within blocks, and their hooks while the engine is not at work: compiled blocks, and
+        code that looks for hooks, find none"""
+        self.hooks: list[RemovableHandle] = []
 
     def refuse(self, *_: Any) -> NoReturn:
         raise ModelError(f"the model's weights are the engine's, and it has none of its own: {self.instead}")
@@ -31,6 +36,14 @@ class _Guard:
     def check_forward(self, *_: Any) -> None:
         if not self.at_work:
             self.refuse()
+
+    def set_at_work(self, at_work: bool) -> None:
+        self.at_work = at_work
+        hooks, self.hooks = self.hooks, []
+        for hook in hooks:
+            hook.remove()
+        if not at_work:
+            self.hooks = [module.register_forward_pre_hook(self.check_forward) for module in self.within]
 
     def check_state(self, *_: Any) -> None:
         if not self.names_only:
@@ -44,9 +57,8 @@ class _Guard:
 
 
 def guard(model: nn.Module, instead: str | None = None, *, blocks: Collection[nn.Module] = ()) -> None:
-    """From now on the model's forward outside of the engine, that of its parts down to ``blocks``, and its
-    ``state_dict`` are errors that say ``instead``. What is within a block is left alone: a hook there would be in the
-    way of compiling it.
+    """From now on the model's forward outside of the engine, that of its parts, and its ``state_dict`` are errors that
+    say ``instead``. Parts of ``blocks`` without parameters may be called.
 
     For all who get hold of the model: callbacks, code behind the training, and those who have closed the engine. Called
     again, it only changes what is said.
@@ -60,6 +72,9 @@ def guard(model: nn.Module, instead: str | None = None, *, blocks: Collection[nn
     for module in model.modules():
         if id(module) not in within:
             module.register_forward_pre_hook(known.check_forward)
+        elif next(module.parameters(), None) is not None:
+            known.within.append(module)
+    known.set_at_work(False)
     for parameter in model.parameters():
         parameter.grad = None  # left over from before; it would be taken for one of the first step's
     for module in model.modules():
@@ -72,7 +87,7 @@ def set_at_work(model: nn.Module, at_work: bool) -> None:
     """Say if the engine is running a guarded model now, and has brought its weights."""
     known = vars(model).get(_GUARD)
     if isinstance(known, _Guard):
-        known.at_work = at_work
+        known.set_at_work(at_work)
 
 
 @contextmanager

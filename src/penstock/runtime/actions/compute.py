@@ -57,9 +57,21 @@ class Compute:
             if not math.isfinite(loss):
                 context.failure = NonFiniteError(
                     f"step {context.step}, micro-batch {m}: the loss is {loss}. Nothing was updated. Look at that "
-                    "micro-batch, lower the learning rate, or use precision='bf16' instead of 'fp16'"
+                    f"micro-batch, lower the learning rate, or use precision='bf16' instead of 'fp16'{self._unread()}"
                 )
                 return
+
+    def _unread(self) -> str:
+        """A hint at parameters that no stage reads, if there are any: a micro-batch that does finds placeholders."""
+        read = {g for stage in self._stages for g in (*stage.forward_reads, *stage.backward_reads)}
+        names = [s.name for group in self._groups if group.spec.index not in read for s in group.slices]
+        if not names:
+            return ""
+        return (
+            f". If the model reads {names[0]!r} for it, which the micro-batch that the plan was made from did not: "
+            "that must not depend on the values of the data. Where the model leaves it out, let it add "
+            "0 * parameter.sum() of each such parameter to what it computes"
+        )
 
     def _attach(self, op: Op) -> None:
         """Weights that an op reads into the model, and gradients that it writes where they are added up."""
