@@ -1,11 +1,10 @@
 """Keeps a model whose weights the engine holds from being used as if it had them: its placeholders read as NaN."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelError
 
@@ -26,9 +25,10 @@ class _Guard:
         self.names_only = False
         self.at_work = False
         self.within: list[nn.Module] = []
-        """modules with parameters within blocks, and their hooks while the engine is not at work: compiled blocks, and
+        """modules with parameters within blocks. They have hooks while the engine is not at work: compiled blocks, and
         code that looks for hooks, find none"""
-        self.hooks: list[RemovableHandle] = []
+        self.remove: list[Callable[[], None]] = []
+        """... these"""
 
     def refuse(self, *_: Any) -> NoReturn:
         raise ModelError(f"the model's weights are the engine's, and it has none of its own: {self.instead}")
@@ -39,11 +39,11 @@ class _Guard:
 
     def set_at_work(self, at_work: bool) -> None:
         self.at_work = at_work
-        hooks, self.hooks = self.hooks, []
-        for hook in hooks:
-            hook.remove()
+        remove, self.remove = self.remove, []
+        for each in remove:
+            each()
         if not at_work:
-            self.hooks = [module.register_forward_pre_hook(self.check_forward) for module in self.within]
+            self.remove = [module.register_forward_pre_hook(self.check_forward).remove for module in self.within]
 
     def check_state(self, *_: Any) -> None:
         if not self.names_only:
