@@ -102,10 +102,9 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with private.without_functions():  # looks of our own, of which ``Ahead`` and others need not hear
+        with private.without_functions():  # of ops, and looks of our own, ``Ahead`` and others need not hear
             inputs, written = self._before(func, args, kwargs)
-        result = func(*args, **kwargs)
-        with private.without_functions():
+            result = func(*args, **kwargs)
             formula = FLOP.get(packet_of(func))
             if formula is not None:
                 self.flops += formula(*args, **kwargs, out_val=result)
@@ -158,10 +157,11 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     """The distinct tensors among an op's arguments or results that are one piece of memory; lists of them are flat."""
     found: dict[int, torch.Tensor] = {}
     for value in values:
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(item, torch.Tensor) and trees.has_storage(item):
-                found.setdefault(id(item), item)
-    return list(found.values())
+        if isinstance(value, torch.Tensor):
+            found.setdefault(id(value), value)
+        elif isinstance(value, list | tuple):
+            found.update((id(item), item) for item in value if isinstance(item, torch.Tensor))
+    return [item for item in found.values() if trees.has_storage(item)]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
