@@ -21,7 +21,7 @@ from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.process_groups import ProcessGroup
+from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import FP32, PAGE, Depths, Format, Placement, Settings, chunks, delayed_share
 from penstock.schedule.program import ALIGN, Program
@@ -229,11 +229,11 @@ def test_the_same_holds_on_each_of_several_ranks(case: Case, share: float, ranks
     host = [tuple("host" if tier == "device" else tier for tier in tiers) for tiers in (place.weights, place.state)]
     s = replace(case.settings, place=replace(place, weights=host[0], state=host[1]))
     s = replace(s, delay=share if family == "vertical" else 0.0)
-    everyone = ProcessGroup(name="all", size=ranks)
+    everyone = Mesh(data=ranks).everyone()
     case = replace(case, program=everyone.part(case.program), family=family, settings=s)
     lower = vertical if family == "vertical" else horizontal
     schedule = lower(case.program, s, shards=everyone)
-    check_world(World(name="ranks", ranks=(schedule,) * ranks, groups={"all": tuple(range(ranks))}))
+    check_world(World(name="ranks", ranks=(schedule,) * ranks, groups={everyone.name: everyone.members}))
     run = Run(case, schedule)
     for _ in range(3):
         run.step()

@@ -19,7 +19,7 @@ from collections import defaultdict
 from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer
 from penstock.schedule.lower.emitter import Emitter, Touched
-from penstock.schedule.lower.process_groups import ProcessGroup
+from penstock.schedule.lower.mesh import ProcessGroup
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.route import Route, Visit
 from penstock.schedule.place import Chunk, Settings, chunks

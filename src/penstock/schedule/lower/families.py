@@ -110,7 +110,7 @@ def _looped(summary: str, order: Order, *, in_rounds: bool) -> Family:
 
 
 def _all_at_once(request: Request) -> World:
-    return pipeline(request, spread(request, 1), orders.gpipe, _AT_THE_END, items=request.micro_batches)
+    return pipeline(request, spread(request, 1), orders.gpipe, _AT_THE_END, at_once=True)
 
 
 def _zero_bubble(request: Request) -> World:

@@ -36,8 +36,8 @@ from penstock.config import Tier
 from penstock.schedule.ir.ops import Pool, Schedule, Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, stage_buffer, stage_op, visit
 from penstock.schedule.lower.emitter import Emitter, Touched
+from penstock.schedule.lower.mesh import ProcessGroup
 from penstock.schedule.lower.orders import Order
-from penstock.schedule.lower.process_groups import ALONE, ProcessGroup
 from penstock.schedule.lower.request import Request, Sizes
 from penstock.schedule.lower.stages import Stages
 
@@ -64,21 +64,19 @@ class Sharding:
 @dataclass(frozen=True, kw_only=True)
 class Seat:
     """A rank's place in the world. Of ``shards`` each rank has a part of the layers ``joined``. Peers are
-    ``first_rank`` + a rank of the pipeline. ``first_step``: number of the first micro-batch, of ``steps`` that it has
-    one after another; each is of ``items``. ``model``: the ranks that keep one copy of each layer's input.
-    ``upwards``: the optimizer steps the first layer first; otherwise the last one, whose gradient can cross the network
-    first.
+    ``first_rank`` + a rank of the pipeline. It has ``steps`` one after another, each of ``items`` micro-batches.
+    ``model``: the ranks that keep one copy of each layer's input. ``upwards``: the optimizer steps the first layer
+    first; otherwise the last one, whose gradient can cross the network first.
     """
 
     rank: int
     joined: tuple[int, ...]
     steps: int
     items: int
-    shards: ProcessGroup = ALONE
-    first_rank: int = 0
-    first_step: int = 0
-    model: ProcessGroup = ALONE
-    upwards: bool = True
+    shards: ProcessGroup
+    first_rank: int
+    model: ProcessGroup
+    upwards: bool
 
 
 def activation_pools(sizes: Sizes, items: int) -> dict[str, int]:
@@ -99,11 +97,11 @@ def lower_rank(request: Request, stages: Stages, seat: Seat, order: Order, shard
     for number, (kind, stage, m) in enumerate(steps, start=1):
         match kind:
             case "F":
-                rank.forward(stage, seat.first_step + m)
+                rank.forward(stage, m)
             case "W":
-                rank.weight_gradients(stage, seat.first_step + m)
+                rank.weight_gradients(stage, m)
             case _:
-                rank.backward(kind, stage, seat.first_step + m, last=number == len(steps))
+                rank.backward(kind, stage, m, last=number == len(steps))
     rank.optimize()
     return rank.finish()
 

@@ -26,7 +26,7 @@ from typing import Literal
 from penstock.config import Tier
 from penstock.errors import ConfigError
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.process_groups import ProcessGroup
+from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import fixed_bytes
 from penstock.schedule.lower.request import Request
 from penstock.schedule.lower.visits import horizontal, vertical
@@ -59,12 +59,12 @@ def lower_program(request: Request, streaming: Streaming) -> World:
     Raises:
         ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
     """
-    s, ranks, program = settings(request, streaming), _ranks(request), _part(request)
+    s, ranks, program = settings(request, streaming), Mesh(data=request.ranks).everyone(), _part(request)
     builder = vertical if streaming.order == "vertical" else horizontal
     at_once = s.micro_batches if streaming.order == "vertical" else 1
     fixed = fixed_bytes(program, s.form, s.place, at_once)
     schedule = builder(program, s, fixed, request.family, ranks)
-    groups = {ranks.name: tuple(range(ranks.size))} if ranks.size > 1 else {}
+    groups = {ranks.name: ranks.members} if ranks.size > 1 else {}
     return World(name=request.family, ranks=(schedule,) * ranks.size, groups=groups)
 
 
@@ -94,15 +94,11 @@ def settings(request: Request, streaming: Streaming) -> Settings:
     )
 
 
-def _ranks(request: Request) -> ProcessGroup:
-    return ProcessGroup(name="all", size=request.ranks)
-
-
 def _part(request: Request) -> Program:
     """What a rank has of the program."""
     if request.program is None:
         raise ConfigError(f"{request.family} streams the groups of a program: give it one")
-    return _ranks(request).part(request.program)
+    return Mesh(data=request.ranks).everyone().part(request.program)
 
 
 def _blocks(request: Request) -> tuple[int, ...]:

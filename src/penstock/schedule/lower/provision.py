@@ -19,7 +19,7 @@ from functools import cached_property
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Pool
-from penstock.schedule.lower.process_groups import ALONE, ProcessGroup
+from penstock.schedule.lower.mesh import ALONE, ProcessGroup
 from penstock.schedule.lower.route import Route
 from penstock.schedule.place import (
     BF16,

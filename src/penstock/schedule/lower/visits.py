@@ -14,7 +14,7 @@ from penstock.schedule.ir.references import OpId, stage_op, visit
 from penstock.schedule.lower.activations import Activations
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.loads import Loads
-from penstock.schedule.lower.process_groups import ALONE, ProcessGroup
+from penstock.schedule.lower.mesh import ALONE, ProcessGroup
 from penstock.schedule.lower.route import Route, Visit
 from penstock.schedule.lower.update import Updates
 from penstock.schedule.place import Settings

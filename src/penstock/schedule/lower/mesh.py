@@ -1,0 +1,79 @@
+"""The ranks of a world: where each stands, and with which others it shares what."""
+
+from dataclasses import dataclass, replace
+
+from penstock.schedule.program import ALIGN, GroupSpec, Program, round_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessGroup:
+    """Ranks that share something: how large a rank's part is, and what their collectives send. A rank that is its only
+    member has all of everything.
+    """
+
+    name: str
+    members: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def share(self, amount: int) -> int:
+        """The largest part of an amount."""
+        return -(-amount // self.size)
+
+    def sent(self, amount: int) -> int:
+        """What a rank sends in a ring that gathers, or reduces and scatters, an amount in all: (P - 1) / P of it."""
+        return amount * (self.size - 1) // self.size
+
+    def part(self, program: Program) -> Program:
+        """A program with what each rank has of every param group: an even part, padded to multiples of ``ALIGN``."""
+        if self.size == 1:
+            return program
+
+        def own(group: GroupSpec) -> GroupSpec:
+            trainable, frozen = (round_up(self.share(n), ALIGN) for n in (group.trainable, group.frozen))
+            return replace(group, trainable=trainable, frozen=frozen)
+
+        return replace(program, groups=tuple(map(own, program.groups)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Ranks on three axes: ``data`` replicas that share a step's micro-batches, each a pipeline of ``stages`` ranks,
+    each of these ``model`` ranks that compute the same micro-batches (ZeRO-R). Rank (d * stages + s) * model + t stands
+    at (d, s, t).
+    """
+
+    data: int = 1
+    stages: int = 1
+    model: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.data * self.stages * self.model
+
+    def stands(self, rank: int) -> tuple[int, int, int]:
+        """Replica, stage and number within the stage of a rank."""
+        above, number = divmod(rank, self.model)
+        return *divmod(above, self.stages), number
+
+    def everyone(self) -> ProcessGroup:
+        return ProcessGroup(name="all", members=tuple(range(self.size)))
+
+    def replicas(self, rank: int) -> ProcessGroup:
+        """Those who do in other replicas what a rank does in its own."""
+        _, stage, number = self.stands(rank)
+        name = f"data{number}" if self.model > 1 else f"stage{stage}"
+        width = self.stages * self.model
+        return ProcessGroup(name=name, members=tuple(range(rank % width, self.size, width)))
+
+    def together(self, rank: int) -> ProcessGroup:
+        """Those who compute the same micro-batches of the same stage."""
+        if self.model == 1:
+            return ALONE
+        first = rank - rank % self.model
+        return ProcessGroup(name=f"model{first // self.model}", members=tuple(range(first, first + self.model)))
+
+
+ALONE = Mesh().everyone()
