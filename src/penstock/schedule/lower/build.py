@@ -60,21 +60,6 @@ class Builder(Emitter):
     def trained_chunks(self, g: int) -> list[Chunk]:
         return [c for c in self.cuts[g] if c.trainable]
 
-    # ---- emission
-
-    def collective(self, ident: OpId, after: OpId, source: Buffer, into: Take, nbytes: int) -> OpId:
-        """Emit a gather or a scatter: ``nbytes`` are those of one rank's part."""
-        return self.emit(
-            ident,
-            after=[after],
-            takes=[into],
-            reads=[source],
-            writes=[into[0]],
-            gives=[source],
-            nbytes=self.shards.sent(self.shards.size * nbytes),
-            group=self.shards.name,
-        )
-
     # ---- weights
 
     def weight_buffer(self, g: int, index: int) -> Buffer:

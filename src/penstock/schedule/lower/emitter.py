@@ -12,6 +12,7 @@ from penstock.config import Tier
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Carried, Op, Pool, Schedule, Take
 from penstock.schedule.ir.references import Buffer, OpId
+from penstock.schedule.lower.mesh import ProcessGroup
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class Emitter:
         self.pools = {pool.name: pool for pool in pools}
         self.held = dict.fromkeys(self.pools, 0)
         self._lookahead = lookahead
-        self._sizes = {pool.name: pool.size for pool in self.pools.values()}
+        self._size_of = {pool.name: pool.size for pool in self.pools.values()}
         self._taken: dict[Buffer, tuple[str, Lane | None]] = {}
         self._most = dict.fromkeys(self.pools, 0)
         self._crossed: set[str] = set()
@@ -74,7 +75,7 @@ class Emitter:
         group: str = "",
     ) -> OpId:
         """Write an op down; returns its id."""
-        sizes, held = self._sizes, self._taken
+        sizes, held = self._size_of, self._taken
         taken = tuple([take for take in takes if self._take(*take, ident.lane)])
         read = tuple([name for name in reads if sizes[held[name][0]]])
         written = tuple([name for name in writes if sizes[held[name][0]]])
@@ -101,6 +102,23 @@ class Emitter:
             ident, after=after, takes=op.takes, reads=op.reads, writes=op.writes, gives=op.gives, items=items
         )
 
+    def collective(
+        self, ident: OpId, group: ProcessGroup, amount: int, op: Touched, *, after: Iterable[OpId] = (), items: int = 1
+    ) -> OpId:
+        """Write down a gather, or a reduction and a scatter, of an ``amount`` in all; an all-reduce is both, so that
+        twice as much crosses. Returns the op's id."""
+        return self.emit(
+            ident,
+            after=after,
+            takes=op.takes,
+            reads=op.reads,
+            writes=op.writes,
+            gives=op.gives,
+            nbytes=group.sent(amount) * (2 if ident.kind == "AR" else 1),
+            items=items,
+            group=group.name,
+        )
+
     def carry(self, start: Buffer, end: Buffer, pool: str) -> None:
         """A buffer that the step before leaves as ``start``, and this one leaves as ``end``."""
         self.carried.append((start, end, pool))
@@ -116,14 +134,14 @@ class Emitter:
         now = self.held[pool] = self.held[pool] + 1
         if now > self._most[pool]:
             self._most[pool] = now
-        return self._sizes[pool] > 0
+        return self._size_of[pool] > 0
 
     def _give(self, name: Buffer, lane: Lane) -> bool:
         pool, taker = self._taken.pop(name)
         self.held[pool] -= 1
         if taker != lane:
             self._crossed.add(pool)
-        return self._sizes[pool] > 0
+        return self._size_of[pool] > 0
 
     def schedule(
         self,
@@ -153,5 +171,5 @@ class Emitter:
     def _counted(self, lookahead: int) -> Iterable[Pool]:
         more = dict.fromkeys(self._crossed - {"weights"}, lookahead)
         for name, most in self._most.items():
-            if most and self._sizes[name]:
+            if most and self._size_of[name]:
                 yield replace(self.pools[name], count=most + more.get(name, 0))

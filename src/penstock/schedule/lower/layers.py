@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config import Tier
-from penstock.schedule.ir.ops import Pool, Schedule, Take
+from penstock.schedule.ir.ops import Pool, Schedule
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, stage_buffer, stage_op, visit
 from penstock.schedule.lower.emitter import Emitter, Touched
 from penstock.schedule.lower.mesh import ProcessGroup
@@ -106,7 +106,7 @@ def lower_rank(request: Request, stages: Stages, seat: Seat, order: Order, shard
     return rank.finish()
 
 
-class _Rank:
+class _Rank(Emitter):
     """One rank's ops."""
 
     def __init__(self, request: Request, stages: Stages, seat: Seat, sharding: Sharding) -> None:
@@ -131,7 +131,7 @@ class _Rank:
             "gradient_shards": seat.shards.share(sizes.gradient),
             "buffers": request.buffer_size or 0,
         }
-        self.out = Emitter(
+        super().__init__(
             [Pool(name=name, tier="device", size=size, count=0, backed=False) for name, size in pools.items()],
             lookahead=request.lookahead,
         )
@@ -142,7 +142,7 @@ class _Rank:
             ("device", "weights", held * (shards.share(sizes.weights) if cut.weights else sizes.weights)),
             ("device", "state", held * (shards.share(sizes.state) if cut.state else sizes.state)),
         )
-        return self.out.schedule(self._request.family, micro_batches=self._request.micro_batches, fixed=fixed)
+        return self.schedule(self._request.family, micro_batches=self._request.micro_batches, fixed=fixed)
 
     def _own(self, stage: int) -> range:
         return range(self._stages.firsts[stage], self._stages.firsts[stage + 1])
@@ -165,7 +165,7 @@ class _Rank:
 
     def _receive(self, kind: str, layer: int, m: int, what: Buffer, pool: str, peer: int) -> tuple[OpId, ...]:
         size = self._sizes.activation if kind == "RA" else self._sizes.activation_gradient
-        received = self.out.emit(
+        received = self.emit(
             stage_op(kind, layer, m),
             takes=((what, pool),),
             writes=(what,),
@@ -182,7 +182,7 @@ class _Rank:
         if self._sharding.flush != "passed":
             self._ends.append(what)
             gives = self._flushed() if last and self._sharding.flush == "backward" else ()
-        sent = self.out.emit(
+        sent = self.emit(
             stage_op(kind, layer, m),
             after=after,
             reads=(what,),
@@ -206,15 +206,11 @@ class _Rank:
         turn = self._turns[visit(kind, layer)]
         for stay in self._visits[self._gathered : turn + self._request.lookahead + 1]:
             buffer = group_buffer("W", stay.stage, visit=stay)
-            used = stay.kind == "B" or stay.stage in self._held
-            self.out.emit(
-                group_op("GW", stay.stage, visit=stay),
-                takes=((buffer, "weights"),),
-                writes=(buffer,),
-                gives=() if used else (buffer,),
-                nbytes=self._seat.shards.sent(self._sizes.weights),
-                group=self._seat.shards.name,
-            )
+            op = Touched()
+            op.make(buffer, "weights")
+            if stay.kind == "F" and stay.stage not in self._held:  # only the others use it
+                op.gives.append(buffer)
+            self.collective(group_op("GW", stay.stage, visit=stay), self._seat.shards, self._sizes.weights, op)
             self._gathered += 1
         return (group_op("GW", layer, visit=visit(kind, layer)),)
 
@@ -249,7 +245,7 @@ class _Rank:
         if self._seat.model.size > 1:
             op.make(stage_buffer("C", layer, m), "activation_shards")
             op.gives.append(taken)
-        return self.out.compute(stage_op("F", layer, m), op, after=(*after, *gathered), items=self._items)
+        return self.compute(stage_op("F", layer, m), op, after=(*after, *gathered), items=self._items)
 
     # ---- backward
 
@@ -280,7 +276,7 @@ class _Rank:
             return self._receive("RD", layer, m, gradient, "received_gradients", behind) if behind >= 0 else ()
         held = self._sharding.flush != "passed"
         self._ends += [put] if held else []
-        loss = self.out.emit(
+        loss = self.emit(
             stage_op("E", self._stages.layers, m),
             after=() if own else (stage_op("RA", layer, m),),
             takes=((gradient, "activation_gradients"),),
@@ -308,7 +304,7 @@ class _Rank:
         if last and self._sharding.flush == "backward":
             op.gives += self._flushed()
             after = (*after, *self._sent[-1:])
-        done = self.out.compute(stage_op(kind, layer, m), op, after=after, items=self._items)
+        done = self.compute(stage_op(kind, layer, m), op, after=after, items=self._items)
         self._backward[layer] = done
         if self._sharding.reduce == "scatter-early":
             self._reduce("SG", layer, done, gives=tuple(late))
@@ -318,18 +314,12 @@ class _Rank:
         """The buffer with a layer's input, which is gathered first if it was kept in parts: by which op."""
         if self._seat.model.size == 1:
             return stage_buffer("A", layer - 1, m), ()
-        part, gathered = stage_buffer("C", layer, m), stage_buffer("N", layer, m)
-        recalled = self.out.emit(
-            stage_op("GC", layer, m),
-            after=(stage_op("F", layer, m),),
-            takes=((gathered, "gathered_activations"),),
-            reads=(part,),
-            writes=(gathered,),
-            gives=(part,),
-            nbytes=self._seat.model.sent(self._sizes.activation * self._items),
-            items=self._items,
-            group=self._seat.model.name,
-        )
+        op, gathered = Touched(), stage_buffer("N", layer, m)
+        op.use_up(stage_buffer("C", layer, m))
+        op.make(gathered, "gathered_activations")
+        amount, after = self._sizes.activation * self._items, (stage_op("F", layer, m),)
+        group = self._seat.model
+        recalled = self.collective(stage_op("GC", layer, m), group, amount, op, after=after, items=self._items)
         return gathered, (recalled,)
 
     def _sum_gradient(self, layer: int, m: int, op: Touched) -> None:
@@ -349,7 +339,7 @@ class _Rank:
             for kind, of in (("A", layer - 1), ("K", layer), ("D", layer)):
                 op.use_up(stage_buffer(kind, of, m))
             self._sum_gradient(layer, m, op)
-            self.out.compute(stage_op("W", layer, m), op, items=self._items)
+            self.compute(stage_op("W", layer, m), op, items=self._items)
 
     # ---- gradients and the optimizer
 
@@ -361,27 +351,24 @@ class _Rank:
     def _reduce(self, kind: str, layer: int, after: OpId, *, gives: tuple[Buffer, ...] = ()) -> None:
         """All-reduce a layer's gradient in place, or reduce-scatter it, at once or piece by piece through a buffer."""
         part, size = group_buffer("P", layer), self._sizes.gradient
-        gradient = tuple(self._gradients.get(layer, ()))
+        gradient = self._gradients.get(layer, [])
         piece = min(self._request.buffer_size or size, size)
         pieces = -(-size // piece) if piece else 1
         for chunk in range(pieces):
-            last = chunk == pieces - 1
-            amount = size - piece * chunk if last else piece
-            buffer = (group_buffer("T", layer, chunk),) if self._request.buffer_size else ()
-            takes: tuple[Take, ...] = tuple((name, "buffers") for name in buffer)
-            if kind == "SG" and chunk == 0:
-                takes = (*takes, (part, "gradient_shards"))
-            reduced = self.out.emit(
-                group_op(kind, layer, chunk if buffer else -1),
-                after=(after,),
-                takes=takes,
-                reads=gradient if kind == "SG" else (*gradient, *buffer),
-                writes=(part, *buffer) if kind == "SG" else (*gradient, *buffer),
-                gives=(*buffer, *gradient, *gives) if kind == "SG" and last else buffer,
-                nbytes=self._seat.shards.sent(amount) * (1 if kind == "SG" else 2),
-                group=self._seat.shards.name,
-            )
-            self._reduced[layer] = (reduced,)
+            buffer = [group_buffer("T", layer, chunk)] if self._request.buffer_size else []
+            op = Touched(takes=[(name, "buffers") for name in buffer], reads=[*gradient], gives=[*buffer])
+            if kind == "SG":
+                op.takes += [(part, "gradient_shards")] if chunk == 0 else []
+                op.writes += [part, *buffer]
+            else:
+                op.reads += buffer
+                op.writes += [*gradient, *buffer]
+            amount = piece
+            if chunk == pieces - 1:
+                amount = size - piece * chunk
+                op.gives += [*gradient, *gives] if kind == "SG" else []
+            ident = group_op(kind, layer, chunk if buffer else -1)
+            self._reduced[layer] = (self.collective(ident, self._seat.shards, amount, op, after=(after,)),)
 
     def optimize(self) -> None:
         """The steps that are not fused into the backward."""
@@ -397,7 +384,6 @@ class _Rank:
         after, gives = self._reduced.get(layer, ()), parts
         if self._sharding.flush == "step" and layer == seat.joined[0]:
             after, gives = (*after, *self._sent), (*parts, *self._flushed())
-        done = self.out.emit(group_op("OD", layer), after=after, reads=parts, gives=gives)
+        done = self.emit(group_op("OD", layer), after=after, reads=parts, gives=gives)
         if reduce.startswith("scatter") and not self._sharding.weights:
-            nbytes = seat.shards.sent(self._sizes.weights)
-            self.out.emit(group_op("GN", layer), after=(done,), nbytes=nbytes, group=seat.shards.name)
+            self.collective(group_op("GN", layer), seat.shards, self._sizes.weights, Touched(), after=(done,))

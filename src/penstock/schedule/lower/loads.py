@@ -25,6 +25,7 @@ The first block's delayed steps have nothing to hide behind: the step begins wit
 from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op
 from penstock.schedule.lower.build import Builder
+from penstock.schedule.lower.emitter import Touched
 from penstock.schedule.lower.route import Visit
 from penstock.schedule.lower.update import Updates
 from penstock.schedule.place import Chunk
@@ -99,8 +100,11 @@ class Loads:
             else:
                 last = self._up(g, c, visit, after=[], takes=takes, into=into[0], reads=[], gives=[])
         if into != whole:
-            nbytes = self.b.program.groups[g].numel * self.b.s.form.weight_bytes
-            last = self.b.collective(group_op("GW", g, visit=visit.name), last, into[0], whole, nbytes)
+            op, shards = Touched(), self.b.shards
+            op.use_up(into[0])
+            op.make(*whole)
+            amount = shards.size * self.b.program.groups[g].numel * self.b.s.form.weight_bytes
+            last = self.b.collective(group_op("GW", g, visit=visit.name), shards, amount, op, after=[last])
         return last
 
     def _read(self, g: int, c: Chunk, visit: Visit, staged: Buffer) -> OpId:

@@ -24,6 +24,7 @@ since that overwrites what the commit before names.
 from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, single_op
 from penstock.schedule.lower.build import Builder
+from penstock.schedule.lower.emitter import Touched
 from penstock.schedule.place import FP32, Chunk
 
 NORM_BYTES = 8
@@ -85,11 +86,13 @@ class Updates:
         use = self.b.route.uses[g].index(visit.stage)
         source = self.b.gradient_buffer(g, visit)
         trained, width = self.b.trained_chunks(g), self.b.provision.gradient_bytes(g)
-        if self.b.shards.size > 1:
-            part = group_buffer("g", g, visit=visit.name), "gradient_parts"
-            nbytes = self.b.program.groups[g].trainable * FP32
-            after = self.b.collective(group_op("SG", g, visit=visit.name), after, source, part, nbytes)
-            source = part[0]
+        if (ranks := self.b.shards).size > 1:
+            op, part = Touched(), group_buffer("g", g, visit=visit.name)
+            op.use_up(source)
+            op.make(part, "gradient_parts")
+            amount = ranks.size * self.b.program.groups[g].trainable * FP32
+            after = self.b.collective(group_op("SG", g, visit=visit.name), ranks, amount, op, after=[after])
+            source = part
         for c in trained:
             name, pool = self.host_gradient(g, c, use)
             first = name not in self._down
@@ -143,8 +146,8 @@ class Updates:
             return
         self._norm = self.b.emit(single_op("NORM"), after=self._normed)
         if (ranks := self.b.shards).size > 1:
-            nbytes = ranks.sent(ranks.size * NORM_BYTES)
-            self._norm = self.b.emit(single_op("AN"), after=[self._norm], nbytes=nbytes, group=ranks.name)
+            amount = ranks.size * NORM_BYTES
+            self._norm = self.b.collective(single_op("AN"), ranks, amount, Touched(), after=[self._norm])
         for g in sorted(self.b.route.gradient_visits):
             if not self.s.waits(g):
                 continue
