@@ -8,10 +8,11 @@ from torch.distributed.pipelining import schedules as peers
 
 from penstock.errors import ConfigError
 from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.references import VisitId, visit
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import build
 from penstock.schedule.lower.folded import dualpipe_v, zero_bubble_v
-from penstock.schedule.lower.orders import Order, Step, interleaved, looped_bfs
+from penstock.schedule.lower.orders import Order, interleaved, looped_bfs
 from penstock.schedule.lower.request import Request
 from penstock.schedule.lower.stages import Stages
 from penstock.sim.models import CostModel, puzzle, unit
@@ -105,7 +106,7 @@ def test_the_bubble_is_as_published(p: int, rounds: int) -> None:
     assert max(peaks) <= 2 * p + 1  # "PP + 1" in DeepSeek's table, where PP counts stages
 
 
-def theirs(cls: type, p: int, v: int, m: int, rank: int) -> list[Step]:
+def theirs(cls: type, p: int, v: int, m: int, rank: int) -> list[VisitId]:
     """A rank's order of compute by torch, pairs that overlap there one after the other."""
     schedule = cls.__new__(cls)
     schedule.pp_group_size, schedule._n_microbatches, schedule.n_local_stages = p, m, v
@@ -116,7 +117,7 @@ def theirs(cls: type, p: int, v: int, m: int, rank: int) -> list[Step]:
     kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     actions = [a for a in schedule._calculate_single_rank_operations(rank) if a is not None]
     flat = [part for action in actions for part in action.sub_actions or (action,)]
-    return [(kinds[a.computation_type.name], a.stage_index, a.microbatch_index) for a in flat]
+    return [visit(kinds[a.computation_type.name], a.stage_index, a.microbatch_index) for a in flat]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_the_order_of_each_rank_is_that_of_an_independent_implementation(
         for rank in range(p):
             expected = theirs(cls, p, virtual, m, rank)
             if order is looped_bfs:  # gradients are summed from micro-batch 0 on here, from the last one on there
-                expected = [(kind, s, m - 1 - i if kind == "B" else i) for kind, s, i in expected]
+                expected = [visit("B", v.stage, m - 1 - v.micro_batch) if v.kind == "B" else v for v in expected]
             assert order(stages, rank, m) == expected
 
 

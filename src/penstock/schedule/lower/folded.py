@@ -1,12 +1,12 @@
 """Orders of pipelines that are folded: rank r of p holds stages r and 2p - 1 - r, so the loss is where the input is.
 
-Steps are those of ``orders``. "Down" is a rank's first stage, "up" its second one.
+Visits are those of ``orders``. "Down" is a rank's first stage, "up" its second one.
 """
 
 from collections import deque
 from itertools import count
 
-from penstock.schedule.lower.orders import Step
+from penstock.schedule.ir.references import VisitId, visit
 from penstock.schedule.lower.stages import Stages
 
 
@@ -18,7 +18,7 @@ class _Rank:
     def __init__(self, stages: Stages, rank: int, micro_batches: int) -> None:
         self.down = stages.stage(rank, 0)
         self.up = stages.stage(rank, 1)
-        self.steps: list[Step] = []
+        self.visits: list[VisitId] = []
         self._micro_batches = micro_batches
         self._clock = count()
         self._waiting: dict[int, deque[tuple[int, int]]] = {self.down: deque(), self.up: deque()}
@@ -33,13 +33,13 @@ class _Rank:
     def forward(self, stage: int) -> None:
         m = self._count("F", stage)
         if m < self._micro_batches:
-            self.steps.append(("F", stage, m))
+            self.visits.append(visit("F", stage, m))
 
     def backward(self, stage: int, *, split: bool = False) -> None:
         """Split: only the gradient of the input, the rest waits for ``weights``."""
         m = self._count("B", stage)
         if m < self._micro_batches:
-            self.steps.append(("I" if split else "B", stage, m))
+            self.visits.append(visit("I" if split else "B", stage, m))
         if split:
             self._waiting[stage].append((next(self._clock), m))
 
@@ -49,7 +49,7 @@ class _Rank:
             stage = min((s for s, waiting in self._waiting.items() if waiting), key=lambda s: self._waiting[s][0])
         _, m = self._waiting[stage].popleft()
         if m < self._micro_batches:
-            self.steps.append(("W", stage, m))
+            self.visits.append(visit("W", stage, m))
 
     def remaining_weights(self, stage: int) -> None:
         """All of a stage's gradients of the weights that still wait."""
@@ -57,7 +57,7 @@ class _Rank:
             self.weights(stage)
 
 
-def zero_bubble_v(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
+def zero_bubble_v(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:
     """ZB-V (Qi et al., arXiv 2401.10241, section 6): nothing is idle but while the pipeline fills, if forward, input
     gradient and weight gradient take equally long, with the memory of 1F1B's first rank (2p halves) on every rank.
     """
@@ -89,10 +89,10 @@ def zero_bubble_v(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
         r.weights(r.down)
     for stage in (r.up, r.down):
         r.remaining_weights(stage)
-    return r.steps
+    return r.visits
 
 
-def dualpipe_v(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
+def dualpipe_v(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:
     """DualPipe-V (DeepSeek, github.com/deepseek-ai/DualPipe): DualPipe (arXiv 2412.19437) cut in half, so that the two
     directions are a fold. ``micro_batches`` is at least 2p. A forward beside a backward of the other stage, which there
     overlap as one, are here one after the other.
@@ -125,4 +125,4 @@ def dualpipe_v(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
         r.backward(r.down, split=True)
     for _ in range(half):  # 8
         r.weights()
-    return r.steps
+    return r.visits

@@ -1,6 +1,6 @@
-"""A rank's ops on whole layers: those of the stages that it holds, in an order of steps, with weights whole or sharded.
+"""A rank's ops on whole layers: those of its stages, in an order of visits, with weights whole or sharded.
 
-A step of a stage is the ops of its layers. Before it, what the stage before (or, backward, after) it has put out is
+A visit of a stage is the ops of its layers. Before it, what the stage before (or, backward, after) it has put out is
 received, if that stage is on another rank; after it, its own result is sent. The last stage's backward begins with the
 loss. A stage without layers receives and sends on. Data parallelism is one stage that every rank holds; what is sharded
 over the ranks, and when gradients are combined, is the ``Sharding``:
@@ -64,9 +64,9 @@ class Sharding:
 @dataclass(frozen=True, kw_only=True)
 class Seat:
     """A rank's place in the world. Of ``shards`` each rank has a part of the layers ``joined``. Peers are
-    ``first_rank`` + a rank of the pipeline. It has ``steps`` one after another, each of ``items`` micro-batches.
-    ``model``: the ranks that keep one copy of each layer's input. ``upwards``: the optimizer steps the first layer
-    first; otherwise the last one, whose gradient can cross the network first.
+    ``first_rank`` + a rank of the pipeline. It goes through its stages ``steps`` times, one after another, each time
+    with ``items`` micro-batches at once. ``model``: the ranks that keep one copy of each layer's input. ``upwards``:
+    the optimizer steps the first layer first; otherwise the last one, whose gradient can cross the network first.
     """
 
     rank: int
@@ -91,17 +91,17 @@ def activation_pools(sizes: Sizes, items: int) -> dict[str, int]:
 
 
 def lower_rank(request: Request, stages: Stages, seat: Seat, order: Order, sharding: Sharding) -> Schedule:
-    """One rank's schedule: its steps in the order given, then the optimizer's (or within, if that is fused)."""
+    """One rank's schedule: its visits in the order given, then the optimizer's steps (or within, if that is fused)."""
     rank = _Rank(request, stages, seat, sharding)
-    steps = order(stages, seat.rank, seat.steps)
-    for number, (kind, stage, m) in enumerate(steps, start=1):
-        match kind:
+    visits = order(stages, seat.rank, seat.steps)
+    for number, stay in enumerate(visits, start=1):
+        match stay.kind:
             case "F":
-                rank.forward(stage, m)
+                rank.forward(stay.stage, stay.micro_batch)
             case "W":
-                rank.weight_gradients(stage, m)
+                rank.weight_gradients(stay.stage, stay.micro_batch)
             case _:
-                rank.backward(kind, stage, m, last=number == len(steps))
+                rank.backward(stay.kind, stay.stage, stay.micro_batch, last=number == len(visits))
     rank.optimize()
     return rank.finish()
 
@@ -250,7 +250,7 @@ class _Rank(Emitter):
     # ---- backward
 
     def backward(self, kind: str, stage: int, m: int, *, last: bool) -> None:
-        """``last``: no step of this rank follows."""
+        """``last``: no visit of this rank follows."""
         own = self._own(stage)
         for layer in reversed(self._others(stage, below=False)):
             self._scatter_part(layer)

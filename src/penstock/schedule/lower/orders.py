@@ -1,41 +1,40 @@
 """In which order a rank of a pipeline does its work: GPipe, 1F1B, looped and interleaved, zero bubble H1.
 
-An order is a list of steps (kind, stage, micro-batch), kind one of ``F``, ``B`` (backward), or, where it is split,
-``I`` (gradient of the input) and ``W`` (gradient of the weights).
+An order is a list of visits of one micro-batch each, of kind ``F``, ``B`` (backward), or, where it is split, ``I``
+(gradient of the input) and ``W`` (gradient of the weights).
 """
 
 from collections.abc import Callable, Iterator
 
+from penstock.schedule.ir.references import VisitId, visit
 from penstock.schedule.lower.stages import Stages
 
-Step = tuple[str, int, int]
-Order = Callable[[Stages, int, int], list[Step]]
+Order = Callable[[Stages, int, int], list[VisitId]]
 """Of the stages, a rank and the number of micro-batches."""
 
 
-def gpipe(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
+def gpipe(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:
     """All forwards, then all backwards (Huang et al., arXiv 1811.06965)."""
-    forwards: list[Step] = [("F", rank, m) for m in range(micro_batches)]
-    return forwards + [("B", rank, m) for m in range(micro_batches)]
+    return [visit(kind, rank, m) for kind in "FB" for m in range(micro_batches)]
 
 
-def one_f_one_b(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
+def one_f_one_b(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:
     """As many forwards as there are ranks behind this one, then one forward and one backward in turn, so that at most
     ``ranks - rank`` micro-batches are in flight (Narayanan et al., arXiv 2006.09503).
     """
     return list(_in_turn(gpipe(stages, rank, micro_batches), stages.ranks - 1 - rank))
 
 
-def looped_bfs(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
+def looped_bfs(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:
     """Breadth first: a stage does all micro-batches before the rank's next one starts (Lamy-Poirier, arXiv
     2211.05953).
     """
     mine = [stages.stage(rank, chunk) for chunk in range(stages.per_rank)]
-    forwards: list[Step] = [("F", s, m) for s in mine for m in range(micro_batches)]
-    return forwards + [("B", s, m) for s in reversed(mine) for m in range(micro_batches)]
+    forwards = [visit("F", s, m) for s in mine for m in range(micro_batches)]
+    return forwards + [visit("B", s, m) for s in reversed(mine) for m in range(micro_batches)]
 
 
-def interleaved(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
+def interleaved(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:
     """Depth first: ``ranks`` micro-batches at a time go through all of a rank's stages; after a warm-up that reaches
     the last stage, one forward and one backward in turn (Narayanan et al., arXiv 2104.04473, figure 4). With one stage
     to a rank it is 1F1B. ``micro_batches`` is a multiple of ``ranks``.
@@ -43,13 +42,13 @@ def interleaved(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
     p, v = stages.ranks, stages.per_rank
     mine = [stages.stage(rank, chunk) for chunk in range(v)]
     rounds = range(0, micro_batches, p)
-    forwards: list[Step] = [("F", s, m) for start in rounds for s in mine for m in range(start, start + p)]
-    backwards: list[Step] = [("B", s, m) for start in rounds for s in reversed(mine) for m in range(start, start + p)]
+    forwards = [visit("F", s, m) for start in rounds for s in mine for m in range(start, start + p)]
+    backwards = [visit("B", s, m) for start in rounds for s in reversed(mine) for m in range(start, start + p)]
     behind = p - 1 - rank
     return list(_in_turn(forwards + backwards, behind if v == 1 else 2 * behind + (v - 1) * p))
 
 
-def _in_turn(halves: list[Step], warm_up: int) -> Iterator[Step]:
+def _in_turn(halves: list[VisitId], warm_up: int) -> Iterator[VisitId]:
     """``halves`` are all forwards, then all backwards; gives ``warm_up`` forwards, then one of each in turn."""
     half = len(halves) // 2
     ahead = min(warm_up, half)
@@ -60,16 +59,17 @@ def _in_turn(halves: list[Step], warm_up: int) -> Iterator[Step]:
         yield halves[half + k]
 
 
-def zero_bubble_h1(stages: Stages, rank: int, micro_batches: int) -> list[Step]:
+def zero_bubble_h1(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:
     """1F1B with the backward split; rank r lets r gradients of weights wait, which later fill what were bubbles (ZB-H1
     of Qi et al., arXiv 2401.10241). At most ``ranks`` micro-batches are in flight, from the forward to ``W``.
     """
-    steps: list[Step] = []
-    for kind, stage, m in one_f_one_b(stages, rank, micro_batches):
-        if kind == "F":
-            steps.append((kind, stage, m))
+    visits: list[VisitId] = []
+    for stay in one_f_one_b(stages, rank, micro_batches):
+        m = stay.micro_batch
+        if stay.kind == "F":
+            visits.append(stay)
         else:
-            steps.append(("I", stage, m))
+            visits.append(visit("I", rank, m))
             if m >= rank:
-                steps.append(("W", stage, m - rank))
-    return steps + [("W", rank, m) for m in range(max(0, micro_batches - rank), micro_batches)]
+                visits.append(visit("W", rank, m - rank))
+    return visits + [visit("W", rank, m) for m in range(max(0, micro_batches - rank), micro_batches)]

@@ -10,7 +10,7 @@ device 2M times a step, but for what stays there in between (``stay``), and grad
 from penstock.config import Tier
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.ir.references import OpId, stage_op, visit
+from penstock.schedule.ir.references import OpId, VisitId, stage_op, visit
 from penstock.schedule.lower.activations import Activations
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.loads import Loads
@@ -26,21 +26,24 @@ Fixed = tuple[tuple[Tier, str, int], ...]
 def vertical_route(program: Program, micro_batches: int, *, train: bool = True) -> Route:
     """All micro-batches visit a stage together: forward, epilogue, and in training backward."""
     everyone = tuple(range(micro_batches))
-    visits = [Visit(name=visit(*stay), micro_batches=everyone) for stay in _there_and_back(program, train=train)]
+    visits = [Visit(name=stay, micro_batches=everyone) for stay in _there_and_back(program, train=train)]
     return Route(program, visits, train=train)
 
 
 def horizontal_route(program: Program, micro_batches: int) -> Route:
     """One micro-batch after the other visits every stage: forward, epilogue, backward."""
-    order = _there_and_back(program, train=True)
-    visits = [Visit(name=visit(*stay, m), micro_batches=(m,)) for m in range(micro_batches) for stay in order]
+    visits = [
+        Visit(name=stay, micro_batches=(m,))
+        for m in range(micro_batches)
+        for stay in _there_and_back(program, train=True, micro_batch=m)
+    ]
     return Route(program, visits, train=True)
 
 
-def _there_and_back(program: Program, *, train: bool) -> list[tuple[str, int]]:
+def _there_and_back(program: Program, *, train: bool, micro_batch: int = -1) -> list[VisitId]:
     last = len(program.stages) - 1
-    forward = [*(("F", k) for k in range(last)), ("E", last)]
-    return forward + [("B", k) for k in reversed(range(last))] if train else forward
+    forward = [visit("E" if k == last else "F", k, micro_batch) for k in range(last + 1)]
+    return forward + [visit("B", k, micro_batch) for k in reversed(range(last))] if train else forward
 
 
 def vertical(
