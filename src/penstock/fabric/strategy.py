@@ -228,7 +228,7 @@ class PenstockStrategy(OneDevice):
         self._stepped = True
         for root in roots:
             check_unchanged(root)
-        micro_batches = [inputs_of(root) | {_ROOT: (root, inputs_of(root))} for root in roots]
+        micro_batches = [inputs_of(root) | {_ROOT: _Recorded(root)} for root in roots]
         stats = self.engine.step(micro_batches, loss_weights=[1.0] * len(roots))
         assert self._given is not None
         note_step(self._given)  # its learning rate schedule looks there
@@ -328,20 +328,32 @@ class _Recorder(nn.Module):
         return call if self.training else self._evaluate(call)
 
     def _evaluate(self, call: Deferred) -> Any:
-        outputs: list[Any] = []
-        inputs = inputs_of(call)
-        self._engine.evaluate([inputs | {_ROOT: (call, inputs, outputs)}], loss_weights=[1.0])
-        return outputs[-1]
+        recorded = _Recorded(call, evaluates=True)
+        self._engine.evaluate([recorded.inputs | {_ROOT: recorded}], loss_weights=[1.0])
+        return recorded.outputs
+
+
+class _Recorded:
+    """What a micro-batch is to compute, and from which tensors it was recorded. No container, in which the engine would
+    put others in their place.
+    """
+
+    def __init__(self, root: Deferred, *, evaluates: bool = False) -> None:
+        self.root = root
+        self.inputs = inputs_of(root)
+        self.evaluates = evaluates
+        self.outputs: Any = None
+        """of the latest evaluation"""
 
 
 def _loss_of_root(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    """The engine's ``loss_fn``: carries out what was recorded; the outputs of an evaluation go to its list."""
+    """The engine's ``loss_fn``: carries out what was recorded, and keeps the outputs of an evaluation."""
     moved = dict(micro_batch)
-    root, originals, *outputs = moved.pop(_ROOT)
-    result = run(root, model, originals, moved)
-    if outputs:
+    recorded = moved.pop(_ROOT)
+    result = run(recorded.root, model, recorded.inputs, moved)
+    if recorded.evaluates:
         # Copied here, within the forward: so the engine sees that these are read, and keeps them until now.
-        outputs[0].append(trees.replace(result, torch.Tensor.clone))
+        recorded.outputs = trees.replace(result, torch.Tensor.clone)
         return torch.zeros((), device=next(iter(moved.values())).device)
     if not isinstance(result, torch.Tensor) or result.numel() != 1:
         raise ModelError("fabric.backward() was given something that is not a single number")

@@ -12,7 +12,6 @@ import contextvars
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +41,18 @@ _PIECE = "penstock_piece"
 _FOREIGN = ("optimizers", "model_init")
 
 
-@dataclass(kw_only=True, eq=False)
 class Notes:
     """What one forward of a micro-batch leaves, for whoever made it."""
 
     books: Any = None
 
 
-@dataclass(kw_only=True, eq=False)
 class Piece:
-    """A micro-batch on its way through the engine. ``notes``: those of its latest forward."""
+    """A micro-batch on its way through the engine, no container to it. ``notes``: those of its latest forward."""
 
-    loss: Callable[[nn.Module, dict[str, Any]], torch.Tensor]
-    notes: Notes = field(default_factory=Notes)
+    def __init__(self, loss: Callable[[nn.Module, dict[str, Any]], torch.Tensor]) -> None:
+        self.loss = loss
+        self.notes = Notes()
 
 
 # Not the piece: its loss reaches the trainer and all of its data, and a probe looks for tensors in context variables.
@@ -189,7 +187,7 @@ class EngineMixin(TrainerSteps):
             assert isinstance(value, torch.Tensor)
             return value
 
-        micro_batch = self.prepared(inputs) | {_PIECE: Piece(loss=loss)}
+        micro_batch = self.prepared(inputs) | {_PIECE: Piece(loss)}
         self._collected.append((micro_batch, self._loss_weight(num_items_in_batch)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -253,7 +251,7 @@ class EngineMixin(TrainerSteps):
             value = result[0]
             return torch.zeros((), device=self.args.device) if value is None else value
 
-        piece = Piece(loss=loss)
+        piece = Piece(loss)
         self.engine.evaluate([self.prepared(inputs) | {_PIECE: piece}], loss_weights=[1.0])
         self._after_pieces([piece])
         return found[0]
