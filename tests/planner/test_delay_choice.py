@@ -52,6 +52,14 @@ def large_vocabulary() -> Question:
     )
 
 
+def test_with_a_norm_the_delay_is_chosen_as_well() -> None:
+    """The start of a step waits for the writes of what is delayed whole, as far as no buffer holds them."""
+    open_ = large_vocabulary()
+    open_ = replace(open_, request=replace(open_.request, wait=True))
+    forced = search(replace(open_, request=replace(open_.request, delay=0.3)))
+    assert search(open_).expected_seconds <= 1.03 * forced.expected_seconds
+
+
 @pytest.mark.parametrize("of", [equal_blocks, large_vocabulary])
 def test_the_delay_that_is_chosen_is_within_three_percent_of_the_best_forced_one(of: Callable[[], Question]) -> None:
     open_ = of()

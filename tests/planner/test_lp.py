@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from penstock.config import Budget
+from penstock.planner.bounds import StepBound, bound, limits_of
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import Request, fitted, settings_of
-from penstock.planner.phase_costs import PhaseCosts, bound, by_lane, limits_of, step_bound
+from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.rounding import PATTERNS, Limits, Rounding, assign
 from penstock.schedule.ir.lanes import LOCAL_LANES
@@ -100,13 +101,19 @@ def test_two_lanes_that_share_evenly_are_bound_by_their_sum_and_duplex_lanes_by_
 
 @pytest.mark.parametrize(("home", "seconds"), [(0.0, 14.0), (7.0, 14.0), (11.0, 14.0), (12.0, 15.0)])
 def test_the_way_home_of_what_begins_a_step_falls_into_its_start_and_forward(home: float, seconds: float) -> None:
-    """A start of 10 s of reads, a forward of 4 s of compute with 3 s of writes: 11 s more of writes fit in."""
-    load = np.zeros((5, len(LOCAL_LANES)))
+    """A start of 10 s of reads, a forward and an epilogue of 4 s of compute with 3 s of writes: 11 s more of writes fit
+    in."""
+    load = np.zeros((6, len(LOCAL_LANES)))
     load[0, LOCAL_LANES.index("read")] = 10.0
-    load[1, LOCAL_LANES.index("compute")], load[1, LOCAL_LANES.index("write")] = 4.0, 3.0
-    load[2, LOCAL_LANES.index("compute")] = 6.0
+    load[1, LOCAL_LANES.index("compute")], load[1, LOCAL_LANES.index("write")] = 3.0, 3.0
+    load[2, LOCAL_LANES.index("compute")] = 1.0
+    load[3, LOCAL_LANES.index("compute")] = 6.0
     load[-1, LOCAL_LANES.index("write")] = home
-    assert step_bound(load, np.eye(len(LOCAL_LANES))) == pytest.approx(seconds + 6.0)
+    limits = np.eye(len(LOCAL_LANES))
+    assert StepBound(limits=limits, buffered=1.0).seconds(load) == pytest.approx(seconds + 6.0)
+    assert StepBound(limits=limits, buffered=100.0).seconds(load) == pytest.approx(20.0), "into the backward, too"
+    without = StepBound(limits=limits, buffered=0.0).seconds(load)
+    assert without == pytest.approx(max(home, 10.0) + 4.0 + 6.0), "no buffer holds it: the start waits for all of it"
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -148,7 +155,7 @@ def test_the_optimum_is_no_worse_than_any_placement_that_fits(form: Format, wait
         sizes = sizes + sum(lp.group_sizes(g, home, place.gradients if wait else "host") for g, home in homes)
         if (sizes <= lp.budget).all():
             tried += 1
-            assert step_bound(lp.loads.of(option.place), lp.limits) >= least * (1 - 1e-3)
+            assert lp.bound.seconds(lp.loads.of(option.place)) >= least * (1 - 1e-3)
     assert tried > 5
 
 

@@ -7,7 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from penstock.config import Tier, format_size
-from penstock.planner.phase_costs import PhaseCosts, limits_of
+from penstock.planner.bounds import limits_of
+from penstock.planner.phase_costs import PhaseCosts
 from penstock.planner.phase_memory import peaks_outside_steps
 from penstock.planner.search import Choice
 from penstock.planner.task import Task

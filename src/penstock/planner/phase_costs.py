@@ -14,18 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import Tier
+from penstock.planner.bounds import Load
 from penstock.planner.classes import GroupClass, Home
 from penstock.planner.fit import Request
-from penstock.planner.phases import HOME
 from penstock.planner.probes import Facts, Probes
-from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
+from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import group_op, single_op, stage_op
-from penstock.schedule.place import Depths, Placement, Settings, chunk_count
+from penstock.schedule.place import Placement, Settings, chunk_count
 from penstock.sim.costs import Costs
-
-Load = NDArray[np.float64]
-"""Seconds, shape (phases + 1, lanes): the rows of ``Phases``."""
 
 _LANE = {lane: i for i, lane in enumerate(LOCAL_LANES)}
 _PARTS = ("trainable", "frozen")
@@ -170,45 +167,6 @@ class PhaseCosts:
     def late(self, g: int) -> float:
         """The share of a group's chunks that is delayed if they step in host memory."""
         return 1.0 if self.s.delay and g in self.request.program.last_stepped else self.s.delay
-
-
-def limits_of(costs: Costs, depths: Depths) -> NDArray[np.float64]:
-    """Shape (limits, lanes): a phase takes at least ``sum_b limits[i, b] * load[b]`` for every limit i.
-
-    First each lane. While lane b is busy beside a, a runs at u = 1 / (1 + c_ab) and b at v = 1 / (1 + c_ba) of its
-    speed, so each second of b's work costs a (1 - u) / v; never more than the second that it takes by itself.
-
-    Then each pool of n buffers: all the time that buffers are held in a phase is at most n times the phase. A buffer of
-    weights is held from its upload to the end of the visit, one of gradients from the backward until it is down, one of
-    state from its read to its write. What else these lanes do counts along, so that with few buffers this is too much.
-    """
-    rows = np.eye(len(LOCAL_LANES))
-    for i, a in enumerate(LOCAL_LANES):
-        for j, b in enumerate(LOCAL_LANES):
-            if a != b:
-                u, v = (1 / (1 + costs.contention.get(pair, 0.0)) for pair in ((a, b), (b, a)))
-                rows[i, j] = min((1 - u) / v, 1.0)
-    held: tuple[tuple[int, tuple[Lane, ...]], ...] = (
-        (depths.weights, ("h2d", "compute")),
-        (depths.gradients, ("compute", "d2h")),
-        (depths.state, ("read", "cpu", "write")),
-        (depths.stage_in, ("read", "h2d")),
-    )
-    pools = [[(lane in lanes) / count for lane in LOCAL_LANES] for count, lanes in held]
-    return np.concatenate((rows, np.array(pools)))
-
-
-def bound(load: Load, limits: NDArray[np.float64]) -> float:
-    """Seconds that a step takes at least if its phases do not overlap: the sum of each phase's tightest limit."""
-    return float((load @ limits.T).max(axis=1).sum())
-
-
-def step_bound(load: Load, limits: NDArray[np.float64]) -> float:
-    """``bound`` of all loads of a step: start and forward together also take as long as their limits with the way home
-    of the delayed steps that begin it, wherever in the two it falls."""
-    start, forward, home = load[0], load[1], load[HOME]
-    alone = (limits @ start).max() + (limits @ forward).max()
-    return bound(load[:HOME], limits) + max(float((limits @ (start + forward + home)).max() - alone), 0.0)
 
 
 def by_lane(load: Load) -> Mapping[str, float]:

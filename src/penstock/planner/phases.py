@@ -4,14 +4,15 @@ A *phase* is a stretch of the step whose work can overlap with itself but hardly
 
     start       the loads of the embedding and the first block, which the first block's compute waits for
     forward     every F visit, and the other loads up to the epilogue's
-    backward    the epilogue and every B visit; without a norm to wait for, also the optimizer
+    epilogue    vertical: its compute, before which no gradient is there. Horizontally it is a part of the backward
+    backward    every B visit; without a norm to wait for, also the optimizer
     last        horizontal without such a wait: the last micro-batch's backward, which the optimizer's work falls into
     tail        the first block's and the embedding's gradients and steps: the last compute is over by then
     update      after the global norm, where the optimizer waits for it
 
 A delayed step falls where its group's weights are first loaded. What brings new weights and state of the delayed steps
-that begin a step home to disk nobody waits for: it may run in the start as well as in the forward, and has a row of its
-own (``HOME``).
+that begin a step home to disk nobody waits for: it may run in all phases up to the epilogue, and has a row of its own
+(``HOME``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ from penstock.schedule.lower.route import Route
 
 HOME = -1
 """The row after those of the phases."""
+FORWARD, BEFORE_GRADIENTS = 1, 3
+"""index of a phase, and how many there are before the backward"""
 
 
 class Phases:
@@ -31,11 +34,12 @@ class Phases:
         """``wait``, ``speculate``: as in ``Settings``."""
         self.route = route
         self.micro_batches = 1 + max(visit.micro_batches[-1] for visit in route.visits)
-        one_by_one = route.at_once < self.micro_batches
-        self.split_last = one_by_one and (speculate or not wait)
+        self.one_by_one = route.at_once < self.micro_batches
+        self.split_last = self.one_by_one and (speculate or not wait)
         self.names = (
             "start",
             "forward",
+            "epilogue",
             "backward",
             *(["last"] * self.split_last),
             "tail",
@@ -54,6 +58,8 @@ class Phases:
         visit = self.route.visits[index]
         if visit.kind == "F":
             return self._index["forward"]
+        if visit.kind == "E" and not self.one_by_one:
+            return self._index["epilogue"]
         last = self.split_last and visit.micro_batches[-1] == self.micro_batches - 1
         return self._index["last" if last else "backward"]
 
@@ -66,7 +72,7 @@ class Phases:
 
     def gradient_row(self, index: int) -> int:
         """Of the way of a visit's gradients to the host, and of what they complete."""
-        return self._index["tail"] if index >= self._tail else self.compute_row(index)
+        return self._index["tail"] if index >= self._tail else max(self.compute_row(index), BEFORE_GRADIENTS)
 
     def rows(self, schedule: Schedule) -> Iterator[tuple[Op, int]]:
         """Every op of a schedule that was lowered for this route, in order, with its row."""
@@ -82,6 +88,8 @@ class Phases:
                 yield op, self.load_row(self._at[ident.visit])
             elif kind in ("RC", "UC"):
                 yield op, self.compute_row(self._computed["B", ident.stage + 1, ident.micro_batch])
+            elif kind in ("DC", "WC"):
+                yield op, self.compute_row(now)
             elif kind == "CM":
                 yield op, self._index["forward"]
             elif kind in ("RS", "RG", "OP", "UN", "WS", "WW") and chunk_of(op) in late:

@@ -6,7 +6,7 @@ for weights and state, links that are duplex or shared as measured, gradients th
 
 Variables, all >= 0:
 
-    T[p]            seconds of phase p (see ``phases``); the last, seconds more of start and forward together
+    T[p]            seconds of phase p (see ``phases``); the last, seconds more of all before the backward together
     y[k, w, s, q]   how many groups of class k have weights on tier w, state on tier s, and gradients that wait on q
     c[t]            share of the checkpoints on tier t
     z[q]            share of the waiting gradients on tier q
@@ -15,8 +15,8 @@ Minimise sum_p T[p] + epsilon * (all seconds of all lanes), the second so that o
 wins, subject to
 
     T[p] >= sum_b W[i, b] * load[p, b]    for every phase p and limit i: each lane with what other busy lanes cost it,
-                                          and each pool (``phase_costs.limits_of``); the load is linear in y and c
-    T[start] + T[forward] + T[last] >= the same of their loads and the last row's (``phases.HOME``)
+                                          and each pool (``bounds.limits_of``); the load is linear in y and c
+    and the same of some phases together, with what is delayed and goes home (``bounds.StepBound``)
     sum_(w,s) y[k, w, s, q] = n[k] * z[q] for every class k and tier q; n[k]: groups of the class
     sum c = 1, sum z = 1
     base[m](c, z) + sum y * bytes[m] <= budget[m]   for every tier m, in units of its budget
@@ -39,9 +39,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.config import TIERS, Tier
+from penstock.planner.bounds import StepBound
 from penstock.planner.classes import GroupClass, Home
 from penstock.planner.fit import Request, base_placement, provision
-from penstock.planner.phase_costs import PhaseCosts, Prices, limits_of, step_bound
+from penstock.planner.phase_costs import PhaseCosts, Prices
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.place import FP32, Placement, Settings, chunk_count
 from penstock.sim.costs import Costs
@@ -106,7 +107,7 @@ class PlacementLP:
         self.request = request
         self.s = settings
         self.loads = PhaseCosts(request, settings, costs, prices)
-        self.limits = limits_of(costs, settings.depths)
+        self.bound = StepBound.of(costs, settings, disk=request.bottom == "disk")
         self.base = base_placement(request)
         self._bases: dict[tuple[Tier, Waits], Sizes] = {}
         self._lowest: dict[tuple[Tier, Waits], Sizes] = {}
@@ -276,7 +277,7 @@ class _Model:
 
     def __init__(self, lp: PlacementLP) -> None:
         self.lp = lp
-        self.unit = max(step_bound(lp.loads.of_compute, lp.limits), 1e-9)
+        self.unit = max(lp.bound.seconds(lp.loads.of_compute), 1e-9)
         self.columns = [
             _Column(kind=k, home=home, gradients=q, sizes=lp.group_sizes(kind.members[0], home, q))
             for k, kind in enumerate(lp.classes)
@@ -289,7 +290,7 @@ class _Model:
         groups = lp.loads.of_columns(lp.gradient_tiers)  # in the order of the columns
         loads = np.array([*parts, *(none for _ in lp.gradient_tiers), *groups]) / self.unit
         self._cost = np.concatenate((np.ones(self.phases), _EPSILON * loads.sum(axis=(1, 2))))
-        self._times, self._least = self._time_rows(loads @ lp.limits.T)
+        self._times, self._least = self._time_rows(loads)
 
     def solve(self, on: Sequence[Tier], waits: Sequence[Waits], *, integer: bool) -> Shares | None:
         """The best shares with checkpoints and gradients on these tiers; None if nothing fits."""
@@ -325,16 +326,15 @@ class _Model:
             seconds=float(values[: self.phases].sum()) * self.unit,
         )
 
-    def _time_rows(self, shared: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Rows of the phases' times, and their lower limits. ``shared``: (columns but T, phases, limits), in units."""
-        fixed = self.lp.loads.of_compute @ self.lp.limits.T / self.unit
-        home, rows, least = self.phases - 1, [], []
-        for phases in (*([p] for p in range(home)), [0, 1, home]):
-            row = np.zeros((fixed.shape[1], self.phases + len(shared)))
-            row[:, phases] = 1.0
-            row[:, self.phases :] = -shared[:, phases].sum(axis=1).T
+    def _time_rows(self, loads: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Rows of the phases' times, and their lower limits. ``loads``: (columns but T, phases, lanes), in units."""
+        fixed, rows, least = self.lp.loads.of_compute / self.unit, [], []
+        for one in self.lp.bound.constraints(self.phases - 1):
+            row = np.zeros((len(one.limits), self.phases + len(loads)))
+            row[:, one.times] = 1.0
+            row[:, self.phases :] = -one.limits @ loads[:, one.loads].sum(axis=1).T
             rows.append(row)
-            least.append(fixed[phases].sum(axis=0))
+            least.append(one.limits @ fixed[one.loads].sum(axis=0) - one.less / self.unit)
         return np.concatenate(rows), np.concatenate(least)
 
     def _whole_rows(

@@ -9,7 +9,7 @@ from itertools import product
 from penstock.config import format_size
 from penstock.errors import BudgetError
 from penstock.planner.fit import Request, base_placement, fitted, settings_of
-from penstock.planner.phase_costs import PhaseCosts, Prices, step_bound
+from penstock.planner.phase_costs import PhaseCosts, Prices
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.probes import Probes
 from penstock.planner.question import Question
@@ -71,6 +71,11 @@ class Proposals:
         bar = min((found[0][0] for _, found in screened if found), default=math.inf) * _PROMISING
         return [(request, _best_delays(found)) for request, found in screened if found and found[0][0] <= bar]
 
+    def least_relaxed(self, request: Request, delays: Iterable[float]) -> float:
+        """Expected seconds of the best relaxed optimum for these delays."""
+        found = (lp.relaxed for delay in delays if (lp := self._first_fitting(request, delay)) is not None)
+        return min((shares.seconds for shares in found if shares is not None), default=math.inf) * self._runs(request)
+
     def _screened(self, request: Request, delays: Iterable[float]) -> list[tuple[float, float]]:
         """(expected seconds of the relaxed optimum, delay), least first, of the delays from small to large that fit,
         for as long as more delay is no worse and there is more to gain than what compute takes."""
@@ -79,7 +84,7 @@ class Proposals:
             lp = self._first_fitting(request, delay)
             if lp is None or lp.relaxed is None:
                 continue
-            expected, compute = lp.relaxed.seconds * self._runs(request), step_bound(lp.loads.of_compute, lp.limits)
+            expected, compute = lp.relaxed.seconds * self._runs(request), lp.bound.seconds(lp.loads.of_compute)
             best = min(found, default=(math.inf, 0.0))[0]
             found.append((expected, delay))
             if expected > best * EQUAL or lp.relaxed.seconds <= compute * EQUAL:
@@ -237,7 +242,7 @@ class Proposals:
         """A proposal of settings that fit."""
         self.considered += 1
         lp = self.program(settings, request)
-        seconds = step_bound(lp.loads.of(settings.place), lp.limits)
+        seconds = lp.bound.seconds(lp.loads.of(settings.place))
         expected = self.q.expected(seconds, settings)
         return Proposal(request=request, settings=settings, pattern=pattern, estimate=expected)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.hardware.crossing import Reads, step_rate
+from penstock.planner.bounds import bound, limits_of
 from penstock.planner.costs import Disk
-from penstock.planner.phase_costs import bound, limits_of
 from penstock.planner.question import Question
 from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.place import BF16, FP32, Depths, Format

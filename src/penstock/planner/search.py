@@ -198,11 +198,12 @@ class _Search:
         promising = self.proposals.promising()
         self.delays = tuple(dict.fromkeys(delay for _, delays in promising for delay in delays))
         proposals = self._proposed(promising)
-        possible = min((p.estimate for p in proposals), default=math.inf)
+        best = min((p.estimate for p in proposals), default=math.inf)
+        possible = min([best, *(self.proposals.least_relaxed(request, delays) for request, delays in promising)])
         # Of estimates that are as good as equal first those without a delay, which costs something at the start and at
         # each evaluation. Then the fewest ops: large chunks let the lanes run further ahead, and leave more simulations
         # to come.
-        proposals.sort(key=lambda p: (p.estimate > possible * EQUAL, p.settings.delay > 0, self._size(p), p.estimate))
+        proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, self._size(p), p.estimate))
         for proposal in _different(proposals, FIRST):
             if not self._settled(possible):
                 self._try(proposal)

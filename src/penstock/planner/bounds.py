@@ -1,0 +1,98 @@
+"""What a step takes at least, given what it asks of each lane in each phase."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.planner.phases import BEFORE_GRADIENTS, FORWARD
+from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
+from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.references import group_op
+from penstock.schedule.place import Depths, Settings
+from penstock.sim.costs import Costs
+
+Load = NDArray[np.float64]
+"""Seconds, shape (phases + 1, lanes): the rows of ``Phases``."""
+
+
+def limits_of(costs: Costs, depths: Depths) -> NDArray[np.float64]:
+    """Shape (limits, lanes): a phase takes at least ``sum_b limits[i, b] * load[b]`` for every limit i.
+
+    First each lane. While lane b is busy beside a, a runs at u = 1 / (1 + c_ab) and b at v = 1 / (1 + c_ba) of its
+    speed, so each second of b's work costs a (1 - u) / v; never more than the second that it takes by itself.
+
+    Then each pool of n buffers: all the time that buffers are held in a phase is at most n times the phase. A buffer of
+    weights is held from its upload to the end of the visit, one of gradients from the backward until it is down, one of
+    state from its read to its write. What else these lanes do counts along, so that with few buffers this is too much.
+    """
+    rows = np.eye(len(LOCAL_LANES))
+    for i, a in enumerate(LOCAL_LANES):
+        for j, b in enumerate(LOCAL_LANES):
+            if a != b:
+                u, v = (1 / (1 + costs.contention.get(pair, 0.0)) for pair in ((a, b), (b, a)))
+                rows[i, j] = min((1 - u) / v, 1.0)
+    held: tuple[tuple[int, tuple[Lane, ...]], ...] = (
+        (depths.weights, ("h2d", "compute")),
+        (depths.gradients, ("compute", "d2h")),
+        (depths.state, ("read", "cpu", "write")),
+        (depths.stage_in, ("read", "h2d")),
+    )
+    pools = [[(lane in lanes) / count for lane in LOCAL_LANES] for count, lanes in held]
+    return np.concatenate((rows, np.array(pools)))
+
+
+def bound(load: Load, limits: NDArray[np.float64]) -> float:
+    """Seconds that a step takes at least if its phases do not overlap: the sum of each phase's tightest limit."""
+    return float((load @ limits.T).max(axis=1).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """Phases ``times`` together take at least what each of ``limits`` asks for the rows ``loads``, less ``less``."""
+
+    times: list[int]
+    loads: list[int]
+    limits: NDArray[np.float64]
+    less: NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBound:
+    """The least seconds of a step. ``limits``: of ``limits_of``. ``buffered``: seconds of writes that the buffers of
+    state hold: what is delayed need not be home before the next phase starts, as far as they do."""
+
+    limits: NDArray[np.float64]
+    buffered: float
+
+    @staticmethod
+    def of(costs: Costs, settings: Settings, *, disk: bool) -> "StepBound":
+        """``disk``: whether anything can go home there."""
+        full = Op(id=group_op("WS", 0, 0), nbytes=settings.chunk * settings.form.state_slot_bytes)
+        buffered = settings.depths.state * costs.seconds(full) if disk and settings.delay else 0.0
+        return StepBound(limits=limits_of(costs, settings.depths), buffered=buffered)
+
+    def constraints(self, home: int) -> Iterator[Constraint]:
+        """``home``: index of the last row, and of the last of the times: those more that all phases up to the backward
+        take together."""
+        write, nothing = LOCAL_LANES.index("write"), np.zeros(len(self.limits))
+        before, held = [*range(BEFORE_GRADIENTS), home], self.limits[:, write] * self.buffered
+        unwritten = self.limits.copy()
+        unwritten[:, write] = 0.0
+        for p in range(home):
+            late = p == FORWARD
+            yield Constraint(times=[p], loads=[p], limits=self.limits, less=held if late else nothing)
+        yield Constraint(times=[FORWARD], loads=[FORWARD], limits=unwritten, less=nothing)
+        yield Constraint(times=[0], loads=[0, home], limits=self.limits, less=held)
+        yield Constraint(times=before, loads=before, limits=self.limits, less=held)
+        both = [*before[:-1], BEFORE_GRADIENTS, home]
+        yield Constraint(times=both, loads=both, limits=self.limits, less=nothing)
+
+    def seconds(self, load: Load) -> float:
+        """What a step with this load takes at least."""
+        times = np.zeros(len(load))
+        for one in self.constraints(len(load) - 1):
+            needed = float((one.limits @ load[one.loads].sum(axis=0) - one.less).max())
+            times[one.times[-1]] = max(times[one.times[-1]], needed - times[one.times[:-1]].sum())
+        return float(times.sum())
