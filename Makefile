@@ -36,6 +36,7 @@ products: $(READY)
 # Every type of model of the installed transformers, tiny, against a plain loop of torch; about half an hour of a core.
 # It goes on where it was stopped: remove tests/sweep/results.json to begin anew.
 sweep: $(READY)
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target .venv/sweep timm torchvision scipy
 	$(BIN)/python -m tests.sweep
 
 lint: $(READY)

@@ -6,10 +6,13 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
 from penstock import ConfigError, ModelError, StoreError
@@ -102,6 +105,42 @@ def test_an_engine_holds_what_the_folder_has_and_a_store_goes_on_without_the_fol
                 assert torch.equal(value, expected[name]), name
             for name, value in buffers.items():
                 assert torch.equal(engine.model.get_buffer(name), value), name
+
+
+class MadeElsewhere(LlamaForCausalLM):
+    """Makes tensors where the meta device is not asked, or from numbers that it would not have."""
+
+    _tied_weights_keys: ClassVar = {"again": "scale"}
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.Tensor(4).fill_(1.0))
+        self.again = self.scale
+        self.register_buffer("window", torch.from_numpy(np.ones(4, np.float32)))
+        self.padding = torch.tensor(7) // 2
+
+
+def test_what_a_constructor_makes_elsewhere_than_it_is_built_is_loaded_too(tmp_path: Path) -> None:
+    plain = MadeElsewhere(folders.model("llama").config)
+    with torch.no_grad():
+        plain.scale.copy_(torch.arange(4))
+        plain.get_buffer("window").mul_(3)
+    plain.save_pretrained(tmp_path / "model")
+    loaded = load(tmp_path / "model", model_class=MadeElsewhere)
+    assert all(p.is_meta for p in loaded.model.parameters())
+    assert loaded.model.again is loaded.model.scale
+    assert loaded.model.padding == 3
+    with penstock.wrap(
+        loaded.model,
+        weights=loaded.weights,
+        optimizer=penstock.SGD(lr=0.1),
+        budget=penstock.Budget(device="16MiB", host="16MiB"),
+        precision="fp32",
+        device="cpu",
+        plan=None,
+    ) as engine:
+        assert torch.equal(engine.model.get_buffer("window"), torch.full((4,), 3.0))
+        assert torch.equal(dict(engine.master_parameters())["scale"], torch.arange(4.0))
 
 
 def test_weights_for_a_model_that_has_values_are_refused(llama: Path, tmp_path: Path) -> None:

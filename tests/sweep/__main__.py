@@ -24,12 +24,18 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.append(str(Path(__file__).parents[2] / ".venv" / "sweep"))  # see ``packages``
 
 import torch
-import transformers
 
-from tests.sweep import document, trial
-from tests.sweep.trial import Job, Result
+from tests.sweep import packages
+
+packages.name_operations()  # which transformers, when it is imported, wants to be there
+
+import transformers  # noqa: E402  behind that
+
+from tests.sweep import document, trial  # noqa: E402  likewise
+from tests.sweep.trial import Job, Result  # noqa: E402  likewise
 
 TABLE = Path(__file__).parent / "results.json"
 SECONDS = 300.0
@@ -70,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{result.verdict:8} {result.seconds:5.1f} s  {_name(result)}  {result.reason[:150]}", flush=True)
         write(known, asked.table)
     if asked.table == TABLE:
-        document.PAGE.write_text(document.page(document.PAGE.read_text(), known.values(), version(TABLE)))
+        document.PAGE.write_text(document.page(document.PAGE.read_text(), read(TABLE).values(), version(TABLE)))
     counts = Counter(result.verdict for result in known.values())
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     return int(any(counts[verdict] for verdict in ("differs", "crashed")))

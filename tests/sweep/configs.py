@@ -112,6 +112,19 @@ _FEW_FILTERS = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1
 
 _SWIN = {"embed_dim": 24, "depths": [1, 2], "num_heads": [3, 6], "window_size": 4}
 
+_FASTVIT = {"embed_dims": (8, 16, 32, 64), "layers": (1, 1, 1, 1)}
+
+_PE = {
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": 4,
+    "img_size": (28, 28),
+    "global_pool": "",
+    "use_post_transformer_norm": False,
+    "init_values": 0.1,
+    "ref_feat_shape": (2, 2),
+}
+
 EXCEPTIONS: dict[str, Settings] = {
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "chameleon": {"vocabulary_map": {"<image>": 120, **{f"IMGIMG{chr(65 + i)}Z": 91 + i for i in range(10)}}},
@@ -127,6 +140,14 @@ EXCEPTIONS: dict[str, Settings] = {
         "hidden_dim": 320,
         "image_size": 64,
     },
+    "timm_wrapper": {"architecture": "test_vit"},
+    "fast_vlm": {"vision_config": {"architecture": "fastvit_mci0", "hidden_size": 128, "model_args": _FASTVIT}},
+    "gemma3n_text": {
+        "intermediate_size": [64, 64, 64],
+        "pad_token_id": 7,
+    },  # a row of zeros has no gradient of its norm
+    "gemma3n_vision": {"hidden_size": 2048, "model_args": {"channel_multiplier": 0.05}},
+    "perception_lm": {"vision_config": {"architecture": "vit_pe_core_large_patch14_336", "model_args": _PE}},
     "textnet": {"stem_out_channels": 8, "image_size": 64, **_SMOOTH},
     "hgnet_v2": {"stem_channels": [3, 8, 8], **_SMOOTH},
     "pixtral": {"patch_size": 8},
@@ -147,7 +168,7 @@ EXCEPTIONS: dict[str, Settings] = {
     "gemma4_text": _SOME_SHARED,
     "gemma4_unified_text": _SOME_SHARED,
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 4},
-    "gemma4_assistant": {"text_config": {**_NO_LAYER_INPUTS, "num_kv_shared_layers": 3}},
+    "gemma4_assistant": {"text_config": {**_NO_LAYER_INPUTS, "num_kv_shared_layers": 6}},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "hunyuan_vl_text": {"head_dim": 8},
@@ -209,6 +230,7 @@ EXCEPTIONS: dict[str, Settings] = {
     },
     "muse_spark_audio": {"num_hidden_layers": 4},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "moshi": {"num_codebooks": 4},
     "mimi": {"upsample_groups": 32, "num_filters": 4, "num_quantizers": 4, "codebook_size": 32},
     "dots3_note_vision_encoder": {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
@@ -220,6 +242,9 @@ EXCEPTIONS: dict[str, Settings] = {
     "moonshine": {"pad_token_id": 0, "encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "neomme": {"head_dim": 16},
+    "nemotron3_5_transcribe_asr_audio": {"num_key_value_heads": 4},
+    "nemotron3_5_transcribe_word_timestamp": {"num_key_value_heads": 4},
+    "nemotron3_diarization_audio": {"num_key_value_heads": 4},
     "zamba": {
         "num_hidden_layers": 6,
         "attn_layer_period": 2,
@@ -278,6 +303,11 @@ EXCEPTIONS: dict[str, Settings] = {
 """By type: settings that go before the rules; a mapping is for the model within of that name."""
 
 NEEDED: dict[str, Settings] = {
+    "fast_vlm": {"vision_config": {"model_type": "timm_wrapper", "hidden_size": 128}},
+    "perception_lm": {"vision_config": {"model_type": "timm_wrapper", "model_args": _PE}},
+    "diffusion_gemma": {"vision_config": {"model_type": "gemma4_vision"}},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
+    "gemma4_unified": {"vision_config": {"model_type": "gemma4_unified_vision"}},
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_NO_LAYER_INPUTS}},
     "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text"}},
     "nemotron_h_omni": {"vision_config": {"model_type": "radio", "video_temporal_patch_size": 2}},
@@ -325,7 +355,8 @@ def tiny(cls: Any, given: Settings | None = None) -> Any:
         config.pad_token_id = SPECIAL["pad"]
     rope = vars(config).get("rope_parameters")
     sectioned = "rope_parameters" not in exceptions and "mrope_section" in inspect.getsource(_modeling(cls))
-    if isinstance(rope, dict) and sectioned:  # halves of a head's pairs
+    by_layer = isinstance(rope, dict) and any(isinstance(part, dict) for part in rope.values())
+    if isinstance(rope, dict) and sectioned and not by_layer:  # halves of a head's pairs
         pairs = int(settings.get("head_dim", 8) * rope.get("partial_rotary_factor", 1.0)) // 2
         rope["mrope_section"] = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
     return config

@@ -91,9 +91,12 @@ def _reasons(results: list[Result], title: str, why: str) -> list[str]:
 
 _SKIPPED = ("not tried", "why (each one's own error is in `tests/sweep/results.json`)")
 _GROUPS = {
+    "does not build: ImportError: Dinat": "calls functions of natten (`natten2dqkrpb`, `natten2dav`) that its releases "
+    "for this torch no longer have; 0.14.6, which has them, does not compile against it",
     "does not build: ImportError": "needs a package that is not installed",
     "does not build: ModuleNotFoundError": "needs a package that is not installed",
-    "does not build": "transformers builds none: all of its layers must share keys and values, and not all may",
+    "does not build": "transformers builds none: its configuration wants all layers to share the keys and values of "
+    "others, and its language model one layer of each kind that does not",
     "does not get small": "the script's tiny configuration has too many parameters",
     "no inputs": "the script finds no micro-batch that it computes a loss from",
     "plain training": "plain training fails on what the script makes for it",

@@ -235,16 +235,49 @@ def _waves(c: Any, g: torch.Generator, rows: int, _: int) -> MicroBatch:
     }
 
 
-def _unpadded(_: Any, g: torch.Generator, rows: int, length: int) -> MicroBatch:
-    """A row of zeros, as padding is embedded, has a gradient that is not finite."""
-    words = _words(g, rows, length)
-    return {"input_ids": words, "labels": words.clone()}
-
-
 def _all_positions(c: Any, g: torch.Generator, rows: int, _: int) -> MicroBatch:
     words = _words(g, rows, c.max_position_embeddings)
     words[:, 0] = FIRST_WORD + 1
     return {"input_ids": words.masked_fill(words % 3 == 0, 4), "labels": words.masked_fill(words % 3 != 0, -100)}
+
+
+def _protein(_: Any, g: torch.Generator, rows: int, length: int) -> MicroBatch:
+    """A protein beside each text, which cross attention reads; the second is shorter."""
+    real = torch.ones(rows, length, dtype=torch.long)
+    real[1:, -3:] = 0
+    return {"protein_input_ids": _words(g, rows, length), "protein_attention_mask": real}
+
+
+def _placed(c: Any, g: torch.Generator, rows: int, _: int) -> MicroBatch:
+    """Patches with their places in an image of two by two tokens."""
+    side = 2 * c.vision_config.pooling_kernel_size
+    at = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(rows, side * side, 2)
+    patches = torch.rand(rows, side * side, 3 * c.vision_config.patch_size**2, generator=g)
+    return {"pixel_values": patches, "image_position_ids": at}
+
+
+def _merged(c: Any, g: torch.Generator, rows: int, _: int) -> MicroBatch:
+    """Patches of a token each, with their places."""
+    at = torch.cartesian_prod(torch.arange(2), torch.arange(2)).expand(rows, 4, 2)
+    patches = torch.rand(rows, 4, 3 * c.vision_config.model_patch_size**2, generator=g)
+    return {"pixel_values": patches, "image_position_ids": at}
+
+
+def _diffused(c: Any, g: torch.Generator, rows: int, length: int) -> MicroBatch:
+    """Images in the prompt, and words to be restored."""
+    words = _words(g, rows, length)
+    return _placed(c, g, rows, length) | {"decoder_input_ids": words, "labels": words.clone()}
+
+
+def _voxels(c: Any, g: torch.Generator, rows: int, _: int) -> MicroBatch:
+    """[images, time, height, width, channels]: a patch of each"""
+    v = c.vision_config
+    return {"pixel_values": _noise(g, rows, v.temporal_patch_size, v.patch_size, v.patch_size, v.num_channels)}
+
+
+def _of_timm(c: Any, g: torch.Generator, rows: int, _: int) -> MicroBatch:
+    side = c.vision_config.model_args["img_size"][0]
+    return {"pixel_values": _noise(g, rows, 1, 3, side, side)}
 
 
 def _sized(c: Any, g: torch.Generator, rows: int, _: int) -> MicroBatch:
@@ -311,8 +344,13 @@ SPECIAL: dict[str, Special] = {
     "emu3": Special(name="images", made=_sized, places=20),
     "Gemma4AssistantForCausalLM": Special(name="another model's keys and values", made=_drafted, places=None),
     "Gemma4UnifiedAssistantForCausalLM": Special(name="another model's keys and values", made=_drafted, places=None),
-    "Gemma3nForCausalLM": Special(name="text, whole", made=_unpadded, places=None),
     "PerceiverForMaskedLM": Special(name="text, masked", made=_all_positions, places=None),
+    "evolla": Special(name="proteins", made=_protein, places=0),
+    "gemma4": Special(name="patches of images", made=_placed, places=4),
+    "diffusion_gemma": Special(name="patches of images", made=_diffused, places=4),
+    "inkling_mm_model": Special(name="images in patches", made=_voxels),
+    "perception_lm": Special(name="images in tiles", made=_of_timm, places=4),
+    "gemma4_unified": Special(name="patches of images", made=_merged, places=4),
     "nemotron_h_omni": Special(name="images in patches", made=_grid),
     "voxtral": Special(name="a spectrum", made=_spectrum),
 }

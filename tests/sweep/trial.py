@@ -6,7 +6,9 @@ a time, and looking at the loss.
 """
 
 import copy
+import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import penstock
 from penstock.engine.wrap import wrap
-from penstock.hf.models.loading import load
+from penstock.hf.models.loading import Loaded, load
 from penstock.tape.kv_cache import CachesOff
 from tests.sweep.configs import tiny_of
 from tests.sweep.inputs import KINDS, OWN_LOSS, Form, Forms, MicroBatch, NoFormError, forms_of, loss_of
@@ -118,15 +120,15 @@ def run(job: Job, disk: Path) -> Result:
         return Result(**about, verdict="skipped", reason=f"plain training fails: {_line(error)}")
     if not all(math.isfinite(n) for n in wanted):
         return Result(**about, verdict="skipped", reason="plain training is not finite")
-    result = _by_engine(copy.deepcopy(model), plain, steps, wanted, disk.with_name("first"), about)
+    result = _by_engine(copy.deepcopy(model), plain, steps, wanted, disk, about)
     given: dict[str, Any] = {}
     ways = [("blocks=", "blocks", names) for names in _called_blocks(model, [mbs[0] for mbs in steps])]
     for number, (asked, key, value) in enumerate([*ways, ("loss_weights", "weights", weights)]):
         if result.verdict == "refused" and asked in result.reason:
             given[key] = value
-            about["given"] = ", ".join(given).replace("weights", "loss_weights")
+            said = about | {"given": ", ".join(given).replace("weights", "loss_weights")}
             folder = disk.with_name(f"again{number}")
-            result = _by_engine(copy.deepcopy(model), plain, steps, wanted, folder, about, **given)
+            result = _by_engine(copy.deepcopy(model), plain, steps, wanted, folder, said, **given)
     if result.verdict != "equal":
         return result
     folder = _from_folder(model, steps[0][0], disk.with_name("folder"), given.get("blocks"))
@@ -177,7 +179,9 @@ def _by_engine(
 
 
 def _called_blocks(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> list[list[str]]:
-    """The lists of modules that every forward calls, the largest first: what someone would name as ``blocks``."""
+    """The modules that every forward calls and that someone would name as ``blocks``: lists of them, the largest first,
+    and then what the members of a list have in common.
+    """
     calls = list[set[nn.Module]]()
     hooks = [m.register_forward_pre_hook(lambda m, _: calls[-1].add(m)) for m in model.modules()]
     state = copy.deepcopy(model.state_dict())
@@ -194,18 +198,25 @@ def _called_blocks(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> lis
         for name, m in model.named_modules()
         if isinstance(m, nn.ModuleList) and len(m) and all(part in called for part in m)
     ]
+    parts = [
+        [f"{name}.{part}" for name in names]
+        for names in lists
+        for part in dict(model.get_submodule(names[0]).named_children())
+        if all(dict(model.get_submodule(name).named_children()).get(part) in called for name in names)
+    ]
 
     def size(names: Sequence[str]) -> int:
         return sum(p.numel() for name in names for p in model.get_submodule(name).parameters())
 
-    return sorted(lists, key=size, reverse=True)
+    found = [*sorted(lists, key=size, reverse=True), *sorted(parts, key=size, reverse=True)]
+    return [names for names in found if size(names)]
 
 
 def _from_folder(model: Any, micro_batch: MicroBatch, folder: Path, blocks: Sequence[str] | None) -> str:
     """What comes of a model that is saved, and loaded by the engine: its loss and buffers are those that it had."""
     try:
         model.save_pretrained(folder)
-        loaded = load(folder, model_class=type(model))
+        loaded = _loaded(model, folder)
     except (penstock.ModelError, penstock.ConfigError) as error:
         return f"refused: {_line(error)}"
     except Exception as error:  # noqa: BLE001  transformers cannot save all that it can build
@@ -237,6 +248,19 @@ def _from_folder(model: Any, micro_batch: MicroBatch, folder: Path, blocks: Sequ
         wanted = float(loss_of(model.eval(), micro_batch))
     close = math.isclose(found, wanted, rel_tol=64 * ROUNDING, abs_tol=1e-6)
     return "equal" if close else f"other loss: {found} for {wanted}"
+
+
+def _loaded(model: Any, folder: Path) -> Loaded:
+    """What ``load`` gives, also after what its refusal says to try."""
+    try:
+        return load(folder, model_class=type(model))
+    except penstock.ModelError as error:
+        said = re.search(r"try model_type '(\w+)' in config.json", str(error))
+        if said is None:
+            raise
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": said[1]}))
+        return load(folder, model_class=type(model))
 
 
 def build(job: Job) -> nn.Module:

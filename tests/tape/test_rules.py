@@ -165,6 +165,33 @@ def test_trainable_parameters_above_frozen_ones() -> None:
 # -- state that a forward changes -----------------------------------------------------------------------------------
 
 
+class Clipping(Layer):
+    """Clips its weights where they lie, as Gemma 3n does, to a bound that they do not reach."""
+
+    bound = 120.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data.clamp_(-self.bound, self.bound)
+        return super().forward(x)
+
+
+def test_a_parameter_may_be_written_what_it_holds() -> None:
+    assert_exact(stack(Clipping))
+
+
+def test_a_parameter_that_is_written_what_it_held_is_watched_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = stack(Clipping)
+    bench = Bench(case, case.model(), moving=True)
+    micro_batches = case.micro_batches(2)
+    bench.probe(micro_batches[0])
+    bench.step(micro_batches, [0.5, 0.5])
+    monkeypatch.setattr(Clipping, "bound", 1e-3)
+    with pytest.raises(
+        ModelError, match=r"block 'layers.0' changes a parameter in its forward, which it has left as it was until now"
+    ):
+        bench.step(micro_batches, [0.5, 0.5])
+
+
 @pytest.mark.parametrize("order", [vertical, horizontal])
 def test_batch_norm_counts_each_micro_batch_once(order: Any) -> None:
     case = MODELS["skips"]

@@ -103,7 +103,8 @@ def _join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, .
     joined = []
     for same in zip(*probed, strict=True):
         buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
-        joined.append(replace(same[0], call=Facts(buffers=buffers), offload=_movable_for_all(same)))
+        written = tuple(dict.fromkeys(p for f in same for p in f.call.written))
+        joined.append(replace(same[0], call=Facts(buffers=buffers, written=written), offload=_movable_for_all(same)))
     return tuple(joined)
 
 

@@ -57,8 +57,8 @@ def built_on_meta(model: nn.Module) -> bool:
     meta = [name for name, p in model.named_parameters() if p.is_meta]
     if meta and len(meta) < sum(1 for _ in model.parameters()):
         raise ModelError(
-            f"some parameters are on the meta device ({meta[0]!r} is one) and some have values: load them all, or "
-            "build the whole model under torch.device('meta')"
+            f"some parameters are on the meta device ({meta[0]!r} is one) and some have values, as torch.Tensor(...) "
+            "makes them wherever a model is built: load them all, or give all of them away, model.to('meta')"
         )
     return bool(meta)
 
@@ -113,7 +113,8 @@ def _write_group(group: ParamGroup, flat: torch.Tensor, arrays: StateArrays) -> 
 def make_buffers(
     model: nn.Module, device: torch.device, seed: int, weights: WeightSource | None, *, resumed: bool
 ) -> None:
-    """Give every buffer of a model on the meta device its memory and its value.
+    """Give every buffer of a model on the meta device its memory and its value. One that was made elsewhere keeps the
+    value that it was made with only where ``weights`` have none.
 
     ``resumed``: a store goes on, and the persistent ones will be read from it.
 
@@ -124,9 +125,7 @@ def make_buffers(
     for prefix, module in model.named_modules():
         for key, buffer in persistent_buffers(module).items():
             name = f"{prefix}.{key}" if prefix else key
-            if not buffer.is_meta:
-                continue
-            if resumed or (weights is not None and name in weights):
+            if (buffer.is_meta and resumed) or (weights is not None and name in weights):
                 buffers_of(module)[key] = real = torch.empty(buffer.shape, dtype=buffer.dtype)
                 given.append((name, real))
     materialise_buffers(model, device, seed)

@@ -216,12 +216,18 @@ class WeightPacker:
             return tensor
         if id(tensor) in self._known:
             return WeightView(parameter=self._known[id(tensor)], geometry=None)
-        for p in self._places.get(storage_key(tensor), ()):
-            offset = int(tensor.storage_offset()) - int(p.storage_offset())
-            if 0 <= offset < p.numel():
-                assert tensor.dtype == p.dtype, "a weight was saved under another dtype"
-                return WeightView(parameter=p, geometry=(tensor.size(), tensor.stride(), offset))
-        return tensor
+        p = self.parameter_of(tensor)
+        if p is None:
+            return tensor
+        assert tensor.dtype == p.dtype, "a weight was saved under another dtype"
+        offset = int(tensor.storage_offset()) - int(p.storage_offset())
+        return WeightView(parameter=p, geometry=(tensor.size(), tensor.stride(), offset))
+
+    def parameter_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
+        """The known parameter that a tensor begins in."""
+        start = int(tensor.storage_offset())
+        here = self._places.get(storage_key(tensor), ())
+        return next((p for p in here if 0 <= start - int(p.storage_offset()) < p.numel()), None)
 
     def unpack(self, packed: torch.Tensor | WeightView) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):

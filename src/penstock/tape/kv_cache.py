@@ -112,7 +112,7 @@ def without_caches(
                 f"block {name!r} was handed a key-value cache that holds values (as peft's prefix tuning makes for "
                 "its prompts): the block would write to it, and again when it is recomputed. Pass no cache with "
                 "micro-batches; of peft's methods use another one, such as LoRA; where the model makes the cache "
-                "itself, name blocks that it is not handed to, blocks=[...]"
+                "itself, name blocks that it is not handed to, such as the layers' feed-forward parts: blocks=[...]"
             )
         if parameter is None or not optional.get(parameter, False):
             raise ModelError(
@@ -158,7 +158,8 @@ def _unread() -> ModelError:
     return ModelError(
         "the model's own code reads a key-value cache after blocks that would write to it. Blocks are run again for "
         "their gradients, and hand on what they return alone: what such a model reads there would be missing. Pass no "
-        "cache with micro-batches; where the model makes it itself, name blocks that it is not handed to, blocks=[...]"
+        "cache with micro-batches; where the model makes it itself, name blocks that it is not handed to, such as the "
+        "layers' feed-forward parts: blocks=[...]"
     )
 
 

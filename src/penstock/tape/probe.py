@@ -23,7 +23,7 @@ from penstock.tape.losses import Losses
 from penstock.tape.segments import Kept, Seen, Segment, Stages, Usage, see
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, Facts, Site, StageFacts, SuspendedForward
-from penstock.tape.watch import Ahead, Watch
+from penstock.tape.watch import CHANGES, Ahead, Watch
 
 if TYPE_CHECKING:
     from penstock.tape.tape import Tape
@@ -49,7 +49,9 @@ class Probe:
         self._group_of = {id(s.parameter): g.spec.index for g in tape.groups for s in g.slices}
         by_name = {g.spec.name: g.spec.index for g in tape.groups}
         self._own_group = [by_name.get(f"blocks.{site.name}") for site in tape.sites]
-        self._watch = Watch(self._group_of, self._touch, self._refuse_write, self._on_op)
+        self._calling: Site | None = None  # the block that runs, forward or again
+        self._before: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # what a call has written to, as it was
+        self._watch = Watch(self._group_of, self._touch, self._note_write, self._on_op)
         self._smuggled = Smuggled(self._watch.birth, micro_batch)
         self._ahead = Ahead(self._group_of, self._bring)
         self._segments: list[Segment] = []
@@ -103,9 +105,30 @@ class Probe:
             self._loaded.add(group)
             self._packer.add(s.parameter for s in self._tape.groups[group].slices)
 
-    def _refuse_write(self, tensor: torch.Tensor) -> None:
-        if self._packer.holds(tensor):
+    def _note_write(self, tensor: torch.Tensor) -> None:
+        """A block may write to a parameter what is there already, as a clipping does within its bound: it is compared
+        when the call has ended.
+        """
+        if not self._packer.holds(tensor):
+            return
+        parameter = self._packer.parameter_of(tensor)
+        if parameter is None or self._calling is None:
             self._refuse_changed("a parameter")
+        elif id(parameter) not in self._before:
+            with without_functions(), unwatched():
+                self._before[id(parameter)] = (parameter, parameter.detach().clone())
+            self._watch.hold(parameter.numel() * parameter.element_size())
+
+    def _settle_writes(self) -> None:
+        """Refuse parameters that a call has changed; note those that it has written to."""
+        for parameter, before in self._before.values():
+            if not (parameter.is_meta or torch.equal(parameter, before)):
+                self._refuse_changed("a parameter")
+            self._watch.hold(-parameter.numel() * parameter.element_size())
+        segment = self._segments[self._watch.segment]
+        if segment.site is self._calling:  # and not its recomputation
+            segment.written = tuple(parameter for parameter, _ in self._before.values())
+        self._before.clear()
 
     def _refuse_moved(self) -> None:
         """Refuse parameters that lie elsewhere than they were put: ``parameter.data = ...`` is no op that could be
@@ -122,12 +145,10 @@ class Probe:
                 self._refuse_changed(f"parameter {name!r}")
 
     def _refuse_changed(self, what: str) -> NoReturn:
-        site = self._segments[self._watch.segment].site
-        raise ModelError(
-            f"{'the model itself' if site is None else f'block {site.name!r}'} changes {what} in its forward: "
-            "its recomputation would change it again, and the change would not be kept. Make it a buffer, or let "
-            "the optimizer change it"
-        )
+        who, way = "the model itself", ". Where it leaves it as it was, name what does so as a block, blocks=[...]"
+        if self._calling is not None:
+            who, way = f"block {self._calling.name!r}", ""
+        raise ModelError(CHANGES.format(who, what, "") + way)
 
     def _release(self) -> None:
         for group in sorted(self._loaded):
@@ -138,7 +159,7 @@ class Probe:
     @contextmanager
     def _measuring(self, usage: Usage, site: Site | None = None) -> Iterator[None]:
         """Watch what runs inside, with the weights of ``site`` loaded; on leaving, unload all."""
-        watch, self._usage = self._watch, usage
+        watch, self._usage, self._calling = self._watch, usage, site
         own = None if site is None else self._own_group[site.index]
         if own is not None:
             self._touch(own)
@@ -149,6 +170,7 @@ class Probe:
             with self._ahead, watch, packing:
                 yield
             self._refuse_moved()
+            self._settle_writes()
             if site is not None:
                 self._refuse_replaced(site.module)
         finally:
@@ -179,8 +201,11 @@ class Probe:
                 "the hook would see each of them. Remove it"
             )
 
-    def _on_op(self, func: Any, *tensors: list[torch.Tensor]) -> None:
-        self._smuggled.on_op(func, *tensors)
+    def _on_op(
+        self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> None:
+        elsewhere = [t for t in written if not self._packer.holds(t)]  # parameters end as they were
+        self._smuggled.on_op(func, inputs, elsewhere, results)
 
     def _block(self) -> str | None:
         site = self._segments[self._watch.segment].site

@@ -52,8 +52,9 @@ class Kept:
 class Segment:
     """A piece of the forward between two events: a call (of ``site``), or the model's own code (None).
 
-    Of a call: ``changed`` are the buffers that it changed; for each output, ``needed`` says whether it depends on
-    anything that trains, and ``reached`` whether a gradient came to it.
+    Of a call: ``changed`` are the buffers that it changed, ``written`` the parameters that it wrote to and left as
+    they were; for each output, ``needed`` says whether it depends on anything that trains, and ``reached`` whether a
+    gradient came to it.
     """
 
     site: Site | None
@@ -63,6 +64,7 @@ class Segment:
     inputs: list[Seen] = field(default_factory=list)
     outputs: list[Seen] = field(default_factory=list)
     changed: tuple[tuple[nn.Module, str], ...] = ()
+    written: tuple[nn.Parameter, ...] = ()
     kept_attributes: list["Kept"] = field(default_factory=list)
     reached: tuple[bool, ...] = ()
 
@@ -112,7 +114,7 @@ class Stages:
         found = []
         for stage, members in enumerate(self.members):
             segment = self._segments[members[0]]
-            call = Facts(buffers=segment.changed)
+            call = Facts(buffers=segment.changed, written=segment.written)
             boundary = self._boundary(stage)
             offload = tuple(boundary[p].place for p in self._offload[stage])
             found.append(StageFacts(site=segment.site, call=call, offload=offload))

@@ -27,6 +27,7 @@ from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.likeness import alike, sample
 from penstock.tape.modes import Modes, Stacks, refuse_stacked
+from penstock.tape.watch import CHANGES
 
 Event = Literal["call", "cut", "done"]
 Buffer = tuple[nn.Module, str, torch.Tensor]
@@ -53,10 +54,12 @@ class Facts:
     """Facts about one block call that the probe has learned and a run has to know beforehand.
 
     Not which outputs need a gradient: that may depend on the data, and an output without one would lose another
-    micro-batch's. ``buffers``: the buffers that the call changes, as (module, name).
+    micro-batch's. ``buffers``: the buffers that the call changes, as (module, name). ``written``: parameters that it
+    writes to, and that are to be what they were.
     """
 
     buffers: tuple[tuple[nn.Module, str], ...] = ()
+    written: tuple[nn.Parameter, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +243,7 @@ class SuspendedForward:
         inputs = trees.tensors(before)
         versions = tuple(version(t) for t in inputs)
         saved, others = self._buffers(site)
+        weights = [(p, p.detach().clone()) for p in self.facts.written]
         context.run(_forget, held)
         modes = Modes.capture(self._device_types)
         wanted = modes.grad and (site.trainable or any(t.requires_grad for t in inputs))
@@ -251,6 +255,10 @@ class SuspendedForward:
                 output = site.forward(*args, **kwargs)
         finally:
             self.in_block = False
+        if not all(torch.equal(p, before) for p, before in weights):
+            raise ModelError(
+                CHANGES.format(f"block {site.name!r}", "a parameter", ", which it has left as it was until now")
+            )
         changed = any(version(t) != v for t, v in zip(inputs, versions, strict=True))
         self._look_beside((output, live))
         if wanted:

@@ -30,6 +30,12 @@ FLOP: Mapping[Any, Callable[..., int]] = {
 """The FLOP of an op, from its arguments: none of what is no product, those of the whole square of causal attention."""
 
 
+CHANGES = (
+    "{} changes {} in its forward{}: its recomputation would change it again, and the change would not be kept. Make "
+    "it a buffer, let the optimizer change it, or, where weights are clipped, set so wide a bound that it changes none"
+)
+
+
 class Birth:
     """A storage that an op made: its bytes, the segment that made it, and what has happened to it since.
 
@@ -95,6 +101,11 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_op = on_op
         self._alive: dict[int, weakref.ref[Any]] = {}
 
+    def hold(self, nbytes: int) -> None:
+        """Count bytes that no op of the model has made, or (negative) has freed."""
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
     def birth(self, tensor: torch.Tensor) -> Birth | None:
         return self.births.get(storage_key(tensor)) if trees.has_storage(tensor) else None
 
@@ -149,8 +160,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.births[key] = Birth(nbytes, self.segment)
         self._alive[key] = weakref.ref(storage, freed)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
+        self.hold(nbytes)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -138,9 +138,11 @@ class FolderWeights:
                 continue
             source = self._stored[step.sources[0][0]]
             if made.shape != wanted.shape:
+                rule = "" if step.copies else ", or transformers' rule for such names does not fit this configuration"
                 raise ModelError(
                     f"{source.file}: {source.name} makes {target} of shape {list(made.shape)}, and by its "
-                    f"configuration the model has {list(wanted.shape)} there: the folder's files are of two models"
+                    f"configuration the model has {list(wanted.shape)} there: the folder's files are of two "
+                    f"models{rule}"
                 )
             kinds = _TRAINABLE if wanted.is_floating_point() else (wanted.dtype,)
             if made.dtype not in kinds:
@@ -157,8 +159,8 @@ class FolderWeights:
         if missing:
             raise ModelError(
                 f"{self._folder}: {len(missing)} of the model's {len(state)} tensors are not in its files: "
-                f"{_names(missing)}. Is it a folder of {type(self._model).__name__}? Give one that has all "
-                "of them"
+                f"{_names(missing)}. Is it a folder of {type(self._model).__name__}? {self._other_type()}Give one that "
+                "has all of them"
             )
         if unexpected:
             raise ModelError(
@@ -166,6 +168,12 @@ class FolderWeights:
                 f"has no place for: {_names(unexpected)}. Give the folder of one model, with its own "
                 "config.json"
             )
+
+    def _other_type(self) -> str:
+        """What to try where the rules for names are those of another type of model than the class's own."""
+        cls, given = type(self._model), self._model.config.model_type
+        own = getattr(cls.config_class, "model_type", given)
+        return f"Names are read by the rules of {given!r}: try model_type {own!r} in {CONFIG}. " if own != given else ""
 
     def _missing(self, state: Mapping[str, torch.Tensor]) -> set[str]:
         return {

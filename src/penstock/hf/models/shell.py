@@ -8,6 +8,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.compat.transformers import get_class_from_dynamic_module, maker_of
@@ -83,11 +84,41 @@ def build(config: Any, cls: Any = AutoModelForCausalLM, *, dtype: torch.dtype = 
     """
     own = deepcopy(config)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Counts():
             model = maker_of(cls)(own, dtype=dtype)
     except REFUSED as error:
         raise ConfigError(f"Hugging Face cannot build this {config.model_type} model: {short(error)}") from error
+    _give_away(model)
     return model
+
+
+class _Counts(TorchFunctionMode):
+    """Single integers have values, on the CPU: what a constructor computes of them (a padding, of a kernel's size and a
+    stride) and keeps on a module could not be computed later, as it is neither parameter nor buffer.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and kwargs.get("device") is None:
+            value = func(*args, **{**kwargs, "device": "cpu"})
+            if value.dim() == 0 and not value.is_floating_point():
+                return value
+        return func(*args, **kwargs)
+
+
+def _give_away(model: nn.Module) -> None:
+    """Put on the meta device the parameters that were made elsewhere, as ``torch.Tensor(...)`` makes them. Tied ones
+    stay tied.
+    """
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not parameter.is_meta:
+                empty = torch.empty_like(parameter, device="meta")
+                made = moved.setdefault(id(parameter), nn.Parameter(empty, requires_grad=parameter.requires_grad))
+                setattr(module, name, made)
 
 
 def parts(config: Any) -> list[Any]:
