@@ -25,7 +25,7 @@ from penstock.report.chrome import chrome_trace
 from penstock.report.colors import GROUPS
 from penstock.report.columns import Columns
 from penstock.report.html import in_script
-from penstock.report.prediction import Prediction
+from penstock.report.prediction import Prediction, parse_prediction
 from penstock.report.run_page import run_page, thinned
 from penstock.report.sentence import bottleneck, format_time, measured_bottleneck, verdict
 from penstock.report.series import Because, last_of_each_moment, parse_cause
@@ -216,6 +216,24 @@ def test_a_first_step_that_nothing_was_left_to_was_to_move_what_it_moved(tmp_pat
         assert rows["write"][2] == rows["read"][2] == "exact"
         moved.append(rows["write"][0])
     assert moved[0] != moved[1]
+
+
+def test_a_prediction_whose_schedule_waits_for_itself_is_damage(tmp_path: Path) -> None:
+    schedule = parse_schedule("""\
+schedule s micro-batches 1 chunk 0
+pool one host 2 x 8
+RG0.0 after WG0.0 take b=one write b
+OP0.0 after RG0.0 read b give b
+WG0.0 after OP0.0 take a=one read a give a
+""")
+    made = write_run(tmp_path)
+    text = json.loads(made.to_json())
+    text["schedule"], text["ops"] = (
+        str(schedule),
+        {k: [0.0] * 3 for k in ("start", "end", "waited")} | {"cause": [""] * 3},
+    )
+    with pytest.raises(ConfigError, match=r"prediction\.json: schedule: "):
+        parse_prediction(json.dumps(text))
 
 
 def test_a_page_without_a_prediction_says_so_and_one_of_another_schedule_too(tmp_path: Path) -> None:

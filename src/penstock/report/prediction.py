@@ -13,8 +13,9 @@ from penstock.documents.text import MalformedError, parse_json, read_text
 from penstock.errors import ConfigError, ScheduleError
 from penstock.report.sentence import bottleneck
 from penstock.report.series import Bar
+from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.lanes import LANES, Lane
-from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.sim.result import Simulation
 
@@ -68,6 +69,11 @@ class Prediction:
     @cached_property
     def bytes_per_lane(self) -> dict[Lane, int]:
         return self.schedule.bytes_per_lane()
+
+    @cached_property
+    def late_moves(self) -> tuple[Op, ...]:
+        """The ops that move nothing in a step that found nothing left to it."""
+        return late_moves(self.schedule)
 
     @property
     def bottleneck(self) -> str:
@@ -132,9 +138,11 @@ def parse_prediction(text: str, where: str = "prediction.json") -> Prediction:
     if strange := set(record).symmetric_difference({"version", *_KEYS}):
         raise ConfigError(f"{where}: key {sorted(strange)[0]!r} is missing or unknown. {_REMEDY}")
     try:
-        return _Reader(where).read(record)
+        found = _Reader(where).read(record)
+        assert found.late_moves is not None  # what is wrong with the schedule is so with the file
     except ScheduleError as error:
         raise ConfigError(f"{where}: schedule: {error}. {_REMEDY}") from None
+    return found
 
 
 def read_prediction(path: Path) -> Prediction | None:

@@ -13,7 +13,6 @@ from penstock.report.prediction import Prediction, predicted_bars
 from penstock.report.sentence import format_time, measured_bottleneck, verdict
 from penstock.report.series import series
 from penstock.report.trace_file import MeasuredStep
-from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.lanes import LANES, Lane
 
 _POINTS = 2000
@@ -217,9 +216,8 @@ def _measured(step: MeasuredStep, lane: Lane) -> list[str]:
 def _moves_of(step: MeasuredStep, prediction: Prediction) -> Mapping[Lane, int]:
     """Bytes that each lane was to move in this step: less than in others if it has found nothing left to it."""
     found, ran = dict(prediction.bytes_per_lane), {op.id: op.nbytes for op in step.ops}
-    late = late_moves(prediction.schedule)
-    if not any(ran.get(op.id) for op in late):
-        for op in late:
+    if not any(ran.get(op.id) for op in prediction.late_moves):
+        for op in prediction.late_moves:
             found[op.lane] -= op.nbytes
     return found
 
