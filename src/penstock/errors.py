@@ -27,7 +27,17 @@ class ScheduleError(ValueError):
 
 
 class StoreError(OSError):
-    """The disk tier cannot be used as asked: missing, locked, foreign, damaged or full."""
+    """The disk tier cannot be used as asked: missing, locked, foreign, damaged or full.
+
+    ``strerror``, for who says of any OSError what the system has said: that, or the message where it has said nothing.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.strerror = message
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class NonFiniteError(ArithmeticError):

@@ -1,5 +1,6 @@
 """What a run keeps beside its store: whatever of it changes is named, and neither trained on nor exported."""
 
+import errno
 import json
 import os
 import random
@@ -16,6 +17,8 @@ from penstock.cli.metrics import MetricsFile
 from penstock.cli.run_record import RunRecord
 from penstock.errors import ConfigError, StoreError
 from penstock.store.owner import RUN_FILE
+from penstock.store.packed import store_error
+from tests.faults import Nth, error, intercepted
 from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -244,3 +247,16 @@ def test_a_damaged_account_says_what_to_do(tmp_path: Path, name: str, read: Call
     (tmp_path / name).write_text("{")
     with pytest.raises(StoreError, match=f"{name} is damaged.*Put it back from a copy"):
         read(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_says_what_the_system_has_said(tmp_path: Path) -> None:
+    """An error of ours on the way keeps that, and one that the system knows nothing of says what it is."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_bytes(b"{}")
+    kept = KeptFiles(files=(KeptFile(name="model/config.json", nbytes=2, digest="0" * 32),))
+    with intercepted(tmp_path, Nth(0, error(errno.EIO), lambda call: call.name == "read")):
+        (said,) = kept.damage(tmp_path)
+    assert said == f"{tmp_path}/model/config.json cannot be read: Input/output error"
+    ours = store_error("what was done", OSError(errno.ENOSPC, "No space"))
+    assert (str(ours), ours.errno, ours.strerror) == ("what was done", errno.ENOSPC, "No space")
+    assert (str(StoreError("why")), StoreError("why").strerror) == ("why", "why")

@@ -36,6 +36,7 @@ def store_error(message: str, cause: OSError) -> StoreError:
     """A `StoreError` that keeps the system's error number, so that a caller can tell a full disk from a broken one."""
     error = StoreError(message)
     error.errno = cause.errno
+    error.strerror = cause.strerror or message
     return error
 
 
