@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.planner.phases import BEFORE_GRADIENTS, FORWARD
+from penstock.planner.phases import BEFORE_GRADIENTS
 from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import group_op
@@ -50,18 +50,17 @@ def bound(load: Load, limits: NDArray[np.float64]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """Phases ``times`` together take at least what each of ``limits`` asks for the rows ``loads``, less ``less``."""
+    """Phases ``times`` together take at least what each limit asks for the rows ``loads``, less ``less``."""
 
     times: list[int]
     loads: list[int]
-    limits: NDArray[np.float64]
     less: NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBound:
     """The least seconds of a step. ``limits``: of ``limits_of``. ``buffered``: seconds of writes that the buffers of
-    state hold: what is delayed need not be home before the next phase starts, as far as they do."""
+    state hold: what is delayed and begins a step need not be home before its forward, as far as they do."""
 
     limits: NDArray[np.float64]
     buffered: float
@@ -76,23 +75,16 @@ class StepBound:
     def constraints(self, home: int) -> Iterator[Constraint]:
         """``home``: index of the last row, and of the last of the times: those more that all phases up to the backward
         take together."""
-        write, nothing = LOCAL_LANES.index("write"), np.zeros(len(self.limits))
-        before, held = [*range(BEFORE_GRADIENTS), home], self.limits[:, write] * self.buffered
-        unwritten = self.limits.copy()
-        unwritten[:, write] = 0.0
+        nothing, before = np.zeros(len(self.limits)), [*range(BEFORE_GRADIENTS), home]
         for p in range(home):
-            late = p == FORWARD
-            yield Constraint(times=[p], loads=[p], limits=self.limits, less=held if late else nothing)
-        yield Constraint(times=[FORWARD], loads=[FORWARD], limits=unwritten, less=nothing)
-        yield Constraint(times=[0], loads=[0, home], limits=self.limits, less=held)
-        yield Constraint(times=before, loads=before, limits=self.limits, less=held)
-        both = [*before[:-1], BEFORE_GRADIENTS, home]
-        yield Constraint(times=both, loads=both, limits=self.limits, less=nothing)
+            yield Constraint(times=[p], loads=[p], less=nothing)
+        yield Constraint(times=[0], loads=[0, home], less=self.limits[:, LOCAL_LANES.index("write")] * self.buffered)
+        yield Constraint(times=before, loads=before, less=nothing)
 
     def seconds(self, load: Load) -> float:
         """What a step with this load takes at least."""
         times = np.zeros(len(load))
         for one in self.constraints(len(load) - 1):
-            needed = float((one.limits @ load[one.loads].sum(axis=0) - one.less).max())
+            needed = float((self.limits @ load[one.loads].sum(axis=0) - one.less).max())
             times[one.times[-1]] = max(times[one.times[-1]], needed - times[one.times[:-1]].sum())
         return float(times.sum())

@@ -23,8 +23,8 @@ from penstock.schedule.lower.route import Route
 
 HOME = -1
 """The row after those of the phases."""
-FORWARD, BEFORE_GRADIENTS = 1, 3
-"""index of a phase, and how many there are before the backward"""
+BEFORE_GRADIENTS = 3
+"""how many phases there are before the backward"""
 
 
 class Phases:

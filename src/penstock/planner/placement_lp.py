@@ -328,13 +328,13 @@ class _Model:
 
     def _time_rows(self, loads: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Rows of the phases' times, and their lower limits. ``loads``: (columns but T, phases, lanes), in units."""
-        fixed, rows, least = self.lp.loads.of_compute / self.unit, [], []
+        fixed, limits, rows, least = self.lp.loads.of_compute / self.unit, self.lp.bound.limits, [], []
         for one in self.lp.bound.constraints(self.phases - 1):
-            row = np.zeros((len(one.limits), self.phases + len(loads)))
+            row = np.zeros((len(limits), self.phases + len(loads)))
             row[:, one.times] = 1.0
-            row[:, self.phases :] = -one.limits @ loads[:, one.loads].sum(axis=1).T
+            row[:, self.phases :] = -limits @ loads[:, one.loads].sum(axis=1).T
             rows.append(row)
-            least.append(one.limits @ fixed[one.loads].sum(axis=0) - one.less / self.unit)
+            least.append(limits @ fixed[one.loads].sum(axis=0) - one.less / self.unit)
         return np.concatenate(rows), np.concatenate(least)
 
     def _whole_rows(
