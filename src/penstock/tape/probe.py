@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 Attributes = list[tuple[str, str, torch.Tensor]]
 
+_NOT_A_BLOCK = (
+    ". Where it leaves it as it was, name what does so as a block, blocks=[...]. What RWKV does to weights when it is "
+    "evaluated, config.rescale_every = 0 switches off"
+)
+
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
 
@@ -145,7 +150,7 @@ class Probe:
                 self._refuse_changed(f"parameter {name!r}")
 
     def _refuse_changed(self, what: str) -> NoReturn:
-        who, way = "the model itself", ". Where it leaves it as it was, name what does so as a block, blocks=[...]"
+        who, way = "the model itself", _NOT_A_BLOCK
         if self._calling is not None:
             who, way = f"block {self._calling.name!r}", ""
         raise ModelError(CHANGES.format(who, what, "") + way)
