@@ -8,6 +8,10 @@ READY := .venv/.ready
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt \
 	$(shell find src/penstock/optim/native -type f) $(shell find src/penstock -name __init__.py)
 
+# Each of the many processes of the tests that import torch compiles it anew where Python may not keep what it compiles:
+# two thirds of its time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test faults products proofs sweep lint bench
 
 demo: $(READY)

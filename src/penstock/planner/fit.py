@@ -16,7 +16,7 @@ from penstock.config import Budget, Family, StreamConfig, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
 from penstock.schedule.ir.ops import Schedule, peak_bytes
-from penstock.schedule.lower.provision import Provision, fixed_bytes, narrow_groups
+from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, narrow_groups
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
 from penstock.schedule.meaning import narrow_groups_of
@@ -255,8 +255,12 @@ def _route(program: Program, micro_batches: int, *, one_by_one: bool, train: boo
 
 @lru_cache(maxsize=4096)
 def _pooled(route: Route, settings: Settings) -> tuple[int, int]:
-    """Bytes of the pools of device and host. The advice on other machines and budgets asks for the same ones again."""
-    pools = provision(route, settings).pools.values()
+    """Bytes of the pools of device and host. The advice on other machines and budgets asks for the same ones again; and
+    a search for depths that fit asks for many that differ in what is staged alone."""
+    depths = settings.depths
+    unstaged = replace(depths, **dict.fromkeys(STAGED.values(), 1))
+    sized = provision(route, replace(settings, depths=unstaged)).pools.values()
+    pools = [replace(p, count=getattr(depths, STAGED[p.name])) if p.name in STAGED else p for p in sized]
     return peak_bytes(pools, (), "device"), peak_bytes(pools, (), "host")
 
 

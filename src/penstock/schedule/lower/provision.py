@@ -83,6 +83,18 @@ def narrow_groups(route: Route, settings: Settings) -> frozenset[int]:
     return route.whole if settings.casts_on_device else frozenset()
 
 
+STAGED: Mapping[str, str] = {
+    "stage_in": "stage_in",
+    "gradients_out": "stage_out",
+    "gradients_in": "stage_out",
+    "state": "state",
+    "new_weights": "stage_out",
+    "checkpoints_out": "checkpoints",
+    "checkpoints_in": "checkpoints",
+}
+"""Pools on the host that have as many buffers as a field of ``Depths`` says, on which nothing else depends."""
+
+
 class Provision:
     """All pools of one step, and which of them a group's weights and device gradients come from.
 
@@ -281,8 +293,7 @@ class Provision:
         if self.checkpoints_pool == "checkpoints":
             yield from self._host_checkpoints("checkpoints")
         if self._away and self.s.place.checkpoints == "disk":
-            for name in ("checkpoints_out", "checkpoints_in"):
-                yield Pool(name=name, tier="host", size=page_up(size), count=self.s.depths.checkpoints)
+            yield from (self._staged(name, page_up(size)) for name in ("checkpoints_out", "checkpoints_in"))
 
     @cached_property
     def _away(self) -> int:
@@ -312,7 +323,7 @@ class Provision:
 
     def _staging(self) -> Iterator[Pool]:
         """Host chunks on their way between disk, device and optimizer, and gradients that wait on the host."""
-        place, form, depths, route = self.s.place, self.s.form, self.s.depths, self.route
+        place, form, route = self.s.place, self.s.form, self.route
         streamed = list(self.streamed())
         uses = [(g, use) for g in streamed for use in range(len(route.uses[g]))]
         on_disk = any(self._from_disk(g) for visit in route.times for g in self.moving(*visit))
@@ -325,22 +336,22 @@ class Provision:
         state = any(place.state_on_disk(g, form) for g in streamed)
         leaves = form.split and any(place.weights[g] != "host" for g in streamed)
 
-        def pool(name: str, width: int, count: int) -> Pool:
-            return Pool(name=name, tier="host", size=self.s.chunk * width, count=count)
-
         if not self._narrow.isdisjoint(streamed):
             # A lane rounds and sends one chunk at a time: more buffers would wait for it.
             yield Pool(name="casts", tier="device", size=self.s.chunk * BF16, count=1)
         if self.held_pool == "gradients_held":
             yield from self._held("gradients_held")
         yield from (
-            pool(name, width, count)
-            for name, width, count, wanted in (
-                ("stage_in", form.weight_bytes, depths.stage_in, on_disk),
-                ("gradients_out", self.widest_gradient, depths.stage_out, out),
-                ("gradients_in", self.widest_gradient, depths.stage_out, back),
-                ("state", form.state_slot_bytes, depths.state, state),
-                ("new_weights", form.weight_bytes, depths.stage_out, leaves),
+            self._staged(name, self.s.chunk * width)
+            for name, width, wanted in (
+                ("stage_in", form.weight_bytes, on_disk),
+                ("gradients_out", self.widest_gradient, out),
+                ("gradients_in", self.widest_gradient, back),
+                ("state", form.state_slot_bytes, state),
+                ("new_weights", form.weight_bytes, leaves),
             )
             if wanted
         )
+
+    def _staged(self, name: str, size: int) -> Pool:
+        return Pool(name=name, tier="host", size=size, count=getattr(self.s.depths, STAGED[name]))
