@@ -106,11 +106,9 @@ def delayed_share(first: int, count: int, share: float) -> frozenset[int]:
 
     Of the first n chunks of all groups together, n times ``share`` are delayed, rounded up: a share above 0 delays one.
     """
-
-    def until(n: int) -> int:
-        return ceil(n * share - 1e-9)  # 0.07 x 100 is 7.000000000000001
-
-    return frozenset(i for i in range(count) if until(first + i + 1) > until(first + i))
+    # 0.07 x 100 is 7.000000000000001
+    until = [ceil(n * share - 1e-9) for n in range(first, first + count + 1)]
+    return frozenset(i for i, (before, then) in enumerate(pairwise(until)) if then > before)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ where they are: their old values are of no use while a step is delayed, but that
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Literal
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Pool
@@ -238,38 +239,24 @@ class Provision:
 
     # ---- the pools
 
-    def _by_class(
-        self, label: str, sizes: Mapping[int, int], needs: Mapping[tuple[str, int], Sequence[int]], depth: int
-    ) -> Iterator[tuple[Pool, list[int]]]:
-        """Device pools by size class, each with room for one visit's needs and ``depth`` - 1 more to run ahead."""
-        classes = size_classes(sizes.values())
-        size_of = {g: class_of(n, classes) for g, n in sizes.items() if n}
-        for i, size in enumerate(classes):
-            members = {g for g, own in size_of.items() if own == size}
-            need = {visit: sum(g in members for g in groups) for visit, groups in needs.items()}
-            visits = sum(self.route.times[visit] for visit, n in need.items() if n)
-            count = max(need.values()) + (depth - 1 if visits > 2 else 0)
-            yield Pool(name=f"{label}.{i}", tier="device", size=size, count=count), sorted(members)
-
     def _weights(self) -> Iterator[Pool]:
-        needs = {visit: self.moving(*visit) for visit in self.route.times}
-        part = {g: self._groups[g].numel * self.s.form.weight_bytes for gs in needs.values() for g in gs}
-        sizes = {g: n * self.shards.size for g, n in part.items()}
-        for pool, members in self._by_class("weights", sizes, needs, self.s.depths.weights):
+        needed = _moved(self.route, self.s.place.weights)
+        part = {g: self._groups[g].numel * self.s.form.weight_bytes for g in needed}
+        sizes = tuple((g, n * self.shards.size) for g, n in part.items())
+        for pool, members in _by_class(self.route, "weights", sizes, self.s.depths.weights):
             self.weights_pool |= dict.fromkeys(members, pool.name)
             yield pool
         yield from self._of_parts("weight_parts", part)
 
     def _gradients(self) -> Iterator[Pool]:
         """Shared by size class; a group that steps on the device has a buffer of its own."""
-        needs = {visit: self.route.gradients(*visit) for visit in self.route.times}
         part = {g: self._groups[g].trainable * FP32 for g in self.streamed()}
-        sizes = {g: n * self.shards.size for g, n in part.items()}
-        for pool, members in self._by_class("gradients", sizes, needs, self.s.depths.gradients):
+        sizes = tuple((g, n * self.shards.size) for g, n in part.items())
+        for pool, members in _by_class(self.route, "gradients", sizes, self.s.depths.gradients):
             self.gradients_pool |= dict.fromkeys(members, pool.name)
             yield pool
         yield from self._of_parts("gradient_parts", part)
-        for g in sorted(self.route.gradient_visits.keys() - sizes.keys()):
+        for g in sorted(self.route.gradient_visits.keys() - part.keys()):
             assert len(self.route.uses[g]) == 1, "a tied group cannot keep its state on the device"
             name = self.gradients_pool[g] = f"gradients.of{g}"
             yield Pool(name=name, tier="device", size=self._groups[g].trainable * FP32, count=1)
@@ -355,3 +342,30 @@ class Provision:
 
     def _staged(self, name: str, size: int) -> Pool:
         return Pool(name=name, tier="host", size=size, count=getattr(self.s.depths, STAGED[name]))
+
+
+@lru_cache(maxsize=256)
+def _moved(route: Route, weights: tuple[Tier, ...]) -> tuple[int, ...]:
+    """The groups whose weights any visit brings to the device, by where they live."""
+    return tuple(dict.fromkeys(g for visit in route.times for g in route.reads(*visit) if weights[g] != "device"))
+
+
+@lru_cache(maxsize=256)
+def _by_class(
+    route: Route, label: Literal["weights", "gradients"], sizes: tuple[tuple[int, int], ...], depth: int
+) -> tuple[tuple[Pool, tuple[int, ...]], ...]:
+    """Device pools by size class of (group, bytes), each with room for one visit's needs and ``depth`` - 1 more to run
+    ahead; with each its groups. Of weights a visit needs what it reads, of gradients what it makes.
+    """
+    needs = {visit: (route.reads if label == "weights" else route.gradients)(*visit) for visit in route.times}
+    classes = size_classes(n for _, n in sizes)
+    size_of = {g: class_of(n, classes) for g, n in sizes if n}
+    pools = []
+    for i, size in enumerate(classes):
+        members = {g for g, own in size_of.items() if own == size}
+        need = {visit: sum(g in members for g in groups) for visit, groups in needs.items()}
+        visits = sum(route.times[visit] for visit, n in need.items() if n)
+        count = max(need.values()) + (depth - 1 if visits > 2 else 0)
+        pool = Pool(name=f"{label}.{i}", tier="device", size=size, count=count)
+        pools.append((pool, tuple(sorted(members))))
+    return tuple(pools)
