@@ -395,6 +395,8 @@ def test_what_a_schedule_says_that_it_keeps_besides_its_pools_is_kept_or_refused
         own(OWN, _edited(plan.schedule, line, f"fixed {tier} {what} {nbytes - 1}"))
     with pytest.raises(BudgetError, match=rf"of budget\.{tier}"):
         own(OWN, _edited(plan.schedule, line, f"fixed {tier} {what} {1 << 40}"))
+    with pytest.raises(ScheduleError, match=f"says fixed {tier} mine more than once: write one line with the sum"):
+        own(OWN, _edited(plan.schedule, line, f"{line}\nfixed {tier} mine 100\nfixed {tier} mine 300"))
 
 
 def test_a_schedule_for_something_else_is_refused() -> None:

@@ -2,18 +2,21 @@
 
 from dataclasses import replace
 from random import Random
+from typing import Literal
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import Budget
+from penstock.config import Budget, Tier
 from penstock.planner.fit import Request
 from penstock.planner.phase_costs import Load, PhaseCosts
 from penstock.planner.phases import Phases
 from penstock.planner.sample import Sample
 from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.ir.ops import Op, chunk_of
+from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, Program
 from penstock.sim.costs import Costs
 from tests.programs import Case, placement, random_case, transformer
@@ -63,7 +66,7 @@ def lowered(case: Case) -> Load:
 
 
 def predicted(case: Case) -> Load:
-    """... of the linear program."""
+    """Seconds by row and lane that the linear program has for the placement."""
     loads = PhaseCosts(asked(case), case.settings, COSTS)
     lowest = loads.prices.alone((asked(case).bottom,) * 2, "host", late=case.settings.delay > 0)
     return loads.of(case.settings.place) - lowest
@@ -89,7 +92,7 @@ def test_loads_are_those_of_the_schedule_in_each_phase_and_lane(seed: int, layer
 
 
 def _in_even_chunks(program: Program) -> Program:
-    """... of 2 ``ALIGN`` elements."""
+    """The program with groups of an even number of chunks of 2 ``ALIGN`` elements."""
     groups = (replace(g, trainable=-(-g.trainable // (4 * ALIGN)) * 4 * ALIGN) for g in program.groups)
     return Program(groups=tuple(groups), stages=program.stages)
 
@@ -122,3 +125,87 @@ def test_blocks_that_take_turns_or_share_weights_have_samples() -> None:
             place = placement(Random(seed), program_, case.settings.form, tied=True)
             found = replace(case, program=program_, settings=replace(case.settings, place=place))
             np.testing.assert_allclose(predicted(found), lowered(found), rtol=1e-9, atol=1e-9)
+
+
+WAITING = """
+start RW0.0@F0 UW0.0@F0 RW3.0@F1 UW3.0@F1
+forward F0m0 F0m1 RW4.0@F2 UW4.0@F2 F1m0 F1m1 DC0m0 DC0m1 RW5.0@F3 UW5.0@F3 F2m0 F2m1 DC1m0 DC1m1
+forward RW1.0@E4 UW1.0@E4 RW2.0@E4 UW2.0@E4 F3m0 F3m1
+epilogue E4m0 E4m1
+backward RW4.0@B2 UW4.0@B2 DG1.0@E4 DG2.0@E4 NG1.0 NG2.0 B3m0 B3m1 UC1m0 UC1m1 RW3.0@B1 UW3.0@B1 DG5.0@B3 NG5.0
+backward B2m0 B2m1 UC0m0 UC0m1 DG4.0@B2 NG4.0 B1m0 B1m1 B0m0 B0m1
+tail DG3.0@B1 NG3.0 DG0.0@B0 NG0.0
+update NORM RS0.0 OP0.0 WS0.0 WW0.0 RS1.0 OP1.0 WS1.0 WW1.0 RS2.0 OP2.0 WS2.0 WW2.0
+update RS3.0 OP3.0 WS3.0 WW3.0 RS4.0 OP4.0 WS4.0 WW4.0 RS5.0 OP5.0 WS5.0 WW5.0
+"""
+DELAYED = """
+start RS0.0 OP0.0 UW0.0@F0 RS3.0 OP3.0 UW3.0@F1
+home WS0.0 WW0.0 WS3.0 WW3.0
+forward F0m0 F0m1 RS4.0 OP4.0 UW4.0@F2 WS4.0 WW4.0 F1m0 F1m1 DC0m0 DC0m1 RS5.0 OP5.0 UW5.0@F3 WS5.0 WW5.0
+forward F2m0 F2m1 DC1m0 DC1m1 RS1.0 OP1.0 UW1.0@E4 WS1.0 WW1.0 RS2.0 OP2.0 UW2.0@E4 WS2.0 WW2.0 CM F3m0 F3m1
+epilogue E4m0 E4m1
+backward RW4.0@B2 UW4.0@B2 DG1.0@E4 DG2.0@E4 NG1.0 NG2.0 B3m0 B3m1 UC1m0 UC1m1 RW3.0@B1 UW3.0@B1 DG5.0@B3 NG5.0
+backward B2m0 B2m1 UC0m0 UC0m1 DG4.0@B2 NG4.0 B1m0 B1m1 B0m0 B0m1
+tail DG3.0@B1 NG3.0 DG0.0@B0 NG0.0
+"""
+ONE_BY_ONE = """
+start RW0.0@F0m0 UW0.0@F0m0 RW3.0@F1m0 UW3.0@F1m0
+forward F0m0 RW4.0@F2m0 UW4.0@F2m0 F1m0 DC0m0 RW5.0@F3m0 UW5.0@F3m0 F2m0 DC1m0
+forward RW1.0@E4m0 UW1.0@E4m0 RW2.0@E4m0 UW2.0@E4m0 F3m0 RW0.0@F0m1 UW0.0@F0m1 F0m1 RW4.0@F2m1 UW4.0@F2m1 F1m1 DC0m1
+forward RW5.0@F3m1 UW5.0@F3m1 F2m1 DC1m1 RW1.0@E4m1 UW1.0@E4m1 RW2.0@E4m1 UW2.0@E4m1 F3m1
+backward E4m0 RW4.0@B2m0 UW4.0@B2m0 DG1.0@E4m0 DG2.0@E4m0 B3m0 UC1m0 RW3.0@B1m0 UW3.0@B1m0 DG5.0@B3m0
+backward B2m0 UC0m0 DG4.0@B2m0 B1m0 DG3.0@B1m0 B0m0 DG0.0@B0m0
+last E4m1 RW4.0@B2m1 UW4.0@B2m1 DG1.0@E4m1 AG1.0@E4m1 DG2.0@E4m1 AG2.0@E4m1 RS1.0 OP1.0 WS1.0 WW1.0
+last RS2.0 OP2.0 WS2.0 WW2.0 B3m1 UC1m1 RW3.0@B1m1 UW3.0@B1m1 DG5.0@B3m1 AG5.0@B3m1 RS5.0 OP5.0 WS5.0 WW5.0
+last B2m1 UC0m1 DG4.0@B2m1 AG4.0@B2m1 RS4.0 OP4.0 WS4.0 WW4.0 B1m1 B0m1
+tail DG3.0@B1m1 AG3.0@B1m1 RS3.0 OP3.0 WS3.0 WW3.0 DG0.0@B0m1 AG0.0@B0m1 RS0.0 OP0.0 WS0.0 WW0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "wait", "delay", "expected"),
+    [("vertical", True, 0.0, WAITING), ("vertical", False, 1.0, DELAYED), ("horizontal", False, 0.0, ONE_BY_ONE)],
+)
+def test_each_op_falls_into_its_phase(
+    family: Literal["vertical", "horizontal"], wait: bool, delay: float, expected: str
+) -> None:
+    """Of three blocks and two micro-batches, all at home on disk; written out by hand. Groups: embedding, norm, head,
+    blocks; stage 4 is the epilogue."""
+    program = transformer(3, block=4)
+    disk: tuple[Tier, ...] = ("disk",) * len(program.groups)
+    case = replace(
+        random_case(0),
+        program=program,
+        family=family,
+        settings=Settings(
+            micro_batches=2,
+            chunk=256 * ALIGN,
+            form=Format(weight_bytes=2, moments=2),
+            place=Placement(weights=disk, state=disk, gradients="host", checkpoints="host"),
+            depths=Depths(),
+            wait=wait,
+            delay=delay,
+        ),
+    )
+    phases = Phases(asked(case).route, wait=wait, speculate=False)
+    names = (*phases.names, "home")
+    found = {str(op.id): names[row] for op, row in phases.rows(case.build())}
+    lines = (line.split() for line in expected.strip().splitlines())
+    assert found == {ident: name for name, *idents in lines for ident in idents}
+
+
+def test_weights_that_some_blocks_share_leave_in_between_in_the_sample_too() -> None:
+    """Every sixth block reads one more group, as Zamba's do."""
+    program = transformer(18)
+    sixth = [
+        replace(s, forward_reads=(1, *s.forward_reads), backward_reads=(1, *s.backward_reads))
+        if s.kind == "call" and s.index % 6 == 0
+        else s
+        for s in program.stages
+    ]
+    shared = Program(groups=program.groups, stages=tuple(sixth))
+    for seed in range(6):
+        case = random_case(seed, largest=5)
+        place = placement(Random(seed), shared, case.settings.form, tied=True)
+        found = replace(case, program=shared, settings=replace(case.settings, place=place))
+        np.testing.assert_allclose(predicted(found), lowered(found), rtol=1e-9, atol=1e-9)

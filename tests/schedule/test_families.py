@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +14,13 @@ from penstock.schedule.check.worlds import violations
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.families import FAMILIES, Family, build
 from penstock.schedule.lower.request import Request, Sizes
 from penstock.sim.costs import Costs
 from penstock.sim.models import puzzle, unit
 from penstock.sim.simulate import simulate
+from tests.programs import random_case
 
 LAYERED = [name for name, family in FAMILIES.items() if family.streaming is None]
 
@@ -247,3 +250,19 @@ def test_no_cycles_are_looked_for_while_a_schedule_is_made(enabled: bool, monkey
     finally:
         gc.enable()
     assert seen == [False, False]
+
+
+def test_no_cycles_are_looked_for_while_a_steps_schedule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the way that an engine and a planner take."""
+    seen: list[bool] = []
+    emit = Emitter.emit
+
+    def watched(self: Emitter, *args: Any, **kwargs: Any) -> Any:
+        seen.append(gc.isenabled())
+        return emit(self, *args, **kwargs)
+
+    monkeypatch.setattr(Emitter, "emit", watched)
+    random_case(0, largest=3).build()
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()

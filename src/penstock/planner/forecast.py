@@ -132,7 +132,7 @@ class Forecast:
         costs = question.costs_of(self.choice.request)
         loads = PhaseCosts(self.choice.request, plan.settings, costs)
         own = loads.of(plan.settings.place)
-        own[1] += own[-1]  # what may fall into the start as well as into the forward
+        own[1] += own[-1]  # what may fall into any phase up to the epilogue
         shared = own @ limits_of(costs, Depths())[: len(LOCAL_LANES)].T * (own > 0)
         return {
             phase: (LOCAL_LANES[int(np.argmax(row))], float(row.max()))

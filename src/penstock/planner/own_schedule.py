@@ -1,5 +1,6 @@
 """A schedule of the user's own in the place of a plan's: what it needs is read off it, what it computes is proved."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -185,8 +186,11 @@ def _with_fixed(request: Request, schedule: Schedule, place: Placement) -> Sched
     """The schedule with what a step of this model holds besides its pools, and what its own lines keep beyond that.
 
     Raises:
-        ScheduleError: a line says less than this model holds.
+        ScheduleError: a line says less than this model holds, or what another one says.
     """
+    said = Counter((tier, what) for tier, what, _ in schedule.fixed)
+    if twice := [f"fixed {tier} {what}" for (tier, what), times in said.items() if times > 1]:
+        raise ScheduleError(f"the schedule says {twice[0]} more than once: write one line with the sum")
     holds = {(tier, what): n for tier, what, n in request.fixed(place, _under_way(schedule.lanes["compute"])) if n}
     for tier, what, nbytes in schedule.fixed:
         if nbytes < (least := holds.get((tier, what), 0)):

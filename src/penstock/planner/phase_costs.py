@@ -9,6 +9,7 @@ others that wait have norms of their own; and the norm and the commit are an op 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +22,16 @@ from penstock.planner.probes import Facts, Probes
 from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import group_op, single_op, stage_op
+from penstock.schedule.lower.provision import narrow_groups
 from penstock.schedule.place import Placement, Settings, chunk_count
 from penstock.sim.costs import Costs
 
 _LANE = {lane: i for i, lane in enumerate(LOCAL_LANES)}
 _PARTS = ("trainable", "frozen")
+T = TypeVar("T", bound=Tier)
 
 
-def columns(probes: Probes, gradients: Sequence[Tier]) -> list[tuple[GroupClass, Home, Tier]]:
+def columns(probes: Probes, gradients: Sequence[T]) -> list[tuple[GroupClass, Home, T]]:
     """The choices for a group of each class: homes, and tiers that its gradients may wait on."""
     return [(kind, home, q) for kind in probes.classes for home in kind.homes for q in gradients]
 
@@ -110,6 +113,8 @@ class PhaseCosts:
         self.prices = prices or Prices(Probes(request, wait=settings.wait, speculate=settings.speculate), costs)
         self.probes = self.prices.probes
         assert (self.probes.wait, self.probes.speculate) == (settings.wait, settings.speculate)
+        assert (request.micro_batches, request.train) == (settings.micro_batches, settings.train)
+        assert (request.form, request.narrow) == (settings.form, narrow_groups(request.route, settings))
         self.request = request
         self.s = settings
         self._deep = settings.depths.weights > 1

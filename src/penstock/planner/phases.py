@@ -2,7 +2,8 @@
 
 A *phase* is a stretch of the step whose work can overlap with itself but hardly with that of the next one:
 
-    start       the loads of the embedding and the first block, which the first block's compute waits for
+    start       the loads of the embedding and the first block, which the first block's compute waits for; and what they
+                wait for themselves: the writes that no buffer holds (see ``bounds``)
     forward     every F visit, and the other loads up to the epilogue's
     epilogue    vertical: its compute, before which no gradient is there. Horizontally it is a part of the backward
     backward    every B visit; without a norm to wait for, also the optimizer
@@ -54,7 +55,7 @@ class Phases:
         self._computed = {(v.kind, v.stage, m): i for i, v in enumerate(visits) for m in v.micro_batches}
 
     def compute_row(self, index: int) -> int:
-        """Of a visit's compute."""
+        """The row of a visit's compute."""
         visit = self.route.visits[index]
         if visit.kind == "F":
             return self._index["forward"]
@@ -64,14 +65,14 @@ class Phases:
         return self._index["last" if last else "backward"]
 
     def load_row(self, index: int) -> int:
-        """Of the loads of a visit's weights."""
+        """The row of the loads of a visit's weights."""
         if index <= self._started:
             return self._index["start"]
         ahead = self.route.visits[index].kind == "E"
         return self._index["forward"] if ahead else self.compute_row(index)
 
     def gradient_row(self, index: int) -> int:
-        """Of the way of a visit's gradients to the host, and of what they complete."""
+        """The row of a visit's gradients' way to the host, and of what they complete."""
         return self._index["tail"] if index >= self._tail else max(self.compute_row(index), BEFORE_GRADIENTS)
 
     def rows(self, schedule: Schedule) -> Iterator[tuple[Op, int]]:
@@ -99,11 +100,11 @@ class Phases:
                 yield op, self._index["update"] if normed else self._row_after(now, kind)
 
     def _late_row(self, op: Op) -> int:
-        """Of a delayed step: the first block waits for new weights, and not for what goes to disk."""
+        """The row of a delayed step's op: the first block waits for new weights, and not for what goes to disk."""
         row = self.load_row(self.route.readers[op.id.group][0])
         return HOME if op.lane == "write" and row == self._index["start"] else row
 
     def _row_after(self, index: int, kind: str) -> int:
-        """Of what follows a visit's compute. The norm waits for its parts, and not for gradients to be on disk."""
+        """The row of what follows a visit's compute. The norm waits for its parts, not for gradients to be on disk."""
         row = self.gradient_row(index)
         return self._index["update"] if kind == "WG" and row == self._index["tail"] and "update" in self.names else row

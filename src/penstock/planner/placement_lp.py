@@ -42,7 +42,7 @@ from penstock.config import TIERS, Tier
 from penstock.planner.bounds import StepBound
 from penstock.planner.classes import GroupClass, Home
 from penstock.planner.fit import Request, base_placement, provision
-from penstock.planner.phase_costs import PhaseCosts, Prices
+from penstock.planner.phase_costs import PhaseCosts, Prices, columns
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.place import FP32, Placement, Settings, chunk_count
 from penstock.sim.costs import Costs
@@ -278,16 +278,15 @@ class _Model:
     def __init__(self, lp: PlacementLP) -> None:
         self.lp = lp
         self.unit = max(lp.bound.seconds(lp.loads.of_compute), 1e-9)
+        numbers = {kind: k for k, kind in enumerate(lp.classes)}
         self.columns = [
-            _Column(kind=k, home=home, gradients=q, sizes=lp.group_sizes(kind.members[0], home, q))
-            for k, kind in enumerate(lp.classes)
-            for home in kind.homes
-            for q in lp.gradient_tiers
+            _Column(kind=numbers[kind], home=home, gradients=q, sizes=lp.group_sizes(kind.members[0], home, q))
+            for kind, home, q in columns(lp.loads.probes, lp.gradient_tiers)
         ]
         self.phases = len(lp.loads.probes.phases.names) + 1
         none = np.zeros_like(lp.loads.of_compute)
         parts = [lp.loads.of_checkpoints(tier) for tier in lp.checkpoint_tiers]
-        groups = lp.loads.of_columns(lp.gradient_tiers)  # in the order of the columns
+        groups = lp.loads.of_columns(lp.gradient_tiers)
         loads = np.array([*parts, *(none for _ in lp.gradient_tiers), *groups]) / self.unit
         self._cost = np.concatenate((np.ones(self.phases), _EPSILON * loads.sum(axis=(1, 2))))
         self._times, self._least = self._time_rows(loads)

@@ -40,7 +40,7 @@ _ONE_EACH = Costs(name="number of ops", seconds=lambda op: 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Settings that fit. ``estimate``: the sum of the phases' busiest lanes (seconds), with the repeats expected."""
+    """Settings that fit. ``estimate``: seconds of their loads by ``bounds.StepBound``, with the repeats expected."""
 
     request: Request
     settings: Settings

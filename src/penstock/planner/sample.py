@@ -1,8 +1,9 @@
-"""A small program that stands for a large one: of stages that are alike, the first two and the last two.
+"""A small program that stands for a large one: of stages in a row that are alike, the first two and the last two.
 
 What an op of a group or a stage moves, and which phase it falls into, depends on the sizes and on what stands at the
 two ends of the program: the first block's loads begin a step, the last one's weights stay for its backward. Where
 stages share nothing and are alike, those in between are as good as each other, so that the second stands for them all.
+Those that share a group stay, and so do two on each side of them: weights that leave in between do so here, too.
 """
 
 from collections import Counter, defaultdict
@@ -50,10 +51,12 @@ def _stands_for(program: Program) -> list[int]:
     uses = Counter(g for stage in program.stages for g in _groups(stage))
     calls = [stage.index for stage in program.stages if stage.kind == "call"]
     alike: dict[object, list[int]] = defaultdict(list)
+    shared = 0  # stages so far that share a group: those before one never stand for those behind it
     for stage in program.stages:
         ends = stage.index in (0, len(program.stages) - 1)
         shares = any(uses[g] > 1 for g in _groups(stage))
-        alike[stage.index if ends or shares else _looks(program, stage, calls)].append(stage.index)
+        shared += shares
+        alike[stage.index if ends or shares else (shared, _looks(program, stage, calls))].append(stage.index)
     stands = list(range(len(program.stages)))
     for found in alike.values():
         for k in found[_KEPT:-_KEPT]:

@@ -8,7 +8,8 @@
 4. From the simulated best, its neighbours are: the other pattern, other tiers for checkpoints and gradients, chunks
    twice, half and a quarter as large, a little more and less delay, each depth one more and one less, one group up or
    down. A neighbour whose estimate is well above the best simulated time is not simulated. As long as one wins, its
-   neighbours are next; it is over when the best takes as long as the least estimate, to 1%.
+   neighbours are next; it is over when the best takes as long as the least
+   estimate, or as the optimum in parts of groups, to 1%.
 
 All seconds that are compared count a step that is run twice as often as is expected. What is simulated is counted in
 ops, not seconds, so that the same question has the same answer on any machine.
@@ -50,8 +51,8 @@ _GOOD_ENOUGH = 1.01
 class Choice:
     """The best plan found, and its simulation.
 
-    ``settled``: it takes as long as the least estimate, to 1%. ``considered``: settings weighed; ``simulated``: how
-    many of them were built and simulated.
+    ``settled``: it takes as long as the least estimate, or the optimum in parts of groups, to 1%. ``considered``:
+    settings weighed; ``simulated``: how many of them were built and simulated.
     """
 
     question: Question

@@ -63,13 +63,13 @@ class Mesh:
 
     def replicas(self, rank: int) -> ProcessGroup:
         """Those who do in other replicas what a rank does in its own."""
-        _, stage, number = self.stands(rank)
-        name = f"data{number}" if self.model > 1 else f"stage{stage}"
         width = self.stages * self.model
-        return ProcessGroup(name=name, members=tuple(range(rank % width, self.size, width)))
+        place = rank % width
+        name = f"data{place}" if self.model > 1 else f"stage{place}"
+        return ProcessGroup(name=name, members=tuple(range(place, self.size, width)))
 
     def together(self, rank: int) -> ProcessGroup:
-        """Those who compute the same micro-batches of the same stage."""
+        """Those who compute the same micro-batches of the same stage; ``ALONE`` where each rank does so by itself."""
         if self.model == 1:
             return ALONE
         first = rank - rank % self.model
