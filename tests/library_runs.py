@@ -1,14 +1,16 @@
 """Small training runs by the loops of other libraries, with the engine and without it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 import penstock
+from penstock.engine import batch
 from penstock.hf.engine_arguments import EngineArguments
 
 VOCABULARY = 96
@@ -130,6 +132,26 @@ def check_same(found: Sequence[tuple[int, str, float]], plain: Sequence[tuple[in
     assert len(plain) > 4
     for (step, key, mine), (_, _, theirs) in zip(found, plain, strict=True):
         torch.testing.assert_close(mine, theirs, **CLOSE, msg=lambda why, s=step, k=key: f"step {s}: {k}: {why}")
+
+
+def check_kept_whole(engine: penstock.Engine, run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``run`` gives the engine micro-batches of tensors and an object, which reaches the loss as it is; what the engine
+    counts of them are the tensors, once.
+    """
+    given: list[Any] = []
+    for name in ("step", "evaluate"):
+        method = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda mbs, of=method, **more: (given.extend(mbs), of(mbs, **more))[1])
+    run()
+    assert given
+    for micro_batch in given:
+        tensors = {name: value for name, value in micro_batch.items() if isinstance(value, torch.Tensor)}
+        moved = batch.to_device(micro_batch, torch.device("meta"), torch.bfloat16)
+        others = micro_batch.keys() - tensors.keys()
+        assert others
+        assert all(moved[name] is micro_batch[name] for name in others)
+        assert batch.shapes(micro_batch) == batch.shapes(tensors)
+        assert batch.nbytes(micro_batch) == sum(t.nbytes for t in {id(t): t for t in tensors.values()}.values())
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:

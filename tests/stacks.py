@@ -4,7 +4,7 @@ A *change* is made to the model before the tape has it, and to the copy that the
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +22,28 @@ LENGTHS = (12, 8, 10)
 
 Run = Callable[[Any, torch.Tensor], Any]
 Change = Callable[[Any], object]
+
+
+class Own(MutableMapping[str, Any]):
+    """Of no kind that is known; ``copy.copy`` of it has the same entries, not entries of its own."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return self.entries[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
 
 
 class Layer(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import penstock
 from penstock.fabric import Deferred, PenstockStrategy
-from tests.library_runs import CLOSE, VOCABULARY, check_same_weights, examples, llama, one_thread
+from tests.library_runs import CLOSE, VOCABULARY, check_kept_whole, check_same_weights, examples, llama, one_thread
 from tests.overrides import foreign_overrides
 
 STEPS, ACCUMULATE, CLIP = 4, 3, 0.5
@@ -158,6 +158,19 @@ def set_up(**settings: Any) -> tuple[Fabric, Any, Any]:
     fabric = fabric_on(**settings)
     model = llama()
     return (fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters())))
+
+
+def test_what_is_to_be_computed_goes_through_the_engine_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric, model, optimizer = set_up()
+
+    def run() -> None:
+        fabric.backward(model(**batch()).loss)
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            model(**batch())
+
+    check_kept_whole(fabric.strategy.engine, run, monkeypatch)
 
 
 def test_zero_grad_forgets_what_was_collected() -> None:

@@ -108,7 +108,7 @@ def test_an_engine_holds_what_the_folder_has_and_a_store_goes_on_without_the_fol
 
 
 class MadeElsewhere(LlamaForCausalLM):
-    """Makes tensors where the meta device is not asked, or from numbers that it would not have."""
+    """Makes tensors where the meta device is not asked, from numbers that it would not have, or from its own."""
 
     _tied_weights_keys: ClassVar = {"again": "scale"}
 
@@ -117,7 +117,8 @@ class MadeElsewhere(LlamaForCausalLM):
         self.scale = nn.Parameter(torch.Tensor(4).fill_(1.0))
         self.again = self.scale
         self.register_buffer("window", torch.from_numpy(np.ones(4, np.float32)))
-        self.padding = torch.tensor(7) // 2
+        self.padding = torch.tensor(torch.tensor(7) // 2)
+        self.sizes = [tuple(torch.tensor(of).shape) for of in (torch.arange(3), [torch.arange(3)[-1]])]
 
 
 def test_what_a_constructor_makes_elsewhere_than_it_is_built_is_loaded_too(tmp_path: Path) -> None:
@@ -130,6 +131,7 @@ def test_what_a_constructor_makes_elsewhere_than_it_is_built_is_loaded_too(tmp_p
     assert all(p.is_meta for p in loaded.model.parameters())
     assert loaded.model.again is loaded.model.scale
     assert loaded.model.padding == 3
+    assert loaded.model.sizes == [(3,), (1,)]
     with penstock.wrap(
         loaded.model,
         weights=loaded.weights,

@@ -16,6 +16,7 @@ from penstock.hf import Trainer
 from tests.library_runs import (
     StopAfter,
     arguments,
+    check_kept_whole,
     check_same,
     check_same_weights,
     examples,
@@ -172,6 +173,13 @@ def accuracy(prediction: Any) -> dict[str, float]:
     best = prediction.predictions[:, :-1].argmax(-1)
     labels = prediction.label_ids[:, 1:]
     return {"accuracy": float((best == labels)[labels != -100].mean())}
+
+
+def test_what_is_to_be_computed_goes_through_the_engine_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=1)
+    trainer = Trainer(model=llama(), args=settings, train_dataset=DATA, eval_dataset=HELD_OUT[:2], engine=in_memory())
+    check_kept_whole(trainer.engine, lambda: (trainer.train(), trainer.evaluate()), monkeypatch)
+    trainer.end()
 
 
 def test_predictions_and_metrics_come_from_the_models_own_outputs(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import enum
 import functools
 import importlib
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from penstock.tape import opaque
-from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, refused, stack
+from tests.stacks import WIDTH, Layer, Own, Run, Stack, assert_exact, refused, stack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,7 +74,7 @@ def take(held: Any) -> torch.Tensor:
         return take(held())
     if hasattr(held, "hidden"):
         return take(held.hidden)
-    if isinstance(held, (dict, MappingProxyType)):
+    if isinstance(held, Mapping):
         return take(held["hidden"])
     return take(next(iter(held)))
 
@@ -85,6 +86,7 @@ HOLDERS: dict[str, Any] = {
     "set": lambda x: {x},
     "deque": lambda x: deque([x]),
     "mappingproxy": lambda x: MappingProxyType({"hidden": x}),
+    "Own": lambda x: Own(hidden=x),
     "partial": lambda x: functools.partial(torch.clone, x),
     "function": lambda x: lambda: x,
     "generator": lambda x: (y for y in [x]),

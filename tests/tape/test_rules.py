@@ -14,7 +14,7 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.tape.blocks import Block
 from tests.models import MODELS
-from tests.stacks import Layer, Stack, assert_exact, refused, stack
+from tests.stacks import WIDTH, Layer, Stack, assert_exact, refused, stack
 from tests.tape_reference import Bench, horizontal, plain_step, relative_error, vertical
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -190,6 +190,68 @@ def test_a_parameter_that_is_written_what_it_held_is_watched_in_every_step(monke
         ModelError, match=r"block 'layers.0' changes a parameter in its forward, which it has left as it was until now"
     ):
         bench.step(micro_batches, [0.5, 0.5])
+
+
+def stepped(bench: Bench, micro_batch: Any) -> None:
+    bench.step([micro_batch], [1.0])
+
+
+def evaluated(bench: Bench, micro_batch: Any) -> None:
+    bench.evaluate([micro_batch])
+
+
+def probed(bench: Bench, micro_batch: Any) -> None:
+    bench.probe(micro_batch)
+
+
+class BreaksOff(Clipping):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        super().forward(x)
+        if self.bound < 1:
+            raise ModelError("block changes a parameter, and breaks off")
+        return x
+
+
+@pytest.mark.parametrize("layer", [Clipping, BreaksOff])
+@pytest.mark.parametrize("ready", [probed, lambda bench, mb: bench.probe(mb, train=False)], ids=["train", "evaluate"])
+@pytest.mark.parametrize("use", [stepped, evaluated, probed])
+def test_weights_that_a_block_has_changed_are_put_back_when_it_is_refused(
+    layer: type[Clipping], ready: Any, use: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time: nothing is left of one try that would let a later one pass."""
+    case = stack(layer)
+    bench = Bench(case, case.model())
+    (micro_batch,) = case.micro_batches(1)
+    ready(bench, micro_batch)
+    if use is not probed:
+        bench.load_all()
+    before = [flat.clone() for flat in bench.flats]
+    monkeypatch.setattr(Clipping, "bound", 1e-3)
+    for _ in range(5):
+        with pytest.raises(ModelError, match="changes a parameter"):
+            use(bench, micro_batch)
+        bench.tape.finish()
+        assert all(map(torch.equal, bench.flats, before))
+
+
+class ClippingLast(Layer):
+    """Writes to its weights when most of its memory is free again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = super().forward(x)
+        self.linear.weight.data.clamp_(-120.0, 120.0)
+        return result
+
+
+def test_the_memory_of_a_block_is_that_with_its_weights_copied_from_its_start() -> None:
+    """As a run copies them, which knows that they are written to; wherever in the block that is."""
+
+    def peaks(layer: type[nn.Module]) -> list[int]:
+        case = stack(layer)
+        bench = Bench(case, case.model())
+        return [stage.forward_peak for stage in bench.probe(case.micro_batches(1)[0]) if stage.kind == "call"]
+
+    assert peaks(ClippingLast) == peaks(Clipping) == [peak + WIDTH * WIDTH * 4 for peak in peaks(Layer)]
 
 
 @pytest.mark.parametrize("order", [vertical, horizontal])

@@ -1,5 +1,6 @@
 """Micro-batches: checked, measured, and moved to the device."""
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,17 +13,15 @@ from penstock.errors import ConfigError, ModelError
 from penstock.tape import trees
 
 MicroBatch = Mapping[str, Any]
-Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
+Shapes = tuple[tuple[trees.Place, tuple[int, ...], str], ...]
 MOST_POSITION = 1 << 16
 """Bytes of JSON that a position in the data may take: every commit writes it."""
 
 
-def _tensors(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-    """All tensors of a micro-batch by name, those in nested containers by their place in it, ``pixels.0``."""
+def _tensors(micro_batch: MicroBatch) -> dict[trees.Place, torch.Tensor]:
+    """All tensors of a micro-batch in its order, by name and, in nested containers, place: ``("pixels", 0)``."""
     return {
-        ".".join(map(str, (name, *place))): tensor
-        for name, value in sorted(micro_batch.items())
-        for place, tensor in trees.places(value).items()
+        (name, *place): tensor for name, value in micro_batch.items() for place, tensor in trees.places(value).items()
     }
 
 
@@ -67,12 +66,13 @@ def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Copy tensors to the device, those in nested containers too; floating-point ones (pixels, audio features) in the
-    compute dtype."""
+    compute dtype. What holds no tensor that ``trees`` sees is handed on as it is: a list that is collected in."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None, non_blocking=True)
 
-    return {name: trees.replace(value, move) for name, value in micro_batch.items()}
+    # One that a value holds twice is counted and moved once.
+    return {name: trees.replace(value, functools.cache(move), keep=True) for name, value in micro_batch.items()}
 
 
 def all_to_device(
@@ -87,12 +87,12 @@ def shapes(micro_batch: MicroBatch) -> Shapes:
     A mask that hides something is as one with another dimension: models drop masks that hide nothing, and what they
     make of the others takes memory.
     """
-    found = _tensors(micro_batch).items()
-    return tuple((name, (*value.shape, *_hides(name, value)), str(value.dtype)) for name, value in found)
+    found = sorted(_tensors(micro_batch).items(), key=lambda item: repr(item[0]))
+    return tuple((place, (*value.shape, *_hides(place, value)), str(value.dtype)) for place, value in found)
 
 
-def _hides(name: str, value: torch.Tensor) -> tuple[int, ...]:
-    return (int(not bool(value.all())),) if name.endswith("attention_mask") and not value.is_meta else ()
+def _hides(place: trees.Place, value: torch.Tensor) -> tuple[int, ...]:
+    return (int(not bool(value.all())),) if str(place[-1]).endswith("attention_mask") and not value.is_meta else ()
 
 
 def covers(planned: Shapes, wanted: Shapes) -> bool:

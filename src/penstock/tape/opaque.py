@@ -32,7 +32,7 @@ _NOTHING = frozenset({type(None), str, int, float, bool, torch.dtype, torch.devi
 _CONTAINERS = frozenset({tuple, list, dict})
 """Types of most arguments of blocks, which need no search."""
 
-_INSTEAD = "hand tensors on in tuples, lists, mappings or dataclasses"
+_INSTEAD = "hand tensors on in tuples, lists, dicts or dataclasses"
 
 Found = dict[int, tuple[str, torch.Tensor | None]]
 """By identity: the class of the object that a tensor was found in, and the tensor. None: an iterator, which can only be

@@ -23,7 +23,7 @@ from penstock.tape.losses import Losses
 from penstock.tape.segments import Kept, Seen, Segment, Stages, Usage, see
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, Facts, Site, StageFacts, SuspendedForward
-from penstock.tape.watch import CHANGES, Ahead, Watch
+from penstock.tape.watch import CHANGES, Ahead, Watch, put_back
 
 if TYPE_CHECKING:
     from penstock.tape.tape import Tape
@@ -122,13 +122,15 @@ class Probe:
         elif id(parameter) not in self._before:
             with without_functions(), unwatched():
                 self._before[id(parameter)] = (parameter, parameter.detach().clone())
-            self._watch.hold(parameter.numel() * parameter.element_size())
+            nbytes = parameter.numel() * parameter.element_size()
+            self._watch.peak += nbytes  # a run, which knows of the write, has its copy from the call's start on
+            self._watch.hold(nbytes)
 
     def _settle_writes(self) -> None:
         """Refuse parameters that a call has changed; note those that it has written to."""
-        for parameter, before in self._before.values():
-            if not (parameter.is_meta or torch.equal(parameter, before)):
-                self._refuse_changed("a parameter")
+        if put_back(self._before.values()):
+            self._refuse_changed("a parameter")
+        for parameter, _ in self._before.values():
             self._watch.hold(-parameter.numel() * parameter.element_size())
         segment = self._segments[self._watch.segment]
         if segment.site is self._calling:  # and not its recomputation
@@ -179,6 +181,7 @@ class Probe:
             if site is not None:
                 self._refuse_replaced(site.module)
         finally:
+            put_back(self._before.values())  # where the call was broken off, or refused
             usage.end, usage.peak, usage.flops = watch.live, watch.peak, usage.flops + watch.flops
             self._release()
 

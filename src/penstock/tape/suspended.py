@@ -27,7 +27,7 @@ from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.likeness import alike, sample
 from penstock.tape.modes import Modes, Stacks, refuse_stacked
-from penstock.tape.watch import CHANGES
+from penstock.tape.watch import CHANGES, put_back
 
 Event = Literal["call", "cut", "done"]
 Buffer = tuple[nn.Module, str, torch.Tensor]
@@ -226,11 +226,8 @@ class SuspendedForward:
         self._modes = None
 
     def _run_only(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.in_block = True
-        try:
+        with self._in_block(site):
             output = site.forward(*args, **kwargs)
-        finally:
-            self.in_block = False
         self.outputs = trees.tensors(output)
         self._look_beside((output, args, kwargs))
         return output
@@ -243,22 +240,13 @@ class SuspendedForward:
         inputs = trees.tensors(before)
         versions = tuple(version(t) for t in inputs)
         saved, others = self._buffers(site)
-        weights = [(p, p.detach().clone()) for p in self.facts.written]
         context.run(_forget, held)
         modes = Modes.capture(self._device_types)
         wanted = modes.grad and (site.trainable or any(t.requires_grad for t in inputs))
         hidden = opaque.hidden(live)
         opaque.refuse_inputs(site.name, hidden)
-        self.in_block = True
-        try:
-            with torch.no_grad(), _explained(f"block {site.name!r}"):
-                output = site.forward(*args, **kwargs)
-        finally:
-            self.in_block = False
-        if not all(torch.equal(p, before) for p, before in weights):
-            raise ModelError(
-                CHANGES.format(f"block {site.name!r}", "a parameter", ", which it has left as it was until now")
-            )
+        with self._in_block(site), torch.no_grad(), _explained(f"block {site.name!r}"):
+            output = site.forward(*args, **kwargs)
         changed = any(version(t) != v for t, v in zip(inputs, versions, strict=True))
         self._look_beside((output, live))
         if wanted:
@@ -290,6 +278,25 @@ class SuspendedForward:
                 buffers=saved,
             )
         return output
+
+    @contextmanager
+    def _in_block(self, site: Site) -> Iterator[None]:
+        """Inside, a block runs. The parameters that it is known to write to end as they began.
+
+        Raises:
+            ModelError: it has changed one.
+        """
+        weights = [(p, p.detach().clone()) for p in self.facts.written]
+        self.in_block = True
+        try:
+            yield
+        finally:
+            self.in_block = False
+            changed = put_back(weights)
+        if changed:
+            raise ModelError(
+                CHANGES.format(f"block {site.name!r}", "a parameter", ", which it has left as it was until now")
+            )
 
     def _buffers(self, site: Site) -> tuple[tuple[Buffer, ...], tuple[tuple[Buffer, int], ...]]:
         """Copies of the buffers that a call will change, and in a run the others, with their versions."""

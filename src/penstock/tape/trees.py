@@ -1,8 +1,8 @@
 """Tensors inside nested arguments: found, replaced, and compared before and after a call.
 
 A block receives and returns any nesting of tuples, lists, mappings (``dict``, ``UserDict``, model outputs) and
-dataclasses. Other objects are passed on as they are. Traversal order is the order of the containers, so two runs of the
-same code meet the same tensors in the same order.
+dataclasses. Other objects are passed on as they are, and so are mappings whose copies may have no entries of their own.
+Traversal order is the order of the containers, so two runs of the same code meet the same tensors in the same order.
 """
 
 import copy
@@ -29,7 +29,10 @@ def is_record(value: object) -> bool:
 
 
 def is_mutable_container(value: object) -> bool:
-    return isinstance(value, list | MutableMapping)
+    """A list, or a mapping whose copy has entries of its own."""
+    if isinstance(value, list | dict):
+        return True
+    return isinstance(value, MutableMapping) and hasattr(type(value), "__copy__")
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -67,17 +70,18 @@ def places(value: Any) -> dict[Place, torch.Tensor]:
     return dict(found.values())
 
 
-def replace(value: Any, fn: Replace) -> Any:
+def replace(value: Any, fn: Replace, *, keep: bool = False) -> Any:
     """A copy of ``value`` with new containers and ``fn(tensor)`` for every tensor.
 
-    A container that occurs twice, or that contains itself, does so in the copy too.
+    A container that occurs twice, or that contains itself, does so in the copy too. ``keep``: one that holds no tensor,
+    at any depth, is not copied but handed on.
     """
-    return _map(value, fn, {})
+    return _map(value, fn, {}, keep)
 
 
 def snapshot(value: Any) -> Any:
     """A copy of the containers of ``value`` around the same tensors."""
-    return _map(value, lambda tensor: tensor, {})
+    return _map(value, lambda tensor: tensor, {}, False)
 
 
 def settle(value: Any, before: Any, fn: Replace) -> Any:
@@ -95,34 +99,34 @@ def _walk(value: Any, place: Place, found: dict[int, tuple[Place, torch.Tensor]]
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             _walk(item, (*place, index), found, seen)
-    elif (isinstance(value, list | MutableMapping) or is_record(value)) and id(value) not in seen:
+    elif (is_mutable_container(value) or is_record(value)) and id(value) not in seen:
         seen.add(id(value))
         for key, item in _entries(value):
             _walk(item, (*place, key), found, seen)
 
 
-def _map(value: Any, fn: Replace, memo: dict[int, Any]) -> Any:
+def _map(value: Any, fn: Replace, memo: dict[int, Any], keep: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, tuple):
-        return _rebuild(value, [_map(item, fn, memo) for item in value])
-    if is_record(value) and not isinstance(value, list | MutableMapping):
-        return _map_record(value, fn, memo)
-    if not isinstance(value, list | MutableMapping):
+        return _rebuild(value, [_map(item, fn, memo, keep) for item in value])
+    if is_record(value) and not is_mutable_container(value):
+        return _map_record(value, fn, memo, keep)
+    if not is_mutable_container(value) or (keep and not tensors(value)):
         return value
     if id(value) in memo:
         return memo[id(value)]
     new = memo[id(value)] = copy.copy(value)
     for key, item in _entries(value):
-        _store(new, key, _map(item, fn, memo))
+        _store(new, key, _map(item, fn, memo, keep))
     return new
 
 
-def _map_record(value: Any, fn: Replace, memo: dict[int, Any]) -> Any:
+def _map_record(value: Any, fn: Replace, memo: dict[int, Any], keep: bool) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     memo[id(value)] = value
-    items = [(name, item, _map(item, fn, memo)) for name, item in _entries(value)]
+    items = [(name, item, _map(item, fn, memo, keep)) for name, item in _entries(value)]
     if any(new is not old for _, old, new in items):  # a record without tensors (a config) is nobody's business
         memo[id(value)] = copy.copy(value)
         for name, _, new in items:
@@ -136,8 +140,8 @@ def _settle(value: Any, before: Any, fn: Replace, seen: set[int]) -> Any:
     if isinstance(value, tuple):
         old = before if isinstance(before, tuple) else ()
         items = [_settle(v, old[i] if i < len(old) else _MISSING, fn, seen) for i, v in enumerate(value)]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else _rebuild(value, items)
-    if not (isinstance(value, list | MutableMapping) or is_record(value)) or id(value) in seen:
+        return _rebuild(value, items)
+    if not (is_mutable_container(value) or is_record(value)) or id(value) in seen:
         return value
     seen.add(id(value))
     old_entries = dict(_entries(before)) if type(before) is type(value) else {}
@@ -151,7 +155,7 @@ def _settle(value: Any, before: Any, fn: Replace, seen: set[int]) -> Any:
 def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, list):
         return iter(enumerate(value))
-    if isinstance(value, MutableMapping):
+    if is_mutable_container(value):
         return iter([(key, value[key]) for key in value])
     return iter([(f.name, item) for f in dataclasses.fields(value) if (item := _field(value, f.name)) is not _MISSING])
 
@@ -171,11 +175,13 @@ def _field(record: Any, name: str) -> Any:
 
 
 def _store(value: Any, key: Any, item: Any) -> None:
-    if isinstance(value, list | MutableMapping):
+    if is_mutable_container(value):
         value[key] = item
     else:
         object.__setattr__(value, key, item)
 
 
 def _rebuild(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    if all(a is b for a, b in zip(items, value, strict=True)):
+        return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

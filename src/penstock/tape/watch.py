@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.compat import torch as private
@@ -34,6 +35,15 @@ CHANGES = (
     "{} changes {} in its forward{}: its recomputation would change it again, and the change would not be kept. Make "
     "it a buffer, let the optimizer change it, or, where weights are clipped, set so wide a bound that it changes none"
 )
+
+
+def put_back(weights: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> bool:
+    """Let parameters hold what they held ``before``: (parameter, before). True: one held something else."""
+    changed = [(p, before) for p, before in weights if not (p.is_meta or torch.equal(p, before))]
+    with torch.no_grad():
+        for parameter, before in changed:
+            parameter.copy_(before)
+    return bool(changed)
 
 
 class Birth:

@@ -1,6 +1,7 @@
 """A model from its Hugging Face configuration, on the meta device: the engine fills it group by group."""
 
 from copy import deepcopy
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,9 @@ class _Counts(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.tensor and kwargs.get("device") is None:
+        data = args[0] if args else kwargs.get("data")
+        known = isinstance(data, Number) or (isinstance(data, torch.Tensor) and not data.is_meta)
+        if func is torch.tensor and known and kwargs.get("device") is None:
             value = func(*args, **{**kwargs, "device": "cpu"})
             if value.dim() == 0 and not value.is_floating_point():
                 return value
