@@ -6,13 +6,14 @@ costs, in kernels. Anywhere else it would be one more place to which the next se
 
 import ast
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 
 import penstock
 from penstock.config import Budget, StreamConfig
+from penstock.config.meanings import by_need
 
 SOURCE = Path(penstock.__file__).parent
 USED = {
@@ -65,3 +66,21 @@ def test_a_setting_is_declared_in_one_place_and_where_it_is_used(name: str) -> N
 
 def test_every_setting_of_a_steps_streams_is_looked_at() -> None:
     assert {field.name for field in fields(StreamConfig)} <= set(USED)
+
+
+def test_settings_are_shown_by_need_wherever_python_keeps_annotations() -> None:
+    """From Python 3.14 on a class does not hold them until somebody asks."""
+
+    @dataclass(kw_only=True)
+    class Base:
+        rare: int = 0
+        needed: int
+
+    @dataclass(kw_only=True)
+    class Own(Base):
+        own: int = 0
+        first: int
+
+    for kind in (Base, Own):
+        del kind.__annotations__
+    assert [f.name for f in by_need(Own)] == ["first", "needed", "own", "rare"]

@@ -5,7 +5,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -38,9 +38,10 @@ def meanings(kind: type) -> Mapping[str, str]:
 def by_need(kind: type) -> tuple[Field[Any], ...]:
     """A dataclass's fields as people look for them: what has to be given, then its own, then those of the classes that
     it adds to, which are ever rarer."""
-    known = {f.name: f for f in fields(kind)}
-    declared = dict.fromkeys(name for cls in kind.__mro__ for name in vars(cls).get("__annotations__", {}))
-    return tuple(sorted((known[name] for name in declared if name in known), key=lambda f: not is_required(f)))
+    lines = [
+        fields(cls) for cls in kind.__mro__ if is_dataclass(cls)
+    ]  # a field is the same object where it is inherited
+    return tuple(sorted(fields(kind), key=lambda f: (not is_required(f), sum(f in line for line in lines))))
 
 
 def is_required(f: Field[Any]) -> bool:
