@@ -9,6 +9,7 @@ import sys
 import zlib
 from pathlib import Path
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from penstock.cli.report import Arguments, gather
 from penstock.cli.words import read_words
 from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.errors import ConfigError
-from penstock.report import colors
+from penstock.report import colors, prediction
 from penstock.report.causes import measured_bars
 from penstock.report.chrome import chrome_trace
 from penstock.report.colors import GROUPS
@@ -218,7 +219,9 @@ def test_a_first_step_that_nothing_was_left_to_was_to_move_what_it_moved(tmp_pat
     assert moved[0] != moved[1]
 
 
-def test_a_prediction_whose_schedule_waits_for_itself_is_damage(tmp_path: Path) -> None:
+def test_a_prediction_whose_schedule_waits_for_itself_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     schedule = parse_schedule("""\
 schedule s micro-batches 1 chunk 0
 pool one host 2 x 8
@@ -232,8 +235,13 @@ WG0.0 after OP0.0 take a=one read a give a
         str(schedule),
         {k: [0.0] * 3 for k in ("start", "end", "waited")} | {"cause": [""] * 3},
     )
-    with pytest.raises(ConfigError, match=r"prediction\.json: schedule: "):
-        parse_prediction(json.dumps(text))
+    source = Path(prediction.__file__)
+    optimized = ModuleType("optimized")  # as python -O has it, without assertions
+    monkeypatch.setitem(sys.modules, "optimized", optimized)
+    exec(compile(source.read_text(), source, "exec", optimize=1), vars(optimized))
+    for parse in (parse_prediction, optimized.parse_prediction):
+        with pytest.raises(ConfigError, match=r"prediction\.json: schedule: "):
+            parse(json.dumps(text))
 
 
 def test_a_page_without_a_prediction_says_so_and_one_of_another_schedule_too(tmp_path: Path) -> None:

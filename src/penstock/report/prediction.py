@@ -139,7 +139,7 @@ def parse_prediction(text: str, where: str = "prediction.json") -> Prediction:
         raise ConfigError(f"{where}: key {sorted(strange)[0]!r} is missing or unknown. {_REMEDY}")
     try:
         found = _Reader(where).read(record)
-        assert found.late_moves is not None  # what is wrong with the schedule is so with the file
+        found.late_moves  # noqa: B018 - worked out here: what is wrong with the schedule is so with the file
     except ScheduleError as error:
         raise ConfigError(f"{where}: schedule: {error}. {_REMEDY}") from None
     return found
