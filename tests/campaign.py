@@ -203,5 +203,6 @@ class Attempt:
         for done in range(engine.step_count + 1, step + 1):
             assert go_on(engine, done) == self._known.after(done - 1, done)
             self._done = done
+        engine.inside.durability.check_usable()  # what counts and is not committed is whole in memory
         if (last := engine.last_step) is not None:  # a step whose commit failed counts
             assert (last.loss, last.grad_norm) == self._known.numbers[engine.step_count]

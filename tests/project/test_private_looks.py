@@ -8,7 +8,6 @@ OF_OTHERS = {"torch", "os", "sys", "threading", "atexit"}
 """Libraries whose own private names tests may need to know."""
 
 LEFT = {
-    "campaign.py": {"_check_usable"},
     "campaigns/test_flips.py": {"_commits"},
     "cli/test_cli.py": {"_console"},
     "cli/test_help.py": {"_COMMANDS"},

@@ -228,7 +228,7 @@ class PenstockStrategy(OneDevice):
         self._stepped = True
         for root in roots:
             check_unchanged(root)
-        micro_batches = [inputs_of(root) | {_ROOT: _Recorded(root)} for root in roots]
+        micro_batches = [recorded.inputs | {_ROOT: recorded} for recorded in map(_Recorded, roots)]
         stats = self.engine.step(micro_batches, loss_weights=[1.0] * len(roots))
         assert self._given is not None
         note_step(self._given)  # its learning rate schedule looks there
