@@ -2,24 +2,29 @@
 there, the step counts, the engine says so, and the run goes on with the bits of one that nothing happened to."""
 
 import errno
+import math
 import os
 import shutil
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from penstock.engine import durability, fate
+from penstock.engine import durability, fate, runner
 from penstock.engine.fate import State
+from penstock.engine.interrupt import holding, whole_steps
 from penstock.errors import ConfigError, StoreError
+from penstock.store.records import CommitLog
 from tests.campaign import CASE, step_data
 from tests.training import Result, assert_same_state, budget, run_steps, wrap
 
@@ -71,14 +76,22 @@ def test_a_commit_that_fails_is_made_by_the_next_step(when: str, tmp_path: Path)
     delay, places, hit = WHEN[when]
     with wrap(CASE, budget(tmp_path / "run", **places), delay=delay, **COMMON) as engine:
         run_steps_before = [engine.step(data) for data in STEPS[: hit - 1]]
-        for _ in range(2):
+        for again in range(2):
+            taken = not delay and not again
+            says = (
+                r"^step 1 counts, but.*\nDo not repeat" if taken else r"^step 2 was not taken: step 1 counts.*\nAsk for"
+            )
             with (
                 no_commit(2 if delay else 1, after=1 if places else 0),
-                pytest.raises(StoreError, match=r"step 1 counts.*not repeat it") as failure,
+                pytest.raises(StoreError, match=says) as failure,
             ):
                 engine.step(STEPS[engine.step_count])
             assert failure.value.errno == errno.ENOSPC
             assert engine.step_count == 1
+            last = engine.last_step
+            assert last is not None
+            assert (last.labels, last.flops > 0, last.bytes_written > 0) == ("all", True, True)
+            assert {event.step for event in engine.trace} == {1}
             if places:
                 break  # its next commit is that of step 2
         engine.save(tmp_path / "snapshot")
@@ -92,6 +105,71 @@ def test_a_commit_that_fails_is_made_by_the_next_step(when: str, tmp_path: Path)
         assert_same_state(found.state, wanted().state)
     with wrap(CASE, budget(left, **places), delay=0.0, **COMMON) as engine:
         assert engine.step_count == 3
+
+
+def test_a_step_that_changes_nothing_is_committed_by_the_next_one_as_well(tmp_path: Path) -> None:
+    """One that is skipped flips no slot, and counts all the same."""
+    gradient = [1.0]
+
+    def loss_fn(model: Any, micro_batch: Any) -> torch.Tensor:
+        loss = CASE.loss_fn(model, micro_batch)
+        loss.register_hook(lambda grad: grad * gradient[0])
+        return loss
+
+    with wrap(CASE, budget(tmp_path / "run"), delay=0.0, loss_fn=loss_fn, **COMMON) as engine:
+        gradient[0] = math.inf
+        with no_commit(1), pytest.raises(StoreError, match="step 1 counts"):
+            engine.step(STEPS[0])
+        assert engine.last_step is not None
+        assert engine.last_step.skipped
+        gradient[0] = 1.0
+        with no_commit(1), pytest.raises(StoreError, match="step 2 was not taken: step 1 counts"):
+            engine.step(STEPS[1])
+        assert engine.step(STEPS[1]).step == 2
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("of whatever kind")], ids=["memory", "other"])
+def test_a_commit_that_fails_of_whatever_says_that_the_step_counts(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    with wrap(CASE, budget(tmp_path / "run"), delay=0.0, **COMMON) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(CommitLog, "append", fail)
+            with pytest.raises(StoreError, match="step 1 counts, but its commit failed") as failure:
+                engine.step(STEPS[0])
+        assert failure.value.__cause__ is error
+        assert_same_state(run_steps(engine, STEPS[1:]).state, wanted().state)
+
+
+def test_what_is_said_of_a_commit_that_fails_elsewhere_is_true_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is said of a snapshot that was not written, nor of a step where all of the state is another."""
+    run, snapshot = tmp_path / "run", tmp_path / "snapshot"
+    engine = wrap(CASE, budget(run), delay=0.5, **COMMON)
+    engine.step(STEPS[0])
+    with no_commit(1), pytest.raises(StoreError, match=r"^step 1 counts, but.*\nNothing else was done") as failure:
+        engine.save(snapshot)
+    assert "engine.save" not in "".join([str(failure.value), *failure.value.__notes__])
+    assert not snapshot.exists()
+    engine.save(snapshot)
+    engine.step(STEPS[1])
+    with no_commit(1, after=1), pytest.raises(StoreError, match=f"^{snapshot} is loaded, but its commit failed"):
+        engine.load(snapshot)
+    assert engine.step_count == 1
+    engine.step(STEPS[1])
+    records, append = [0], CommitLog.append
+
+    def counted(*words: Any) -> None:
+        records[0] += 1
+        append(*words)
+
+    monkeypatch.setattr(CommitLog, "append", counted)
+    engine.close()
+    assert records == [1], "an error of the one commit that closing makes means that it is not made"
 
 
 def test_an_engine_that_is_closed_makes_the_commit_that_has_failed(tmp_path: Path) -> None:
@@ -187,6 +265,39 @@ def ctrl_c() -> None:
     handler = signal.getsignal(signal.SIGINT)
     assert callable(handler)
     handler(signal.SIGINT, None)
+
+
+def test_ctrl_c_is_neither_lost_with_a_step_that_fails_nor_left_to_another_one() -> None:
+    def fails() -> None:
+        with whole_steps(), holding(True):
+            ctrl_c()
+            ctrl_c()
+            raise ValueError
+
+    with pytest.raises(KeyboardInterrupt) as ended:
+        fails()
+    assert isinstance(ended.value.__context__, ValueError)
+
+    def later() -> str:
+        with whole_steps(), holding(True), holding(False):
+            return "done"
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(later).result() == "done"
+
+
+def test_a_runner_that_cannot_be_made_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with wrap(CASE, budget(None, weights="host", state="host"), delay=0.0, **COMMON) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "np", SimpleNamespace(zeros=fail, float64=float))
+            threads = threading.active_count()
+            with pytest.raises(MemoryError):
+                engine.step(STEPS[0])
+            assert threading.active_count() == threads
+        assert engine.step(STEPS[0]).loss == wanted().losses[0]
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.5])

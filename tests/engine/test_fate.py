@@ -56,8 +56,9 @@ class FailedError(Exception):
 
 @dataclass
 class Run:
-    """A run without arrays. A step is a number, and each run of it an attempt; ``state`` has those that are read,
-    ``beside`` the one that is written beside it. ``draw``: which of several things happens.
+    """A run without arrays. A step is a number, and each run of it an attempt; ``state`` has those that are read, and
+    numbers below 0 of steps that were skipped; ``beside`` the one that is written beside it. ``draw``: which of several
+    things happens.
     """
 
     data: st.DataObject
@@ -120,13 +121,20 @@ class Run:
     # ---- the actions
 
     def _mark(self) -> Event:
+        self._mark_pending()
+        if self.durable != self.state:
+            self._record()
+        return Event.MARKED
+
+    def _mark_pending(self) -> Event:
         self.in_place = self.begun = False
         return self.draw(Event.MARKED)
 
-    _mark_pending = _mark
-
     def _run(self) -> Event:
         assert not self.changed
+        assert self.now is State.FINISHING or self.durable == self.state, (
+            "nothing changes before what counts is durable"
+        )
         self.attempts += 1
         self.changed = True
         if self.now is State.FINISHING:
@@ -174,7 +182,9 @@ class Run:
 
     def _count(self) -> Event:
         if self.verdict is Event.NOT_FINITE:
-            return self.draw(Event.COUNTED)
+            self.draw(Event.COUNTED)
+            self.state.append(-self.attempts)  # a step that is skipped counts, too
+            return Event.COUNTED
         event = self.draw(Event.DELAYED, Event.COUNTED)
         if event is Event.DELAYED:
             self.left = self.state[-1]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -578,3 +579,38 @@ def test_kernels_that_are_queued_change_nothing_that_is_written(
         torch.cuda.synchronize()
         assert run.commits == turn + 1
         assert same(run.committed(), expected)
+
+
+@pytest.mark.parametrize("thread", ["is still to run", "runs"])
+def test_a_write_that_is_interrupted_as_it_begins_is_given_up(
+    thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would guard its pieces: from then on it neither writes nor commits, and the next one is whole."""
+    run, begun, writing, written = Run(tmp_path / "store", "host"), [], threading.Event(), []
+    start, write = threading.Thread.start, run.slots.write
+
+    def interrupted(self: threading.Thread) -> None:
+        begun.append(self)
+        if thread == "runs":
+            start(self)
+            writing.wait()
+        raise KeyboardInterrupt
+
+    def counted(*words: Any) -> None:
+        writing.set()
+        written.append(words[0])
+        write(*words)
+
+    monkeypatch.setattr(run.slots, "write", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.background.begin(ORDER, run.commit)
+    by_then, commits = len(written), run.commits
+    if thread == "is still to run":
+        start(begun[0])
+    begun[0].join()
+    assert (len(written), run.commits) == (by_then, commits)
+    run.change_all()
+    assert same(run.save(), run.committed())
+    run.close()

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Attempt:
     def actions(self) -> Actions:
         """How a step does what the machine says."""
         return {
-            Action.MARK: self.durability.mark,
+            Action.MARK: partial(self.durability.mark, f"step {self.context.step} was not taken"),
             Action.MARK_PENDING: self.durability.mark_pending,
             Action.RUN: self._run,
             Action.DROP: self._drop,

@@ -5,7 +5,7 @@ store. What a step itself does is ``attempt``'s.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,8 @@ _REASONS: Mapping[State, str] = {
     State.FLUSHING: "{what} could not be completed: {error}",
 }
 
+_LATER = "the next step's commit has it at the latest, and engine.save can be used"
+_AGAIN = "Ask for it again: what is not yet committed then is so first"
 _LONG = frozenset((Action.RUN, Action.REPEAT, Action.SEARCH, Action.FLUSH, Action.FILL, Action.RESTORE, Action.COMMIT))
 """Actions that a second Ctrl-C may break off: of each it is known what the state is worth then."""
 
@@ -129,13 +131,11 @@ class Durability:
                 finally:
                     del raised  # its traceback holds this frame, which would hold it and the micro-batches
 
-    def mark(self) -> Event:
-        """The state is about to change."""
+    def mark(self, not_done: str) -> Event:
+        """The state is about to change. ``not_done``: what does not follow where what counts cannot be committed."""
         self._commits.arrays.begin_step()
-        if self._commits.every_step:
-            with self._naming_step():  # it commits what could not be before
-                self._commits.mark(self._progress.record())
-        else:
+        commits = self._committing(f"{not_done}: {self._counts}", _AGAIN)
+        with commits if self._commits.every_step else nullcontext():  # elsewhere it only says that a step begins
             self._commits.mark(self._progress.record())
         return Event.MARKED
 
@@ -152,7 +152,8 @@ class Durability:
             assert self.pending is not None
             self._commits.arrays.complete_late()
             pending, self.pending = self.pending, None
-            with self._naming_step():
+            not_taken = f"step {self._progress.step + 1} was not taken: {self._counts}"
+            with self._committing(not_taken, _AGAIN):
                 self._commits.complete(self._progress.record(), pending.buffers)
             self.tell(Event.DURABLE)
 
@@ -162,40 +163,48 @@ class Durability:
         self.pending = Pending(step=step, update=update, buffers=held)
 
     def commit(self) -> Event:
-        with self._naming_step():
+        """What a step ends with."""
+        return self._commit(self._counts, f"Do not repeat it: {_LATER}")
+
+    def _commit(self, fact: str, advice: str) -> Event:
+        with self._committing(fact, advice):
             self._commits.commit(self._progress.record())
         return Event.DURABLE
 
+    @property
+    def _counts(self) -> str:
+        return f"step {self._progress.step} counts"
+
     @contextmanager
-    def _naming_step(self) -> Iterator[None]:
-        """A commit that fails says which step it was to make durable, and that it counts all the same."""
+    def _committing(self, fact: str, advice: str) -> Iterator[None]:
+        """A commit that fails, of whatever, says what is the case all the same. ``advice``: for programs, as a note."""
         try:
             yield
-        except StoreError as error:
-            raise store_error(
-                f"step {self._progress.step} counts, but could not be made durable: {error}. Do not repeat it: the "
-                "next step commits it first, and engine.save can be used",
-                error,
-            ) from error
+        except Exception as error:
+            said = f"{fact}, but its commit failed: {error if isinstance(error, StoreError) else _named(error)}"
+            raised = store_error(said, error) if isinstance(error, OSError) else StoreError(said)
+            raised.add_note(advice)
+            raise raised from error
 
-    def commit_loaded(self, runner: Runner | None) -> Event:
-        """All of the state has been replaced, and ``progress`` says by what. ``runner``: that is there, if one is."""
-        self.commit()
+    def commit_loaded(self, runner: Runner | None, path: str) -> Event:
+        """All of the state has been replaced by the snapshot at ``path``. ``runner``: that is there, if one is."""
+        self._commit(f"{path} is loaded", _LATER[0].upper() + _LATER[1:])
         if self._due is not None:
             self._write_in_background(() if runner is None else runner.stepped)
             self._wait_written()
         return Event.DURABLE
 
-    def rest(self, runner: Runner | None) -> None:
-        """Return when nothing is pending, and nothing is being written. ``runner``: of the last step.
+    def rest(self, runner: Runner | None, *, closes: bool = False) -> None:
+        """Return when nothing is pending, and nothing is being written. ``runner``: of the last step; ``closes``: what
+        is not committed yet is for ``close``, which follows.
 
         Raises:
             StoreError: either has failed.
         """
-        self._flush(runner)
+        self._flush(runner, commits=not closes)
         self._wait_written()
 
-    def _flush(self, runner: Runner | None) -> None:
+    def _flush(self, runner: Runner | None, *, commits: bool = True) -> None:
         """Complete the step before, if it has left chunks to the next one."""
         step = 0 if self.pending is None else self.pending.step
 
@@ -211,7 +220,7 @@ class Durability:
         def commit() -> Event:
             assert self.pending is not None
             self.pending = None
-            return self.commit()
+            return self._commit(self._counts, f"Nothing else was done. {_AGAIN}") if commits else Event.DURABLE
 
         self.follow(Event.REST, {Action.FLUSH: flush, Action.COMMIT: commit}, f"step {step}")
 
@@ -224,11 +233,12 @@ class Durability:
             StoreError: it could not be completed.
         """
         if self._due is not None and self._due.after(step):
-            self._flush(runner)
-            try:
-                self._write_in_background(runner.stepped)
-            except Exception as error:  # noqa: BLE001 - the step counts, whatever it is: this is for the next one to say
-                self._unwritten = error
+            with holding(True):
+                self._flush(runner)
+                try:
+                    self._write_in_background(runner.stepped)
+                except Exception as error:  # noqa: BLE001 - the step counts, whatever it is: the next one says so
+                    self._unwritten = error
 
     @contextmanager
     def _due_again_if_it_fails(self) -> Iterator[None]:

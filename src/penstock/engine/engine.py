@@ -116,8 +116,9 @@ class Engine:
         After an error nothing has changed, and the engine can be used, if all state is on disk in two slots (and, with
         a delay ratio, the step before was complete), or if it came before the first update. Otherwise the state is half
         updated: the engine says so whenever it is used, until a snapshot is loaded. What the last commit of the store
-        names stands in any case. The one error after a step that counts says so: it could not be made durable. Do not
-        repeat it (``step_count`` has it): the next step commits it first.
+        names stands in any case. The one error after a step that counts is a StoreError that says so: its commit
+        failed, of whatever. Do not repeat that step (``step_count`` has it): the next one commits it first, or, where
+        the state has one slot, with itself. If that commit fails again, the next step was not taken, and says so.
         """
         self._check_usable()
         behind = batch.as_json(position)
@@ -164,22 +165,25 @@ class Engine:
             origin=self._began,
             count=partial(self._count, position=position),
         )
-        self._durability.follow(Event.BEGIN, attempt.actions, f"step {attempt.context.step}")
-        self.trace, self.counters = attempt.trace, attempt.samples
+        before = self.step_count
         try:
+            self._durability.follow(Event.BEGIN, attempt.actions, f"step {before + 1}")
             self._durability.after_step(self.step_count, runner)
-        finally:  # the step counts
-            written = self._resources.commits.written + runner.scratch_written - scratch
-            assert attempt.stats is not None
-            self._progress.last = stats = replace(
-                attempt.stats,
-                flops=self._planning.flops_of(micro_batches),
-                labels=None if given else self._planning.labels.known,
-                bytes_written=written - self._written,
-                seconds=time.perf_counter() - began,
-            )
-            self._written = self._resources.commits.written
-        return stats
+        finally:
+            if self.step_count > before:  # it counts, whatever failed then
+                assert attempt.stats is not None
+                self.trace, self.counters = attempt.trace, attempt.samples
+                written = self._resources.commits.written + runner.scratch_written - scratch
+                self._progress.last = replace(
+                    attempt.stats,
+                    flops=self._planning.flops_of(micro_batches),
+                    labels=None if given else self._planning.labels.known,
+                    bytes_written=written - self._written,
+                    seconds=time.perf_counter() - began,
+                )
+                self._written = self._resources.commits.written
+        assert self._progress.last is not None
+        return self._progress.last
 
     def _context(self) -> StepContext:
         """What the next step's first run needs to know."""
@@ -329,9 +333,9 @@ class Engine:
             self._progress.check(snapshot.meta, str(path))
             check_param_groups(snapshot.meta["param_groups"], self.optimizer.param_groups, str(path))
             actions: Actions = {
-                Action.MARK: self._durability.mark,
+                Action.MARK: partial(self._durability.mark, f"loading {path} did not begin"),
                 Action.RESTORE: partial(self._restore, snapshot),
-                Action.COMMIT: partial(self._durability.commit_loaded, self._planning.runner),
+                Action.COMMIT: partial(self._durability.commit_loaded, self._planning.runner, str(path)),
             }
             self._durability.follow(Event.LOAD, actions, f"loading {path}")
 
@@ -356,7 +360,7 @@ class Engine:
             all_of_it.callback(self._durability.close)
             all_of_it.callback(self._resources.close)
             all_of_it.callback(self._planning.close)
-            all_of_it.callback(self._rest)
+            all_of_it.callback(self._durability.rest, self._planning.runner, closes=True)
 
     def _rest(self) -> None:
         """Nothing is pending from here on: delayed chunks are stepped, and what is being written is written."""

@@ -36,7 +36,9 @@ _asked = _Asked()
 
 @contextmanager
 def whole_steps() -> Iterator[None]:
-    """Ctrl-C during a step takes effect after it; a second one at once. Leaves a program's own handler alone."""
+    """Ctrl-C during a step takes effect after it, however it ends (its error is the interrupt's context then); a second
+    one at once. Leaves a program's own handler alone.
+    """
     global _asked
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -48,8 +50,9 @@ def whole_steps() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if asked.times:
-        raise KeyboardInterrupt
+        _asked = _Asked()  # what came during this step is no later one's
+        if asked.times:
+            raise KeyboardInterrupt
 
 
 @contextmanager

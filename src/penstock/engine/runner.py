@@ -55,6 +55,9 @@ class Runner:
         self.bound = Bound(schedule=plan.schedule, program=plan.program)
         grad_dtype = torch.bfloat16 if plan.settings.grad_dtype == "bf16" else torch.float32
         stepping = Stepping(shared.groups, shared.runs, shared.threads, grad_dtype)
+        self._partials = {
+            g.index: np.zeros(g.trainable // ALIGN, dtype=np.float64) for g in plan.program.groups if g.trainable
+        }
         with ExitStack() as undo:  # what is made is given back if what comes after it fails, and by ``close``
             self._scratch = _scratch(self.bound, shared)
             if self._scratch is not None:
@@ -75,9 +78,6 @@ class Runner:
             self._executor = self._executor_of(plan.schedule)
             undo.callback(self._executor.close)
             self._made = undo.pop_all()
-        self._partials = {
-            g.index: np.zeros(g.trainable // ALIGN, dtype=np.float64) for g in plan.program.groups if g.trainable
-        }
 
     def _executor_of(self, schedule: Schedule, order: Sequence[Op] | None = None) -> Executor | SerialExecutor:
         shared = self._shared

@@ -56,6 +56,8 @@ class Background:
         """the pieces that a change must look at; None when nothing is pending"""
         self._last: _Pieces | None = None
         self._thread: threading.Thread | None = None
+        self._running = threading.Lock()
+        """held by the thread that writes"""
         self._closed = False
 
     def begin(self, order: Sequence[int], done: Callable[[], None]) -> None:
@@ -82,8 +84,10 @@ class Background:
         self._guarded = self._last = pieces
         try:
             thread.start()
-        except BaseException:
-            self._guarded = None  # there is nobody who would ever finish it
+        except BaseException:  # an interrupt may have left a thread: it has ended from here on, or will find it stopped
+            pieces.stop()
+            with self._running:
+                self._guarded = None
             raise
         self._thread = thread
 
@@ -152,6 +156,10 @@ class Background:
         return cut
 
     def _run(self, pieces: "_Pieces", done: Callable[[], None]) -> None:
+        with self._running:
+            self._write_all(pieces, done)
+
+    def _write_all(self, pieces: "_Pieces", done: Callable[[], None]) -> None:
         try:
             for piece in pieces.all:
                 if pieces.take(piece, wait=False):
@@ -168,7 +176,8 @@ class Background:
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the write is waited for
             pieces.fail(error)
         finally:
-            self._guarded = None
+            if self._guarded is pieces:  # not if it was given up, and another was begun since
+                self._guarded = None
 
     def _copy(self, piece: "_Piece", target: torch.Tensor) -> None:
         source = piece.of(self._arrays)
@@ -313,13 +322,13 @@ class _DeviceCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.bounce = HostSlab(BOUNCE, pin=True)
-        """the slab of whoever is about to change an array; guarded by ``lock``"""
         self.lock = threading.Lock()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # blocking: the thread sleeps in it, and leaves its core to the optimizer
         self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.bounce = HostSlab(BOUNCE, pin=True)  # last: nothing after it can fail and leave it
+        """the slab of whoever is about to change an array; guarded by ``lock``"""
 
     def mark(self) -> None:
         """Let what is queued on the current stream now come before every copy from here on."""

@@ -129,7 +129,10 @@ class Commits:
             return
         self._started = True
         if self.every_step:
-            if not self.slots.all_durable:  # arrays have moved to disk since the last commit
+            last = self.store.last_commit()
+            # What counts is not committed yet: arrays have moved to disk since, or a commit has failed, perhaps that of
+            # a step that has changed no array.
+            if not self.slots.all_durable or last is None or last["step"] != progress["step"]:
                 self.commit(progress)
         elif not self._interval:
             last = self.store.last_commit()
