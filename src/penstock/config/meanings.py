@@ -38,9 +38,7 @@ def meanings(kind: type) -> Mapping[str, str]:
 def by_need(kind: type) -> tuple[Field[Any], ...]:
     """A dataclass's fields as people look for them: what has to be given, then its own, then those of the classes that
     it adds to, which are ever rarer."""
-    lines = [
-        fields(cls) for cls in kind.__mro__ if is_dataclass(cls)
-    ]  # a field is the same object where it is inherited
+    lines = [fields(cls) for cls in kind.__mro__ if is_dataclass(cls)]  # an inherited field is the same object in each
     return tuple(sorted(fields(kind), key=lambda f: (not is_required(f), sum(f in line for line in lines))))
 
 

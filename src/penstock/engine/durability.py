@@ -46,7 +46,9 @@ _REASONS: Mapping[State, str] = {
 }
 
 _LATER = "the next step's commit has it at the latest, and engine.save can be used"
-_AGAIN = "Ask for it again: what is not yet committed then is so first"
+_AGAIN = "Ask for it again: it commits first what is not committed by then"
+"""What a program can do after a commit that failed."""
+
 _LONG = frozenset((Action.RUN, Action.REPEAT, Action.SEARCH, Action.FLUSH, Action.FILL, Action.RESTORE, Action.COMMIT))
 """Actions that a second Ctrl-C may break off: of each it is known what the state is worth then."""
 
