@@ -73,7 +73,7 @@ class WriteLog:
         self._writes: list[_Write] = []
         self._flushes: list[_Flush] = []
         self.commits: list[Commit] = []
-        self._kill = False
+        self._kill = self._dead = False
         self._tick = 0
         self._lock = threading.Lock()
 
@@ -98,6 +98,7 @@ class WriteLog:
             return store
 
         def commit(store: Store, record: dict[str, Any], *rest: Any, **more: Any) -> Any:
+            self._check_alive()
             event = self._begin(Commit(began=0, step=record["step"]))
             self.commits.append(event)
             result = real_commit(store, record, *rest, **more)
@@ -111,10 +112,11 @@ class WriteLog:
 
     @contextmanager
     def killed_before_flush_of_record(self) -> Iterator[None]:
-        """The process dies when it has written a commit record, before that is flushed."""
+        """The process dies when it has written a commit record, before that is flushed: it writes nothing after that,
+        whatever it does about the error that stands for its death."""
         self._kill = True
         yield
-        self._kill = False
+        self._kill = self._dead = False
 
     def found(self, step: int) -> None:
         """A run has been opened and goes on from ``step``: that one must be found from now on."""
@@ -124,12 +126,14 @@ class WriteLog:
     def _log(self, call: Call, go: Go) -> Any:
         file = str(Path(call.path).relative_to(self._folder.resolve()))
         event: _Event
+        self._check_alive()
         if call.writes:
             assert call.data is not None
             event = write = self._begin(_Write(began=0, file=file, offset=call.offset, data=bytes(call.data)))
             self._writes.append(write)
         elif call.flushes:
             if self._kill and "commit" in file:
+                self._dead = True
                 raise Killed
             event = flush = self._begin(_Flush(began=0, file=file))
             self._flushes.append(flush)
@@ -139,6 +143,10 @@ class WriteLog:
         assert not call.writes or result == call.nbytes
         self._end(event)
         return result
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise Killed
 
     def _begin(self, event: E) -> E:
         with self._lock:
