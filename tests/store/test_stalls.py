@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from penstock.store.stalls import Stalls
 from penstock.store.store import Store
 from penstock.store.transfer import aligned_bytes
 
+LATE = 0.2
 SIZE = 64 * ALIGN
 LAYOUT = Layout.build([("a", SIZE, 1)], {"a": (Region(nbytes=SIZE, block=ALIGN),)})
 
@@ -24,7 +26,7 @@ LAYOUT = Layout.build([("a", SIZE, 1)], {"a": (Region(nbytes=SIZE, block=ALIGN),
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """One whose requests count as late after a moment, in pieces of 4 KiB."""
-    monkeypatch.setattr(transfer, "Stalls", partial(Stalls, late=0.2))
+    monkeypatch.setattr(transfer, "Stalls", partial(Stalls, late=LATE))
     with Store.create([tmp_path / "store"], LAYOUT, model={}) as store:
         monkeypatch.setattr(store._files, "_request", ALIGN)
         yield store
@@ -55,19 +57,27 @@ def _stalling(
 def test_a_stall_is_said_while_it_lasts_and_when_it_is_over(
     call: str, verb: str, what: str, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Several requests of a file that wait together are one stall."""
+    """Several requests of a file that wait together are one stall, whose length is told in whole seconds: no less than
+    when it was said, and no more than passed here.
+    """
     caplog.set_level(logging.WARNING, "penstock")
     if verb == "read":
         store.write("a", 0, aligned_bytes(SIZE))
     _stalling(call, monkeypatch, lambda: len(caplog.messages) > 0, range(1 if verb == "flush" else 4))
+    began = time.monotonic()
     if verb == "flush":
         store.flush()
     else:
         getattr(store, verb)("a", 0, aligned_bytes(SIZE))
     store.close()
+    passed = time.monotonic() - began
     begun, over = caplog.messages
-    assert begun.startswith(f"{store.paths[0] / 'penstock.store'}: a {what} has been under way for 0 s")
-    assert over == f"{store.paths[0] / 'penstock.store'}: goes on after a stall of 0 s"
+    path = re.escape(str(store.paths[0] / "penstock.store"))
+    until_said = re.match(rf"{path}: a {what} has been under way for (\d+) s", begun)
+    length = re.fullmatch(rf"{path}: goes on after a stall of (\d+) s", over)
+    assert until_said is not None
+    assert length is not None
+    assert round(LATE) <= int(until_said[1]) <= int(length[1]) <= round(passed)
 
 
 def test_two_stalls_are_said_twice(
