@@ -100,16 +100,19 @@ def test_requests_that_come_back_are_not_said_and_nothing_is_left_at_the_end(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "penstock")
+    slowest = 0.0
     for _ in range(20):
-        store.write("a", 0, aligned_bytes(SIZE))
-        store.read("a", 0, aligned_bytes(SIZE))
+        for transfer_all in (store.write, store.read):
+            began = time.monotonic()
+            transfer_all("a", 0, aligned_bytes(SIZE))
+            slowest = max(slowest, time.monotonic() - began)
     watcher = store._files._stalls._watcher
     assert watcher is not None
     assert watcher.is_alive()
     assert not store._files._stalls._under_way
     store.close()
     assert not watcher.is_alive()
-    assert not caplog.messages
+    assert not caplog.messages or slowest >= LATE  # a busy machine's drive may really have been late
 
 
 def test_a_process_does_not_wait_for_the_watcher_of_a_store_that_was_not_closed(tmp_path: Path) -> None:
