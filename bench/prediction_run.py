@@ -72,9 +72,7 @@ class Counting:
         """Bytes since the start."""
         runner = engine.inside.planning.runner
         assert runner is not None
-        stores = [
-            store.stats for store in (engine.inside.resources.commits.store, runner._scratch) if store is not None
-        ]
+        stores = [store.stats for store in (engine.inside.resources.commits.store, runner.scratch) if store is not None]
         return {
             "read": sum(stats.bytes_read for stats in stores),
             "write": sum(stats.bytes_written for stats in stores),

@@ -169,6 +169,16 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made / "run"
 
 
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run of four steps, that nobody stopped: what a run that was has to come to. It is shared, and read."""
+    from penstock.cli import main
+
+    made = tmp_path_factory.mktemp("whole")
+    assert main(["train", str(write_run(made))]) == 0
+    return made / "run"
+
+
 @pytest.fixture
 def a_run(finished_run: Path, tmp_path: Path) -> Path:
     """A run of three steps of one's own."""

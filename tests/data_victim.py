@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import xxhash
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import penstock
 from penstock.config import DataConfig, SourceConfig
 from penstock.data.batches import Batches, Step
 from penstock.data.opening import open_data
+from tests import models
 from tests.documents import tokenizer
 
 
@@ -54,19 +54,11 @@ def digest(step: Step) -> str:
 def train(folder: Path, steps: int) -> Iterator[str]:
     """A line for each step: its number, its data's hash, its loss."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        use_cache=False,
-    )
     budget = penstock.Budget(device="8MiB", host="16MiB", disk=folder / "store", weights="disk", state="disk")
     # A delay leaves part of each step to the next, whose commit comes then.
     with (
         penstock.wrap(
-            AutoModelForCausalLM.from_config(config),
+            models.llama(num_hidden_layers=2, vocab_size=320),
             optimizer=penstock.AdamW(lr=1e-3),
             budget=budget,
             precision="fp32",

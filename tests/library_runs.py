@@ -6,36 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
+from tokenizers import Tokenizer, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from torch import nn
+from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 import penstock
 from penstock.engine import batch
 from penstock.hf.engine_arguments import EngineArguments
+from tests import models
+from tests.models import VOCABULARY
 
-VOCABULARY = 96
 SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss")
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 """fp32 on both sides: sums in another order, and a dozen steps of the optimizer on top of that"""
 
 
-def llama(*, seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def llama(*, seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        attention_dropout=dropout,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    ends = {"bos_token_id": None, "eos_token_id": 0}  # those of ``tokenizer``
+    sizes = {"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    return models.llama(attention_dropout=dropout, attn_implementation="sdpa", **ends, **sizes).to(dtype)
 
 
 def examples(count: int, *, longest: int = 12) -> list[dict[str, list[int]]]:
@@ -58,7 +49,7 @@ def examples(count: int, *, longest: int = 12) -> list[dict[str, list[int]]]:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of ``VOCABULARY`` tokens with a chat template, trained on this file."""
-    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made = Tokenizer(BPE(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["<eos>", "<unk>", "<user>", "<assistant>"]
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special)

@@ -98,13 +98,13 @@ def decoder(**changes: Any) -> dict[str, Any]:
 def llama(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**decoder(tie_word_embeddings=False, **changes)))
+    return LlamaForCausalLM(LlamaConfig(**decoder(tie_word_embeddings=False) | changes))
 
 
 def qwen3(**changes: Any) -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(Qwen3Config(**decoder(tie_word_embeddings=True, **changes)))
+    return Qwen3ForCausalLM(Qwen3Config(**decoder(tie_word_embeddings=True) | changes))
 
 
 def mistral(**changes: Any) -> nn.Module:
@@ -166,9 +166,8 @@ def qwen3_moe(**changes: Any) -> nn.Module:
         output_router_logits=True,
         router_aux_loss_coef=0.1,
         mlp_only_layers=[1],
-        **changes,
     )
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings | changes))
 
 
 def gpt_oss(**changes: Any) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Schedule
@@ -71,6 +71,14 @@ def placement(rng: Random, program: Program, form: Format, *, tied: bool) -> Pla
         gradients=rng.choice(("host", "disk")),
         checkpoints=rng.choice(("device", "host", "disk")),
     )
+
+
+def all_on_disk(program: Program, *, chunk: int, micro_batches: int = 1, **more: Any) -> Settings:
+    """Settings of a step in 16 bits that streams all of a program, and waits for no norm unless ``more`` says so."""
+    disk: tuple[Tier, ...] = ("disk",) * len(program.groups)
+    place = Placement(weights=disk, state=disk, gradients="host", checkpoints="host")
+    common = {"form": Format(weight_bytes=2, moments=2), "depths": Depths(), "wait": False, "place": place}
+    return Settings(micro_batches=micro_batches, chunk=chunk, **common | more)
 
 
 @dataclass(frozen=True, kw_only=True)

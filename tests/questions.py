@@ -4,9 +4,11 @@ from penstock.config import Budget, Family
 from penstock.hardware.machine import Device, Drive, Host, Machine
 from penstock.planner.fit import Request
 from penstock.planner.question import Question
+from penstock.planner.search import Choice, search
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
 from penstock.shape.model import StageTimes
+from tests.programs import Case
 
 DRIVE = Drive(path="/disk", read=2e7, write=1e7, read_both=1.5e7, write_both=0.9e7, free=1 << 40, tbw=100)
 RATES = {"adamw.fp32": 3e6, "adamw.bf16": 3e6}
@@ -65,4 +67,33 @@ def question(
         optimizer="adamw.bf16" if form.split else "adamw.fp32",
         families=(family,),
         disk_free=disk_free,
+    )
+
+
+_ANSWERS: dict[str, Choice] = {}
+
+
+def searched(asked: Question) -> Choice:
+    """The search's answer to a question, which is the same each time (``test_search`` holds it to that)."""
+    key = repr((asked, asked.request.program.groups, asked.request.program.stages))
+    if key not in _ANSWERS:
+        _ANSWERS[key] = search(asked)
+    return _ANSWERS[key]
+
+
+def request_of(case: Case) -> Request:
+    """A request with a case's program and settings, and memory for any placement."""
+    s = case.settings
+    return Request(
+        program=case.program,
+        budget=Budget(device=1 << 40, host=1 << 40, disk="store"),
+        form=s.form,
+        micro_batches=s.micro_batches,
+        wait=s.wait,
+        speculate=s.speculate,
+        delay=s.delay,
+        grad_dtype=s.grad_dtype,
+        cast=s.cast,
+        train=s.train,
+        family="horizontal" if case.family == "horizontal" else "vertical",
     )

@@ -71,14 +71,14 @@ plan: null
 """
 
 
-def write_text(path: Path, lines: int = 4000) -> Path:
+def write_text(path: Path, lines: int = 1500) -> Path:
     """A file of text. Under 1000 lines are one document, of which none can be held out."""
     path.write_text("".join(f"the {i * i} penstocks of {i % 11} turbines carry water\n" for i in range(lines)))
     return path
 
 
 def write_run(
-    folder: Path, *, settings: str = FROM_NOTHING, run: Path | None = None, lines: int = 4000, **more: object
+    folder: Path, *, settings: str = FROM_NOTHING, run: Path | None = None, lines: int = 1500, **more: object
 ) -> Path:
     """A settings file in ``folder``, beside its text.
 

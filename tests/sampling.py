@@ -5,7 +5,7 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import compress
 
 import pytest
@@ -19,20 +19,29 @@ def chosen(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest
         marker = item.get_closest_marker("sampled")
         if marker is not None:
             test, _, case = item.nodeid.partition("[")
-            products[test][case.removesuffix("]")] = item
+            products[test][case] = item
             (counts[test],) = marker.args
-    kept = {id(cases[name]) for test, cases in products.items() for name in sample(list(cases), counts[test])}
+    kept = {
+        id(cases[name])
+        for test, cases in products.items()
+        for name in sample({name: _values(item) for name, item in cases.items()}, counts[test])
+    }
     runs = [item.get_closest_marker("sampled") is None or id(item) in kept for item in items]
     return list(compress(items, runs)), [item for item, run in zip(items, runs, strict=True) if not run]
 
 
-def sample(names: Sequence[str], count: int) -> list[str]:
-    """``count`` names of cases, ``value-value-value`` each, or as many as it takes for every value to be in one."""
-    shuffled = random.Random(0).sample(names, len(names))
-    seen: set[tuple[int, str]] = set()
+def _values(item: pytest.Item) -> frozenset[tuple[str, str]]:
+    """What each parameter of a case is."""
+    assert isinstance(item, pytest.Function)
+    return frozenset((name, repr(value)) for name, value in item.callspec.params.items())
+
+
+def sample(cases: Mapping[str, Set[object]], count: int) -> list[str]:
+    """Names of ``count`` cases, each with its values, or of as many as it takes for every value to be in one."""
+    shuffled = random.Random(0).sample(list(cases), len(cases))
+    seen: set[object] = set()
     first, others = [], []
     for name in shuffled:
-        values = set(enumerate(name.split("-")))
-        (others if values <= seen else first).append(name)
-        seen |= values
+        (others if cases[name] <= seen else first).append(name)
+        seen |= cases[name]
     return [*first, *others][: max(count, len(first))]

@@ -2,7 +2,8 @@
 
 ``run(words)`` and ``start(words)`` are ``subprocess.run([sys.executable, *words])`` and ``subprocess.Popen``: with a
 process id, signals, an exit code, standard streams, an environment and a folder of their own, 3 s earlier. What a test
-says of imports, of memory, or of the very start of a process it must say of a cold one.
+says of imports, of memory, or of the very start of a process it must say of a cold one; but for amounts of memory so
+large that they are mapped anew (``tests/bench/test_folder.py``).
 """
 
 import atexit

@@ -16,8 +16,8 @@ from tests.engine.test_prediction import machine
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _job(folder: Path, variants: Sequence[Variant], *, profile: bool = False) -> Job:
-    """Two measured steps of a model with four small blocks."""
+def _job(folder: Path, variants: Sequence[Variant], *, profile: bool = False, measured: int = 2) -> Job:
+    """Measured steps of a model with four small blocks, after one that is not."""
     if profile:
         (folder / "machine.json").write_text(machine(folder).to_json())
     work = Work(
@@ -25,7 +25,7 @@ def _job(folder: Path, variants: Sequence[Variant], *, profile: bool = False) ->
         micro_batches=2,
         batch=1,
         length=16,
-        steps=3,
+        steps=1 + measured,
         threads=1,
         scratch=str(folder),
     )
@@ -105,7 +105,7 @@ def test_clipping_variants_do_what_their_names_say_with_one_plan(tmp_path: Path)
 
 
 def test_alpha_prints_each_delay_as_it_was_planned_and_predicted(tmp_path: Path) -> None:
-    measured = turns_run.run(_job(tmp_path, alpha.VARIANTS, profile=True))
+    measured = turns_run.run(_job(tmp_path, alpha.VARIANTS, profile=True, measured=1))
     turns.check_same(measured)
     assert [measured.plans[f"{delay:g}"].delay for delay in alpha.DELAYS] == list(alpha.DELAYS)
     rows = [line for line in alpha.describe(measured).splitlines() if line.startswith("| ")]

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from penstock.cli import main
+from penstock.engine.engine import Engine
+from penstock.state.stats import StepStats
 from penstock.store import Store
 from tests.conftest import Campaign
 from tests.faults import Call, Go, fill, intercepted
@@ -33,17 +35,33 @@ SENT: dict[str, tuple[signal.Signals, signal.Signals | None]] = {
 IN_EVERY_SUITE = ("SIGHUP", "SIGTERM twice")
 
 
-def _command(words: list[str], folder: Path, slow: float, ready: Connection) -> None:
-    """``penstock WORDS``, with what it says in files and each call on its disk taking ``slow`` seconds longer."""
+def _command(words: list[str], folder: Path, ready: Connection) -> None:
+    """``penstock WORDS``, with what it says in files. While there is a file ``hold`` no step ends, nor a call on its
+    disk that is made during a step; ``held`` is there as soon as such a call waits."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup hand it on ignored
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
 
+    in_step = False
+    whole_step = Engine.step
+
     def wait(call: Call, go: Go) -> Any:
-        time.sleep(slow)
+        while (folder / "hold").exists() and in_step:
+            (folder / "held").touch()
+            time.sleep(0.005)
         return go()
 
-    with intercepted(folder / "run" / "store", wait):
+    def step(*arguments: Any, **more: Any) -> StepStats:
+        nonlocal in_step
+        in_step = True
+        stats = whole_step(*arguments, **more)
+        in_step = False
+        while (folder / "hold").exists():
+            time.sleep(0.005)
+        return stats
+
+    with intercepted(folder / "run" / "store", wait), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", step)
         ready.send(None)
         sys.exit(main(words))
 
@@ -98,6 +116,9 @@ def test_a_signal_ends_a_run_and_nothing_is_lost(sent: str, tmp_path: Path, camp
 
     def send(pid: int) -> None:
         _until(lambda: len(_numbers(run)) >= 2)
+        if second is not None:  # in the middle of a step, which cannot end before it
+            (tmp_path / "hold").touch()
+            _until((tmp_path / "held").exists)
         os.kill(pid, first)
         if second is not None:
             _until(lambda: "Stopping after this step" in (tmp_path / "err").read_text())
@@ -105,7 +126,7 @@ def test_a_signal_ends_a_run_and_nothing_is_lost(sent: str, tmp_path: Path, camp
 
     words = ["train", str(config), "--evaluate", "null", "--data.validation", "null", "--steps", "1000"]
     with victims_of_one_thread():
-        code = Victims("", 0).call(_command, words, tmp_path, 0.02 if second else 0.0, meanwhile=send)
+        code = Victims("", 0).call(_command, words, tmp_path, meanwhile=send)
     assert code == 128 + (second or first)
     said = (tmp_path / "out").read_text() + (tmp_path / "err").read_text()
     assert "Traceback" not in said
@@ -146,7 +167,7 @@ def test_a_run_whose_folder_is_on_a_full_disk_says_so_and_goes_on_with_space_aga
         fill(small_disk / "hog")
 
     with victims_of_one_thread():
-        code = Victims("", 0).call(_command, words, tmp_path, 0.0, meanwhile=crowd)
+        code = Victims("", 0).call(_command, words, tmp_path, meanwhile=crowd)
     said = (tmp_path / "err").read_text()
     assert code == 1
     assert "Traceback" not in said

@@ -36,12 +36,12 @@ def _cut(config: TrainConfig, machine: Machine | None, sequences: int, **budget:
 
 
 def test_without_a_profile_the_largest_that_fit_are_taken(config: TrainConfig) -> None:
-    whole = _cut(config, None, 12)
-    assert (whole.size, whole.smaller) == (12, (6, 4, 3, 2, 1))
-    found = _cut(config, None, 12, device="1MiB", host="64MiB").size
-    assert 1 < found < 12
+    whole = _cut(config, None, 8)
+    assert (whole.size, whole.smaller) == (8, (4, 2, 1))
+    found = _cut(config, None, 8, device="1MiB", host="64MiB").size
+    assert 1 < found < 8
     with pytest.raises(BudgetError):
-        _cut(config, None, 12, device="32KiB")
+        _cut(config, None, 8, device="32KiB")
 
 
 def test_with_a_profile_it_is_what_the_plan_command_chooses(
@@ -49,7 +49,7 @@ def test_with_a_profile_it_is_what_the_plan_command_chooses(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save_profile(machine(tmp_path))
-    flags = ["--batch.sequences", "12", "--plan", "auto"]
+    flags = ["--batch.sequences", "6", "--plan", "auto", "--delay", "0", "--speculate", "false", "--evaluate", "null"]
     assert main(["plan", str(path), *flags, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["plan"]
     assert main(["train", str(path), *flags, "--steps", "1"]) == 0

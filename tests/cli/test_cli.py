@@ -66,7 +66,7 @@ def _meter(steps: int = 10) -> Meter:
 def _terminal(width: int = 100) -> tuple[TerminalDisplay, io.StringIO]:
     out = io.StringIO()
     display = TerminalDisplay(out)
-    display._console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    display.console = Console(file=out, force_terminal=True, width=width, color_system=None)
     return display, out
 
 

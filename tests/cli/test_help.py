@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from penstock.cli import _COMMANDS, main
+from penstock.cli import COMMANDS, main
 
 
-@pytest.mark.parametrize("command", _COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("asked", [("--help",), ("-h",), ("RUN", "--help")], ids=" ".join)
 def test_each_command_has_a_help_of_its_own(
     command: str, asked: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -25,7 +25,7 @@ def test_each_command_has_a_help_of_its_own(
 def test_the_general_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    for command in _COMMANDS:
+    for command in COMMANDS:
         assert f"\n  penstock {command} " in said
 
 

@@ -48,15 +48,6 @@ def _numbers(run: Path) -> list[tuple[int, float, float]]:
     return [(m["step"], m["loss"], m["grad_norm"]) for m in lines]
 
 
-@pytest.fixture(scope="module")
-def gone_on(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run of four steps, that nothing happened to."""
-    copy = tmp_path_factory.mktemp("whole") / "run"
-    shutil.copytree(finished_run, copy)
-    assert main(["resume", str(copy), "--steps", "4"]) == 0
-    return copy
-
-
 def test_the_files_are_those_that_one_expects(a_run: Path) -> None:
     endings = {p.suffix for p in _kept(a_run)}
     assert {".tokens", ".ends", ".xxh3", ".json", ".yaml"} <= endings
@@ -65,7 +56,7 @@ def test_the_files_are_those_that_one_expects(a_run: Path) -> None:
 
 
 def test_one_bit_of_any_file_is_named_by_whoever_reads_it(
-    a_run: Path, gone_on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    a_run: Path, whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Resumed as from a copy: what is damaged stops the run, or does not matter, which its numbers show."""
     rng = random.Random(5)
@@ -93,18 +84,18 @@ def test_one_bit_of_any_file_is_named_by_whoever_reads_it(
                 assert "copy" in said.err
             else:
                 assert path.suffix == ".tokens", f"{path}: only what this step does not read may be another"
-                assert _numbers(copy) == _numbers(gone_on)
+                assert _numbers(copy) == _numbers(whole_run)
             shutil.rmtree(copy)
     assert {"config.json", "tokenizer.json", "generation_config.json", KEPT, "config.yaml", "data.json"} <= stopped
     assert main(["verify", str(a_run)]) == 0
     assert main(["resume", str(a_run), "--steps", "4"]) == 0
-    assert _numbers(a_run) == _numbers(gone_on)
+    assert _numbers(a_run) == _numbers(whole_run)
 
 
-def test_what_was_prepared_is_made_again_where_all_of_it_is_gone(a_run: Path, gone_on: Path) -> None:
+def test_what_was_prepared_is_made_again_where_all_of_it_is_gone(a_run: Path, whole_run: Path) -> None:
     shutil.rmtree(a_run / "data")
     assert main(["resume", str(a_run), "--steps", "4"]) == 0
-    assert _numbers(a_run) == _numbers(gone_on)
+    assert _numbers(a_run) == _numbers(whole_run)
     assert main(["verify", str(a_run)]) == 0
 
 

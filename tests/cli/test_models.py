@@ -116,7 +116,7 @@ def test_the_plan_of_a_folder_is_that_of_its_configuration(
 ) -> None:
     for file in (tmp_path / "small").glob("*.safetensors"):
         file.unlink()  # a plan needs none
-    flags = ["--machine", "rtx4090-24g", "--json", "--device", "cuda", "--plan", "auto"]
+    flags = ["--machine", "rtx4090-24g", "--json", "--device", "cuda", "--plan", "auto", "--delay", "0"]
     assert main(["plan", str(config), *flags]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["model"]["parameters"] == sum(p.numel() for p in kept_shell(tmp_path / "small"))

@@ -168,20 +168,33 @@ def test_json_says_the_same_as_the_function(config: Path, capsys: pytest.Capture
 
 
 def test_settings_and_options_are_laid_over_the_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--batch.sequences", 4, "--clip_grad_norm", 1.0, "--tbw", 7, "--disk-free", "1GiB", "--json")
+    options = (
+        "--batch.sequences",
+        4,
+        "--clip_grad_norm",
+        1.0,
+        "--tbw",
+        7,
+        "--disk-free",
+        "1GiB",
+        "--json",
+        "--delay",
+        0,
+    )
     data = json.loads(answered(capsys, config, *options))
     assert data["plan"]["micro_batches"] == 2
     assert data["plan"]["waits_for_norm"] is True
     assert data["disk"]["tbw"] == 7
     assert data["memory"]["budget"]["disk"] == 1 << 30
-    data = json.loads(answered(capsys, config, "--batch", 12, "--json"))
+    data = json.loads(answered(capsys, config, "--batch", 12, "--json", "--delay", 0))
     assert data["plan"]["micro_batches"] * data["plan"]["micro_batch_size"] == 12
 
 
 def test_what_ships_is_answered_without_torch_and_without_a_measurement(tmp_path: Path) -> None:
     code = (
         "import sys; from penstock.cli import main; "
-        "code = main(['plan', '--model', 'llama-8b', '--machine', 'workstation', '--batch', '8', '--json']); "
+        "what = ['--model', 'llama-8b', '--machine', 'workstation', '--batch', '2']; "
+        "code = main(['plan', *what, '--durability', 'step', '--delay', '0', '--json']); "
         "sys.exit(code or 3 * ('torch' in sys.modules))"
     )
     done = subprocess.run(
@@ -204,7 +217,7 @@ def test_a_plan_for_null_says_that_the_run_would_place_otherwise(
 
 
 def test_nothing_fits_that_takes_more_than_the_machine_has(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    large = penstock.plan("gpt-175b", machine="a100-40g", batch=16).forecast
+    large = penstock.plan("gpt-175b", machine="a100-40g", micro_batches=4, micro_batch_size=4, delay=0).forecast
     assert max(sizes["device"] for sizes in large.memory.values()) <= 40 << 30
     small = config.parent / "small.json"  # a settings file's budget may be more than a machine has
     small.write_text(replace(MACHINE, device=replace(MACHINE.device, memory=1 << 20)).to_json())
@@ -308,7 +321,8 @@ def test_a_schedule_of_ones_own_is_for_simulate(config: Path, capsys: pytest.Cap
 
 def test_a_delay_that_pays_is_part_of_the_plan() -> None:
     """Where the disk bounds the step, a share of the optimizer's work goes into the next forward."""
-    assert penstock.plan("gpt-65b", machine="a100-40g", batch=16).plan.settings.delay > 0
+    found = penstock.plan("gpt-65b", machine="a100-40g", micro_batches=2, micro_batch_size=8, schedule="vertical")
+    assert found.plan.settings.delay > 0
 
 
 def test_the_dtype_of_gradients_and_who_rounds_them_are_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,7 +332,8 @@ def test_the_dtype_of_gradients_and_who_rounds_them_are_told(config: Path, capsy
     assert plan["grad_dtype"] == "bf16"
     assert found is not None
     assert found[1] == {"device": "on the device", "host": "as the optimizer reads them"}[plan["cast"]]
-    far = penstock.plan("gpt-13b", machine="a100-40g", batch=16, grad_dtype="bf16").plan.settings
+    cut: dict[str, int] = {"micro_batches": 4, "micro_batch_size": 4, "delay": 0}
+    far = penstock.plan("gpt-13b", machine="a100-40g", grad_dtype="bf16", **cut).plan.settings
     assert (far.grad_dtype, far.cast) == ("bf16", "device"), "over PCIe the device had better round"
     words = ("--model", "gpt-65b", "--machine", "a100-40g", "--batch", 16)
     assert "must be one of fp32, bf16" in refused(capsys, *words, "--grad-dtype", "fp16")
@@ -398,7 +413,7 @@ def test_fp16_without_clipping_expects_no_step_to_be_run_twice() -> None:
         drives=(replace(DRIVE, read=1e10, write=1e10),),
     )
     found = penstock.plan(
-        "gpt-13b", machine=machine, budget=budget, precision="fp16", micro_batches=2, micro_batch_size=1
+        "gpt-13b", machine=machine, budget=budget, precision="fp16", delay=0, micro_batches=2, micro_batch_size=1
     )
     assert found.json["plan"]["speculates"]
     assert found.forecast.repeats == 0.0
@@ -410,7 +425,7 @@ def test_the_text_tells_how_many_blocks_have_their_state_on_the_device(
     told = set()
     for device, host in ((10, 12), (13, 12), (16, 12), (64, 6)):
         where = ("--budget.device", f"{device}MiB", "--budget.host", f"{host}MiB", "--budget.durability", "none")
-        options = (config, *where)
+        options = (config, *where, "--delay", 0)
         share = json.loads(answered(capsys, *options, "--json"))["plan"]["state"].get("device", 0.0)
         lines = [
             line.strip() for line in answered(capsys, *options).splitlines() if line.strip().startswith("state of")
@@ -439,6 +454,11 @@ def test_a_device_that_may_step_with_other_bits_is_said(bits: tuple[str, ...] | 
     assert words is None if said is None else words is not None and words.startswith(said)
 
 
-def test_a_plan_that_steps_on_a_gpu_of_which_nobody_knows_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    told = answered(capsys, "--model", "qwen3-8b", "--machine", "a100-40g", "--durability", "none")
+def test_a_plan_that_steps_on_a_gpu_of_which_nobody_knows_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tmp_path / "config.json"  # all of its state is on the device
+    small.write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+    words = ("--model", small, "--machine", "a100-40g", "--batch", 1, "--sequence-length", 128)
+    told = answered(capsys, *words, "--durability", "none", "--delay", 0)
     assert "bits        whether adamw.bf16 steps on" in told

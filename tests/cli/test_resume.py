@@ -22,25 +22,23 @@ def _numbers(run: Path) -> list[tuple[Any, ...]]:
 
 
 def test_a_run_goes_on_from_its_folder_wherever_that_is_now(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, tmp_path: Path, whole_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tmp_path / "whole"
     monkeypatch.chdir(tmp_path)
-    assert main(["train", str(config), "--run", "whole"]) == 0
     assert main(["train", str(config), "--run", "run", "--steps", "2"]) == 0
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").rename(tmp_path / "elsewhere" / "moved")
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert main(["resume", "moved", "--steps", "4"]) == 0
-    assert _numbers(Path("moved")) == _numbers(whole)
+    assert _numbers(Path("moved")) == _numbers(whole_run)
     resumed = settings.load(Path("moved/config.yaml"))
     assert (resumed.run, resumed.budget.disk, resumed.steps) == ("moved", "moved/store", 4)
     assert not (tmp_path / "run").exists()
 
 
-def test_what_cannot_be_resumed_says_why(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(config), "--steps", "1"]) == 0
-    run = tmp_path / "run"
+def test_what_cannot_be_resumed_says_why(
+    config: Path, a_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     for words, says in (
         ([], "takes one run's folder, and was given none"),
@@ -48,8 +46,8 @@ def test_what_cannot_be_resumed_says_why(config: Path, tmp_path: Path, capsys: p
         ([str(tmp_path / "nowhere")], "nowhere does not exist: give the folder of a run"),
         ([str(config)], "config.yaml is a file: give the folder of a run"),
         ([str(tmp_path / "empty")], "it has no config.yaml"),
-        ([str(run), "--run", "other"], "--run other: penstock resume goes on in"),
-        ([str(run), "--seed", "1"], "see the same text"),
+        ([str(a_run), "--run", "other"], "--run other: penstock resume goes on in"),
+        ([str(a_run), "--seed", "1"], "see the same text"),
     ):
         capsys.readouterr()
         assert main(["resume", *words]) == 2
@@ -58,26 +56,24 @@ def test_what_cannot_be_resumed_says_why(config: Path, tmp_path: Path, capsys: p
         assert "Traceback" not in err
 
 
-def test_a_resumption_that_fails_leaves_the_settings_that_the_run_had(config: Path, tmp_path: Path) -> None:
-    assert main(["train", str(config), "--steps", "1"]) == 0
-    before = (tmp_path / "run" / "config.yaml").read_bytes()
-    assert main(["resume", str(tmp_path / "run"), "--steps", "2", "--optimizer.name", "sgd"]) != 0
-    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
-    assert main(["resume", str(tmp_path / "run"), "--steps", "2"]) == 0
+def test_a_resumption_that_fails_leaves_the_settings_that_the_run_had(a_run: Path) -> None:
+    before = (a_run / "config.yaml").read_bytes()
+    assert main(["resume", str(a_run), "--steps", "4", "--optimizer.name", "sgd"]) != 0
+    assert (a_run / "config.yaml").read_bytes() == before
+    assert main(["resume", str(a_run), "--steps", "4"]) == 0
 
 
 @pytest.mark.parametrize("words", [["resume"], ["train", "--overwrite"]])
 def test_a_run_that_is_under_way_is_refused_and_not_touched(
-    words: list[str], config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], config: Path, a_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-    assert main(["train", str(config), "--steps", "1"]) == 0
+    run = a_run
     names = ("config.yaml", "metrics.jsonl", "data.json", "trace.json")
     before = {name: (run / name).read_bytes() for name in names}
     (prepared,) = (run / "data").glob("*/train-0.tokens")
     text = np.memmap(prepared, dtype="<u2", mode="r")
     tokens = np.array(text)
-    target = [str(run), "--steps", "2"] if words == ["resume"] else [str(config)]
+    target = [str(run), "--steps", "4"] if words == ["resume"] else [str(config)]
     with Store.open([run / "store"]):
         assert main([words[0], *target, *words[1:]]) == 1
     assert "is in use by process" in capsys.readouterr().err
@@ -85,16 +81,15 @@ def test_a_run_that_is_under_way_is_refused_and_not_touched(
     assert np.array_equal(text, tokens), "the text that the run under way has mapped"
 
 
-def test_metrics_hold_each_step_once_and_in_order_after_a_kill(config: Path, tmp_path: Path) -> None:
+def test_metrics_hold_each_step_once_and_in_order_after_a_kill(config: Path, tmp_path: Path, whole_run: Path) -> None:
     """What was reported and not durable is done again; a kill may also tear the last line."""
-    assert main(["train", str(config), "--run", str(tmp_path / "whole")]) == 0
     assert main(["train", str(config), "--steps", "2"]) == 0
     path = tmp_path / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines()
     later = json.dumps(json.loads(lines[1]) | {"step": 3, "loss": 99.0})
     path.write_text("\n".join([*lines, later, later[:40]]))
     assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 0
-    assert _numbers(tmp_path / "run") == _numbers(tmp_path / "whole")
+    assert _numbers(tmp_path / "run") == _numbers(whole_run)
     assert not list((tmp_path / "run").glob("*.partial"))
 
 
@@ -104,10 +99,10 @@ from penstock.cli import loop, main
 
 class Killed(loop.MetricsFile):
     def write(self, metrics):
-        if metrics["step"] == 4 and sys.argv[1] == "before":
+        if metrics["step"] == 2 and sys.argv[1] == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         super().write(metrics)
-        if metrics["step"] == 4:
+        if metrics["step"] == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
 loop.MetricsFile = Killed
@@ -117,19 +112,18 @@ main(sys.argv[2:])
 
 @pytest.mark.parametrize(("moment", "delay"), [("before", "0"), ("after", "0.5")])
 def test_a_run_killed_around_a_line_of_its_metrics_has_them_all_in_the_end(
-    moment: str, delay: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moment: str, delay: str, config: Path, tmp_path: Path, whole_run: Path
 ) -> None:
     """Before it, the step may be durable and its line not there; after it, with a delay, the other way round."""
-    words = ["train", str(config), "--delay", delay, "--steps", "6"]
-    assert main([*words, "--run", str(tmp_path / "whole")]) == 0
-    killed = warm.run(["-c", KILLED, moment, *words])
+    whole = _numbers(whole_run)
+    killed = warm.run(["-c", KILLED, moment, "train", config, "--delay", delay])
     assert killed.returncode == -signal.SIGKILL
-    assert len(_numbers(tmp_path / "run")) == (3 if moment == "before" else 4)
+    assert len(_numbers(tmp_path / "run")) == (1 if moment == "before" else 2)
     if delay == "0":
-        assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 0, "the step that the kill came after is done"
-        assert _numbers(tmp_path / "run") == _numbers(tmp_path / "whole")[:4]
-    assert main(["resume", str(tmp_path / "run"), "--steps", "6"]) == 0
-    assert _numbers(tmp_path / "run") == _numbers(tmp_path / "whole")
+        assert main(["resume", str(tmp_path / "run"), "--steps", "2"]) == 0, "the step that the kill came after is done"
+        assert _numbers(tmp_path / "run") == whole[:2]
+    assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 0
+    assert _numbers(tmp_path / "run") == whole
 
 
 def test_metrics_that_are_kept_are_the_same_bytes_in_the_same_file(tmp_path: Path) -> None:

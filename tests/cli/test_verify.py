@@ -2,7 +2,6 @@
 
 import os
 import pty
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from penstock.cli import main
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
 from penstock.store.store import DATA, Store
+from tests import warm
 from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,16 +113,18 @@ def test_a_store_that_was_left_within_a_step_is_not_whole(tmp_path: Path, capsys
 
 
 def test_a_terminal_shows_how_far_it_has_got(trained: Path) -> None:
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ["TERM"] = "xterm"
-        os.execv(sys.executable, [sys.executable, "-m", "penstock.cli", "verify", str(trained)])
+    terminal, theirs = pty.openpty()
+    words, environment = ["-m", "penstock.cli", "verify", trained], os.environ | {"TERM": "xterm"}
     shown = b""
-    try:
-        while piece := os.read(terminal, 1 << 16):
-            shown += piece
-    except OSError:  # EIO: the other end is closed
-        pass
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with warm.start(words, env=environment, given=(theirs, theirs)) as process:
+        os.close(theirs)
+        try:
+            while piece := os.read(terminal, 1 << 16):
+                shown += piece
+        except OSError:  # EIO: the other end is closed
+            pass
+        assert process.wait() == 0
+    os.close(terminal)
     assert b"MB" in shown or b"MiB" in shown
+    assert b"\x1b[" in shown, "drawn in place, which only a terminal is given"
     assert b"Every checksum is right." in shown

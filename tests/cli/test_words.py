@@ -1,5 +1,6 @@
 """The words after a command are read into its dataclass by the same code as the settings file, with the same errors."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -123,6 +124,17 @@ def test_of_a_plan_without_a_file_the_misspelt_option_is_named() -> None:
         plan.read_arguments(["--modle", "gpt-65b"])
     with pytest.raises(ConfigError, match="takes a settings file, or --model NAME, and was given none"):
         plan.read_arguments(["--machine", "a100-40g", "--optimizer.lr", "1e-3", "--steps=3"])
+
+
+def test_options_are_listed_with_what_is_needed_first() -> None:
+    """In errors and in help alike: what has to be given, what is the command's own, and last what is rarely said."""
+    with pytest.raises(ConfigError) as caught:
+        plan.read_arguments(["--modle", "gpt-65b"])
+    listed = re.findall(r"--[a-z-]+", str(caught.value).partition("takes ")[2])
+    shown = re.findall(r"^  (--[a-z-]+)", plan.help_text().partition("With --model")[2], re.MULTILINE)
+    assert listed[:3] == ["--model", "--machine", "--device"]
+    assert listed.index("--batch") < listed.index("--optimizer") < listed.index("--grad-dtype")
+    assert [flag for flag in listed if flag in shown] == shown
 
 
 def test_help_is_the_docstring_with_every_option_once() -> None:

@@ -5,8 +5,8 @@ costs, in kernels. Anywhere else it would be one more place to which the next se
 """
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,14 +44,17 @@ USED = {
 """Of each setting the files or rooms in which it is used, and for what."""
 
 
-def _declared(file: Path) -> Iterator[str]:
+@cache
+def _declared(file: Path) -> frozenset[str]:
     """Names of the fields of a file's classes and of the parameters of its functions."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ClassDef):
             targets = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
-            yield from (target.id for target in targets if isinstance(target, ast.Name))
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
         if isinstance(node, ast.FunctionDef):
-            yield from (each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+            found |= {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+    return frozenset(found)
 
 
 @pytest.mark.parametrize("name", USED)

@@ -30,15 +30,15 @@ def test_a_disk_is_measured_and_its_file_has_no_name_meanwhile(tmp_path: Path) -
 
 def test_filling_ends_with_the_time_but_writes_enough_to_read(tmp_path: Path) -> None:
     with Scratch(tmp_path, 256 << 20, depth=2, io_threads=4) as made:
-        slow = made._files.write
+        slow = made.files.write
 
         def write(address: int, view: memoryview) -> None:
             time.sleep(0.02)
             slow(address, view)
 
-        made._files.write = write  # type: ignore[method-assign]
+        made.files.write = write  # type: ignore[method-assign]
         ends = made.fill(0.0)
-    assert disk._LEAST <= ends[-1][1] <= disk._LEAST + 2 * REQUEST
+    assert disk.LEAST <= ends[-1][1] <= disk.LEAST + 2 * REQUEST
 
 
 def _working() -> set[threading.Thread]:
@@ -48,33 +48,33 @@ def _working() -> set[threading.Thread]:
 
 def test_an_interrupt_while_filling_waits_for_what_is_being_written(tmp_path: Path) -> None:
     with Scratch(tmp_path, 256 << 20, depth=2, io_threads=4) as made:
-        before, write = _working(), made._files.write
+        before, write = _working(), made.files.write
 
         def slow(address: int, view: memoryview) -> None:
             time.sleep(0.05)
             write(address, view)
 
-        made._files.write = slow  # type: ignore[method-assign]
+        made.files.write = slow  # type: ignore[method-assign]
         timer = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             made.fill(30.0)
         timer.join()
         assert _working() == before
-        assert made._used * REQUEST < 256 << 20
+        assert made.used * REQUEST < 256 << 20
 
 
 def test_only_what_was_written_is_read(tmp_path: Path) -> None:
     with Scratch(tmp_path, 256 << 20, depth=2, io_threads=4) as made:
         made.fill(0.0)
         seen = []
-        made._files.read = lambda address, view: seen.append(address)  # type: ignore[method-assign]
+        made.files.read = lambda address, view: seen.append(address)  # type: ignore[method-assign]
         first, second = made.reading().workers
         for _ in range(40):
             first()
             second()
-    assert max(seen) < made._used * REQUEST < 256 << 20
-    assert len(set(seen)) == made._used
+    assert max(seen) < made.used * REQUEST < 256 << 20
+    assert len(set(seen)) == made.used
 
 
 def test_the_file_takes_no_more_than_half_of_what_is_free() -> None:
@@ -87,7 +87,7 @@ def test_the_file_takes_no_more_than_half_of_what_is_free() -> None:
 def test_a_drive_whose_cache_fills_is_measured_past_it(tmp_path: Path) -> None:
     effort = replace(SMALL, fill=5.0)
     with Scratch(tmp_path, effort.nbytes, depth=1, io_threads=1) as made:
-        fast, written = made._files.write, 0
+        fast, written = made.files.write, 0
 
         def write(address: int, view: memoryview) -> None:
             nonlocal written
@@ -96,7 +96,7 @@ def test_a_drive_whose_cache_fills_is_measured_past_it(tmp_path: Path) -> None:
                 time.sleep(0.1)
             fast(address, view)
 
-        made._files.write = write  # type: ignore[method-assign]
+        made.files.write = write  # type: ignore[method-assign]
         found = disk.measure(made, effort)
     assert found.last < REQUEST / 0.1 < found.first
     assert found.write < REQUEST / 0.1

@@ -23,7 +23,7 @@ from tests import warm
 from tests.hardware.test_profile import CROSSING
 from tests.machines import GIB, SMALL, drive, gpu, host
 
-BRIEF = examine.Effort(seconds=0.02, rounds=1, disk=SMALL)
+BRIEF = examine.Effort(seconds=0.005, rounds=1, disk=SMALL)
 
 
 @pytest.fixture

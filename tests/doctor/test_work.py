@@ -82,14 +82,14 @@ def test_copies_move_what_they_say(name: str) -> None:
 
 def test_steps_step(one_thread: None) -> None:
     steps = work.Steps(CPU, threads=1)
-    before = [state[1].clone() for state in steps._states]
+    before = [state[1].clone() for state in steps.states]
     for kind in optimizer.KINDS:
         load = steps.load(kind, torch.bfloat16)
-        for _ in steps._states:
+        for _ in steps.states:
             load.workers[0]()
-        after = [state[1] for state in steps._states]
+        after = [state[1] for state in steps.states]
         assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), kind
-        for state in steps._states:
+        for state in steps.states:
             assert torch.equal(state[4].view(torch.bfloat16)[: work.CHUNK], state[1].bfloat16())
         before = [tensor.clone() for tensor in after]
 
@@ -123,7 +123,7 @@ def test_what_crosses_has_the_dtypes_of_its_name(monkeypatch: pytest.MonkeyPatch
 def test_the_bytes_of_a_gradient_to_measure_with_are_one_in_either_dtype() -> None:
     """Else a step in bf16 would meet denormals, which are slow."""
     steps = work.Steps(CPU, threads=1)
-    gradient = steps._states[0][0]
+    gradient = steps.states[0][0]
     halves = gradient.view(torch.bfloat16)
     assert (halves == gradient[0].bfloat16()).all()
     assert float(halves[0]) == pytest.approx(1e-3, rel=0.01)

@@ -1,15 +1,21 @@
 """Micro-batches: every tensor in them is moved, counted and planned for, however deep it lies."""
 
 from collections import UserDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.engine import batch
 from penstock.errors import ModelError
+from tests.models import MODELS
 from tests.stacks import Own
+from tests.training import budget, wrap
 
 
 @dataclass
@@ -68,6 +74,60 @@ def test_what_holds_no_tensor_reaches_the_loss_as_it_is() -> None:
     assert moved["more"]["x"][1] is notes
     assert moved["names"] is names
     assert moved["more"] is not given["more"]
+
+
+def test_a_loss_that_collects_tensors_in_its_micro_batch_is_refused(tmp_path: Path) -> None:
+    """They would be in copies that nobody has. Numbers are no tensors, and a variable of one's own is no copy."""
+    case, own = MODELS["llama"], list[torch.Tensor]()
+    given = case.micro_batches(1)[0]
+
+    def collecting(model: nn.Module, mb: Mapping[str, Any]) -> torch.Tensor:
+        loss = case.loss_fn(model, {name: value for name, value in mb.items() if name != "out"})
+        mb["out"].append(float(loss.detach()) if "plain" in mb["out"] else loss.detach())
+        own.append(loss.detach())
+        return loss
+
+    with wrap(case, budget(tmp_path / "store"), loss_fn=collecting) as engine:
+        plain: list[Any] = ["plain"]
+        first = engine.evaluate([given | {"out": plain}])
+        assert plain[-1] == pytest.approx(first)
+        assert float(own[-1]) == plain[-1]
+    with (
+        wrap(case, budget(tmp_path / "other"), loss_fn=collecting) as engine,
+        pytest.raises(ModelError, match="loss_fn puts tensors into 'out' of its micro-batch, where they would be lost"),
+    ):
+        engine.step([given | {"out": []}])
+
+
+def test_it_is_refused_wherever_in_a_micro_batch_it_collects(tmp_path: Path) -> None:
+    case = MODELS["llama"]
+    given = case.micro_batches(1)[0] | {"out": {"mask": torch.zeros(2), "seen": []}}
+
+    def collecting(model: nn.Module, mb: Mapping[str, Any]) -> torch.Tensor:
+        loss = case.loss_fn(model, {name: value for name, value in mb.items() if name != "out"})
+        mb["out"]["seen"].append(loss.detach())
+        return loss
+
+    with (
+        wrap(case, budget(tmp_path / "store"), loss_fn=collecting) as engine,
+        pytest.raises(ModelError, match=r"loss_fn puts tensors into 'out\.seen' of its micro-batch"),
+    ):
+        engine.step([given])
+
+
+def test_a_loss_that_begins_to_collect_later_breaks_no_step(tmp_path: Path) -> None:
+    """What a plan was made for is asked before the step: its micro-batches may be others after it."""
+    case, calls = MODELS["llama"], count()
+    given = case.micro_batches(1)[0] | {"out": []}
+
+    def collecting(model: nn.Module, mb: Mapping[str, Any]) -> torch.Tensor:
+        if next(calls) > 1:
+            mb["out"].append(torch.zeros(1))
+        return case.loss_fn(model, {name: value for name, value in mb.items() if name != "out"})
+
+    with wrap(case, budget(tmp_path / "store"), loss_fn=collecting) as engine:
+        assert engine.step([given]).flops > 0
+    assert given["out"]
 
 
 def test_nothing_is_written_into_a_mapping_of_an_unknown_kind() -> None:

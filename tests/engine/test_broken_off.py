@@ -6,7 +6,9 @@ import os
 import shutil
 import threading
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ from penstock.store.transfer import aligned_bytes
 from tests import campaign
 from tests.models import MODELS
 from tests.programs import transformer
-from tests.training import assert_same_state, budget, run_steps, steps_of, train, wrap
+from tests.training import Result, assert_same_state, budget, run_steps, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,6 +47,20 @@ def frozen_biases() -> nn.Module:
     return model
 
 
+@cache
+def two_steps_of_frozen_biases() -> Result:
+    with TemporaryDirectory() as folder:
+        where = budget(Path(folder, "store"))
+        with wrap(CASE, where, model=frozen_biases(), delay=0.0, **COMMON) as engine:
+            return run_steps(engine, STEPS[:2])
+
+
+@cache
+def three_steps() -> Result:
+    with TemporaryDirectory() as folder:
+        return train(CASE, budget(Path(folder, "store")), STEPS, delay=0.0, **COMMON)
+
+
 @pytest.mark.parametrize("error", [StoreError("injected"), KeyboardInterrupt()], ids=["drive", "interrupt"])
 @pytest.mark.parametrize("where", ["frozen", "trace"])
 def test_a_step_that_ends_after_its_last_op_never_was(
@@ -52,8 +68,7 @@ def test_a_step_that_ends_after_its_last_op_never_was(
 ) -> None:
     """What it does not write is copied then, and its trace is made: either may fail."""
     settings = COMMON | {"delay": 0.0}
-    with wrap(CASE, budget(tmp_path / "wanted"), model=frozen_biases(), **settings) as engine:
-        wanted = run_steps(engine, STEPS[:2])
+    wanted = two_steps_of_frozen_biases()
     owner, name = (Slots, "complete") if where == "frozen" else (Runner, "trace")
     with wrap(CASE, budget(tmp_path / "run"), model=frozen_biases(), **settings) as engine:
         calls = [0]
@@ -93,7 +108,7 @@ def broken_in(engine: Any, kind: str, *, late: bool) -> None:
 def test_what_was_pending_when_a_step_broke_does_not_come_back_with_a_snapshot(
     tmp_path: Path, place: dict[str, Any]
 ) -> None:
-    wanted = train(CASE, budget(tmp_path / "wanted"), STEPS, delay=0.0, **COMMON)
+    wanted = three_steps()
     with wrap(CASE, budget(tmp_path / "run", **place), delay=0.5, **COMMON) as engine:
         engine.step(STEPS[0])
         engine.save(tmp_path / "snapshot")
@@ -125,7 +140,7 @@ def test_a_commit_in_the_middle_of_a_step_waits_for_delayed_chunks_in_memory_too
 def test_a_failure_in_the_background_is_said_by_the_next_step_and_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = train(CASE, budget(tmp_path / "wanted"), STEPS, delay=0.0, **COMMON)
+    wanted = three_steps()
     where = budget(tmp_path / "run", weights="host", state="host", durability="interval", interval=1)
     with wrap(CASE, where, delay=0.0, **COMMON) as engine:
         store = engine.inside.resources.commits.store
@@ -138,10 +153,10 @@ def test_a_failure_in_the_background_is_said_by_the_next_step_and_costs_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(store, "write", fail)
             engine.step(STEPS[0])
-            background = engine.inside.durability._background
+            background = engine.inside.durability.background
             assert background is not None
-            assert background._thread is not None
-            background._thread.join()
+            assert background.thread is not None
+            background.thread.join()
         assert store.write.__func__ is real.__func__
         with pytest.raises(StoreError, match="no room in the background"):
             engine.step(STEPS[1])

@@ -171,7 +171,7 @@ def test_host_pools_are_page_locked(tmp_path: Path) -> None:
         engine.step(STEPS[0])
         runner = engine.inside.planning.runner
         assert runner is not None
-        slots = [slot for pool in engine.plan.schedule.pools for slot in runner.pools._slots.get(pool.name, ())]
+        slots = [slot for pool in engine.plan.schedule.pools for slot in runner.pools.slots.get(pool.name, ())]
         on_host = [slot for slot in slots if slot.device.type == "cpu"]
         assert on_host
         assert all(slot.is_pinned() for slot in on_host)

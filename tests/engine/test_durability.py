@@ -18,7 +18,7 @@ from tests.training import Result, assert_same_state, budget, run_steps, state_o
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = MODELS["gpt2"]
-STEPS = steps_of(CASE, 4)
+STEPS = steps_of(CASE, 4, lengths=(12, 8))
 COMMON: dict[str, Any] = {"clip_grad_norm": 1.0, "precision": "bf16"}
 
 

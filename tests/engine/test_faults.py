@@ -3,7 +3,9 @@
 import errno
 import signal
 import time
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from penstock.store import packed
 from tests import warm
 from tests.faults import failing
 from tests.models import VOCABULARY, Case, causal_lm
-from tests.training import assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
+from tests.training import Result, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +39,13 @@ class Stack(nn.Module):
 
 
 CASE = Case(build=Stack, micro_batch=causal_lm, blocks=3, loss_fn=lambda m, mb: m(**mb))
-STEPS = steps_of(CASE, 4)
+STEPS = steps_of(CASE, 4, lengths=(12, 8))
+
+
+@cache
+def undisturbed() -> Result:
+    with TemporaryDirectory() as folder:
+        return train(CASE, budget(Path(folder, "store")), STEPS)
 
 
 def writes_of_a_step(engine: penstock.Engine) -> int:
@@ -58,7 +66,7 @@ def test_a_drive_that_fails_while_state_is_written(
     """With one slot: the error surfaces as itself; the engine knows that its state is half updated; a snapshot mends
     it."""
     settings = {"schedule": schedule, "overlap": overlap}
-    wanted = train(CASE, budget(tmp_path / "wanted"), STEPS, **settings)
+    wanted = undisturbed()  # the schedule changes no bit
     with wrap(CASE, budget(tmp_path / "store", slots=1), **settings) as engine:
         first = run_steps(engine, STEPS[:2])
         engine.save(tmp_path / "snapshot")
@@ -100,7 +108,7 @@ def test_a_drive_that_fails_anywhere_in_a_step_costs_only_that_step(
     call: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two slots: at every few calls in turn, the state is that of the step before, and the run goes on."""
-    wanted = train(CASE, budget(tmp_path / "wanted"), STEPS)
+    wanted = undisturbed()
     with wrap(CASE, budget(tmp_path / "store"), overlap=overlap) as engine:
         first = run_steps(engine, STEPS[:2])
         calls = len(engine.plan.schedule.lanes["read" if call == "preadv" else "write"])
@@ -233,7 +241,7 @@ def wait_for(process: warm.Process, word: str) -> None:
 
 
 def test_a_run_killed_while_updating_goes_on_from_the_step_before(tmp_path: Path) -> None:
-    wanted = train(CASE, budget(tmp_path / "wanted"), STEPS)
+    wanted = undisturbed()
     with child(_KILLED_IN_UPDATE, tmp_path / "store", "2") as process:
         wait_for(process, "updating")
         process.send_signal(signal.SIGKILL)
@@ -255,7 +263,7 @@ def test_with_one_slot_a_run_killed_while_updating_is_not_continued(tmp_path: Pa
 
 
 def test_a_run_killed_between_steps_is_continued(tmp_path: Path) -> None:
-    wanted = train(CASE, budget(tmp_path / "wanted"), STEPS)
+    wanted = undisturbed()
     with child(_KILLED_BETWEEN_STEPS, tmp_path / "store") as process:
         wait_for(process, "between")
         process.send_signal(signal.SIGKILL)
@@ -267,7 +275,7 @@ def test_a_run_killed_between_steps_is_continued(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_takes_effect_after_the_step(tmp_path: Path) -> None:
-    wanted = train(CASE, budget(tmp_path / "wanted"), STEPS)
+    wanted = undisturbed()
     with child(_INTERRUPTED, tmp_path / "store") as process:
         wait_for(process, "in step 2")
         process.send_signal(signal.SIGINT)

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -56,9 +58,10 @@ def with_fault(micro_batches: list[MicroBatch], fault: int = 0, at: int = 1) -> 
 GOOD = [with_fault(step) for step in STEPS]
 
 
-def undisturbed(where: penstock.Budget, *, after_first: int = 0, **settings: Any) -> Result:
-    """The good steps alone; ``after_first``: how often the loss scale is halved after the first of them."""
-    with wrap(FAULTY, where, **settings) as engine:
+@cache
+def undisturbed(*, after_first: int = 0, **settings: Any) -> Result:
+    """The good steps alone, everything on disk; ``after_first``: how often the loss scale is halved after the first."""
+    with TemporaryDirectory() as folder, wrap(FAULTY, budget(Path(folder, "store")), **settings) as engine:
         first = run_steps(engine, GOOD[:1])
         for _ in range(after_first):
             engine.inside.resources.progress.scale.update(overflow=True)
@@ -77,7 +80,7 @@ def test_an_overflow_in_fp16_skips_the_step_and_nothing_else(
         return budget(tmp_path / name, **places)
 
     settings = {"precision": "fp16", "clip_grad_norm": clip}
-    wanted = undisturbed(where("wanted"), after_first=1, **settings)
+    wanted = undisturbed(after_first=1, **settings)
     with wrap(FAULTY, where("found"), **settings) as engine:
         first = run_steps(engine, GOOD[:1])
         bad = run_steps(engine, [with_fault(STEPS[1], fault=1)])
@@ -109,7 +112,7 @@ def test_the_loss_scale_is_part_of_a_snapshot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_infinite_gradient_skips_the_step_when_clipping(precision: str, tmp_path: Path) -> None:
-    wanted = undisturbed(budget(tmp_path / "wanted"), precision=precision)
+    wanted = undisturbed(precision=precision)
     with wrap(FAULTY, budget(tmp_path / "found"), precision=precision) as engine:
         engine.step(GOOD[0])
         assert engine.step(with_fault(STEPS[1], fault=2)).skipped
@@ -121,7 +124,7 @@ def test_an_infinite_gradient_skips_the_step_when_clipping(precision: str, tmp_p
 
 def test_an_infinite_gradient_without_clipping_is_an_error_that_a_snapshot_mends(tmp_path: Path) -> None:
     """The optimizer does not wait for the norm then, so with one slot it is too late to skip."""
-    wanted = undisturbed(budget(tmp_path / "wanted"), clip_grad_norm=None)
+    wanted = undisturbed(clip_grad_norm=None)
     with wrap(FAULTY, budget(tmp_path / "found", slots=1), clip_grad_norm=None) as engine:
         engine.step(GOOD[0])
         engine.save(tmp_path / "snapshot")
@@ -136,7 +139,7 @@ def test_an_infinite_gradient_without_clipping_is_an_error_that_a_snapshot_mends
 
 
 def test_an_infinite_gradient_without_clipping_updates_nothing_where_there_are_two_slots(tmp_path: Path) -> None:
-    wanted = undisturbed(budget(tmp_path / "wanted"), clip_grad_norm=None)
+    wanted = undisturbed(clip_grad_norm=None)
     with wrap(FAULTY, budget(tmp_path / "found"), clip_grad_norm=None) as engine:
         engine.step(GOOD[0])
         before = state_of(engine)
@@ -161,7 +164,7 @@ def test_a_loss_that_is_no_number_is_refused_and_changes_nothing(
         return budget(tmp_path / name) if memory == "disk" else budget(None, weights=memory, state=memory)
 
     settings = {"schedule": schedule, "clip_grad_norm": clip}
-    wanted = undisturbed(where("wanted"), **settings)
+    wanted = undisturbed(clip_grad_norm=clip)  # the schedule changes no bit
     with wrap(FAULTY, where("found"), **settings) as engine:
         engine.step(GOOD[0])
         before = state_of(engine)

@@ -4,6 +4,7 @@ The oracle has no overlap, no speculation, no delay: everything on disk, one op 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.engine import planning
-from tests.models import MODELS
+from tests.models import MODELS, MicroBatch
 from tests.training import (
     MicroBatches,
     Result,
@@ -111,7 +113,7 @@ def test_any_delay_gives_the_same_bits_without_a_norm_to_wait_for(
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_pending_is_done_before_the_state_is_looked_at(tmp_path: Path, overlap: bool) -> None:
     """Evaluation, a snapshot, the parameters, and the end of the run."""
-    serial = oracle(tmp_path / "oracle", STEPS, clip_grad_norm=1.0)
+    serial = wanted("fp32", 1.0)
     after: list[Any] = []
     for delay in (0.0, 0.7):
         with wrap(CASE, budget(tmp_path / f"store{delay}"), delay=delay, clip_grad_norm=1.0, overlap=overlap) as engine:
@@ -178,12 +180,18 @@ def test_a_run_that_is_clipped_all_the_time_stops_speculating_and_takes_it_up_ag
 ) -> None:
     monkeypatch.setattr(planning, "_WINDOW", 2)
     clip = sorted(wanted("bf16", 1e9).norms)[0] * 0.9
-    with wrap(CASE, budget(tmp_path), clip_grad_norm=clip, precision="bf16", plan=None) as engine:
+    scale = 1.0
+
+    def scaled(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
+        return CASE.loss_fn(model, micro_batch) * scale
+
+    settings: dict[str, Any] = {"clip_grad_norm": clip, "precision": "bf16", "plan": None}
+    with wrap(replace(CASE, loss_fn=scaled), budget(tmp_path), **settings) as engine:
         first = run_steps(engine, STEPS)
         assert [s.repeats for s in first.stats] == [1, 1, 0]
         assert not engine.plan.settings.speculate
         assert_same(wanted("bf16", clip), first)
-        engine._clip = 1e9
+        scale = 1e-3  # gradients are within the limit from now on
         for _ in range(2):
             engine.step(STEPS[0])
         assert engine.plan.settings.speculate

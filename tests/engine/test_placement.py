@@ -2,7 +2,9 @@
 
 import errno
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,15 +15,22 @@ import penstock
 from penstock.errors import ConfigError, ModelError, StoreError
 from tests.faults import failing
 from tests.models import MODELS
-from tests.training import assert_same, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
+from tests.training import Result, assert_same, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = MODELS["llama"]
-STEPS = steps_of(CASE, 3)
+STEPS = steps_of(CASE, 3, lengths=(12, 8))
 ANYWHERE: Mapping[str, Any] = {"weights": None, "state": None, "durability": "none"}
 """the plan may keep state in memory"""
 EVERYWHERE: Mapping[str, Any] = ANYWHERE | {"device": 1 << 20, "host": 1 << 20}
+
+
+@cache
+def plain() -> Result:
+    """The steps with everything on disk."""
+    with TemporaryDirectory() as folder:
+        return train(CASE, budget(Path(folder, "store")), STEPS)
 
 
 @pytest.mark.parametrize("after", [0, 4, 8, 12, 16])
@@ -39,7 +48,7 @@ def test_a_drive_that_fails_while_arrays_are_placed_loses_nothing(
     with wrap(CASE, where) as engine:
         assert_same_state(state_of(engine), before)
         found = run_steps(engine, STEPS)
-    assert_same(found, train(CASE, budget(tmp_path / "other"), STEPS))
+    assert_same(found, plain())
 
 
 def test_evaluations_between_steps_find_the_state_where_their_plan_says(tmp_path: Path) -> None:
@@ -50,7 +59,7 @@ def test_evaluations_between_steps_find_the_state_where_their_plan_says(tmp_path
             engine.step(micro_batches)
             check_placed(engine)
         found = state_of(engine)
-    assert_same_state(found, train(CASE, budget(tmp_path / "plain"), STEPS).state)
+    assert_same_state(found, plain().state)
 
 
 def check_placed(engine: penstock.Engine) -> None:

@@ -42,13 +42,13 @@ def test_a_sample_of_the_table_comes_again(name: str, tmp_path: Path) -> None:
 
 def test_a_model_that_ends_elsewhere_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundredth of a step in one value of one parameter is enough."""
-    compare = trial._compare
+    compare = trial.compare
 
     def off(before, after, wanted):  # type: ignore[no-untyped-def]
         name = next(n for n in after if n.endswith("norm.weight"))
         return compare(before, after | {name: after[name] + 1e-2 * trial.ADAMW["lr"] * torch.eye(1)[0]}, wanted)
 
-    monkeypatch.setattr(trial, "_compare", off)
+    monkeypatch.setattr(trial, "compare", off)
     found = trial.run(JOBS["causal llama LlamaForCausalLM"], tmp_path / "store")
     assert found.verdict == "differs"
     assert "norm.weight" in found.reason

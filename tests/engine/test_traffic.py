@@ -156,7 +156,7 @@ def test_drives_move_exactly_the_bytes_of_the_trace(precision: str, tmp_path: Pa
         engine.step(STEPS[0])
         runner = engine.inside.planning.runner
         assert runner is not None
-        stores = (engine.inside.resources.commits.store, runner._scratch)
+        stores = (engine.inside.resources.commits.store, runner.scratch)
         before = [store.stats for store in stores if store is not None]
         engine.step(STEPS[1])
         after = [store.stats for store in stores if store is not None]

@@ -20,7 +20,7 @@ from tests.training import assert_same, assert_same_state, budget, run_steps, st
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = MODELS["gpt2"]  # with dropout: its numbers depend on torch's random state
-STEPS = steps_of(CASE, 3)
+STEPS = steps_of(CASE, 3, lengths=(12, 8))
 
 
 def in_child(work: Callable[[], object]) -> str:

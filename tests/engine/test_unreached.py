@@ -180,7 +180,7 @@ def test_what_is_delayed_may_all_be_in_memory_while_other_groups_are_on_disk(
     expected = wanted(pattern, precision, CLIPS["all"])
     settings = {"optimizer": ADAMW, "precision": precision, "clip_grad_norm": CLIPS["all"], "delay": 0.1}
     with wrap(CASE, budget(tmp_path, weights=None, state=None), speculate=True, **settings) as engine:
-        engine.inside.planning._placed = place  # as a plan for other micro-batches has left it
+        engine.inside.planning.placed = place  # as a plan for other micro-batches has left it
         stats = [engine.step(micro_batches) for micro_batches in steps_of(pattern)]
         plan = engine.plan
         assert (plan.settings.place.state, plan.settings.place.weights) == (on_disk, weights)

@@ -117,6 +117,7 @@ def test_training_again_goes_on_as_the_library_does(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_that_change_the_numbers_change_them_alike(tmp_path: Path, settings: dict[str, Any]) -> None:
+    settings = settings | {"max_steps": 4}  # into the second epoch
     theirs, mine = plain(tmp_path, **settings), streamed(tmp_path, given={"engine": in_memory()}, **settings)
     check_same(shown(mine), shown(theirs))
     mine.end()
@@ -160,11 +161,12 @@ class StreamedOwnLoss(OwnLoss, Trainer):
 
 
 def test_a_users_own_loss_is_the_one_that_trains(tmp_path: Path) -> None:
-    theirs = plain(tmp_path, given={"compute_loss_func": sum_of_squares})
-    mine = streamed(tmp_path, given={"compute_loss_func": sum_of_squares, "engine": in_memory()})
+    theirs = plain(tmp_path, given={"compute_loss_func": sum_of_squares}, max_steps=4)
+    mine = streamed(tmp_path, given={"compute_loss_func": sum_of_squares, "engine": in_memory()}, max_steps=4)
     check_same(shown(mine), shown(theirs))
     mine.end()
-    theirs, mine = plain(tmp_path, cls=PlainOwnLoss), streamed(tmp_path, cls=StreamedOwnLoss)
+    theirs = plain(tmp_path, cls=PlainOwnLoss, max_steps=4)
+    mine = streamed(tmp_path, cls=StreamedOwnLoss, max_steps=4)
     check_same(shown(mine), shown(theirs))
     mine.end()
 

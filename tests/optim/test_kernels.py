@@ -1,8 +1,6 @@
 """The native kernels and the torch fallback give the same bits, for all values, sizes, threads and instruction sets."""
 
 import multiprocessing
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,10 +300,11 @@ def test_the_environment_chooses_the_backend(tmp_path: Path, monkeypatch: pytest
         kernels.backend()
 
 
-def test_asking_for_torch_gives_torch_without_a_warning() -> None:
-    script = "from penstock.optim import kernels; assert kernels.backend() == 'torch'"
-    env = {"PENSTOCK_KERNELS": "torch"}
-    subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", script], env=env, check=True)
+@pytest.mark.usefixtures("fresh_library")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_asking_for_torch_gives_torch_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_KERNELS", "torch")
+    assert kernels.backend() == "torch"
 
 
 @pytest.mark.cuda

@@ -8,10 +8,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from penstock.config import Budget
 from penstock.planner.bounds import StepBound, bound, limits_of
 from penstock.planner.costs import machine_costs
-from penstock.planner.fit import Request, fitted, settings_of
+from penstock.planner.fit import fitted, settings_of
 from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.rounding import PATTERNS, Limits, Rounding, assign
@@ -22,25 +21,9 @@ from penstock.schedule.place import Depths, Format
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.programs import Case, placement, random_case, transformer
-from tests.questions import MACHINE, question, times_for
+from tests.questions import MACHINE, question, request_of, times_for
 
 ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
-
-
-def asked(case: Case) -> Request:
-    return Request(
-        program=case.program,
-        budget=Budget(device=1 << 40, host=1 << 40, disk="store"),
-        form=case.settings.form,
-        micro_batches=case.settings.micro_batches,
-        wait=case.settings.wait,
-        speculate=case.settings.speculate,
-        delay=0.0,
-        grad_dtype=case.settings.grad_dtype,
-        cast=case.settings.cast,
-        train=case.settings.train,
-        family="horizontal" if case.family == "horizontal" else "vertical",
-    )
 
 
 def costs_of(case: Case) -> Costs:
@@ -51,14 +34,14 @@ def costs_of(case: Case) -> Costs:
         times_for(case.program),
         "adamw.fp32",
         grad_dtype=case.settings.grad_dtype,
-        narrow=narrow_groups(asked(case).route, case.settings),
+        narrow=narrow_groups(request_of(case).route, case.settings),
     )
 
 
 def compared(case: Case) -> list[tuple[str, float, float]]:
     """(lane, seconds by the linear program's coefficients, simulated seconds)"""
     costs = costs_of(case)
-    found = by_lane(PhaseCosts(asked(case), case.settings, costs).of(case.settings.place))
+    found = by_lane(PhaseCosts(request_of(case), case.settings, costs).of(case.settings.place))
     work = simulate(World.of(case.build()), costs).work(0)
     return [(lane, seconds, work.get(lane, 0.0)) for lane, seconds in found.items()]
 
@@ -120,7 +103,7 @@ def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int) -> 
     """What the program counts is at least what the schedule takes, and equal where every pool is needed."""
     case = random_case(seed)
     lp = PlacementLP(
-        asked(case),
+        request_of(case),
         case.settings,
         costs_of(case),
     )
@@ -132,7 +115,7 @@ def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int) -> 
     counted = lp.base_sizes(place.checkpoints, waits)
     for g, home in enumerate(zip(place.weights, place.state, strict=True)):
         counted = counted + lp.group_sizes(g, home, waits)
-    taken = asked(case).peaks(replace(case.settings, place=place))
+    taken = request_of(case).peaks(replace(case.settings, place=place))
     assert counted[0] >= taken[0]
     assert counted[1] >= taken[1]
 
@@ -203,6 +186,35 @@ def test_pins_are_constraints() -> None:
             assert settings is not None
             found = getattr(settings.place, kind)
             assert (set(found) if isinstance(found, tuple) else {found}) == {tier}
+
+
+@pytest.mark.parametrize("form", [ADAM32, ADAM16])
+@pytest.mark.parametrize("family", ["vertical", "horizontal"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_where_nothing_is_left_to_choose_the_answer_is_that_of_the_only_placement(
+    form: Format, family: str, tier: str
+) -> None:
+    """Its bound is that of its loads, and it fits exactly if its sizes do; in shares and in whole groups."""
+    asked = question(transformer(4, block=40), form=form, wait=True, family=family, device=1 << 40, host=1 << 40)
+    pins = {"weights": tier, "state": tier, "gradients": "host", "checkpoints": "host"}
+    roomy = replace(asked.request, budget=replace(asked.request.budget, **pins))
+    settings = settings_of(roomy, fitted(roomy).place, 1 << 16, Depths())
+    place, groups = settings.place, range(len(roomy.program.groups))
+    assert {*place.weights, *place.state} == {tier}
+    free = PlacementLP(roomy, settings, asked.costs)
+    sizes = free.base_sizes("host", "host") + sum(free.group_sizes(g, (tier, tier), "host") for g in groups)
+    answers = []
+    for device, host in itertools.product((0.99, 1), (0.99, 1)):
+        device_bytes, host_bytes = int(sizes[0] * device), int(sizes[1] * host)
+        budget = replace(roomy.budget, device=device_bytes, host=host_bytes)
+        lp = PlacementLP(replace(roomy, budget=budget), settings, asked.costs)
+        for shares in (lp.solve(), lp.solve("host", "host", integer=True)):
+            answers.append(shares is not None)
+            if shares is not None:
+                assert shares.seconds == pytest.approx(lp.bound.seconds(lp.loads.of(place)), rel=1e-9)
+                assert [sum(home.values()) for home in shares.homes] == [len(kind.members) for kind in lp.classes]
+                assert {home for kind in shares.homes for home in kind} == {(tier, tier)}
+    assert answers == [False] * 6 + [True] * 2
 
 
 def test_patterns() -> None:

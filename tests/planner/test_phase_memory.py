@@ -141,8 +141,8 @@ def measured(bench: Bench) -> Iterator[list[int]]:
     most = [0]
 
     class Counting(Watch):
-        def _follow(self, key: int, storage: torch.UntypedStorage) -> None:
-            super()._follow(key, storage)
+        def follow(self, key: int, storage: torch.UntypedStorage) -> None:
+            super().follow(key, storage)
             weights = sum(flat.numel() * flat.itemsize for flat in bench.attached.values())
             most[0] = max(most[0], self.live + weights)
 

@@ -9,17 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import Budget, Tier
-from penstock.planner.fit import Request
 from penstock.planner.phase_costs import Load, PhaseCosts
 from penstock.planner.phases import Phases
 from penstock.planner.sample import Sample
 from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.ir.ops import Op, chunk_of
-from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, Program
 from penstock.sim.costs import Costs
-from tests.programs import Case, placement, random_case, transformer
+from tests.programs import Case, all_on_disk, placement, random_case, transformer
+from tests.questions import request_of
 
 
 def per_op_and_byte(op: Op) -> float:
@@ -32,27 +30,10 @@ def per_op_and_byte(op: Op) -> float:
 COSTS = Costs(name="each", seconds=per_op_and_byte)
 
 
-def asked(case: Case) -> Request:
-    s = case.settings
-    return Request(
-        program=case.program,
-        budget=Budget(device=1 << 40, host=1 << 40, disk="store"),
-        form=s.form,
-        micro_batches=s.micro_batches,
-        wait=s.wait,
-        speculate=s.speculate,
-        delay=s.delay,
-        grad_dtype=s.grad_dtype,
-        cast=s.cast,
-        train=s.train,
-        family="horizontal" if case.family == "horizontal" else "vertical",
-    )
-
-
 def lowered(case: Case) -> Load:
     """Seconds by row and lane of the whole schedule. Norms of groups that do not wait, though others do, are left out,
     and ops that there is one of: see ``phase_costs``."""
-    request, s = asked(case), case.settings
+    request, s = request_of(case), case.settings
     phases = Phases(request.route, wait=s.wait, speculate=s.speculate)
     load = np.zeros((len(phases.names) + 1, len(LOCAL_LANES)))
     schedule = case.build()
@@ -67,8 +48,8 @@ def lowered(case: Case) -> Load:
 
 def predicted(case: Case) -> Load:
     """Seconds by row and lane that the linear program has for the placement."""
-    loads = PhaseCosts(asked(case), case.settings, COSTS)
-    lowest = loads.prices.alone((asked(case).bottom,) * 2, "host", late=case.settings.delay > 0)
+    loads = PhaseCosts(request_of(case), case.settings, COSTS)
+    lowest = loads.prices.alone((request_of(case).bottom,) * 2, "host", late=case.settings.delay > 0)
     return loads.of(case.settings.place) - lowest
 
 
@@ -172,22 +153,9 @@ def test_each_op_falls_into_its_phase(
     """Of three blocks and two micro-batches, all at home on disk; written out by hand. Groups: embedding, norm, head,
     blocks; stage 4 is the epilogue."""
     program = transformer(3, block=4)
-    disk: tuple[Tier, ...] = ("disk",) * len(program.groups)
-    case = replace(
-        random_case(0),
-        program=program,
-        family=family,
-        settings=Settings(
-            micro_batches=2,
-            chunk=256 * ALIGN,
-            form=Format(weight_bytes=2, moments=2),
-            place=Placement(weights=disk, state=disk, gradients="host", checkpoints="host"),
-            depths=Depths(),
-            wait=wait,
-            delay=delay,
-        ),
-    )
-    phases = Phases(asked(case).route, wait=wait, speculate=False)
+    streamed = all_on_disk(program, chunk=256 * ALIGN, micro_batches=2, wait=wait, delay=delay)
+    case = Case(program=program, family=family, settings=streamed)
+    phases = Phases(request_of(case).route, wait=wait, speculate=False)
     names = (*phases.names, "home")
     found = {str(op.id): names[row] for op, row in phases.rows(case.build())}
     lines = (line.split() for line in expected.strip().splitlines())

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 from bench.lp_vs_brute_force import WITHIN, brute_force
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.config import Budget, format_size
@@ -28,7 +28,7 @@ from penstock.shape.shipped import named
 from penstock.shape.transformer import from_config
 from penstock.sim.simulate import simulate
 from tests.programs import transformer
-from tests.questions import DRIVE, MACHINE, question, times_for
+from tests.questions import DRIVE, MACHINE, question, searched, times_for
 
 ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
 MIB = 1 << 20
@@ -40,7 +40,7 @@ def test_the_choice_fits_passes_the_checker_and_is_no_slower_than_the_fixed_orde
     form: Format, wait: bool, device: int, host: int
 ) -> None:
     asked = question(transformer(6, block=40), form=form, wait=wait, device=device, host=host)
-    choice = search(asked)
+    choice = searched(asked)
     check(choice.plan.schedule)
     assert choice.plan.device_bytes <= device
     assert choice.plan.host_bytes <= host
@@ -52,22 +52,22 @@ def test_the_choice_fits_passes_the_checker_and_is_no_slower_than_the_fixed_orde
 @pytest.mark.parametrize(("form", "wait"), [(ADAM16, False), (ADAM32, True)])
 def test_the_choice_is_within_three_percent_of_a_grid(form: Format, wait: bool) -> None:
     """``bench/lp_vs_brute_force.py`` in small."""
-    asked = question(transformer(4, block=40), form=form, wait=wait, device=5 * MIB, host=12 * MIB, micro_batches=2)
+    asked = question(transformer(3, block=40), form=form, wait=wait, device=5 * MIB, host=10 * MIB, micro_batches=2)
     found = brute_force(asked)
     assert found.simulated > 5
-    assert search(replace(asked, families=("vertical", "horizontal"))).seconds <= found.seconds * (1 + WITHIN)
+    assert searched(replace(asked, families=("vertical", "horizontal"))).seconds <= found.seconds * (1 + WITHIN)
 
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_with_delays_to_choose_from_the_schedule_is_safe_fits_and_is_no_slower(wait: bool) -> None:
     asked = question(transformer(6, block=40), form=ADAM16, wait=wait, device=5 * MIB, host=14 * MIB)
-    free = search(replace(asked, request=replace(asked.request, delay=None)))
+    free = searched(replace(asked, request=replace(asked.request, delay=None)))
     check(free.plan.schedule)
     assert free.plan.host_bytes <= 14 * MIB
-    assert free.seconds <= search(asked).seconds * 1.01
+    assert free.seconds <= searched(asked).seconds * 1.01
     if wait:
         assert free.plan.settings.delay > 0
-        assert free.seconds < search(asked).seconds * 0.95
+        assert free.seconds < searched(asked).seconds * 0.95
 
 
 def test_a_disk_without_a_drive_in_the_profile_is_refused() -> None:
@@ -76,15 +76,21 @@ def test_a_disk_without_a_drive_in_the_profile_is_refused() -> None:
         best(asked.request, replace(MACHINE, drives=()), asked.times, asked.optimizer)
 
 
-def test_the_same_question_has_the_same_answer() -> None:
+def test_the_same_question_has_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after another one, with nothing known of what was solved before."""
     asked = question(transformer(6, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
-    assert search(asked).plan == search(asked).plan
+    first = search(asked)
+    search(question(transformer(3, block=40), form=ADAM32, wait=True, device=4 * MIB, host=12 * MIB))
+    monkeypatch.setattr("penstock.planner.placement_lp._SOLVED", {})
+    again = search(asked)
+    assert again.plan == first.plan
+    assert again.seconds == first.seconds
 
 
 def test_best_is_the_search_with_the_requests_family_and_keeps_what_is_placed() -> None:
     asked = question(transformer(4, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
     plan_ = best(asked.request, asked.machine, asked.times, asked.optimizer)
-    assert plan_ == search(asked).plan
+    assert plan_ == searched(asked).plan
     kept = fitted(replace(asked.request, budget=replace(asked.request.budget, host=10 * MIB))).place
     again = best(asked.request, asked.machine, asked.times, asked.optimizer, kept)
     assert (again.settings.place.weights, again.settings.place.state) == (kept.weights, kept.state)
@@ -92,7 +98,7 @@ def test_best_is_the_search_with_the_requests_family_and_keeps_what_is_placed() 
 
 def test_more_memory_a_faster_disk_and_a_free_choice_of_family_never_make_it_slower() -> None:
     program = transformer(6, block=40)
-    base = search(question(program, form=ADAM16, device=5 * MIB, host=12 * MIB)).seconds
+    base = searched(question(program, form=ADAM16, device=5 * MIB, host=12 * MIB)).seconds
     fast = replace(MACHINE, drives=(replace(DRIVE, read=4e7, write=2e7, read_both=3e7, write_both=1.8e7),))
     for better in (
         question(program, form=ADAM16, device=5 * MIB, host=24 * MIB),
@@ -100,13 +106,13 @@ def test_more_memory_a_faster_disk_and_a_free_choice_of_family_never_make_it_slo
         question(program, form=ADAM16, device=5 * MIB, host=12 * MIB, machine=fast),
         replace(question(program, form=ADAM16, device=5 * MIB, host=12 * MIB), families=("vertical", "horizontal")),
     ):
-        assert search(better).seconds <= base * 1.01
+        assert searched(better).seconds <= base * 1.01
 
 
 def test_too_little_disk_is_refused_with_what_is_missing() -> None:
     asked = question(transformer(6, block=40), form=ADAM16, device=4 * MIB, host=8 * MIB)
-    needed = asked.request.space_bytes(search(asked).plan.settings)
-    assert search(replace(asked, disk_free=needed)).plan.settings
+    needed = asked.request.space_bytes(searched(asked).plan.settings)
+    assert searched(replace(asked, disk_free=needed)).plan.settings
     with pytest.raises(BudgetError, match=r"of disk are needed .* Free .* more, or add a drive"):
         search(replace(asked, disk_free=needed // 4))
 
@@ -118,14 +124,14 @@ def test_vertical_wins_with_several_micro_batches_and_ties_with_one() -> None:
     assert rates[0] is not None
     assert rates[1] is not None
     assert rates[0] < rates[1] * 0.9
-    assert search(replace(asked, families=both)).request.family == "vertical"
+    assert searched(replace(asked, families=both)).request.family == "vertical"
 
 
 # ---- a whole task
 
 
 def task(
-    *, device: int = 8 * MIB, host: int = 40 * MIB, machine: Machine = MACHINE, waits: bool = False, layers: int = 8
+    *, device: int = 8 * MIB, host: int = 40 * MIB, machine: Machine = MACHINE, waits: bool = False, layers: int = 4
 ) -> Task:
     shape = from_config(
         {
@@ -168,7 +174,7 @@ def _frozen(found: Forecast) -> Forecast:
 
 def test_a_forecast_adds_up() -> None:
     asked = task(host=12 * MIB, machine=SLOW)
-    choice = search(asked.question(2, 4))
+    choice = searched(asked.question(2, 4))
     found = forecast(asked, choice, 2)
     assert found.tokens == 2 * 4 * 128
     assert found.tokens_per_second == pytest.approx(found.tokens / choice.seconds)
@@ -193,7 +199,7 @@ def test_a_forecast_adds_up() -> None:
 
 def test_a_drive_without_a_rating_has_no_life_to_tell() -> None:
     asked = task(host=12 * MIB, machine=replace(SLOW, drives=(replace(DRIVE, tbw=None),)))
-    assert forecast(asked, search(asked.question(2, 2)), 2).wear.days is None
+    assert forecast(asked, searched(asked.question(2, 2)), 2).wear.days is None
 
 
 def test_a_constant_that_planning_repeats_because_it_imports_no_torch() -> None:
@@ -203,7 +209,7 @@ def test_a_constant_that_planning_repeats_because_it_imports_no_torch() -> None:
 
 
 def advised(asked: Task, size: int, count: int) -> dict[str, float]:
-    return {a.change: a.gain for a in advice(asked, size, search(asked.question(size, count)))}
+    return {a.change: a.gain for a in advice(asked, size, searched(asked.question(size, count)))}
 
 
 def test_advice_is_what_planning_again_gives() -> None:
@@ -212,7 +218,7 @@ def test_advice_is_what_planning_again_gives() -> None:
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert all(gain >= 1.02 for gain in found.values())
     twice = replace(asked, machine=replace(SLOW, drives=(DRIVE, DRIVE)), disk_free=2 * asked.disk_free)
-    before, after = (search(t.question(2, 4)).seconds for t in (asked, twice))
+    before, after = (searched(t.question(2, 4)).seconds for t in (asked, twice))
     assert found["a second drive like the first"] == pytest.approx(before / after, rel=0.02)
     assert before / after > 1.5
     assert any("more host memory" in change for change in found)
@@ -221,7 +227,7 @@ def test_advice_is_what_planning_again_gives() -> None:
 
 def test_advice_for_a_large_schedule_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = task(host=12 * MIB, machine=SLOW)
-    choice = search(asked.question(2, 4))
+    choice = searched(asked.question(2, 4))
     assert all(a.simulated for a in advice(asked, 2, choice)[:1])
     monkeypatch.setattr("penstock.planner.advice._SMALL", 10)
     assert not any(a.simulated for a in advice(asked, 2, choice))
@@ -230,12 +236,12 @@ def test_advice_for_a_large_schedule_is_not_simulated(monkeypatch: pytest.Monkey
 def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
     """Never by itself: it changes the numbers, and the advice says so."""
     slow_link = replace(MACHINE, device=replace(MACHINE.device, d2h=3e6, d2h_both=3e6, kind="cuda"))
-    asked = task(host=1 << 28, machine=slow_link)
+    asked = replace(task(host=1 << 28, machine=slow_link, layers=8), delay=0.0)
     gains = {change: gain for change, gain in advised(asked, 2, 2).items() if change.startswith("grad_dtype bf16")}
     assert len(gains) == 1
     assert "changes the numbers" in next(iter(gains))
     assert next(iter(gains.values())) > 1.05
-    assert search(asked.question(2, 2)).plan.settings.grad_dtype == "fp32"
+    assert searched(asked.question(2, 2)).plan.settings.grad_dtype == "fp32"
     assert not any("grad_dtype" in change for change in advised(replace(asked, grad_dtype="bf16"), 2, 2))
 
 
@@ -268,9 +274,9 @@ def test_the_smallest_change_works_and_a_hundredth_less_does_not(device: int, ho
             continue
         size = smallest(asked.question(2, 2), tier)
         assert size is not None
-        search(replace(asked, budget=replace(asked.budget, **{tier: size})).question(2, 2))
+        searched(replace(asked, budget=replace(asked.budget, **{tier: size})).question(2, 2))
         with pytest.raises(BudgetError):
-            search(replace(asked, budget=replace(asked.budget, **{tier: int(size * 0.99)})).question(2, 2))
+            searched(replace(asked, budget=replace(asked.budget, **{tier: int(size * 0.99)})).question(2, 2))
     if device < 40 * MIB and host < 40 * MIB:
         assert "More of one tier alone does not help" in text
     else:
@@ -395,7 +401,7 @@ def test_a_plan_takes_no_more_than_the_machine_has_in_any_phase() -> None:
 def test_a_budget_of_all_host_memory_leaves_room_for_a_snapshots_buffer() -> None:
     small = replace(MACHINE, host=replace(MACHINE.host, memory=24 * MIB))
     asked = task(machine=small, host=24 * MIB)
-    choice = search(asked.question(2, 2))
+    choice = searched(asked.question(2, 2))
     found = forecast(asked, choice, 2)
     assert found.beyond_machine is None
     assert found.memory["save"]["host"] <= 24 * MIB
@@ -416,6 +422,8 @@ def test_the_smallest_change_for_a_large_model_is_one_that_the_search_can_use() 
 
 
 @given(st.integers(min_value=1, max_value=1 << 50))
+@example(1000)  # 0.98 KiB would be 1003.52 bytes
+@example(1_022_977)  # 999.0009 KiB: what is printed with three digits is 0.977 MiB
 def test_sizes_are_rounded_up_to_what_is_printed(nbytes: int) -> None:
     rounded = round_up(nbytes)
     number, unit = format_size(rounded).split()
@@ -441,7 +449,7 @@ def test_schedules_of_too_many_ops_are_refused_before_anything_is_simulated() ->
     asked = large("gpt-13b", "a100-40g")
     started = time.process_time()
     with pytest.raises(BudgetError, match=r"more than 80,000 ops.*fewer and larger micro-batches"):
-        search(asked.question(1, 1024))
+        searched(asked.question(1, 1024))
     with pytest.raises(ConfigError, match="5000 micro-batches: at most 1024 can be planned"):
         report(asked, split=(1, 5000))
     with pytest.raises(BudgetError, match="larger ones are not planned"):

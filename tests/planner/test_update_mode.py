@@ -23,7 +23,7 @@ from penstock.schedule.program import ALIGN, Program
 from penstock.shape.model import StageTimes
 from penstock.sim.simulate import simulate
 from tests.programs import placement, transformer
-from tests.questions import DRIVE, MACHINE, question
+from tests.questions import DRIVE, MACHINE, question, searched
 
 ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
 MIB = 1 << 20
@@ -50,7 +50,7 @@ def forced(asked: Question, **means: object) -> Question:
 @pytest.mark.parametrize("form", [ADAM32, ADAM16])
 def test_the_choice_flips_with_the_share_of_steps_that_are_repeated(form: Format) -> None:
     asked = open_question(form)
-    rarely, always = (search(replace(asked, repeats=share)) for share in (0.0, 1.0))
+    rarely, always = (searched(replace(asked, repeats=share)) for share in (0.0, 1.0))
     assert rarely.plan.settings.speculate
     assert not always.plan.settings.speculate
     assert rarely.repeats == always.repeats == 0.0
@@ -59,34 +59,34 @@ def test_the_choice_flips_with_the_share_of_steps_that_are_repeated(form: Format
 
 def test_seconds_count_a_step_that_is_run_again_as_often_as_is_expected() -> None:
     asked = forced(open_question(), speculate=True)
-    choice = search(replace(asked, repeats=0.25))
+    choice = searched(replace(asked, repeats=0.25))
     assert steps_early(choice.plan.program, choice.plan.settings)
     assert choice.seconds == simulate(World.of(choice.plan.schedule), asked.costs).time
     assert choice.expected_seconds == pytest.approx(1.25 * choice.seconds)
     assert choice.repeats == 0.25
-    waits = search(forced(asked, speculate=False))
+    waits = searched(forced(asked, speculate=False))
     assert waits.expected_seconds == waits.seconds
     assert waits.repeats == 0.0
 
 
 def test_the_better_means_is_chosen_at_every_share() -> None:
     asked = open_question()
-    early, late = (search(forced(asked, speculate=early)) for early in (True, False))
+    early, late = (searched(forced(asked, speculate=early)) for early in (True, False))
     for share in (0.0, 0.02, 0.05, 0.1, 0.3, 1.0):
-        chosen = search(replace(asked, repeats=share))
+        chosen = searched(replace(asked, repeats=share))
         assert chosen.expected_seconds <= min(early.seconds * (1 + share), late.seconds) * 1.01
 
 
 @pytest.mark.parametrize("speculate", [True, False])
 def test_what_is_forced_is_kept_whatever_it_costs(speculate: bool) -> None:
     asked = replace(forced(open_question(), speculate=speculate), repeats=0.0 if not speculate else 1.0)
-    settings = search(asked).plan.settings
+    settings = searched(asked).plan.settings
     assert settings.speculate is speculate
     assert steps_early(asked.request.program, settings) is speculate
 
 
 def test_without_a_norm_to_wait_for_nothing_speculates() -> None:
-    assert not search(open_question(wait=False)).plan.settings.speculate
+    assert not searched(open_question(wait=False)).plan.settings.speculate
 
 
 NO_DISK, PLAIN = Budget(device=MIB, host=MIB), Budget(device=MIB, host=MIB, disk="store")
@@ -113,7 +113,7 @@ def test_speculation_that_cannot_be_is_refused_with_the_reason_and_not_chosen(
         with pytest.raises(ConfigError, match=f"speculate=True cannot be: .*{said}"):
             ask()
     assert not replace(request, speculate=None).speculates
-    assert not search(replace(asked, request=replace(request, speculate=None))).plan.settings.speculate
+    assert not searched(replace(asked, request=replace(request, speculate=None))).plan.settings.speculate
 
 
 def test_weights_in_memory_do_not_stand_in_the_way_of_16_bit_speculation() -> None:
@@ -153,7 +153,7 @@ def test_without_a_profile_a_forced_delay_is_kept_and_none_is_chosen() -> None:
 @pytest.mark.parametrize("wait", [False, True])
 def test_where_the_disk_writes_slower_than_it_reads_a_delay_is_chosen_and_beats_none(wait: bool) -> None:
     asked = open_question(wait=wait)
-    chosen, none = search(asked), search(forced(asked, delay=0.0))
+    chosen, none = searched(asked), searched(forced(asked, delay=0.0))
     check(chosen.plan.schedule)
     assert chosen.plan.settings.delay > 0
     assert none.plan.settings.delay == 0.0
@@ -163,14 +163,14 @@ def test_where_the_disk_writes_slower_than_it_reads_a_delay_is_chosen_and_beats_
 
 def test_the_delay_is_within_three_percent_of_the_best_of_a_fine_grid() -> None:
     asked = open_question()
-    grid = [search(forced(asked, delay=i / 20)).expected_seconds for i in range(11)]
-    assert search(asked).expected_seconds <= 1.03 * min(grid)
+    grid = [searched(forced(asked, delay=i / 20)).expected_seconds for i in range(11)]
+    assert searched(asked).expected_seconds <= 1.03 * min(grid)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.35, 1.0])
 def test_a_forced_delay_is_kept(delay: float) -> None:
     asked = forced(open_question(), delay=delay)
-    assert search(asked).plan.settings.delay == delay
+    assert searched(asked).plan.settings.delay == delay
     assert best(asked.request, asked.machine, asked.times, asked.optimizer).settings.delay == delay
 
 
@@ -185,14 +185,14 @@ def test_a_forced_delay_is_kept(delay: float) -> None:
 def test_delays_that_cannot_be_are_refused(means: dict[str, float], family: Family, said: str) -> None:
     asked = question(transformer(3), form=ADAM16, wait=True, family=family)
     with pytest.raises(ConfigError, match=said):
-        search(forced(asked, **means))
+        searched(forced(asked, **means))
     with pytest.raises(ConfigError, match=said):
         fit(replace(asked.request, **means))
 
 
 def test_with_a_forced_delay_the_horizontal_schedule_is_left_out() -> None:
     asked = forced(open_question(families=("vertical", "horizontal")), delay=0.2)
-    assert search(asked).request.family == "vertical"
+    assert searched(asked).request.family == "vertical"
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -271,7 +271,7 @@ def test_the_delay_that_is_chosen_is_about_the_best_where_the_drive_bounds_the_s
     budget = replace(asked.request.budget, weights="disk", state="disk")
     times = StageTimes(forward=(0.012,) * 14, backward=(0.024,) * 14)
     seconds = {
-        delay: search(
+        delay: searched(
             replace(asked, times=times, request=replace(asked.request, budget=budget, speculate=None, delay=delay))
         ).seconds
         for delay in (None, 0.4)
@@ -302,7 +302,7 @@ def test_a_placement_that_stays_still_has_its_means_chosen() -> None:
 
 def test_the_alternatives_are_what_forcing_them_gives() -> None:
     asked = open_question()
-    choice = search(asked)
+    choice = searched(asked)
     found = alternatives(choice)
     assert found.chosen.way == "speculate" == way_of(choice.request, choice.plan.settings)
     assert found.chosen.seconds == choice.expected_seconds
@@ -316,17 +316,17 @@ def test_the_alternatives_are_what_forcing_them_gives() -> None:
     assert spilled.held_bytes < parameters
     assert spilled.disk_bytes - held.disk_bytes == pytest.approx(8 * parameters, rel=0.15)
     pinned = replace(asked.request.budget, gradients="host")
-    host = search(forced(asked, speculate=False, budget=pinned))
+    host = searched(forced(asked, speculate=False, budget=pinned))
     assert held.seconds == pytest.approx(host.expected_seconds, rel=0.02)
     assert found.undelayed is not None
     assert found.gain_of_delay is not None
-    assert found.undelayed.seconds == pytest.approx(search(forced(asked, delay=0.0)).expected_seconds, rel=0.02)
+    assert found.undelayed.seconds == pytest.approx(searched(forced(asked, delay=0.0)).expected_seconds, rel=0.02)
     assert found.gain_of_delay == found.undelayed.seconds / found.chosen.seconds > 1.02
 
 
 def test_alternatives_of_a_large_schedule_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.planner.alternatives._SMALL", 10)
-    found = alternatives(search(open_question()))
+    found = alternatives(searched(open_question()))
     assert found.others
     assert not any(means.simulated for means in found.others)
 
@@ -337,7 +337,7 @@ def test_the_search_weighs_how_many_blocks_state_lives_on_the_device() -> None:
     counts, seconds = [], []
     for device in (3, 5, 7, 9, 11):
         budget = replace(asked.request.budget, device=device * MIB)
-        choice = search(forced(asked, budget=budget, speculate=None, delay=None))
+        choice = searched(forced(asked, budget=budget, speculate=None, delay=0.0))
         counts.append(sum(tier == "device" for tier in choice.plan.settings.place.state[2:]))
         seconds.append(choice.expected_seconds)
     assert counts == sorted(counts)

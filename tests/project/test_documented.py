@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import penstock
 import penstock.hf
-from penstock.cli import _COMMANDS, doctor, export, main, plan, report, simulate, verify
+from penstock.cli import COMMANDS, doctor, export, main, plan, report, simulate, verify
 from penstock.cli.arguments import ResumeArguments, TrainArguments
 from penstock.cli.located import parse_yaml
 from penstock.cli.settings import describe, load
@@ -180,7 +180,7 @@ def _understood(words: list[str]) -> None:
     if len(words) > 1 and not all(word.startswith("--") for word in words[1:]):
         PARSERS[words[0]](words[1:])
     else:
-        assert words[0] in _COMMANDS
+        assert words[0] in COMMANDS
 
 
 @pytest.mark.parametrize(("page", "command"), list(commands_within_text()))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests import warm
 from tests.library_runs import one_thread
 
-STEPS = 12
+STEPS = 8
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 

@@ -30,6 +30,7 @@ ALLOWED = {
 """Modules that open files for writing by themselves, and why that is right there."""
 
 _WRITES = {"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "mkstemp"}
+_NAMES = {"open", "save", *_WRITES}
 _OPENS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"}
 
 
@@ -38,6 +39,9 @@ def _opens_for_writing(tree: ast.AST) -> list[int]:
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name not in _NAMES and not name.startswith("copy"):
             continue
         owner, _, name = ast.unparse(node.func).rpartition(".")
         words = [a.value for a in [*node.args, *(k.value for k in node.keywords)] if isinstance(a, ast.Constant)]

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,17 @@ _PRIVATE = re.compile(r"_[A-Za-z]\w*")
 _ASKING = {"getattr", "setattr", "hasattr", "delattr"}
 
 
-def _members(tree: ast.AST) -> set[str]:
+@cache
+def _nodes(text: str) -> tuple[ast.AST, ...]:
+    """All that a source is made of."""
+    return tuple(ast.walk(ast.parse(text)))
+
+
+@cache
+def _members(text: str) -> frozenset[str]:
     """Names that classes of a file have of their own: methods, fields, slots, what ``self`` is given."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in _nodes(text):
         if isinstance(node, ast.ClassDef):
             for part in node.body:
                 if isinstance(part, ast.FunctionDef | ast.ClassDef):
@@ -44,13 +52,13 @@ def _members(tree: ast.AST) -> set[str]:
                     found |= {str(c.value) for c in ast.walk(part.value) if isinstance(c, ast.Constant)}
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
             found.add(node.attr)
-    return found
+    return frozenset(found)
 
 
-def _imported_from_libraries(tree: ast.AST) -> set[str]:
+def _imported_from_libraries(text: str) -> set[str]:
     """The names under which a file has something of another library: what is set on one is set for everybody."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in _nodes(text):
         if isinstance(node, ast.Import):
             found |= {(a.asname or a.name).partition(".")[0] for a in node.names if _of_library(a.name)}
         elif isinstance(node, ast.ImportFrom) and node.module and _of_library(node.module):
@@ -75,9 +83,8 @@ def private_uses(text: str, everywhere: frozenset[str] = frozenset()) -> Iterato
     A private attribute is a class's own if the class is in this file; of ``self`` it may be from a base elsewhere in
     the sources, ``everywhere``.
     """
-    tree = ast.parse(text)
-    own, foreign = _members(tree), _imported_from_libraries(tree)
-    for node in ast.walk(tree):
+    own, foreign = _members(text), _imported_from_libraries(text)
+    for node in _nodes(text):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _name(node.value) in foreign:
             yield node.lineno, f"{ast.unparse(node)} = ..."
         if isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
@@ -108,7 +115,7 @@ def _is_documented(module: str) -> bool:
 
 def test_private_names_of_libraries_are_in_compat_alone() -> None:
     texts = {p: p.read_text() for p in SOURCES.rglob("*.py") if p.parent != SOURCES / "compat"}
-    everywhere = frozenset().union(*(_members(ast.parse(text)) for text in texts.values()))
+    everywhere = frozenset().union(*map(_members, texts.values()))
     found = [
         f"{path.relative_to(SOURCES)}:{line}: {what}"
         for path, text in sorted(texts.items())

@@ -6,14 +6,15 @@ import pytest
 
 from tests.sampling import sample
 
-NAMES = ["-".join(values) for values in product("abcdefgh", ("fp32", "bf16", "fp16"), ("1", "None"))]
+VALUES = ("a", "b", "c", "d", "e", "f", "g", "h-h"), ("fp32", "bf16", "fp16"), ("1", "None")
+CASES = {"-".join(values): frozenset(enumerate(values)) for values in product(*VALUES)}
 
 
 @pytest.mark.parametrize("count", [1, 8, 20, 48, 99])
 def test_a_sample_has_each_value_and_no_more_cases_than_it_takes(count: int) -> None:
-    found = sample(NAMES, count)
-    assert found == sample(NAMES, count)
-    assert len(set(found)) == len(found) == min(max(count, len(sample(NAMES, 1))), len(NAMES))
+    found = sample(CASES, count)
+    assert found == sample(CASES, count)
+    assert len(set(found)) == len(found) == min(max(count, len(sample(CASES, 1))), len(CASES))
     assert len(found) <= max(count, 8 + 3 + 2)
-    for column in range(3):
-        assert {name.split("-")[column] for name in found} == {name.split("-")[column] for name in NAMES}
+    for column, values in enumerate(VALUES):
+        assert {value for name in found for place, value in CASES[name] if place == column} == set(values)

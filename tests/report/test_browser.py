@@ -47,16 +47,28 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-class Page:
-    """A page that is open, and everything that it should not have done."""
+@pytest.fixture(scope="module")
+def tab(browser: Any) -> Iterator[Any]:
+    """A tab for one page after the other: a process of its own for each takes half a second."""
+    found = browser.new_page(viewport={"width": 1280, "height": 900})
+    yield found
+    found.close()
 
-    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
-        context.setdefault("viewport", {"width": 1280, "height": 900})
-        self.page = browser.new_page(**context)
+
+class Page:
+    """A page that is open in a tab, and everything that it should not have done."""
+
+    def __init__(self, tab: Any, path: Path) -> None:
+        self.page = tab
         self.complaints: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(f"console: {message.text}"))
-        self.page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
-        self.page.on("request", self._request)
+        self.listeners = {
+            "console": lambda message: self.complaints.append(f"console: {message.text}"),
+            "pageerror": lambda error: self.complaints.append(f"error: {error}"),
+            "request": self._request,
+        }
+        tab.mouse.move(0, 0)
+        for event, listener in self.listeners.items():
+            tab.on(event, listener)
         self.page.goto(path.as_uri())
         self.page.wait_for_function("document.documentElement.dataset.ready === 'yes'")
         self.page.locator("#timeline").scroll_into_view_if_needed()
@@ -117,8 +129,9 @@ class Page:
         return count
 
     def close(self) -> None:
+        for event, listener in self.listeners.items():
+            self.page.remove_listener(event, listener)
         assert not self.complaints
-        self.page.close()
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +143,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def opened(browser: Any, run: Path) -> Iterator[Page]:
-    page = Page(browser, run)
+def opened(tab: Any, run: Path) -> Iterator[Page]:
+    page = Page(tab, run)
     yield page
     page.close()
 
@@ -310,7 +323,7 @@ def _example(kind: str) -> str:
 
 
 def test_it_holds_in_the_dark_on_a_narrow_window_and_on_paper(browser: Any, run: Path) -> None:
-    page = Page(browser, run, viewport={"width": 400, "height": 700}, color_scheme="dark")
+    page = Page(browser.new_page(viewport={"width": 400, "height": 700}, color_scheme="dark"), run)
     assert page.js("() => document.documentElement.scrollWidth") <= 400
     assert page.js("() => penstock.timeline.gutter") < 130
     assert page.colors(26 + 10) > 2
@@ -318,16 +331,17 @@ def test_it_holds_in_the_dark_on_a_narrow_window_and_on_paper(browser: Any, run:
     page.page.emulate_media(media="print")
     assert page.js("() => getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)" != paper
     page.close()
+    page.page.close()
 
 
-def test_no_name_of_a_run_can_become_markup(browser: Any, tmp_path: Path) -> None:
+def test_no_name_of_a_run_can_become_markup(tab: Any, tmp_path: Path) -> None:
     folder = tmp_path / "<img src=x onerror=alert(1)>"
     write_run(folder, predict=False)
     evil = '</script><img src="x" onerror="alert(2)">'
     with TraceWriter(folder / "trace.json") as writer:
         writer.step([TraceEvent(step=1, op=evil, lane="compute", start=0.0, end=1.0)])
     assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
-    page = Page(browser, tmp_path / "page.html")
+    page = Page(tab, tmp_path / "page.html")
     assert page.page.locator("img").count() == 0
     assert page.page.locator("h1").inner_text() == folder.name
     assert evil in page.hover(0, evil)
@@ -348,7 +362,7 @@ def _large(count: int) -> Schedule:
     return Schedule(name="large", micro_batches=16, chunk=0, pools=(pool,), ops=tuple(ops))
 
 
-def test_fifty_thousand_ops_stay_usable(browser: Any, tmp_path: Path) -> None:
+def test_fifty_thousand_ops_stay_usable(tab: Any, tmp_path: Path) -> None:
     schedule = _large(50_000)
     simulation = simulated(schedule, 1)
     ops = tuple(
@@ -365,7 +379,7 @@ def test_fifty_thousand_ops_stay_usable(browser: Any, tmp_path: Path) -> None:
     )
     path = tmp_path / "large.html"
     path.write_text(run_page(report), encoding="utf-8")
-    page = Page(browser, path)
+    page = Page(tab, path)
     took = page.js(
         """() => {
             const { timeline } = penstock;
@@ -441,8 +455,8 @@ def _simulated_page(folder: Path, ranks: int) -> Path:
     return path
 
 
-def test_a_simulated_schedule_has_a_row_per_rank_that_unfolds_into_lanes(browser: Any, tmp_path: Path) -> None:
-    page = Page(browser, _simulated_page(tmp_path, 4))
+def test_a_simulated_schedule_has_a_row_per_rank_that_unfolds_into_lanes(tab: Any, tmp_path: Path) -> None:
+    page = Page(tab, _simulated_page(tmp_path, 4))
     assert page.js("() => penstock.timeline.bands.map((b) => b.label)") == [f"rank {r}" for r in range(4)]
     assert page.js("() => penstock.timeline.bands.every((b) => b.parts.at(-1).kind === 'memory')")
     said = page.hover(2, "F2m0")
@@ -460,8 +474,8 @@ def test_a_simulated_schedule_has_a_row_per_rank_that_unfolds_into_lanes(browser
     page.close()
 
 
-def test_a_thousand_ranks_scroll_and_draw_only_what_is_seen(browser: Any, tmp_path: Path) -> None:
-    page = Page(browser, _simulated_page(tmp_path, 1024))
+def test_a_thousand_ranks_scroll_and_draw_only_what_is_seen(tab: Any, tmp_path: Path) -> None:
+    page = Page(tab, _simulated_page(tmp_path, 1024))
     assert page.js("() => penstock.timeline.bands.length") == 1024
     seen = page.js("() => penstock.timeline.visibleBands().length")
     assert 0 < seen < 400
@@ -477,8 +491,8 @@ def test_a_thousand_ranks_scroll_and_draw_only_what_is_seen(browser: Any, tmp_pa
     page.close()
 
 
-def test_layers_have_colours_of_their_own_and_backward_is_lighter(browser: Any, tmp_path: Path) -> None:
-    page = Page(browser, _simulated_page(tmp_path, 4))
+def test_layers_have_colours_of_their_own_and_backward_is_lighter(tab: Any, tmp_path: Path) -> None:
+    page = Page(tab, _simulated_page(tmp_path, 4))
     fill = "(id) => penstock.timeline.paint.fills[penstock.timeline.paint.colorOf[penstock.facts.names.indexOf(id)]]"
     fills = {name: page.js(fill, name) for name in ("F0m0", "F0m1", "F1m0", "B0m0", "F3m0", "B3m0")}
     light = {name: sum(map(int, text.strip("rgb()").split(","))) for name, text in fills.items()}

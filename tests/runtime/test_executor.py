@@ -1,6 +1,7 @@
 """The executor keeps every rule of a schedule under any timing, and comes to rest after any failure."""
 
 import faulthandler
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -225,26 +226,27 @@ def test_the_first_of_several_errors_is_the_one_that_surfaces() -> None:
 
 
 def test_an_interrupt_while_the_caller_waits_for_other_lanes_surfaces_when_they_are_at_rest() -> None:
-    """Ctrl-C arrives in the main thread, which is between two compute ops: nothing may be left running."""
+    """Ctrl-C arrives in the main thread, which waits between two compute ops: nothing may be left running."""
     pools = Pools(RICH, CPU)
-    recorder = Recorder(RICH, pools, 1, lambda _: time.sleep(0.002))
+    lane = RICH.lanes["compute"]
+    waits, waited_for = next((n, RICH.by_id[b]) for n, op in enumerate(lane) for b in op.after if n and b.lane == "h2d")
+    interrupts = iter([True])
+
+    def act(op: Op) -> None:
+        if op is waited_for and next(interrupts, False):
+            while ("end", lane[waits - 1].id) not in recorder.events:
+                time.sleep(0.001)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+        time.sleep(0.002)
+
+    recorder = Recorder(RICH, pools, 1, act)
     executor = Executor(RICH, pools, recorder, HostStreams(), io_workers=2)
-    drain = executor._drain
-
-    def interrupted(name: str) -> None:
-        if name == "compute":
-            time.sleep(0.01)
-            raise KeyboardInterrupt
-        drain(name)  # type: ignore[arg-type]
-
-    executor._drain = interrupted  # type: ignore[method-assign,assignment]
     with pytest.raises(KeyboardInterrupt):
         executor.run()
     before = list(recorder.events)
     assert sum(what == "start" for what, _ in before) == sum(what == "end" for what, _ in before)
     time.sleep(0.01)
     assert recorder.events == before
-    executor._drain = drain  # type: ignore[method-assign]
     recorder.events.clear()
     executor.run()
     assert_rules_kept(RICH, recorder.events, {"read": 2, "write": 2})

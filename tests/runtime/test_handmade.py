@@ -16,11 +16,10 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_op, parse_schedule
 from penstock.schedule.lower.visits import vertical
 from penstock.schedule.meaning import Needs, prove
-from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
 from tests.engine.test_plain import torch_adamw
 from tests.models import MODELS
-from tests.programs import transformer
+from tests.programs import all_on_disk, transformer
 from tests.training import (
     Result,
     assert_same,
@@ -260,15 +259,7 @@ def test_names_of_weights_on_the_device_say_what_is_in_them(old: str, new: str, 
 
 def test_new_weights_need_a_buffer_of_their_own() -> None:
     program = transformer(1)
-    homes: Any = ("disk",) * len(program.groups)
-    settings = Settings(
-        micro_batches=1,
-        chunk=20 * ALIGN,
-        form=Format(weight_bytes=2, moments=2),
-        place=Placement(weights=homes, state=homes, gradients="host", checkpoints="host"),
-        depths=Depths(),
-        wait=False,
-    )
+    settings = all_on_disk(program, chunk=20 * ALIGN)
     schedule = vertical(program, settings)
     step = next(op for op in schedule.ops if op.id.kind == "OP")
     over = replace(step, writes=(*(name for name in step.writes if name in step.reads), step.reads[0]))

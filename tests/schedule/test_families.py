@@ -16,11 +16,16 @@ from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.families import FAMILIES, Family, build
+from penstock.schedule.lower.layers import layer_program
+from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.request import Request, Sizes
+from penstock.schedule.lower.visits import vertical
+from penstock.schedule.place import Depths
+from penstock.schedule.program import ALIGN
 from penstock.sim.costs import Costs
 from penstock.sim.models import puzzle, unit
 from penstock.sim.simulate import simulate
-from tests.programs import random_case
+from tests.programs import all_on_disk, random_case
 
 LAYERED = [name for name, family in FAMILIES.items() if family.streaming is None]
 
@@ -171,6 +176,25 @@ def test_buffers_to_look_ahead_let_the_network_run_beside_the_compute() -> None:
     grid = replace(asked("pipeline-fsdp", layers=16), micro_batches=2, gather_group="stage")  # 2 stages of 8 layers
     late, early = (simulate(build(replace(grid, lookahead=n)), costs).time for n in (0, 1))
     assert early < 0.75 * late
+
+
+def test_parts_that_stream_meet_the_other_ranks_as_parts_on_the_device_do() -> None:
+    """ZeRO-3 of the same layers: a rank computes the same, gathers the same weights but for those that stay from the
+    last forward to its backward, and scatters the same gradients, wherever its parts live."""
+    layers, ranks = 4, 2
+    on_device = build(asked("fsdp", layers=layers, ranks=ranks, micro_batches=ranks)).ranks[0]
+    program = layer_program(SIZES, layers)
+    parts = replace(program, groups=tuple(replace(group, trainable=ALIGN) for group in program.groups))
+    settings = replace(all_on_disk(parts, chunk=ALIGN), depths=Depths(weights=1))
+    streamed = vertical(parts, settings, shards=Mesh(data=ranks).everyone())
+    done = []
+    for schedule in (on_device, streamed):
+        computed = [op.id for op in schedule.lanes["compute"] if op.id.kind != "OD"]
+        gathered = [op.id for op in schedule.lanes["net"] if op.id.kind == "GW"]
+        scattered = [op.id.group for op in schedule.lanes["net"] if op.id.kind == "SG"]
+        done.append((computed, [name for name in gathered if name != f"GW{layers - 1}@B{layers - 1}"], scattered))
+    assert done[0] == done[1]
+    assert [len(names) for names in done[0]] == [2 * layers + 1, 2 * layers - 1, layers]
 
 
 def pools(world: World) -> dict[str, tuple[int, int]]:

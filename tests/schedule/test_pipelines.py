@@ -86,6 +86,7 @@ def test_four_ranks_and_eight_micro_batches(
     assert [simulation.peak(r)["device"] for r in range(4)] == [8 * p if family == "pipeline" else p for p in peaks]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [2, 3, 5])
 def test_the_bubble_is_as_published(p: int, rounds: int) -> None:

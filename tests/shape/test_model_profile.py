@@ -222,6 +222,7 @@ FORMULAS: Mapping[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("rows", "length", "form", "kind"), [(1, 64, BF16, "cuda"), (8, 256, BF16, "cuda"), (4, 128, FP32, "cpu")]
 )

@@ -157,7 +157,7 @@ def test_faults_of_a_world_have_lines_and_a_byte_order_mark_is_no_fault(
 # ---- an output that gives way
 
 
-@pytest.mark.parametrize("words", ["simulate 1f1b --ranks 64 --json", "simulate --help"])
+@pytest.mark.parametrize("words", ["simulate 1f1b --ranks 64 --micro-batches 4 --json", "simulate --help"])
 def test_a_full_output_is_an_error_in_one_line(words: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*COMMAND, *words.split()], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -165,7 +165,9 @@ def test_a_full_output_is_an_error_in_one_line(words: str) -> None:
     assert done.stderr == "penstock: cannot write the output: No space left on device\n"
 
 
-@pytest.mark.parametrize("words", ["simulate 1f1b --ranks 64 --json", "simulate 1f1b --ranks 64", "--help"])
+@pytest.mark.parametrize(
+    "words", ["simulate 1f1b --ranks 64 --micro-batches 4 --json", "simulate 1f1b --ranks 24", "--help"]
+)
 def test_whoever_has_read_enough_hears_nothing(words: str) -> None:
     """``penstock ... | head -1``, with a reader that is gone before anything is written."""
     with subprocess.Popen([*COMMAND, *words.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

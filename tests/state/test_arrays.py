@@ -195,7 +195,7 @@ def test_a_move_that_is_interrupted_keeps_the_state(step: int, store: Store, mon
     fill(arrays)
     arrays.settle(ROUTE[step - 1])
     written = fill(arrays)
-    homes = [slab for slab in arrays._slabs.values() if isinstance(slab, HostSlab)]
+    homes = [slab for slab in arrays.slabs.values() if isinstance(slab, HostSlab)]
     close = HostSlab.close
 
     def interrupted(slab: HostSlab) -> None:

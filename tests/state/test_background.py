@@ -405,7 +405,7 @@ def test_without_a_write_under_way_nothing_waits_and_nothing_is_written(make: Ca
     assert run.store.stats.bytes_written == 0
     run.save()
     before = run.store.stats.bytes_written
-    assert run.background._guarded is None, "a change then costs the test of this attribute"
+    assert run.background.guarded is None, "a change then costs the test of this attribute"
     run.change_all()
     assert run.store.stats.bytes_written == before
 
@@ -467,8 +467,8 @@ def test_an_error_is_told_at_the_next_call_and_only_once(
     run = make()
     with failing("pwritev", errno.EIO, monkeypatch):
         run.background.begin(ORDER, run.commit)
-        assert run.background._thread is not None
-        run.background._thread.join(timeout=10)
+        assert run.background.thread is not None
+        run.background.thread.join(timeout=10)
     calls: dict[str, Callable[[], None]] = {
         "begin": lambda: run.background.begin(ORDER, run.commit),
         "wait": run.background.wait,

@@ -16,7 +16,7 @@ from penstock.store import transfer
 from penstock.store.layout import ALIGN, Layout, Region
 from penstock.store.stalls import Stalls
 from penstock.store.store import Store
-from penstock.store.transfer import aligned_bytes
+from penstock.store.transfer import StripedFiles, aligned_bytes
 
 LATE = 0.2
 SIZE = 64 * ALIGN
@@ -27,8 +27,8 @@ LAYOUT = Layout.build([("a", SIZE, 1)], {"a": (Region(nbytes=SIZE, block=ALIGN),
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """One whose requests count as late after a moment, in pieces of 4 KiB."""
     monkeypatch.setattr(transfer, "Stalls", partial(Stalls, late=LATE))
+    monkeypatch.setattr("penstock.store.store.StripedFiles", partial(StripedFiles, request=ALIGN))
     with Store.create([tmp_path / "store"], LAYOUT, model={}) as store:
-        monkeypatch.setattr(store._files, "_request", ALIGN)
         yield store
 
 
@@ -106,10 +106,10 @@ def test_requests_that_come_back_are_not_said_and_nothing_is_left_at_the_end(
             began = time.monotonic()
             transfer_all("a", 0, aligned_bytes(SIZE))
             slowest = max(slowest, time.monotonic() - began)
-    watcher = store._files._stalls._watcher
+    watcher = store.files.stalls.watcher
     assert watcher is not None
     assert watcher.is_alive()
-    assert not store._files._stalls._under_way
+    assert not store.files.stalls.under_way
     store.close()
     assert not watcher.is_alive()
     assert not caplog.messages or slowest >= LATE  # a busy machine's drive may really have been late

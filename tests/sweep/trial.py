@@ -166,7 +166,7 @@ def _by_engine(
         return Result(**about, verdict="refused", reason=_line(error))
     except Exception as error:  # noqa: BLE001  that is what is looked for
         return Result(**about, verdict="crashed", reason=_line(error))
-    error, where = _compare(before, after, dict(plain.named_parameters()))
+    error, where = compare(before, after, dict(plain.named_parameters()))
     of_losses = max(abs(a - b) / max(abs(b), 1e-3) / (64 * ROUNDING) for a, b in zip(losses, wanted, strict=True))
     if of_losses > error:
         error, where = of_losses, f"losses {losses} for {list(wanted)}"
@@ -344,7 +344,7 @@ def _weights(model: nn.Module, micro_batches: Sequence[MicroBatch], *, first: bo
     return [count / sum(counts) for count in counts]
 
 
-def _compare(
+def compare(
     before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], wanted: dict[str, nn.Parameter]
 ) -> tuple[float, str]:
     """How far parameters are from those of the plain loop, as a multiple of what is allowed: a thousandth of what

@@ -448,6 +448,7 @@ WHOLE: dict[str, tuple[type[nn.Module], Run]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_three_steps_equal_a_plain_loop(name: str, schedule: str, tmp_path: Path) -> None:

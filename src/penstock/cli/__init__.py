@@ -86,11 +86,11 @@ def _command(words: Sequence[str]) -> int:
         case ["help", word]:
             return _command([word, "--help"])
         case [word, *rest]:
-            if word not in _COMMANDS:
+            if word not in COMMANDS:
                 raise ConfigError(
-                    f"there is no command {word!r}. Commands: {', '.join(_COMMANDS)}. Try: penstock --help"
+                    f"there is no command {word!r}. Commands: {', '.join(COMMANDS)}. Try: penstock --help"
                 )
-            return _COMMANDS[word](rest)
+            return COMMANDS[word](rest)
     return 0
 
 
@@ -174,7 +174,7 @@ def _needing_hf(command: str) -> Iterator[None]:
         ) from error
 
 
-_COMMANDS = {
+COMMANDS = {
     "train": _train,
     "resume": _resume,
     **{name: _of(name) for name in ("verify", "export", "plan", "simulate", "report", "doctor")},

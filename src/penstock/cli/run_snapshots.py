@@ -100,7 +100,7 @@ class RunSnapshots:
             return
         self._due.began()
         try:
-            self._write(engine)
+            self.write(engine)
         except StoreError as error:
             log.warning("a snapshot of the run could not be written, and training goes on without: %s", error)
         self._due.committed()
@@ -111,9 +111,9 @@ class RunSnapshots:
         Raises:
             StoreError: what it has trained could not be written.
         """
-        self._write(engine)
+        self.write(engine)
 
-    def _write(self, engine: "Engine") -> None:
+    def write(self, engine: "Engine") -> None:
         path = self._folder / f"snapshot-{engine.step_count}"
         engine.save(path, overwrite=True)
         for old in snapshots_of(self._folder):

@@ -107,7 +107,7 @@ def _start(
     trained = _adapted(model, config.lora)
     if config.loss_tile is not None:
         plain_head(trained[0], config.loss_tile)  # now, and not when all weights are in the store
-    machine = _machine(config, display)
+    machine = profile_for_plan(config, display)
     cut = cut_batch(config, schedule, machine, device_kind(config.device))
     config, weighed = with_durability(config, schedule, machine, cut, _precision(config))
     if new:
@@ -285,7 +285,7 @@ def _schedule(asked: Literal["vertical", "horizontal"] | Path) -> Literal["verti
     return world.ranks[0]
 
 
-def _machine(config: TrainConfig, display: Display) -> Machine | None:
+def profile_for_plan(config: TrainConfig, display: Display) -> Machine | None:
     """The profile to plan for: the one that is stored, else a quick one that is made and stored now."""
     if config.plan is None:
         return None

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from penstock.cli.located import Located, parse_yaml
 from penstock.cli.settings import options_of, read, unknown
-from penstock.config.meanings import is_required, joined_rows, meanings, names_in
+from penstock.config.meanings import by_need, is_required, joined_rows, meanings, names_in
 from penstock.documents.typed import hints_of
 from penstock.errors import ConfigError
 
@@ -118,8 +118,9 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
 
 
 def _options(kind: type[Words]) -> dict[str, Any]:
-    """The type of each option."""
-    return {key: hint for key, hint in hints_of(kind).items() if key not in (*kind.operands, SETTINGS)}
+    """The type of each option, in the order in which people look for them."""
+    hints, others = hints_of(kind), (*kind.operands, SETTINGS)
+    return {f.name: hints[f.name] for f in by_need(kind) if f.name not in others}
 
 
 def _ending_hint(kind: type[Words], words: Sequence[str]) -> str:

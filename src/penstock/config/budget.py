@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -50,15 +51,15 @@ class Budget:
     durability: Durability | None = None
     interval: int | str | None = None
 
-    @property
+    @cached_property
     def device_bytes(self) -> int:
         return parse_size(self.device)
 
-    @property
+    @cached_property
     def host_bytes(self) -> int:
         return parse_size(self.host)
 
-    @property
+    @cached_property
     def disk_paths(self) -> tuple[Path, ...]:
         return tuple(Path(path) for path in _each(self.disk))
 

@@ -39,9 +39,11 @@ def check_size(name: str, text: str | int) -> None:
 
 def format_size(size: float) -> str:
     """A size for people: ``268435456`` is ``"256 MiB"``."""
+    if abs(size) < 1023.5:  # there are no parts of bytes: 0.98 KiB would be 1003.52
+        return f"{size:.0f} B"
     unit = "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 999.5 or unit == "TiB":
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        size, unit = size / 1024, larger
+        if abs(size) < 999.5:
             break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 99.95 else f"{size:.3g} {unit}"
+    return f"{size:.0f} {unit}" if abs(size) >= 99.95 else f"{size:.3g} {unit}"

@@ -32,7 +32,7 @@ from penstock.store.packed import PackedFile, allocate
 from penstock.store.transfer import REQUEST, StripedFiles, aligned_bytes, byte_view
 
 _MIB = 1 << 20
-_LEAST = 8 * REQUEST
+LEAST = 8 * REQUEST
 """Bytes of the smallest file to measure with."""
 
 
@@ -96,9 +96,10 @@ class Scratch:
                 warnings.simplefilter("ignore")
                 file = PackedFile(path)
         self.direct = file.direct
-        self._files = StripedFiles([file], stripe=REQUEST, io_threads=io_threads)
+        self.files = StripedFiles([file], stripe=REQUEST, io_threads=io_threads)
         self._chunks = nbytes // REQUEST
-        self._used = 0
+        self.used = 0
+        """chunks of the file that have been written"""
         content = np.random.default_rng(0).integers(0, 256, REQUEST, np.uint8)  # some drives and file systems compress
         self._buffers = [aligned_bytes(REQUEST) for _ in range(2 * depth)]
         for buffer in self._buffers:
@@ -108,7 +109,7 @@ class Scratch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._files.close()
+        self.files.close()
 
     def fill(self, seconds: float) -> list[tuple[float, int]]:
         """Write the file from its start, until it is full or the time is over: (seconds since the start, bytes).
@@ -120,32 +121,32 @@ class Scratch:
 
         def write_next(buffer: memoryview) -> None:
             with lock:
-                chunk = self._used
+                chunk = self.used
                 if chunk == self._chunks:
                     over.set()
                     return
-                self._used += 1
-            self._files.write(chunk * REQUEST, buffer)
+                self.used += 1
+            self.files.write(chunk * REQUEST, buffer)
             with lock:
                 ends.append((time.perf_counter() - begun, len(ends) * REQUEST))
 
         def work(buffer: memoryview) -> None:
             while not over.is_set():
-                if time.perf_counter() - begun > seconds and self._used * REQUEST >= _LEAST:
+                if time.perf_counter() - begun > seconds and self.used * REQUEST >= LEAST:
                     return
                 write_next(buffer)
 
         _all([partial(work, byte_view(buffer)) for buffer in self._buffers[: self.depth]], over)
-        self._files.flush()
+        self.files.flush()
         return ends
 
     def reading(self) -> Load:
         """The read lane's work, as a load of bytes."""
-        return self._load("read", self._files.read, 0)
+        return self._load("read", self.files.read, 0)
 
     def writing(self) -> Load:
         """The write lane's work, as a load of bytes."""
-        return self._load("write", self._files.write, 1)
+        return self._load("write", self.files.write, 1)
 
     def _load(self, name: str, move: Callable[[int, memoryview], None], first: int) -> Load:
         def worker(index: int) -> Callable[[], None]:
@@ -153,7 +154,7 @@ class Scratch:
 
             def step() -> None:
                 nonlocal turn
-                move(turn % self._used * REQUEST, buffer)
+                move(turn % self.used * REQUEST, buffer)
                 turn += self.depth
 
             return step
@@ -207,10 +208,10 @@ def file_size(mount: Mount, effort: Effort) -> int:
     if mount.far:  # these often cannot preallocate, so that all of the file is written with zeros first
         wanted = min(wanted, 256 * _MIB)
     size = min(wanted, mount.free // 2) // REQUEST * REQUEST
-    if size < _LEAST:
+    if size < LEAST:
         raise ConfigError(
             f"the file system is full: {format_size(mount.free)} are free, and measuring takes "
-            f"{format_size(2 * _LEAST)}. Free some space, or give another directory"
+            f"{format_size(2 * LEAST)}. Free some space, or give another directory"
         )
     return size
 

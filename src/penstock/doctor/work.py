@@ -150,7 +150,7 @@ class Steps:
     def __init__(self, device: torch.device, *, threads: int) -> None:
         self._device = device
         self._threads = threads
-        self._states = [[self._array(value) for value in (_GRADIENT, 1.0, 0.0, 1e-6, 0.0)] for _ in range(_STATES)]
+        self.states = [[self._array(value) for value in (_GRADIENT, 1.0, 0.0, 1e-6, 0.0)] for _ in range(_STATES)]
 
     def _array(self, value: float) -> torch.Tensor:
         return DeviceSlab(CHUNK * FP32, self._device).bytes[: CHUNK * FP32].view(torch.float32).fill_(value)
@@ -173,7 +173,7 @@ class Steps:
         place, count = _round(_STATES), itertools.count(1)
 
         def one() -> None:
-            gradient, master, first, second, copied = self._states[next(place)]
+            gradient, master, first, second, copied = self.states[next(place)]
             kernels.step(
                 hyper,
                 next(count),

@@ -64,7 +64,8 @@ class Durability:
         self._commits = commits
         self._progress = progress
         self._due = due
-        self._background: Background | None = None
+        self.background: Background | None = None
+        """what brings to disk what is in memory; None: nothing yet"""
         self._unwritten: Exception | None = None
 
     def check_open(self) -> None:
@@ -93,9 +94,9 @@ class Durability:
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             raise unwritten
-        if self._background is not None:
+        if self.background is not None:
             with self._due_again_if_it_fails():
-                self._background.check()
+                self.background.check()
 
     # ---- the machine
 
@@ -263,26 +264,26 @@ class Durability:
             due.committed()
 
         with self._due_again_if_it_fails():
-            if self._background is None:
-                self._background = arrays.background = Background(arrays)
-            self._background.wait()
+            if self.background is None:
+                self.background = arrays.background = Background(arrays)
+            self.background.wait()
             self._commits.write_buffers()
             due.began()
-            self._background.begin(order, commit)
+            self.background.begin(order, commit)
             if arrays.any_state_on_disk():
-                self._background.wait()  # the next step writes over what is on disk, which this commit names
+                self.background.wait()  # the next step writes over what is on disk, which this commit names
 
     def _wait_written(self) -> None:
-        if self._background is not None:
+        if self.background is not None:
             with self._due_again_if_it_fails():
-                self._background.wait()
+                self.background.wait()
 
     def close(self) -> None:
         """Bring what is in memory to the store; with a broken state the last commit is left to stand."""
         try:
-            if self._background is not None:
+            if self.background is not None:
                 self._commits.arrays.background = None
-                self._background.close()
+                self.background.close()
         finally:
             try:
                 if Action.SETTLE in self.tell(Event.CLOSE):

@@ -149,6 +149,7 @@ class Engine:
         batch.check(micro_batches)
         given = batch.given_weights(micro_batches, loss_weights)
         runner = self._planning.runner_for(micro_batches, train=True)
+        flops = self._planning.flops_of(micro_batches)  # now: a loss may write into a micro-batch
         weights = given or self._planning.labels.weights(micro_batches)
         self._durability.check_written()
         scratch = runner.scratch_written
@@ -176,7 +177,7 @@ class Engine:
                 written = self._resources.commits.written + runner.scratch_written - scratch
                 self._progress.last = replace(
                     attempt.stats,
-                    flops=self._planning.flops_of(micro_batches),
+                    flops=flops,
                     labels=None if given else self._planning.labels.known,
                     bytes_written=written - self._written,
                     seconds=time.perf_counter() - began,

@@ -34,9 +34,9 @@ from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
+from penstock.tape import trees
 from penstock.tape.refusals import NOTHING_TRAINS
 from penstock.tape.suspended import Facts, StageFacts
-from penstock.tape.trees import Place
 
 log = logging.getLogger("penstock")
 
@@ -91,7 +91,7 @@ def _join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts,
     return tuple(joined)
 
 
-def _movable_for_all(known: Sequence[StageFacts]) -> tuple[Place, ...]:
+def _movable_for_all(known: Sequence[StageFacts]) -> tuple[trees.Place, ...]:
     """The places of a stage's checkpoint that every micro-batch can move: the size of an output can decide whether it
     has memory of its own or is a view.
     """
@@ -177,7 +177,8 @@ class Planning:
         self._over: list[bool] = []
         self._plans: dict[bool, Ready] = {}
         self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
-        self._placed: Placement | None = None
+        self.placed: Placement | None = None
+        """where arrays are; None: nothing has been placed"""
 
     def runner_for(self, micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Runner:
         """The runner for these micro-batches; plans anew when they are more, larger or others than planned for.
@@ -203,8 +204,8 @@ class Planning:
         request = self._request(stages, micro_batches, train=train)
         times = _slowest([p.times for p in probed])
         plan = self._fit(request, times)
-        if train and plan.settings.place != self._placed:
-            self._placed = plan.settings.place
+        if train and plan.settings.place != self.placed:
+            self.placed = plan.settings.place
             self._plans.pop(not train, None)  # it was made for arrays in other places
         prediction = None if times is None else self._predict(plan, times)
         self._plans[train] = Ready(plan=plan, facts=facts, shapes=tuple(largest), prediction=prediction)
@@ -299,7 +300,7 @@ class Planning:
 
     def _fit(self, request: Request, times: StageTimes | None) -> Plan:
         if isinstance(self._schedule, Schedule) and request.train:
-            return own_plan(request, self._schedule, self._placed)
+            return own_plan(request, self._schedule, self.placed)
         plan = self._best(request, times)
         check(plan.schedule)
         prove(plan.schedule, Needs.of(plan.program, plan.settings))
@@ -307,7 +308,7 @@ class Planning:
 
     def _best(self, request: Request, times: StageTimes | None) -> Plan:
         """The plan for a request; what is resident stays where it is if it can."""
-        keep = self._placed
+        keep = self.placed
         on_disk = self._shared.arrays.store is not None
         if (
             keep is None and not request.train and on_disk
@@ -340,7 +341,9 @@ class Planning:
         micro_batch = self.labels.to_probe(micro_batch)
         try:
             inputs = batch.to_device(micro_batch, shared.device, shared.arrays.dtype)
+            empty = trees.without_tensors(inputs)
             stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
+            batch.check_not_collected(empty)
             self.labels.learn(micro_batch, *shared.tape.compared)
             facts, times = shared.tape.facts, None
             if train and shared.machine is not None:

@@ -59,9 +59,10 @@ class Runner:
             g.index: np.zeros(g.trainable // ALIGN, dtype=np.float64) for g in plan.program.groups if g.trainable
         }
         with ExitStack() as undo:  # what is made is given back if what comes after it fails, and by ``close``
-            self._scratch = _scratch(self.bound, shared)
-            if self._scratch is not None:
-                undo.callback(_remove, self._scratch, shared.scratch_paths)
+            self.scratch = _scratch(self.bound, shared)
+            """where checkpoints and gradients wait on disk; None: none do"""
+            if self.scratch is not None:
+                undo.callback(_remove, self.scratch, shared.scratch_paths)
             self.pools = Pools(plan.schedule, shared.device)
             undo.callback(self.pools.close)
             self.actions = Actions(
@@ -70,7 +71,7 @@ class Runner:
                 shared.groups,
                 shared.arrays,
                 shared.tape,
-                self._scratch,
+                self.scratch,
                 self._streams,
                 stepping,
             )
@@ -154,7 +155,7 @@ class Runner:
     @property
     def scratch_written(self) -> int:
         """Bytes of checkpoints and gradients that have gone to disk so far."""
-        return 0 if self._scratch is None else self._scratch.written
+        return 0 if self.scratch is None else self.scratch.written
 
     @property
     def speculates(self) -> bool:

@@ -92,7 +92,7 @@ class Deferred:
     def resolve(self) -> Any:
         """The value, which is known after the step that it was part of."""
         if self._value is _UNKNOWN:
-            for node in _nodes(self):
+            for node in nodes(self):
                 node._compute_now()
         return self._value
 
@@ -125,7 +125,7 @@ class Deferred:
 
     def _settle(self) -> bool:
         """True if the value is known; computed here if a step was taken since, so that sums do not grow into chains."""
-        if self._value is _UNKNOWN and self._made < Deferred._steps and not any(n._is_gone for n in _nodes(self)):
+        if self._value is _UNKNOWN and self._made < Deferred._steps and not any(n._is_gone for n in nodes(self)):
             self.resolve()
         return self._value is not _UNKNOWN
 
@@ -196,7 +196,7 @@ def inputs_of(root: Deferred) -> dict[str, torch.Tensor]:
     Those that the model is called with by name keep it; the others are numbered in the order of the recording.
     """
     found: dict[str, torch.Tensor] = {}
-    for node in _nodes(root):
+    for node in nodes(root):
         named = node._kwargs.items() if node._compute is MODEL else ()
         names = {id(value): name for name, value in named if isinstance(value, torch.Tensor) and name not in found}
         for tensor in _tensors(node):
@@ -211,7 +211,7 @@ def check_unchanged(root: Deferred) -> None:
     Raises:
         ModelError: one was changed in place, and what it held is gone.
     """
-    for node in _nodes(root):
+    for node in nodes(root):
         node._check_unchanged()
 
 
@@ -226,7 +226,7 @@ def run(root: Deferred, model: nn.Module, originals: Mapping[str, torch.Tensor],
     def value_of(part: Any) -> Any:
         return done[id(part)] if isinstance(part, Deferred) else there.get(id(part), part)
 
-    for node in _nodes(root):
+    for node in nodes(root):
         args, kwargs = tree_map_only((Deferred, torch.Tensor), value_of, (node._args, node._kwargs))
         with torch.set_grad_enabled(node._grad and torch.is_grad_enabled()):
             value = (model if node._compute is MODEL else node._compute)(*args, **kwargs)
@@ -240,7 +240,7 @@ def run(root: Deferred, model: nn.Module, originals: Mapping[str, torch.Tensor],
 
 def spend(root: Deferred) -> None:
     """The step is over: let go of the micro-batch, and of everything that was on the way but numbers."""
-    for node in _nodes(root):
+    for node in nodes(root):
         node._spent = True
         node._args, node._kwargs = (), {}
     Deferred._steps += 1
@@ -271,7 +271,7 @@ def _refuse_lost(name: str) -> NoReturn:
     )
 
 
-def _nodes(root: Deferred) -> list[Deferred]:
+def nodes(root: Deferred) -> list[Deferred]:
     """The parts of a computation, each before those that need it; without recursion, for chains may be long."""
     order: list[Deferred] = []
     seen: set[int] = set()

@@ -208,11 +208,13 @@ def _verified(task: Task, size: int, count: int, tier: Tier, needed: int | None)
 
 def round_up(nbytes: int) -> int:
     """The least size with three digits in the unit in which it is printed that is no smaller."""
-    unit = 1
-    while nbytes / unit >= 999.5 and unit < 1 << 40:
+    if nbytes < 1024:
+        return nbytes
+    unit = 1024
+    while nbytes / unit > 999 and unit < 1 << 40:
         unit *= 1024
     digits = max(2 - math.floor(math.log10(max(nbytes / unit, 1))), 0)
-    return nbytes if unit == 1 else int(math.ceil(nbytes / unit * 10**digits) / 10**digits * unit)
+    return int(math.ceil(nbytes / unit * 10**digits) / 10**digits * unit)
 
 
 def _with(task: Task, tier: Tier, nbytes: int) -> Task:

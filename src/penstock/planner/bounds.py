@@ -75,16 +75,23 @@ class StepBound:
     def constraints(self, home: int) -> Iterator[Constraint]:
         """``home``: index of the last row, and of the last of the times: those more that all phases up to the backward
         take together."""
-        nothing, before = np.zeros(len(self.limits)), [*range(BEFORE_GRADIENTS), home]
+        nothing = np.zeros(len(self.limits))
         for p in range(home):
             yield Constraint(times=[p], loads=[p], less=nothing)
-        yield Constraint(times=[0], loads=[0, home], less=self.limits[:, LOCAL_LANES.index("write")] * self.buffered)
-        yield Constraint(times=before, loads=before, less=nothing)
+        yield from self._together(home)
+
+    def _together(self, home: int) -> tuple[Constraint, Constraint]:
+        """Those of several phases."""
+        nothing, before = np.zeros(len(self.limits)), [*range(BEFORE_GRADIENTS), home]
+        late = self.limits[:, LOCAL_LANES.index("write")] * self.buffered
+        return Constraint(times=[0], loads=[0, home], less=late), Constraint(times=before, loads=before, less=nothing)
 
     def seconds(self, load: Load) -> float:
         """What a step with this load takes at least."""
+        home = len(load) - 1
         times = np.zeros(len(load))
-        for one in self.constraints(len(load) - 1):
+        times[:home] = np.maximum((load[:home] @ self.limits.T).max(axis=1), 0.0)
+        for one in self._together(home):
             needed = float((self.limits @ load[one.loads].sum(axis=0) - one.less).max())
             times[one.times[-1]] = max(times[one.times[-1]], needed - times[one.times[:-1]].sum())
         return float(times.sum())

@@ -140,7 +140,7 @@ class Request(StreamConfig):
         """Whether any gradient could be, if the choice is free."""
         return self.grad_dtype == "bf16" and bool(self.route.whole)
 
-    @property
+    @cached_property
     def narrow(self) -> frozenset[int]:
         """Groups whose gradients are, wherever they live."""
         return self.route.whole if self.casts_on_device else frozenset()
@@ -155,11 +155,11 @@ class Request(StreamConfig):
         """Whether the weights of trained groups stay on disk because every step is durable, and they are state."""
         return self.budget.durability == "step" and not self.form.split
 
-    @property
+    @cached_property
     def one_by_one(self) -> bool:
         return self.train and self.family == "horizontal"
 
-    @property
+    @cached_property
     def bottom(self) -> Literal["host", "disk"]:
         """The lowest tier there is."""
         return "disk" if self.budget.disk_paths else "host"

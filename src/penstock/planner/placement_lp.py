@@ -27,6 +27,7 @@ that a solution that the schedule can express is one that fits, up to pools that
 With y in whole numbers it is a mixed integer program, which HiGHS solves for these sizes in some 20 ms.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -53,6 +54,8 @@ Sizes = NDArray[np.float64]
 
 _EPSILON = 1e-4
 _GAP, _NODES = 2e-3, 200
+_TOLERANCE = 1e-7
+"""how far beyond a limit still counts as within it, as in HiGHS"""
 _FEASIBLE = int(highspy.SolutionStatus.kSolutionStatusFeasible)
 
 
@@ -288,6 +291,7 @@ class _Model:
         parts = [lp.loads.of_checkpoints(tier) for tier in lp.checkpoint_tiers]
         groups = lp.loads.of_columns(lp.gradient_tiers)
         loads = np.array([*parts, *(none for _ in lp.gradient_tiers), *groups]) / self.unit
+        self._loads = loads
         self._cost = np.concatenate((np.ones(self.phases), _EPSILON * loads.sum(axis=(1, 2))))
         self._times, self._least = self._time_rows(loads)
 
@@ -304,8 +308,10 @@ class _Model:
             *(self.phases + len(tiers) + len(all_waits) + j for j in chosen),
         ]
         columns = [self.columns[j] for j in chosen]
-        wholes, counts = self._whole_rows(columns, on, waits)
         sizes, most = self._size_rows(columns, on, waits)
+        if len(on) == len(waits) == 1 and [column.kind for column in columns] == [*range(len(self.lp.classes))]:
+            return self._only(columns, on[0], waits[0], kept[self.phases :], sizes, most)
+        wholes, counts = self._whole_rows(columns, on, waits)
         values = _optimum(
             np.concatenate((self._times[:, kept], wholes, sizes)),
             self._cost[kept],
@@ -323,6 +329,29 @@ class _Model:
             checkpoints=dict(zip(on, values[self.phases : first_z], strict=True)),
             gradients=dict(zip(waits, values[first_z:first_y], strict=True)),
             seconds=float(values[: self.phases].sum()) * self.unit,
+        )
+
+    def _only(
+        self,
+        columns: Sequence[_Column],
+        checkpoints: Tier,
+        gradients: Waits,
+        kept: Sequence[int],
+        sizes: NDArray[np.float64],
+        most: NDArray[np.float64],
+    ) -> Shares | None:
+        """The solution where nothing is left to choose: tiers are given and every class has one home; None if it does
+        not fit. ``kept``: the columns after T; ``sizes``, ``most``: of ``_size_rows``."""
+        members = [len(self.lp.classes[column.kind].members) for column in columns]
+        counts = np.array([1.0, 1.0, *members])
+        if (sizes[:, self.phases :] @ counts > most + _TOLERANCE).any():
+            return None
+        load = self.lp.loads.of_compute + np.tensordot(counts, self._loads[np.array(kept) - self.phases], 1) * self.unit
+        return Shares(
+            homes=tuple({column.home: float(n)} for column, n in zip(columns, members, strict=True)),
+            checkpoints={checkpoints: 1.0},
+            gradients={gradients: 1.0},
+            seconds=self.lp.bound.seconds(load),
         )
 
     def _time_rows(self, loads: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -411,12 +440,7 @@ def _solved(
     lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(filled.sum(axis=1)))).astype(np.int32)
     lp.a_matrix_.index_ = np.nonzero(filled)[1].astype(np.int32)
     lp.a_matrix_.value_ = matrix[filled]
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
-    if first_integer is not None:
-        solver.setOptionValue("mip_rel_gap", _GAP)
-        solver.setOptionValue("mip_max_nodes", _NODES)  # nodes, not seconds: the same answer on any machine
+    solver = _SOLVERS.own
     solver.passModel(lp)
     solver.run()
     if solver.getInfo().primal_solution_status != _FEASIBLE:
@@ -424,3 +448,17 @@ def _solved(
     found = np.array(solver.getSolution().col_value)
     found.setflags(write=False)
     return found
+
+
+class _Solvers(threading.local):
+    """Each thread's solver: one takes as long to make as a small program to solve."""
+
+    def __init__(self) -> None:
+        self.own = highspy.Highs()  # type: ignore[no-untyped-call]
+        self.own.setOptionValue("output_flag", False)
+        self.own.setOptionValue("threads", 1)
+        self.own.setOptionValue("mip_rel_gap", _GAP)
+        self.own.setOptionValue("mip_max_nodes", _NODES)  # nodes, not seconds: the same answer on any machine
+
+
+_SOLVERS = _Solvers()

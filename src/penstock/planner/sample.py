@@ -56,7 +56,7 @@ def _stands_for(program: Program) -> list[int]:
         ends = stage.index in (0, len(program.stages) - 1)
         shares = any(uses[g] > 1 for g in _groups(stage))
         shared += shares
-        alike[stage.index if ends or shares else (shared, _looks(program, stage, calls))].append(stage.index)
+        alike[stage.index if ends or shares else (shared, _likeness(program, stage, calls))].append(stage.index)
     stands = list(range(len(program.stages)))
     for found in alike.values():
         for k in found[_KEPT:-_KEPT]:
@@ -64,7 +64,7 @@ def _stands_for(program: Program) -> list[int]:
     return stands
 
 
-def _looks(program: Program, stage: Stage, calls: list[int]) -> object:
+def _likeness(program: Program, stage: Stage, calls: list[int]) -> object:
     """All that the ops of a stage that shares no group depend on, but for its place."""
     own = _groups(stage)
     kinds = (stage.forward_reads, stage.backward_reads, stage.gradients)

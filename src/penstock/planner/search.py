@@ -30,6 +30,7 @@ from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promising, Proposal
 from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Pattern
 from penstock.planner.update_mode import DELAY_STEP, REPEATS, steps_early
+from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import ALIGN
@@ -137,6 +138,7 @@ def _kept(question: Question, keep: Placement) -> Plan:
     return chosen.request.plan(chosen.request.roomiest(chosen.settings))
 
 
+@no_collection()
 def search(question: Question, *, beat: float = math.inf) -> Choice:
     """The best plan for a question.
 
@@ -150,6 +152,7 @@ def search(question: Question, *, beat: float = math.inf) -> Choice:
     return _Search(question, beat).run()
 
 
+@no_collection()
 def estimate(question: Question, family: Family) -> float | None:
     """Expected seconds of the linear program's optimum for a family, for one size of chunks; None if nothing fits."""
     proposals = Proposals(replace(question, families=(family,)))

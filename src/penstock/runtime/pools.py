@@ -30,13 +30,14 @@ class Pools:
             undo.callback(self._host.close)
             self._device = DeviceSlab(need["device"], device)
             undo.pop_all()
-        self._slots: dict[str, list[torch.Tensor]] = {}
+        self.slots: dict[str, list[torch.Tensor]] = {}
+        """pool -> its buffers, each of uint8 [size]"""
         offset = dict.fromkeys(TIERS, 0)
         for pool in backed:
             slab = self._host.bytes if pool.tier == "host" else self._device.bytes
             step = page_up(pool.size)
             start = offset[pool.tier]
-            self._slots[pool.name] = [slab[start + i * step :][: pool.size] for i in range(pool.count)]
+            self.slots[pool.name] = [slab[start + i * step :][: pool.size] for i in range(pool.count)]
             offset[pool.tier] = start + step * pool.count
         self._pools: dict[str, Pool] = {pool.name: pool for pool in schedule.pools}
         self._free: dict[str, list[int]] = {pool.name: list(range(pool.count)) for pool in schedule.pools}
@@ -87,7 +88,7 @@ class Pools:
     def buffer(self, name: str) -> torch.Tensor:
         """The bytes of a buffer that is held, as a uint8 tensor of its pool's size."""
         pool, slot = self._held[name]
-        return self._slots[pool][slot]
+        return self.slots[pool][slot]
 
     def pieces(self, names: Sequence[str], offset: int, nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
         """``nbytes`` from byte ``offset`` on of buffers that hold one run of bytes together, one after the other:
@@ -130,7 +131,7 @@ class Pools:
         self.samples.append((time.perf_counter(), pool.tier, used))
 
     def close(self) -> None:
-        self._slots.clear()
+        self.slots.clear()
         self._held.clear()
         self._host.close()
         self._device.close()

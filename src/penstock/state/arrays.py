@@ -144,14 +144,15 @@ class StateArrays:
         self._kept: set[str] = set()
         """arrays in memory whose frozen part is in their extent's current slot as well"""
         self._arrays: dict[str, torch.Tensor] = {}
-        self._slabs: dict[str, HostSlab | DeviceSlab] = {}
+        self.slabs: dict[str, HostSlab | DeviceSlab] = {}
+        """the memory of arrays that are in memory"""
         if store is None:
             room = host_bytes
             try:
                 for name, part in self.parts.items():
                     fits = part.nbytes <= room
                     room -= part.nbytes * fits
-                    self._slabs[name], self._arrays[name] = self._allocate(name, "host" if fits else "device")
+                    self.slabs[name], self._arrays[name] = self._allocate(name, "host" if fits else "device")
             except BaseException:
                 self.close()
                 raise
@@ -159,7 +160,7 @@ class StateArrays:
     def tier_of(self, name: str) -> Tier:
         if name not in self._arrays:
             return "disk"
-        return "host" if isinstance(self._slabs[name], HostSlab) else "device"
+        return "host" if isinstance(self.slabs[name], HostSlab) else "device"
 
     def array(self, name: str) -> torch.Tensor:
         """A resident array, flat, in its dtype, on the host or on the device."""
@@ -433,13 +434,13 @@ class StateArrays:
             raise
         finally:
             bounce.close()
-        old = self._slabs.get(name)
+        old = self.slabs.get(name)
         if new is not None:
-            self._slabs[name], self._arrays[name] = new
+            self.slabs[name], self._arrays[name] = new
             if old is None:
                 self.keep((name,))
         else:
-            del self._arrays[name], self._slabs[name]
+            del self._arrays[name], self.slabs[name]
             self.flip(name)
         if old is not None:
             old.close()
@@ -457,6 +458,6 @@ class StateArrays:
 
     def close(self) -> None:
         self._arrays.clear()
-        for slab in self._slabs.values():
+        for slab in self.slabs.values():
             slab.close()
-        self._slabs.clear()
+        self.slabs.clear()

@@ -52,10 +52,11 @@ class Background:
             undo.callback(self._bounce.close)
             self._device = _DeviceCopies(arrays.device) if cuda else None
             undo.pop_all()
-        self._guarded: _Pieces | None = None
+        self.guarded: _Pieces | None = None
         """the pieces that a change must look at; None when nothing is pending"""
         self._last: _Pieces | None = None
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        """what writes, or has written, the newest snapshot; until it is waited for"""
         self._running = threading.Lock()
         """held by the thread that writes"""
         self._closed = False
@@ -81,15 +82,15 @@ class Background:
         for name in pieces.names:
             self._arrays.begin(name)
         thread = threading.Thread(target=self._run, args=(pieces, done), name="penstock-background", daemon=True)
-        self._guarded = self._last = pieces
+        self.guarded = self._last = pieces
         try:
             thread.start()
         except BaseException:  # an interrupt may have left a thread: it has ended from here on, or will find it stopped
             pieces.stop()
             with self._running:
-                self._guarded = None
+                self.guarded = None
             raise
-        self._thread = thread
+        self.thread = thread
 
     def before_change(self, name: str, start: int, numel: int) -> None:
         """Elements ``[start, start + numel)`` of an array are about to be changed: returns when they may be.
@@ -97,7 +98,7 @@ class Background:
         On a GPU the change is queued after this returns, on any stream. A drive that fails is no error here: the write
         is given up, and ``wait`` says so.
         """
-        pieces = self._guarded
+        pieces = self.guarded
         if pieces is None:
             return
         for piece in pieces.overlapping(name, start, numel):
@@ -111,9 +112,9 @@ class Background:
             BaseException: what the write has failed with, once. The commit before it stands, and the arrays in memory
                 are what they are without it: training can go on, and another write can be begun.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
         self.check()
 
     def check(self) -> None:
@@ -132,9 +133,9 @@ class Background:
         self._closed = True
         if self._last is not None:
             self._last.stop()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
         self._bounce.close()
         if self._device is not None:
             self._device.close()
@@ -176,8 +177,8 @@ class Background:
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the write is waited for
             pieces.fail(error)
         finally:
-            if self._guarded is pieces:  # not if it was given up, and another was begun since
-                self._guarded = None
+            if self.guarded is pieces:  # not if it was given up, and another was begun since
+                self.guarded = None
 
     def _copy(self, piece: "_Piece", target: torch.Tensor) -> None:
         source = piece.of(self._arrays)

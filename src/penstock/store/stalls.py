@@ -43,12 +43,14 @@ class Stalls:
 
     def __init__(self, late: float = LATE) -> None:
         self._late = late
-        self._under_way: dict[int, Request] = {}
+        self.under_way: dict[int, Request] = {}
+        """requests that have not come back"""
         self._numbers = itertools.count()
         self._stalled: dict[Path, list[Request]] = {}  # the late requests of each stall
         self._closing = threading.Event()
         self._start = threading.Lock()
-        self._watcher: threading.Thread | None = None
+        self.watcher: threading.Thread | None = None
+        """the thread; None: no request has been made"""
 
     def request(self, path: Path, verb: str, nbytes: int) -> Request:
         """The context of one request: ``verb`` of ``nbytes`` on the file ``path``."""
@@ -56,28 +58,28 @@ class Stalls:
 
     def add(self, request: Request) -> int:
         """Begin to watch a request; returns what ``remove`` takes."""
-        if self._watcher is None:
+        if self.watcher is None:
             self._begin()
         key = next(self._numbers)
-        self._under_way[key] = request
+        self.under_way[key] = request
         return key
 
     def remove(self, key: int) -> None:
         """End the watch of a request that has come back."""
-        del self._under_way[key]
+        del self.under_way[key]
 
     def close(self) -> None:
         """End the watcher. No request may be under way."""
         self._closing.set()
-        if self._watcher is not None:
-            self._watcher.join()
+        if self.watcher is not None:
+            self.watcher.join()
 
     def _begin(self) -> None:
         with self._start:
-            if self._watcher is None:
+            if self.watcher is None:
                 watcher = threading.Thread(target=self._watch, name="penstock-stalls", daemon=True)
                 watcher.start()
-                self._watcher = watcher
+                self.watcher = watcher
 
     def _watch(self) -> None:
         while not self._closing.wait(self._late / 5):
@@ -86,7 +88,7 @@ class Stalls:
 
     def _look(self, now: float) -> None:
         late: dict[Path, list[Request]] = {}
-        for request in self._under_way.copy().values():  # oldest first
+        for request in self.under_way.copy().values():  # oldest first
             if now - request.began >= self._late:
                 late.setdefault(request.path, []).append(request)
         for path, requests in late.items():

@@ -95,8 +95,9 @@ class Store:
         self._advice = f"{_CHECK}, and " + (
             "repeat the step" if manifest.passing else "go on from a snapshot in another directory"
         )
-        self._files = files
-        self._commits = commits
+        self.files = files
+        """Its address space, on drives."""
+        self.commits = commits
         self._locks = tuple(locks)
         self._made = made
         self._process = os.getpid()
@@ -210,19 +211,19 @@ class Store:
     @property
     def stats(self) -> StoreStats:
         return StoreStats(
-            bytes_read=self._files.bytes_read - self._beside.bytes_read,
-            bytes_written=self._files.bytes_written - self._beside.bytes_written,
+            bytes_read=self.files.bytes_read - self._beside.bytes_read,
+            bytes_written=self.files.bytes_written - self._beside.bytes_written,
         )
 
     @property
     def written(self) -> int:
         """Bytes written in all, checksums included, by which drives wear."""
-        return self._files.bytes_written
+        return self.files.bytes_written
 
     @property
     def direct(self) -> bool:
         """True if all files are read and written past the page cache."""
-        return all(file.direct for file in self._files.files)
+        return all(file.direct for file in self.files.files)
 
     def read(self, name: str, offset: int, buffer: Buffer, slot: int = 0) -> None:
         """Fill ``buffer`` with the bytes of extent ``name`` from byte ``offset`` of ``slot``; blocks until it is full.
@@ -240,7 +241,7 @@ class Store:
 
     def _read_damage(self, extent: Extent, offset: int, view: memoryview, slot: int) -> list[str]:
         """Read, and name each run of blocks that was not written, or is not what was."""
-        self._files.read(extent.address(offset, len(view), slot), view)
+        self.files.read(extent.address(offset, len(view), slot), view)
         wanted, runs = self._digests.of(extent, slot), list[tuple[range, bool]]()
         for number, span, digest in digests.blocks_of(extent, offset, view):
             if digest != wanted[number]:
@@ -251,7 +252,7 @@ class Store:
         return [self._damaged(extent, run, slot, written=written) for run, written in runs]
 
     def _damaged(self, extent: Extent, run: range, slot: int, *, written: bool) -> str:
-        where = "; ".join(self._files.places(extent.address(run.start, len(run), slot), len(run)))
+        where = "; ".join(self.files.places(extent.address(run.start, len(run), slot), len(run)))
         place = f"in bytes {run.start} to {run.stop} of slot {slot}"
         if not written:
             return f"{where}: {extent.name} was never written {place}, or not to its end: there is nothing to read"
@@ -263,12 +264,12 @@ class Store:
         Raises:
             StoreError: the drive failed; names file, offset, bytes asked for and done. The range cannot be read then.
         """
-        assert self._commits.writable, "opened to be read alone"
+        assert self.commits.writable, "opened to be read alone"
         self._check_process()
         view, extent = byte_view(buffer), self.layout[name]
         address = extent.address(offset, len(view), slot)
-        if self._commits.doubtful:
-            self._commits.settle()
+        if self.commits.doubtful:
+            self.commits.settle()
         found = [(number, digest) for number, _, digest in digests.blocks_of(extent, offset, view)]
         if not found:
             return
@@ -277,7 +278,7 @@ class Store:
         numbers[:] = digests.UNWRITTEN  # until all of it is there
         self._written = True
         try:
-            self._files.write(address, view)
+            self.files.write(address, view)
             numbers[:] = [digest for _, digest in found]
         finally:
             self._changed = True
@@ -324,7 +325,7 @@ class Store:
     def lend(self, name: str, slot: int) -> Lent:
         """A slot as it is now: where it lies and its checksums. It must not be written while a snapshot takes it."""
         extent = self.layout[name]
-        where = self._files.stretches(extent.address(0, extent.stride, slot), extent.stride)
+        where = self.files.stretches(extent.address(0, extent.stride, slot), extent.stride)
         return Lent(grid=extent.grid, stretches=tuple(where), digests=self._digests.of(extent, slot).copy())
 
     def flush(self) -> None:
@@ -341,7 +342,7 @@ class Store:
             )
         self._written = False  # before the flush: what is written during it is not covered by it
         try:
-            self._files.flush()
+            self.files.flush()
         except BaseException as error:
             self._written = True
             if isinstance(
@@ -357,43 +358,43 @@ class Store:
             StoreError: the record could not be written; the one before still stands.
         """
         self._check_process()
-        self._commits.settle()
-        table, changed = self._commits.table, self._changed
+        self.commits.settle()
+        table, changed = self.commits.table, self._changed
         self._changed = False  # before the copy: what is written during the commit is not covered by it
         try:
             if changed:
                 table = self._write_digests()
             if self._written or self._lost is not None:
                 self.flush()
-            self._commits.append(record, table)
+            self.commits.append(record, table)
         except BaseException:
             self._changed = changed or self._changed
             raise
 
     def _write_digests(self) -> Table:
         """Write the checksums to the slot of their area that the last commit does not name."""
-        last = self._commits.table
+        last = self.commits.table
         slot, view = 0 if last is None else 1 - last.slot, byte_view(self._digests.copy())
         self._written = True
-        self._files.write(self._area.address(0, len(view), slot), view)
+        self.files.write(self._area.address(0, len(view), slot), view)
         self._beside = replace(self._beside, bytes_written=self._beside.bytes_written + len(view))
         return Table(slot=slot, digest=xxhash.xxh3_64_hexdigest(view))
 
     def _load_digests(self, table: Table) -> None:
         pages = aligned_bytes(self._area.stride)
         address, view = self._area.address(0, len(pages), table.slot), byte_view(pages)
-        self._files.read(address, view)
+        self.files.read(address, view)
         self._beside = replace(self._beside, bytes_read=len(view))
         if xxhash.xxh3_64_hexdigest(view) != table.digest:
             raise StoreError(
-                f"{'; '.join(self._files.places(address, len(view)))}: the checksums of the last commit "
-                f"({self._commits.path}) are damaged: {self._advice}"
+                f"{'; '.join(self.files.places(address, len(view)))}: the checksums of the last commit "
+                f"({self.commits.path}) are damaged: {self._advice}"
             )
         self._digests.load(pages)
 
     def last_commit(self) -> dict[str, Any] | None:
         """The newest commit record, or None if there was none."""
-        return self._commits.last
+        return self.commits.last
 
     def require_owner(self, owner: Owner | None) -> None:
         """Raises:
@@ -415,7 +416,7 @@ class Store:
         threads and locks are the parent's."""
         if not self._closed and self._process == os.getpid():
             self._closed = True
-            self._files.close()
+            self.files.close()
             for lock in self._locks:
                 lock.release()
 

@@ -60,7 +60,7 @@ class StripedFiles:
         self._threads = io_threads * len(files)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="penstock-io")
         self._lock = threading.Lock()
-        self._stalls = Stalls()
+        self.stalls = Stalls()
         self.bytes_read = 0
         self.bytes_written = 0
 
@@ -84,7 +84,7 @@ class StripedFiles:
             try:
                 while piece := _next(pieces):
                     file = self.files[piece.file]
-                    with self._stalls.request(file.path, move.__name__, piece.nbytes):
+                    with self.stalls.request(file.path, move.__name__, piece.nbytes):
                         move(file, piece.offset, view[piece.start : piece.start + piece.nbytes])
             except BaseException:
                 pieces.clear()  # the others finish what they are at, and take no more
@@ -114,12 +114,12 @@ class StripedFiles:
     def flush(self) -> None:
         """Return when everything written is on the drives themselves."""
         for file in self.files:
-            with self._stalls.request(file.path, "flush", 0):
+            with self.stalls.request(file.path, "flush", 0):
                 file.flush()
 
     def close(self) -> None:
         self._pool.shutdown()
-        self._stalls.close()
+        self.stalls.close()
         for file in self.files:
             file.close()
 

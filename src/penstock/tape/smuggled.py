@@ -99,16 +99,19 @@ class Smuggled:
         return tensor.requires_grad or storage in self._own or storage in self._views or storage in self._written
 
     def _check(self, tensor: torch.Tensor) -> None:
-        birth, shape = self._birth(tensor), tuple(tensor.shape)
         if self.found is not None or isinstance(tensor, nn.Parameter):
             return
+        birth = self._birth(tensor)
+        if birth is not None and not birth.depends:
+            return
+        shape = tuple(tensor.shape)
         if birth is None:
             segment, block = self._written.get(storage_key(tensor), (self._segment, self._block))
             if segment != self._segment and (block != self._block or block is None):
                 self.found = (
                     f"{_who(self._block)} reads a tensor of shape {shape} that {_who(block)} has written to before"
                 )
-        elif birth.segment != self._segment and birth.depends:
+        elif birth.segment != self._segment:
             if self._block is not None and storage_key(tensor) not in self._handed:
                 self.found = f"{_who(self._block)} reads a tensor of shape {shape} that is none of its arguments"
             elif self._block is None and birth.segment in self._blocks and not birth.returned:

@@ -66,8 +66,14 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
 def places(value: Any) -> dict[Place, torch.Tensor]:
     """Every distinct tensor in ``value`` under the place where it is first seen, in that order."""
     found: dict[int, tuple[Place, torch.Tensor]] = {}
-    _walk(value, (), found, set())
+    for place, tensor in _walk(value, (), lambda item: isinstance(item, torch.Tensor), set()):
+        found.setdefault(id(tensor), (place, tensor))
     return dict(found.values())
+
+
+def without_tensors(value: Any) -> dict[Place, Any]:
+    """The outermost lists and mappings in ``value`` that hold no tensor at any depth: ``replace`` hands them on."""
+    return dict(_walk(value, (), lambda item: is_mutable_container(item) and not tensors(item), set()))
 
 
 def replace(value: Any, fn: Replace, *, keep: bool = False) -> Any:
@@ -93,16 +99,17 @@ def settle(value: Any, before: Any, fn: Replace) -> Any:
     return _settle(value, before, fn, set())
 
 
-def _walk(value: Any, place: Place, found: dict[int, tuple[Place, torch.Tensor]], seen: set[int]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.setdefault(id(value), (place, value))
+def _walk(value: Any, place: Place, wanted: Callable[[Any], bool], seen: set[int]) -> Iterator[tuple[Place, Any]]:
+    """The outermost items that are ``wanted``, in order. A container is looked into once."""
+    if wanted(value):
+        yield place, value
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
-            _walk(item, (*place, index), found, seen)
+            yield from _walk(item, (*place, index), wanted, seen)
     elif (is_mutable_container(value) or is_record(value)) and id(value) not in seen:
         seen.add(id(value))
         for key, item in _entries(value):
-            _walk(item, (*place, key), found, seen)
+            yield from _walk(item, (*place, key), wanted, seen)
 
 
 def _map(value: Any, fn: Replace, memo: dict[int, Any], keep: bool) -> Any:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             formula = FLOP.get(packet_of(func))
             if formula is not None:
-                self.flops += formula(*args, **kwargs, out_val=result)
+                self.flops += _flop(formula, args, kwargs, result)
             self._behind(func, inputs, written, result)
         return result
 
@@ -156,11 +157,11 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in results:
             key = storage_key(tensor)
             if key not in old and key not in self.births:
-                self._follow(key, tensor.untyped_storage())
+                self.follow(key, tensor.untyped_storage())
         if self._on_op is not None:
             self._on_op(func, inputs, written, results)
 
-    def _follow(self, key: int, storage: torch.UntypedStorage) -> None:
+    def follow(self, key: int, storage: torch.UntypedStorage) -> None:
         nbytes = storage.nbytes()
 
         def freed(_: object) -> None:
@@ -184,14 +185,39 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [item for item in found.values() if trees.has_storage(item)]
 
 
+def _flop(formula: Callable[..., int], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """What a formula of ``FLOP`` gives. Those of torch look for shapes in arguments of any nesting, which takes longer
+    than a small op: an op's are no deeper than lists.
+    """
+    by_shapes = private.formula_of_shapes(formula)
+    if by_shapes is None:
+        return formula(*args, **kwargs, out_val=result)
+    shapes = {name: _shape(value) for name, value in kwargs.items()}
+    return by_shapes(*map(_shape, args), **shapes, out_shape=_shape(result))
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return type(value)(map(_shape, value)) if type(value) in (list, tuple) else value
+
+
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an op changes."""
+    places = _places_written(func)
+    if not places:
+        return []
+    return _tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
+
+
+@cache
+def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of the arguments that an op changes."""
     schema = schema_of(func)
     if schema is None or not schema.is_mutable or packet_of(func) is _ATEN.set_:
-        return []  # set_ points elsewhere: peft does so, with the same place, around what it adds to experts
-    values = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
+        return ()  # set_ points elsewhere: peft does so, with the same place, around what it adds to experts
+    return tuple(
+        (place, argument.name)
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return _tensors(values)
+    )

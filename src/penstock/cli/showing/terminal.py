@@ -18,24 +18,24 @@ class TerminalDisplay:
     """Redraws one screenful; what is said stays above it. Drawn by rich's thread, so time goes on during a step."""
 
     def __init__(self, out: TextIO) -> None:
-        self._console = Console(file=out, highlight=False)
+        self.console = Console(file=out, highlight=False)
         self._live: Live | None = None
         self._notice = ""
         self._step_began = 0.0
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self.console.print(text, markup=False)
 
     @contextmanager
     def working(self, text: str) -> Iterator[None]:
         start = time.perf_counter()
-        with self._console.status(text):
+        with self.console.status(text):
             yield
-        self._console.print(f"[green]✓[/] {text} [dim]{time.perf_counter() - start:.1f} s[/]")
+        self.console.print(f"[green]✓[/] {text} [dim]{time.perf_counter() - start:.1f} s[/]")
 
     def begin(self, meter: Meter) -> None:
         self._step_began = time.perf_counter()
-        self._live = Live(console=self._console, get_renderable=lambda: self._draw(meter), refresh_per_second=4)
+        self._live = Live(console=self.console, get_renderable=lambda: self._draw(meter), refresh_per_second=4)
         self._live.start()
 
     def update(self) -> None:
@@ -57,7 +57,7 @@ class TerminalDisplay:
 
     def _draw(self, meter: Meter) -> RenderableType:
         waited = time.perf_counter() - self._step_began
-        return screen(meter, self._console.width, waited=waited, notice=self._notice)
+        return screen(meter, self.console.width, waited=waited, notice=self._notice)
 
 
 class ReadingBar:

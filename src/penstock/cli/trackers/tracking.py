@@ -85,7 +85,7 @@ def start_trackers(names: Sequence[TrackerName], folder: Path, settings: Mapping
     flat = dict(flatten(settings))
     started = Trackers()
     for name in names:
-        tracker = _ADAPTERS[name]()
+        tracker = ADAPTERS[name]()
         try:
             known[name] = tracker.start(Tracked(folder=folder, settings=flat, done=done, known=known.get(name)))
         except Exception as error:
@@ -171,7 +171,7 @@ def _mlflow() -> Tracker:
     return MLflow()
 
 
-_ADAPTERS: Mapping[TrackerName, Callable[[], Tracker]] = {
+ADAPTERS: Mapping[TrackerName, Callable[[], Tracker]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "mlflow": _mlflow,

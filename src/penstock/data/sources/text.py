@@ -67,12 +67,15 @@ def in_order(files: Mapping[str, Path]) -> tuple[Path, ...]:
     return tuple(files[name] for name in sorted(files, key=lambda n: (xxhash.xxh3_64_intdigest(os.fsencode(n)), n)))
 
 
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests"}
+"""Installed packages are not the standard library; its tests are left out, as some systems ship without them."""
+
+
 def stdlib() -> tuple[Path, ...]:
     """The sources of Python's own standard library."""
     root = Path(sysconfig.get_path("stdlib"))
-    return in_order({path.relative_to(root).as_posix(): path for path in root.rglob("*.py") if _is_stdlib(path, root)})
-
-
-def _is_stdlib(path: Path, root: Path) -> bool:
-    """Installed packages are not the standard library; its tests are left out, as some systems ship without them."""
-    return not {"site-packages", "dist-packages", "test", "tests"} & set(path.relative_to(root).parts)
+    found: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = set(below) - _NOT_STDLIB  # not looked into: what is installed can be a hundred times as much
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return in_order({path.relative_to(root).as_posix(): path for path in found})

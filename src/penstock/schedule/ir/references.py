@@ -194,14 +194,10 @@ _OF_INPUT = {"A": "X", "D": "DX"}
 
 
 @lru_cache(maxsize=_CACHED)
-def group_buffer(
-    kind: str, group: int, chunk: int = -1, *, visit: VisitId | None = None, use: int = -1, micro_batch: int = -1
-) -> Buffer:
+def group_buffer(kind: str, group: int, chunk: int = -1, *, visit: VisitId | None = None, use: int = -1) -> Buffer:
     """A buffer of a group's weights, gradient or state, or of a chunk's."""
     text = f"{kind}{group}{'' if chunk < 0 else f'.{chunk}'}{'' if use < 0 else f'u{use}'}"
-    if micro_batch >= 0:
-        text = f"{text}m{micro_batch}"
     if visit is not None:
         text = f"{text}@{visit}"
     holds = HOLDS["P@" if kind == "P" and visit is not None else kind]
-    return Buffer(text, holds, kind, -1, group, chunk, micro_batch, visit, use)
+    return Buffer(text, holds, kind, -1, group, chunk, -1, visit, use)

@@ -30,7 +30,7 @@ _VISIT = r"(?:@(?:([FBEIW])([0-9]+)(?:m([0-9]+))?|sum([0-9]+)))?"
 _STAGE_OP = re.compile(r"([FBEIW]|[A-Z]{2})(\d+)m(\d+)")
 _GROUP_OP = re.compile(rf"([A-Z]{{2}})(\d+)(?:\.(\d+))?{_VISIT}")
 _STAGE_BUFFER = re.compile(r"([AaDNKCc])(\d+)m(\d+)(?:\.(\d+))?|(DX|X)m(\d+)")
-_GROUP_BUFFER = re.compile(rf"([A-Za-z])(\d+)(?:\.(\d+))?(?:u(\d+))?(?:m(\d+))?{_VISIT}")
+_GROUP_BUFFER = re.compile(rf"([A-Za-z])(\d+)(?:\.(\d+))?(?:u(\d+))?{_VISIT}")
 
 
 def parse_number(text: str) -> int:
@@ -86,16 +86,9 @@ def _known_buffer(text: str) -> Buffer | None:
         else:
             part = _number(match[4], 0)
             found = stage_buffer(match[1], parse_number(match[2]), parse_number(match[3]), part=part)
-    elif (match := _GROUP_BUFFER.fullmatch(text)) and match[1] in HOLDS and not match[9]:
-        stay = visit(match[6], parse_number(match[7]), _number(match[8])) if match[6] else None
-        found = group_buffer(
-            match[1],
-            parse_number(match[2]),
-            _number(match[3]),
-            visit=stay,
-            use=_number(match[4]),
-            micro_batch=_number(match[5]),
-        )
+    elif (match := _GROUP_BUFFER.fullmatch(text)) and match[1] in HOLDS and not match[8]:
+        stay = visit(match[5], parse_number(match[6]), _number(match[7])) if match[5] else None
+        found = group_buffer(match[1], parse_number(match[2]), _number(match[3]), visit=stay, use=_number(match[4]))
     return found if found == text else None
 
 

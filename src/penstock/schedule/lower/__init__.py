@@ -1,15 +1,22 @@
 """What is asked for, lowered to a world: every family of schedules. Nothing here imports torch.
 
-``request`` is what is asked, ``families`` the one table of names, and ``build``. Three inputs decide what a rank does:
-in which order it visits which stages (``visits``, ``orders``, ``folded``), what of weights, gradients and state is cut
-over which ranks of a ``mesh`` (``ProcessGroup``, ``Sharding``), and on which tier the rest lives (``Placement``). All
-ops are written down by ``emitter``. Two kinds of rank do so:
+``request`` is what is asked, ``families`` the one table of names, and ``build``. There is one lowering, of a program,
+a placement and a mesh to a world: each rank is a walk over its visits (``rank``).
 
-- *A rank whose groups stream between tiers* (``offload``): ``route`` is the order of visits to a program's stages,
-  ``stay`` what stays on the device between them, ``provision`` the pools that follow from it; ``build``, ``loads``,
-  ``activations`` and ``update`` emit the ops around each visit. This is what an engine runs.
-- *A rank whose layers stay on the device*, whole or in parts (``ranks``): ``layers`` writes down what it does in its
-  seat, ``stages`` says which layers it holds.
+    program     model's stages (tape), or layers of unit costs and a loss (``layers``)
+    order       ``visits``: vertical, horizontal; ``orders``, ``folded``: pipelines     -> ``route``, ``stay``
+    seat        on a ``mesh``: what is cut over which ranks, and when that is combined  -> ``seat``
+    placement   the tier of each group's weights and state                              -> ``provision``: the pools
+                     |
+                     v
+    one visit   receive, weights come  |  compute  |  checkpoints leave and come  |  what gradients complete, send
+                ``activations`` ``loads``                   ``activations``          ``update``, ``device_steps``
+
+All of them write ops down through one ``Builder`` and its ``emitter``. ``offload`` and ``ranks`` make worlds of that:
+of ranks that stream the groups of a program, which is what an engine runs, and of ranks that hold layers. They
+differ in their pools, which of what streams are known beforehand and of layers are counted (``LayerProvision``), and in
+what they can share with other ranks: anything of layers, of what streams all or nothing (``seat``).
+``puzzles`` is what only the LLM training puzzles do.
 
 May import: ``config``, ``errors``, the rest of ``schedule``.
 """

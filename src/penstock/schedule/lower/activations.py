@@ -1,12 +1,17 @@
-"""Checkpoints and their gradients: how long each lives on the device, and when it leaves and comes back.
+"""What stages put out, and the gradients with respect to it: how long each lives on the device, and how it moves.
 
-    A{k}m{m}   the outputs of stage k for micro-batch m, on the device, from its forward on
+    A{k}m{m}   the outputs of stage k for micro-batch m, on the device, from its forward on; Xm{m} the model's input
     a{k}m{m}   the same, brought back for the backward of stage k+1
     D{k}m{m}   gradients with respect to them
     C{k}m{m}   the host copy (and C{k}m{m}.1 ... where it takes several buffers); c{k}m{m} the host copy that was read
                back from disk
+    K{k}m{m}   what the forward of stage k keeps for its backward besides its input
+    C{k}m{m}   with partitioned activations: this rank's part of the input of stage k; N{k}m{m} all of it again
 
 The last block's outputs are used by the epilogue at once and never leave; nor do those of its inputs that have room.
+
+Where stages are spread over ranks, outputs and gradients are received from the rank that has the stage before, or
+after, and sent on to the next one. Whoever reads first what has come, from another rank or tier, waits for it.
 """
 
 from collections.abc import Sequence
@@ -14,42 +19,83 @@ from collections.abc import Sequence
 from penstock.schedule.ir.references import Buffer, OpId, stage_buffer, stage_op
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
-from penstock.schedule.lower.route import Visit
+from penstock.schedule.lower.route import Message, Visit
 from penstock.schedule.place import page_up
 
 
 class Activations:
-    """Knows which activations each compute op touches, and emits their way out and back."""
+    """Knows which activations each compute op touches, and emits their way out and back, or to and from a rank."""
 
     def __init__(self, builder: Builder) -> None:
         self.b = builder
         self.stages = builder.program.stages
-        self.train = builder.s.train
         self.tier = builder.s.place.checkpoints
+        self.train = builder.s.train
+        self._parted = builder.seat.model.size > 1
+        self._last_readers = ("BEW" if self.train else "FE") + ("F" if self._parted else "")
+        self._moves = self.train and self.tier != "device"
+        self._saves = "saved" in builder.provision.pools
+        self._came: dict[Buffer, OpId] = {}
+        """what has come to the device and nobody has read yet -> the op that brings it"""
 
-    def touched(self, op: Touched, visit: Visit, m: int) -> None:
-        """Add the activations of one compute op to what it touches."""
-        kind, k, last = visit.kind, visit.stage, len(self.stages) - 1
-        if kind != "B" and k < last and self.stages[k].checkpoint:
-            op.make(stage_buffer("A", k, m), "activations")
-        if k > 0 and self.stages[k - 1].checkpoint:
-            away = kind == "B" and m in self.b.provision.leaving(k - 1, visit.micro_batches)
-            taken = stage_buffer("a" if away else "A", k - 1, m)
-            op.reads.append(taken)
-            if kind != "F" or not self.train:
+    def touched(self, op: Touched, visit: Visit, m: int) -> list[OpId]:
+        """Add the activations of one compute op to what it touches; what it waits for among them."""
+        kind, k, own = visit.kind, visit.stage, self.stages[visit.stage]
+        taken = self._input(visit, m)
+        received = self.stages[k - 1].checkpoint if k else self.b.seat.inputs
+        if received:
+            if kind == "F" and not k:
+                op.make(taken, "activations")
+            else:
+                op.reads.append(taken)
+            if kind in self._last_readers:
                 op.gives.append(taken)
-        if self.train and kind != "F":
-            if k > 0 and self.stages[k - 1].gradient:
+        if kind == "F":
+            if own.checkpoint:
+                op.make(stage_buffer("A", k, m), "activations")
+            if self._saves:
+                op.make(stage_buffer("K", k, m), "saved")
+            if received and self._parted:
+                op.make(stage_buffer("C", k, m), "activation_shards")
+        elif self.train:
+            if k and kind != "W" and self.stages[k - 1].gradient:
                 op.make(stage_buffer("D", k - 1, m), "activation_gradients")
-            if k < last and self.stages[k].gradient:
-                op.use_up(stage_buffer("D", k, m))
+            if kind != "E":
+                used = [stage_buffer("D", k, m)] if own.gradient else []
+                used += [stage_buffer("K", k, m)] if self._saves else []
+                op.reads += used
+                op.gives += used if kind != "I" else []
+        if not self._came:
+            return []
+        return [self._came.pop(name) for name in (taken, stage_buffer("D", k, m)) if name in self._came]
 
-    def down(self, k: int, micro_batches: Sequence[int]) -> None:
+    def _input(self, visit: Visit, m: int) -> Buffer:
+        """The buffer in which a visit finds what the stage before it has put out."""
+        if visit.kind == "B":
+            if self._parted:
+                return stage_buffer("N", visit.stage, m)
+            if self._moves and m in self.b.provision.leaving(visit.stage - 1, visit.micro_batches):
+                return stage_buffer("a", visit.stage - 1, m)
+        return stage_buffer("A", visit.stage - 1, m)
+
+    # ---- between tiers
+
+    def around(self, index: int) -> None:
+        """Emit what follows the compute ops of a visit: the way out of the checkpoints that it was the last to use in
+        the forward, and the way back of those that the next backward reads, before the weights of the one after it."""
+        if not self._moves:
+            return
+        visit = self.b.visits[index]
+        if visit.kind == "F":
+            self._down(visit.stage - 1, visit.micro_batches)
+        if index + 1 < len(self.b.visits) and (following := self.b.visits[index + 1]).kind == "B":
+            self._up(following.stage - 1, following.micro_batches)
+
+    def _down(self, k: int, micro_batches: Sequence[int]) -> None:
         """Emit the way out of stage k's checkpoints, after stage k+1 has used them."""
-        nbytes = self.stages[k].checkpoint
         for m in self.b.provision.leaving(k, micro_batches):
             pool = "checkpoints_out" if self.tier == "disk" else self.b.provision.checkpoints_pool
-            host = self._host(k, m)
+            host, nbytes = self._host(k, m), self.stages[k].checkpoint
             down = self.b.emit(
                 stage_op("DC", k, m),
                 after=[stage_op("F", k + 1, m)],
@@ -66,13 +112,11 @@ class Activations:
         """The host buffers of a checkpoint: one, or in a pool that it shares with smaller ones, several."""
         return [stage_buffer("C", k, m, part=part) for part in range(self.b.provision.checkpoint_parts)]
 
-    def up(self, k: int, micro_batches: Sequence[int]) -> dict[int, list[OpId]]:
-        """Emit the way back of the checkpoints that the backward of stage ``k + 1`` reads; what it waits for."""
-        nbytes = self.stages[k].checkpoint
-        ready: dict[int, list[OpId]] = {}
+    def _up(self, k: int, micro_batches: Sequence[int]) -> None:
+        """Emit the way back of the checkpoints that the backward of stage ``k + 1`` reads."""
         last_stage = len(self.stages) - 1
         for m in self.b.provision.leaving(k, micro_batches):
-            host, after = self._host(k, m), [stage_op("DC", k, m)]
+            host, after, nbytes = self._host(k, m), [stage_op("DC", k, m)], self.stages[k].checkpoint
             if self.tier == "disk":
                 host = [stage_buffer("c", k, m)]
                 takes = [(host[0], "checkpoints_in")]
@@ -83,15 +127,45 @@ class Activations:
             # The pool of activations changes hands: the forward's takers are done before the first one comes back.
             after.append(stage_op("F", last_stage - 1, micro_batches[-1]))
             back = stage_buffer("a", k, m)
-            ready[m] = [
-                self.b.emit(
-                    stage_op("UC", k, m),
-                    after=after,
-                    takes=[(back, "activations")],
-                    reads=host,
-                    writes=[back],
-                    gives=host,
-                    nbytes=nbytes,
-                )
-            ]
-        return ready
+            self._came[back] = self.b.emit(
+                stage_op("UC", k, m),
+                after=after,
+                takes=[(back, "activations")],
+                reads=host,
+                writes=[back],
+                gives=host,
+                nbytes=nbytes,
+            )
+
+    # ---- between ranks
+
+    def recall(self, visit: Visit) -> None:
+        """Gather the input that a backward reads, where each rank has kept its part."""
+        if not self._parted or visit.kind != "B":
+            return
+        k, seat = visit.stage, self.b.seat
+        size = (self.stages[k - 1].checkpoint if k else seat.inputs) * seat.items
+        for m in visit.micro_batches:
+            op, gathered = Touched(), stage_buffer("N", k, m)
+            if size:
+                op.use_up(stage_buffer("C", k, m))
+                op.make(gathered, "gathered_activations")
+            after = [stage_op("F", k, m)]
+            gather = self.b.collective(stage_op("GC", k, m), seat.model, size, op, after=after, items=seat.items)
+            self._came[gathered] = gather
+
+    def cross(self, message: Message) -> None:
+        """Emit what passes between this rank and another one."""
+        ident, peer, items = message.ident, message.peer, self.b.seat.items
+        outputs, own = ident.kind in ("RA", "SA"), self.stages[ident.stage]
+        size = (own.checkpoint if outputs else own.gradient) * items
+        name = stage_buffer("A" if outputs else "D", ident.stage, ident.micro_batch)
+        names = [name] if size else []
+        if ident.lane == "recv":
+            takes = [(name, "received_activations" if outputs else "received_gradients")] if size else []
+            self._came[name] = self.b.emit(ident, takes=takes, writes=names, nbytes=size, items=items, peer=peer)
+            return
+        after = self._came.pop(name, None)  # where this rank has nothing of the stage
+        if after is None:
+            after = next(op.id for op in reversed(self.b.emitter.ops) if op.lane == "compute")
+        self.b.emit(ident, after=[after], reads=names, gives=names, nbytes=size, items=items, peer=peer)

@@ -1,7 +1,7 @@
-"""What every offload schedule is made with: ops are emitted, buffers taken from pools, compute ops put together.
+"""What all who write down one rank's ops share: its route, its seat, its pools, and what each visit touches.
 
-A family (``vertical``, ``horizontal``) decides the order of visits; ``Loads``, ``Updates`` and ``Activations`` emit
-the ops around each through one ``Builder``. The order of emission is each lane's order.
+A rank is a walk over its visits (``rank``); ``Loads``, ``Activations`` and ``Updates`` emit the ops around each through
+one ``Builder``. The order of emission is each lane's order.
 
 There is no deadlock because the step could also be done one op at a time without a buffer missing: visit by visit, and
 within what follows a visit chunk by chunk, a chunk's gradient down, added, stepped and home before the next one's comes
@@ -19,43 +19,32 @@ from collections import defaultdict
 from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer
 from penstock.schedule.lower.emitter import Emitter, Touched
-from penstock.schedule.lower.mesh import ProcessGroup
 from penstock.schedule.lower.provision import Provision
-from penstock.schedule.lower.route import Route, Visit
-from penstock.schedule.place import Chunk, Settings, chunks
+from penstock.schedule.lower.route import Visit
+from penstock.schedule.place import Chunk, chunks
 
 
-class Builder(Emitter):
-    """Emits the ops of one step on one rank, with buffers from the pools that ``Provision`` has sized."""
+class Builder:
+    """What is known of a rank, and the ``emitter`` that its ops are written down with, with buffers from the pools that
+    ``provision`` has."""
 
-    def __init__(self, route: Route, settings: Settings, shards: ProcessGroup) -> None:
-        settings.place.check(route.program, settings.form)
-        self.route = route
-        self.program = route.program
-        self.s = settings
-        self.visits = route.visits
-        self.shards = shards
-        self.provision = Provision(route, settings, shards)
-        self.stay = self.provision.stay
-        super().__init__(self.provision.pools.values())
-        assert shards.size == 1 or "device" not in (*settings.place.weights, *settings.place.state)
-        self.cuts: list[tuple[Chunk, ...]] = [chunks(group, settings.chunk) for group in route.program.groups]
+    def __init__(self, provision: Provision, emitter: Emitter) -> None:
+        self.provision = provision
+        self.seat = provision.seat
+        self.route = provision.route
+        self.program = self.route.program
+        self.s = provision.s
+        self.visits = self.route.visits
+        self.emitter = emitter
+        self.emit, self.collective = emitter.emit, emitter.collective
+        cut = self.s.chunk
+        self.cuts: list[tuple[Chunk, ...]] = [chunks(group, cut) for group in self.program.groups] if cut else []
         self.ready: dict[VisitId, list[OpId]] = defaultdict(list)
         """visit -> ops that its first compute op waits for"""
-        self._touched: dict[int, tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]]] = {}
-        """what ``_of_groups`` says of each visit, which all of its micro-batches ask"""
+        self._of_visit: tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]] = [], [], [], []
+        """what ``_of_groups`` says of the visit that is under way, which all of its micro-batches ask"""
 
     # ---- what a visit touches
-
-    def reads(self, visit: Visit) -> tuple[int, ...]:
-        return self.route.reads(visit.kind, visit.stage)
-
-    def gradients(self, visit: Visit) -> tuple[int, ...]:
-        return self.route.gradients(visit.kind, visit.stage)
-
-    def moving(self, visit: Visit) -> list[int]:
-        """Groups whose weights this visit brings to the device."""
-        return self.provision.moving(visit.kind, visit.stage)
 
     def trained_chunks(self, g: int) -> list[Chunk]:
         return [c for c in self.cuts[g] if c.trainable]
@@ -64,41 +53,45 @@ class Builder(Emitter):
 
     def weight_buffer(self, g: int, index: int) -> Buffer:
         """What visit ``index`` reads a group's weights from: it has the name of the visit that loaded them."""
-        return group_buffer("W", g, visit=self.visits[self.stay.source[g, index]].name)
+        return group_buffer("W", g, visit=self.visits[self.provision.stay.source[g, index]].name)
 
     # ---- gradients
 
     def gradient_buffer(self, g: int, visit: Visit) -> Buffer:
-        if self.s.place.state[g] == "device":
-            return group_buffer("G", g)
-        return group_buffer("G", g, visit=visit.name)
+        return group_buffer("G", g, visit=visit.name if self._is_of_visit(g) else None)
+
+    def _is_of_visit(self, g: int) -> bool:
+        """Whether each visit has a device gradient of a group of its own, or all have one."""
+        return self.s.place.state[g] != "device" or self.seat.sharding.apart
 
     def touched(self, index: int, m: int) -> Touched:
-        """What the compute op of visit ``index`` for micro-batch ``m`` reads of weights and adds to of gradients. The
+        """What the next op of visit ``index``, for micro-batch ``m``, reads of weights and adds to of gradients. The
         visit's first takes those of the gradients that it begins, its last gives the weights back that do not stay.
         """
-        visit = self.visits[index]
-        if index not in self._touched:
-            self._touched[index] = self._of_groups(index)
-        weights, gradients, fresh, done = self._touched[index]
+        of_all = self.visits[index].micro_batches
+        if m == of_all[0]:
+            self._of_visit = self._of_groups(index)
+        weights, gradients, fresh, done = self._of_visit
         return Touched(
-            takes=[*fresh] if m == visit.micro_batches[0] else [],
-            reads=[*weights, *gradients],
+            takes=[*fresh] if m == of_all[0] else [],
+            reads=weights + gradients,
             writes=[*gradients],
-            gives=[*done] if m == visit.micro_batches[-1] else [],
+            gives=[*done] if m == of_all[-1] else [],
         )
 
     def _of_groups(self, index: int) -> tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]]:
         """Weights, gradients, those of these that begin, and those of the weights that end with a visit."""
         visit = self.visits[index]
-        weights = {g: self.weight_buffer(g, index) for g in self.moving(visit)}
-        gradients = {g: self.gradient_buffer(g, visit) for g in self.gradients(visit)}
+        kind, stage = visit.kind, visit.stage
+        moved = [g for g in self.route.reads(kind, stage) if self.provision.moves(g)]
+        weights = {g: self.weight_buffer(g, index) for g in moved}
+        gradients = {g: self.gradient_buffer(g, visit) for g in self.route.gradients(kind, stage)}
         fresh = [
             (name, self.provision.gradients_pool[g])
             for g, name in gradients.items()
-            if self.s.place.state[g] != "device" or self.route.gradient_visits[g][0] == index
+            if self._is_of_visit(g) or self.route.gradient_visits[g][0] == index
         ]
-        done = [name for g, name in weights.items() if (g, index) in self.stay.gives]
+        done = [name for g, name in weights.items() if (g, index) in self.provision.stay.gives]
         return list(weights.values()), list(gradients.values()), fresh, done
 
     def speculates(self) -> bool:

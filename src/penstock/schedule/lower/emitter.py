@@ -29,10 +29,6 @@ class Touched:
         self.takes.append((name, pool))
         self.writes.append(name)
 
-    def add_to(self, name: Buffer) -> None:
-        self.reads.append(name)
-        self.writes.append(name)
-
     def use_up(self, name: Buffer) -> None:
         self.reads.append(name)
         self.gives.append(name)
@@ -75,15 +71,15 @@ class Emitter:
         group: str = "",
     ) -> OpId:
         """Write an op down; returns its id."""
-        sizes, held = self._size_of, self._taken
-        taken = tuple([take for take in takes if self._take(*take, ident.lane)])
-        read = tuple([name for name in reads if sizes[held[name][0]]])
-        written = tuple([name for name in writes if sizes[held[name][0]]])
-        given = tuple([name for name in gives if self._give(name, ident.lane)])
+        sizes, held, lane = self._size_of, self._taken, ident.lane
+        taken = tuple([take for take in takes if self._take(*take, lane)]) if takes else ()
+        read = tuple([name for name in reads if sizes[held[name][0]]]) if reads else ()
+        written = tuple([name for name in writes if sizes[held[name][0]]]) if writes else ()
+        given = tuple([name for name in gives if self._give(name, lane)]) if gives else ()
         self.ops.append(
             Op(
                 id=ident,
-                after=tuple(dict.fromkeys(after)),
+                after=tuple(dict.fromkeys(after)) if after else (),
                 takes=taken,
                 reads=read,
                 writes=written,
@@ -95,12 +91,6 @@ class Emitter:
             )
         )
         return ident
-
-    def compute(self, ident: OpId, op: Touched, *, after: Iterable[OpId] = (), items: int = 1) -> OpId:
-        """Write down an op that computes; returns its id."""
-        return self.emit(
-            ident, after=after, takes=op.takes, reads=op.reads, writes=op.writes, gives=op.gives, items=items
-        )
 
     def collective(
         self, ident: OpId, group: ProcessGroup, amount: int, op: Touched, *, after: Iterable[OpId] = (), items: int = 1
@@ -126,7 +116,7 @@ class Emitter:
 
     def has_room(self, pool: str) -> bool:
         """Whether a buffer is left where all ops so far have run, in the order of emission."""
-        return self.held[pool] < self.pools[pool].count
+        return self._lookahead is not None or self.held[pool] < self.pools[pool].count
 
     def _take(self, name: Buffer, pool: str, lane: Lane | None) -> bool:
         assert name not in self._taken, name

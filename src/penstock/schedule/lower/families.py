@@ -11,11 +11,12 @@ from penstock.errors import ConfigError
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower import folded, orders
-from penstock.schedule.lower.layers import Sharding
 from penstock.schedule.lower.offload import Streaming, lower_program
 from penstock.schedule.lower.orders import Order
+from penstock.schedule.lower.puzzles import NONE, Habits
 from penstock.schedule.lower.ranks import grid, pipeline, replicated
 from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.seat import FULLY, Sharding
 from penstock.schedule.lower.stages import spread
 
 LAYER_OPTIONS = ("virtual_stages", "gather_group", "fused", "partition_activations", "buffer_size")
@@ -82,17 +83,18 @@ def _check_numbers(request: Request) -> None:
             raise ConfigError(f"{request.family}: sizes.{item.name}={size} must be at least 0")
 
 
-def _sharded(summary: str, sharding: Sharding) -> Family:
+_WHOLE, _APART = Sharding(), Sharding(apart=True)
+_FLUSH = Habits(flush="backward")
+
+
+def _sharded(summary: str, sharding: Sharding, habits: Habits = NONE) -> Family:
     options = frozenset({"partition_activations", "buffer_size"})
-    return Family(summary=summary, lower=lambda request: replicated(request, sharding), options=options)
+    return Family(summary=summary, lower=lambda request: replicated(request, sharding, habits), options=options)
 
 
-_AT_ONCE, _AT_THE_END = Sharding(), Sharding(flush="backward")
-
-
-def _pipeline(summary: str, order: Order, sharding: Sharding = _AT_ONCE) -> Family:
+def _pipeline(summary: str, order: Order, sharding: Sharding = _WHOLE, habits: Habits = NONE) -> Family:
     """One stage to a rank."""
-    return Family(summary=summary, lower=lambda request: pipeline(request, spread(request, 1), order, sharding))
+    return Family(summary=summary, lower=lambda request: pipeline(request, spread(request, 1), order, sharding, habits))
 
 
 def _looped(summary: str, order: Order, *, in_rounds: bool) -> Family:
@@ -104,13 +106,13 @@ def _looped(summary: str, order: Order, *, in_rounds: bool) -> Family:
                 f"{request.family} goes {request.ranks} micro-batches (one for each rank) at a time, and "
                 f"{request.micro_batches} is no multiple of that: ask for a multiple of {request.ranks}"
             )
-        return pipeline(request, spread(request, request.virtual_stages or 2), order, _AT_ONCE)
+        return pipeline(request, spread(request, request.virtual_stages or 2), order, _WHOLE)
 
     return Family(summary=summary, lower=lower, options=frozenset({"virtual_stages"}))
 
 
 def _all_at_once(request: Request) -> World:
-    return pipeline(request, spread(request, 1), orders.gpipe, _AT_THE_END, at_once=True)
+    return pipeline(request, spread(request, 1), orders.gpipe, _APART, _FLUSH, at_once=True)
 
 
 def _zero_bubble(request: Request) -> World:
@@ -118,8 +120,8 @@ def _zero_bubble(request: Request) -> World:
     if virtual > 2:
         raise ConfigError(f"zero-bubble has 1 virtual stage (H1) or 2 (V) to a rank, not {virtual}")
     if virtual == 1:
-        return pipeline(request, spread(request, 1), orders.zero_bubble_h1, _AT_ONCE)
-    return pipeline(request, spread(request, 2, folded=True), folded.zero_bubble_v, _AT_ONCE)
+        return pipeline(request, spread(request, 1), orders.zero_bubble_h1, _WHOLE)
+    return pipeline(request, spread(request, 2, folded=True), folded.zero_bubble_v, _WHOLE)
 
 
 def _dualpipe_v(request: Request) -> World:
@@ -130,11 +132,7 @@ def _dualpipe_v(request: Request) -> World:
             f"dualpipe-v with {request.ranks} ranks needs at least {2 * request.ranks} micro-batches (two for each "
             f"rank), and got {request.micro_batches}"
         )
-    return pipeline(request, spread(request, 2, folded=True), folded.dualpipe_v, _AT_ONCE)
-
-
-_WHOLE = Sharding(weights=True, state=True, reduce="scatter-early", late="all")
-_GRID = Sharding(weights=True, state=True, reduce="scatter-early", late="weights", flush="step")
+    return pipeline(request, spread(request, 2, folded=True), folded.dualpipe_v, _WHOLE)
 
 
 def _streamed(summary: str, streaming: Streaming, *options: str, one_rank: bool = False) -> Family:
@@ -152,25 +150,28 @@ _TIERS = ("weights", "state", "checkpoints", "gradients")
 FAMILIES: dict[str, Family] = {
     "single": Family(
         summary="one rank, all micro-batches at once; the step after the backward, or fused into it",
-        lower=lambda request: replicated(request, _AT_ONCE),
+        lower=lambda request: replicated(request, _WHOLE),
         options=frozenset({"fused"}),
         one_rank=True,
     ),
     "grad-accumulation": Family(
         summary="one rank, one micro-batch after the other, gradients summed",
-        lower=lambda request: replicated(request, _AT_ONCE, one_by_one=True),
+        lower=lambda request: replicated(request, _WHOLE, one_by_one=True),
         one_rank=True,
     ),
-    "ddp": _sharded("every rank holds the model; gradients are all-reduced", Sharding(reduce="all", flush="step")),
+    "ddp": _sharded(
+        "every rank holds the model; gradients are all-reduced", Sharding(reduce="all"), Habits(flush="step")
+    ),
     "weight-sharded": _sharded(
         "weights and state are sharded, and weights gathered for each use; gradients are all-reduced",
-        Sharding(weights=True, state=True, reduce="all", flush="step"),
+        Sharding(weights=True, state=True, reduce="all"),
+        Habits(flush="step"),
     ),
     "zero1": _sharded("ZeRO-1: the optimizer's state is sharded", Sharding(state=True, reduce="scatter-late")),
     "zero2": _sharded("ZeRO-2: state and gradients are sharded", Sharding(state=True, reduce="scatter-early")),
-    "fsdp": _sharded("ZeRO-3: state, gradients and weights are sharded", _WHOLE),
+    "fsdp": _sharded("ZeRO-3: state, gradients and weights are sharded", FULLY, Habits(late="all")),
     "pipeline": Family(summary="a stage to a rank, all micro-batches at once", lower=_all_at_once),
-    "gpipe": _pipeline("a stage to a rank: all forwards, then all backwards", orders.gpipe, _AT_THE_END),
+    "gpipe": _pipeline("a stage to a rank: all forwards, then all backwards", orders.gpipe, _APART, _FLUSH),
     "1f1b": _pipeline("one forward, one backward in turn: fewer micro-batches in flight", orders.one_f_one_b),
     "interleaved-1f1b": _looped(
         "1F1B with several stages to a rank: a smaller bubble", orders.interleaved, in_rounds=True
@@ -193,7 +194,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "pipeline-fsdp": Family(
         summary="pipelines beside each other, with sharded weights, gradients and state",
-        lower=lambda request: grid(request, _GRID),
+        lower=lambda request: grid(request, FULLY, Habits(late="weights", flush="step")),
         options=frozenset({"gather_group"}),
     ),
     "horizontal": _streamed(

@@ -28,7 +28,6 @@ from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
 from penstock.schedule.lower.route import Visit
 from penstock.schedule.lower.update import Updates
-from penstock.schedule.place import Chunk
 
 
 class Loads:
@@ -37,20 +36,24 @@ class Loads:
     def __init__(self, builder: Builder, updates: Updates) -> None:
         self.b = builder
         self.updates = updates
-        stay = builder.stay
+        known, route = builder.provision, builder.route
+        loaded = {g for g in route.readers if known.moves(g) or known.delayed.get(g)}
         self._order = [
-            (i, g) for i, visit in enumerate(builder.visits) for g in builder.reads(visit) if stay.source[g, i] == i
+            (i, g)
+            for i, visit in enumerate(builder.visits if loaded else ())
+            for g in route.reads(visit.kind, visit.stage)
+            if g in loaded and (known.stay.source[g, i] == i if known.moves(g) else route.readers[g][0] == i)
         ]
-        """(visit, group that it has to load) in the order of the loads"""
+        """(visit, group that it has to load, or only to step before) in the order of the loads"""
         self._next = 0
 
     def until(self, index: int) -> None:
-        """Emit the loads of all visits up to and including ``index``, which comes next: there is room for them."""
-        while self._next < len(self._order) and self._order[self._next][0] <= index:
-            visit, g = self._order[self._next]
-            assert self._has_room(visit, g), f"no buffer for group {g} at {self.b.visits[visit].name}"
-            self._load(visit, g)
-            self._next += 1
+        """Emit the loads of all visits up to and including ``index``, which comes next, and as many after them as the
+        seat looks ahead: there is room for them."""
+        lookahead = self.b.seat.lookahead
+        while self._next < len(self._order) and self._order[max(self._next - lookahead, 0)][0] <= index:
+            assert self._has_room(), f"no buffer for a group of {self.b.visits[index].name}"
+            self._load()
 
     def ahead(self, index: int) -> None:
         """Emit the loads of visits up to and including ``index``, as long as each finds a buffer if no lane runs ahead.
@@ -58,83 +61,62 @@ class Loads:
         A load that would have to wait for a later visit to give one back would hold up what comes after it in its
         lane, and with that the very visit that it waits for.
         """
-        while self._next < len(self._order):
-            visit, g = self._order[self._next]
-            if visit > index or not self._has_room(visit, g):
-                return
-            self._load(visit, g)
-            self._next += 1
+        while self._next < len(self._order) and self._order[self._next][0] <= index and self._has_room():
+            self._load()
 
-    def _has_room(self, index: int, g: int) -> bool:
-        moves = g in self.b.moving(self.b.visits[index])
-        return not moves or self.b.has_room(self.b.provision.weights_pool[g])
+    def _has_room(self) -> bool:
+        """Whether the next load finds a buffer."""
+        _, g = self._order[self._next]
+        return not self.b.provision.moves(g) or self.b.emitter.has_room(self.b.provision.weights_pool[g])
 
-    def _load(self, index: int, g: int) -> None:
+    def _load(self) -> None:
+        """Emit the next load."""
+        index, g = self._order[self._next]
+        self._next += 1
         b, visit = self.b, self.b.visits[index]
-        late = b.provision.delayed.get(g, frozenset())
-        first = b.route.readers[g][0] == index
-        if g in b.moving(visit):
-            b.ready[visit.name].append(self._group(g, index, late, first=first))
-        elif first and late:
-            for c in b.trained_chunks(g):
-                if c.index in late:
-                    done, _ = self.updates.step_delayed(g, c)
-                    last = self.updates.home_delayed(g, c, [done])
-            b.ready[visit.name].append(last)
+        late = b.provision.delayed.get(g, frozenset()) if b.route.readers[g][0] == index else frozenset()
+        if b.provision.moves(g):
+            b.ready[visit.name].append(self._group(g, index, late))
+            return
+        for c in b.trained_chunks(g):
+            if c.index in late:
+                done, _ = self.updates.step_delayed(g, c)
+                last = self.updates.home_delayed(g, c, [done])
+        b.ready[visit.name].append(last)
 
-    def _group(self, g: int, index: int, late: frozenset[int], *, first: bool) -> OpId:
-        """Emit the loads of one group; what a visit that reads it waits for."""
-        visit = self.b.visits[index]
-        whole = self.b.weight_buffer(g, index), self.b.provision.weights_pool[g]
-        into = whole if self.b.shards.size == 1 else (group_buffer("P", g, visit=visit.name), "weight_parts")
-        for c in self.b.cuts[g]:
-            takes = [into] if c is self.b.cuts[g][0] else []
-            if first and c.index in late:
-                done, new = self.updates.step_delayed(g, c)
-                last = self._up(g, c, visit, after=[done], takes=takes, into=into[0], reads=new, gives=[])
-                self.updates.home_delayed(g, c, [done, last] if new else [done])
-            elif self.b.s.place.weights[g] == "disk":
-                staged = group_buffer("i", g, c.index, visit=visit.name)
-                read = self._read(g, c, visit, staged)
-                last = self._up(g, c, visit, after=[read], takes=takes, into=into[0], reads=[staged], gives=[staged])
-            else:
-                last = self._up(g, c, visit, after=[], takes=takes, into=into[0], reads=[], gives=[])
-        if into != whole:
-            op, shards = Touched(), self.b.shards
-            op.use_up(into[0])
-            op.make(*whole)
-            amount = shards.size * self.b.program.groups[g].numel * self.b.s.form.weight_bytes
-            last = self.b.collective(group_op("GW", g, visit=visit.name), shards, amount, op, after=[last])
-        return last
+    def _group(self, g: int, index: int, late: frozenset[int]) -> OpId:
+        """Emit the loads of one group, after the steps of its ``late`` chunks; what a visit that reads it waits for."""
+        b, visit, cut = self.b, self.b.visits[index], self.b.seat.sharding.weights
+        whole, home = (b.weight_buffer(g, index), b.provision.weights_pool[g]), b.s.place.weights[g]
+        if home == "device":  # this rank's part is there
+            return self._gather(g, visit, whole, part=[], after=[])
+        into = (group_buffer("P", g, visit=visit.name), "weight_parts") if cut else whole
+        takes = [into]
+        for c in b.cuts[g]:
+            after: list[OpId] = []
+            reads: list[Buffer] = []
+            gives: list[Buffer] = []
+            nbytes = c.numel * b.s.form.weight_bytes
+            if c.index in late:
+                done, reads = self.updates.step_delayed(g, c)
+                after = [done]
+            elif home == "disk":
+                reads = gives = [group_buffer("i", g, c.index, visit=visit.name)]
+                written = [op] if (op := self.updates.written.get((g, c.index))) else []
+                read, staged = group_op("RW", g, c.index, visit=visit.name), [(reads[0], "stage_in")]
+                after = [b.emit(read, after=written, takes=staged, writes=reads, nbytes=nbytes)]
+            up = group_op("UW", g, c.index, visit=visit.name)
+            last = b.emit(up, after=after, takes=takes, reads=reads, writes=[into[0]], gives=gives, nbytes=nbytes)
+            takes = []
+            if c.index in late:
+                self.updates.home_delayed(g, c, [*after, last] if reads else after)
+        return self._gather(g, visit, whole, part=[into[0]], after=[last]) if cut else last
 
-    def _read(self, g: int, c: Chunk, visit: Visit, staged: Buffer) -> OpId:
-        written = self.updates.written.get((g, c.index))
-        return self.b.emit(
-            group_op("RW", g, c.index, visit=visit.name),
-            after=[written] if written else [],
-            takes=[(staged, "stage_in")],
-            writes=[staged],
-            nbytes=c.numel * self.b.s.form.weight_bytes,
-        )
-
-    def _up(
-        self,
-        g: int,
-        c: Chunk,
-        visit: Visit,
-        *,
-        after: list[OpId],
-        takes: list[Take],
-        into: Buffer,
-        reads: list[Buffer],
-        gives: list[Buffer],
-    ) -> OpId:
-        return self.b.emit(
-            group_op("UW", g, c.index, visit=visit.name),
-            after=after,
-            takes=takes,
-            reads=reads,
-            writes=[into],
-            gives=gives,
-            nbytes=c.numel * self.b.s.form.weight_bytes,
-        )
+    def _gather(self, g: int, visit: Visit, whole: Take, *, part: list[Buffer], after: list[OpId]) -> OpId:
+        """Emit the gather of a group's weights from all ranks' parts."""
+        op = Touched(reads=[*part], gives=[*part])
+        op.make(*whole)
+        if not visit.micro_batches:  # only the others use it
+            op.gives.append(whole[0])
+        ident, amount = group_op("GW", g, visit=visit.name), self.b.provision.whole_weights(g)
+        return self.b.collective(ident, self.b.seat.shards, amount, op, after=after)

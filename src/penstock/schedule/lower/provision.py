@@ -20,8 +20,9 @@ from typing import Literal
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Pool
-from penstock.schedule.lower.mesh import ALONE, ProcessGroup
 from penstock.schedule.lower.route import Route
+from penstock.schedule.lower.seat import ONE_RANK, Seat, not_streamed
+from penstock.schedule.lower.stay import Stay
 from penstock.schedule.place import (
     BF16,
     FP32,
@@ -33,6 +34,9 @@ from penstock.schedule.place import (
     page_up,
 )
 from penstock.schedule.program import Program
+
+Fixed = tuple[tuple[Tier, str, int], ...]
+"""(tier, what, bytes) that a step holds all the time besides its pools."""
 
 
 def size_classes(sizes: Iterable[int]) -> list[int]:
@@ -57,8 +61,8 @@ def fixed_bytes(
     *,
     inputs: int = 0,
     step_temporaries: int = 0,
-) -> tuple[tuple[Tier, str, int], ...]:
-    """(tier, what, bytes) that a step holds all the time besides its pools.
+) -> Fixed:
+    """What a step holds all the time besides its pools.
 
     ``at_once``: micro-batches that are under way at the same time. ``inputs``: bytes of all micro-batches on the
     device. ``step_temporaries``: bytes that the optimizer needs there besides the state, if any state is there.
@@ -101,15 +105,14 @@ class Provision:
 
     ``delayed``: streamed group -> indices of its chunks that step in the next step's forward; empty without a delay.
     ``checkpoints_pool`` and ``held_pool``: where checkpoints on the host, and gradients that wait, come from.
-    ``checkpoint_parts``: buffers that a checkpoint on the host takes. ``shards``: the ranks of which each has such a
-    program, with its parts of the groups; on the device the whole of a group is put together for a visit.
+    ``checkpoint_parts``: buffers that a checkpoint on the host takes. Where the ``seat`` shares groups with other ranks
+    the program has this rank's parts of them, and on the device the whole of a group is put together for a visit.
     """
 
-    def __init__(self, route: Route, settings: Settings, shards: ProcessGroup = ALONE) -> None:
+    def __init__(self, route: Route, settings: Settings, seat: Seat = ONE_RANK) -> None:
         self.route = route
         self.s = settings
-        self.shards = shards
-        self.stay = route.stay(settings.depths.weights)
+        self.seat = seat
         self._groups = route.program.groups
         self._held_counts: dict[tuple[int, int], int] = {}
         self.weights_pool: dict[int, str] = {}
@@ -117,17 +120,29 @@ class Provision:
         self.delayed = self._delayed()
         self._narrow = narrow_groups(route, settings)
         self.checkpoints_pool, self.held_pool, self.checkpoint_parts = "checkpoints", "gradients_held", 1
-        shared = self._share()
+        self.gradient_parts_pool = "gradient_parts"
         self.pools: dict[str, Pool] = {}
-        for pool in (*self._weights(), *self._gradients(), *self._activations(), *self._staging(), *shared):
+        for pool in self._all():
             assert pool.name not in self.pools
             self.pools[pool.name] = pool
 
     # ---- what the pools follow from
 
-    def moving(self, kind: str, stage: int) -> list[int]:
-        """Groups whose weights a visit brings to the device."""
-        return [g for g in self.route.reads(kind, stage) if self.s.place.weights[g] != "device"]
+    @cached_property
+    def stay(self) -> Stay:
+        return self.route.stay(self.s.depths.weights)
+
+    def whole_weights(self, g: int) -> int:
+        """Bytes of a group's weights, put together from the parts of all ranks."""
+        return self.seat.shards.size * self._groups[g].numel * self.s.form.weight_bytes
+
+    def whole_gradient(self, g: int) -> int:
+        """Bytes of a group's gradient on the device, before each rank has its part of the sum."""
+        return self.seat.shards.size * self._groups[g].trainable * FP32
+
+    def moves(self, g: int) -> bool:
+        """Whether a group's weights are brought to the device, or put together there, for each visit."""
+        return self.s.place.weights[g] != "device"
 
     def streamed(self) -> Iterator[int]:
         """Trainable groups that step in host memory: their gradients go down."""
@@ -234,15 +249,22 @@ class Provision:
 
     def leaving(self, stage: int, micro_batches: Sequence[int]) -> Sequence[int]:
         """Those micro-batches, of all under way, whose checkpoint of a stage is moved off the device."""
-        away = self.s.train and self.s.place.checkpoints != "device"
-        return micro_batches[: self.stay.leaving(stage, self.s.depths.inputs) * away]
+        if not self.s.train or self.s.place.checkpoints == "device":
+            return ()
+        return micro_batches[: self.stay.leaving(stage, self.s.depths.inputs)]
 
     # ---- the pools
+
+    def _all(self) -> Iterable[Pool]:
+        refused = "" if self.seat is ONE_RANK else not_streamed(self.seat, self.s.place)
+        assert not refused, refused
+        shared = self._share()
+        return (*self._weights(), *self._gradients(), *self._activations(), *self._staging(), *shared)
 
     def _weights(self) -> Iterator[Pool]:
         needed = _moved(self.route, self.s.place.weights)
         part = {g: self._groups[g].numel * self.s.form.weight_bytes for g in needed}
-        sizes = tuple((g, n * self.shards.size) for g, n in part.items())
+        sizes = tuple((g, self.whole_weights(g)) for g in part)
         for pool, members in _by_class(self.route, "weights", sizes, self.s.depths.weights):
             self.weights_pool |= dict.fromkeys(members, pool.name)
             yield pool
@@ -251,11 +273,11 @@ class Provision:
     def _gradients(self) -> Iterator[Pool]:
         """Shared by size class; a group that steps on the device has a buffer of its own."""
         part = {g: self._groups[g].trainable * FP32 for g in self.streamed()}
-        sizes = tuple((g, n * self.shards.size) for g, n in part.items())
+        sizes = tuple((g, self.whole_gradient(g)) for g in part)
         for pool, members in _by_class(self.route, "gradients", sizes, self.s.depths.gradients):
             self.gradients_pool |= dict.fromkeys(members, pool.name)
             yield pool
-        yield from self._of_parts("gradient_parts", part)
+        yield from self._of_parts(self.gradient_parts_pool, part)
         for g in sorted(self.route.gradient_visits.keys() - part.keys()):
             assert len(self.route.uses[g]) == 1, "a tied group cannot keep its state on the device"
             name = self.gradients_pool[g] = f"gradients.of{g}"
@@ -263,7 +285,7 @@ class Provision:
 
     def _of_parts(self, name: str, sizes: Mapping[int, int]) -> Iterator[Pool]:
         """Device buffers for parts of groups on their way to or from the whole: one moves while one is filled."""
-        if self.shards.size > 1 and sizes:
+        if self.seat.shards.size > 1 and sizes:
             yield Pool(name=name, tier="device", size=max(sizes.values()), count=2)
 
     def _activations(self) -> Iterator[Pool]:
@@ -313,7 +335,7 @@ class Provision:
         place, form, route = self.s.place, self.s.form, self.route
         streamed = list(self.streamed())
         uses = [(g, use) for g in streamed for use in range(len(route.uses[g]))]
-        on_disk = any(self._from_disk(g) for visit in route.times for g in self.moving(*visit))
+        on_disk = any(self._from_disk(g) for g in route.readers)
         out = any(
             (g, route.uses[g][use]) in route.summed or self.held_count(g, use) < self.trained_count(g)
             for g, use in uses

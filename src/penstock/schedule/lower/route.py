@@ -5,8 +5,9 @@ decides: one route serves every placement that a planner tries.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from penstock.schedule.ir.references import OpId, VisitId, stage_op
 from penstock.schedule.lower.stay import Stay
@@ -15,14 +16,16 @@ from penstock.schedule.program import Program
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """One stay of a stage's weights on the device: its compute ops, in order, on the given micro-batches."""
+    """One stay of a stage's weights on the device: its compute ops, in order, on the given micro-batches. Without any,
+    other ranks compute the stage, and this one has a part of its weights and gradients: it joins their collectives.
+    """
 
     name: VisitId
     micro_batches: tuple[int, ...]
 
     @property
     def kind(self) -> str:
-        """F, E or B"""
+        """F, E, B, or where that is split I and W"""
         return self.name.kind
 
     @property
@@ -33,8 +36,17 @@ class Visit:
         return [stage_op(self.kind, self.stage, m) for m in self.micro_batches]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """What passes between two stages of which ``peer``, another rank, has one: the op that receives or sends the output
+    of a stage, or the gradient with respect to it."""
+
+    ident: OpId
+    peer: int
+
+
 class Route:
-    """The visits of one step in order.
+    """The walk of one step, its visits and between them messages, in order; and the visits in order.
 
     | attribute | meaning |
     |---|---|
@@ -49,33 +61,37 @@ class Route:
     | ``summed`` | (group, stage) whose gradient is made in more than one visit, so that parts are summed on the host |
     """
 
-    def __init__(self, program: Program, visits: Sequence[Visit], *, train: bool) -> None:
+    def __init__(self, program: Program, walk: Sequence[Visit | Message], *, train: bool) -> None:
         self.program = program
-        self.visits = tuple(visits)
+        self.walk = walk
+        self.visits = tuple([step for step in walk if isinstance(step, Visit)])
         self.train = train
-        self.at_once = len(self.visits[0].micro_batches)
-        self.times = Counter((visit.kind, visit.stage) for visit in self.visits)
+        self.at_once = len(self.visits[0].micro_batches) if self.visits else 0
         self._reads: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._trained: dict[tuple[str, int], tuple[int, ...]] = {}
         self._stays: dict[int, Stay] = {}
         self.last_visit: dict[int, int] = {}
         self.readers: dict[int, list[int]] = defaultdict(list)
         self.gradient_visits: dict[int, list[int]] = defaultdict(list)
         self.last_made: dict[tuple[int, int], int] = {}
         for i, visit in enumerate(self.visits):
-            gradients = self.gradients(visit.kind, visit.stage)
-            reads = self.reads(visit.kind, visit.stage)
-            for g in (*reads, *gradients):
+            kind, stage = visit.kind, visit.stage
+            for g in self.reads(kind, stage):
                 self.last_visit[g] = i
-            for g in reads:
                 self.readers[g].append(i)
-            for g in gradients:
+            for g in self.gradients(kind, stage):
+                self.last_visit[g] = i
                 self.gradient_visits[g].append(i)
-                self.last_made[g, visit.stage] = i
+                self.last_made[g, stage] = i
         makers = {g: [self.visits[i].stage for i in indices] for g, indices in self.gradient_visits.items()}
         self.uses = {g: tuple(dict.fromkeys(stages)) for g, stages in makers.items()}
         self.whole = frozenset(g for g, indices in self.gradient_visits.items() if len(indices) == 1)
         made = Counter((g, stage) for g, stages in makers.items() for stage in stages)
         self.summed = {key for key, visits in made.items() if visits > 1}
+
+    @cached_property
+    def times(self) -> Counter[tuple[str, int]]:
+        return Counter((visit.kind, visit.stage) for visit in self.visits)
 
     def stay(self, depth: int) -> Stay:
         """What stays on the device between visits, with pools of weights ``depth`` buffers deep."""
@@ -93,12 +109,24 @@ class Route:
         """Groups whose weights a visit needs on the device: those of no elements have none."""
         if (kind, stage) not in self._reads:
             facts, groups = self.program.stages[stage], self.program.groups
-            found = facts.backward_reads if kind == "B" else facts.forward_reads
-            if kind == "E":
-                found = tuple(sorted({*found, *(facts.backward_reads if self.train else ())}))
+            found: Iterable[int] = ()
+            match kind:
+                case "F":
+                    found = facts.forward_reads
+                case "B" | "I":
+                    found = facts.backward_reads
+                case "E":
+                    found = sorted({*facts.forward_reads, *(facts.backward_reads if self.train else ())})
             self._reads[kind, stage] = tuple(g for g in found if groups[g].numel)
         return self._reads[kind, stage]
 
+    def trained(self, kind: str, stage: int) -> tuple[int, ...]:
+        """Groups that a visit reads or makes gradients for and that are trained, in ascending order."""
+        if (kind, stage) not in self._trained:
+            met = {*self.reads(kind, stage), *self.gradients(kind, stage)}
+            self._trained[kind, stage] = tuple(sorted(met & self.gradient_visits.keys()))
+        return self._trained[kind, stage]
+
     def gradients(self, kind: str, stage: int) -> tuple[int, ...]:
         """Groups that a visit makes gradients for."""
-        return self.program.stages[stage].gradients if self.train and kind in "BE" else ()
+        return self.program.stages[stage].gradients if self.train and kind in "BEW" else ()

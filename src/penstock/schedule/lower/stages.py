@@ -36,10 +36,13 @@ class Stages:
         place = self.ranks - 1 - rank if self.folded and chunk % 2 else rank
         return chunk * self.ranks + place
 
+    def of(self, rank: int) -> list[int]:
+        """Stages of a rank, in the order of the forward."""
+        return [self.stage(rank, chunk) for chunk in range(self.per_rank)]
+
     def held(self, rank: int) -> list[int]:
         """Layers of a rank."""
-        stages = [self.stage(rank, chunk) for chunk in range(self.per_rank)]
-        return [layer for s in stages for layer in range(self.firsts[s], self.firsts[s + 1])]
+        return [layer for s in self.of(rank) for layer in range(self.firsts[s], self.firsts[s + 1])]
 
 
 def spread(request: Request, per_rank: int, *, folded: bool = False) -> Stages:

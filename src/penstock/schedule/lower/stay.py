@@ -48,7 +48,7 @@ class Stay:
         at_once: int,
         depth: int,
     ) -> None:
-        """``at_once``: micro-batches under way."""
+        """``at_once``: micro-batches under way. ``depth`` 0: nothing stays."""
         self._program = program
         self._reads = reads
         self._at_once = at_once
@@ -74,7 +74,7 @@ class Stay:
         for g in sorted(readers, key=lambda g: (-self._program.groups[g].numel, g)):
             for i, j in pairwise(readers[g]):
                 between = reading[place[i] + 1 : place[j]]
-                if not between:
+                if not between and self._depth:
                     kept.add((g, i))
                 elif len(between) == 1 and self._depth > 1:
                     through.setdefault(between[0], (g, i))

@@ -24,6 +24,7 @@ since that overwrites what the commit before names.
 from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, single_op
 from penstock.schedule.lower.build import Builder
+from penstock.schedule.lower.device_steps import DeviceSteps
 from penstock.schedule.lower.emitter import Touched
 from penstock.schedule.place import FP32, Chunk
 
@@ -36,6 +37,7 @@ class Updates:
     def __init__(self, builder: Builder) -> None:
         self.b = builder
         self.s = builder.s
+        self.device = DeviceSteps(builder)
         self._normed: list[OpId] = []
         self._norm: OpId | None = None  # op after which the global norm is known
         self._waited_for = any(self.s.waits(g) for g in self.b.route.gradient_visits)
@@ -54,24 +56,29 @@ class Updates:
         held = self.b.provision.held(g, use, waits=self.s.waits(g) or c.index in self._delayed(g))
         return name, self.b.provision.held_pool if held else "gradients_out"
 
+    def _waits(self, g: int) -> bool:
+        """Whether a group's step comes after all visits."""
+        return self.b.seat.steps != "within" or self.s.waits(g)
+
     def gradients_down(self, index: int) -> None:
         """Emit what follows the compute ops of visit ``index``: gradients to the host, and what they complete."""
         visit = self.b.visits[index]
-        last_op = visit.ops()[-1]
-        for g in self.b.gradients(visit):
+        for g in self.b.route.gradients(visit.kind, visit.stage):
             if self.s.place.state[g] != "device":
-                self._group_down(g, index, last_op)
+                self._group_down(g, index, visit.ops()[-1])
         route = self.b.route
-        for g in sorted({*self.b.gradients(visit), *self.b.reads(visit)} & route.gradient_visits.keys()):
+        for g in route.trained(visit.kind, visit.stage):
             completed = route.gradient_visits[g][-1] == index
-            stepped = route.last_visit[g] == index and not self.s.waits(g)
-            if self.s.place.state[g] == "device":
-                if completed and self._waited_for:
-                    self._normed.append(self.b.emit(group_op("ND", g), reads=[group_buffer("G", g)]))
-                if stepped:
-                    self._step_on_device(g)
-                continue
+            stepped = route.last_visit[g] == index and not self._waits(g)
             first = self._before_step(g)
+            if self.s.place.state[g] == "device":
+                if completed:
+                    self.device.complete(g)
+                    if self._waited_for:
+                        self._normed.append(self.b.emit(group_op("ND", g), reads=[group_buffer("G", g)]))
+                if stepped:
+                    self.device.step(g, first)
+                continue
             later = self._complete_use(g, index)
             for c in self.b.trained_chunks(g):  # chunk by chunk: what waits on disk must not hold up what is stepped
                 if later:
@@ -86,12 +93,9 @@ class Updates:
         use = self.b.route.uses[g].index(visit.stage)
         source = self.b.gradient_buffer(g, visit)
         trained, width = self.b.trained_chunks(g), self.b.provision.gradient_bytes(g)
-        if (ranks := self.b.shards).size > 1:
-            op, part = Touched(), group_buffer("g", g, visit=visit.name)
-            op.use_up(source)
-            op.make(part, "gradient_parts")
-            amount = ranks.size * self.b.program.groups[g].trainable * FP32
-            after = self.b.collective(group_op("SG", g, visit=visit.name), ranks, amount, op, after=[after])
+        if self.b.seat.sharding.reduce != "none":
+            part = group_buffer("g", g, visit=visit.name)
+            after = self.device.reduce(g, [source], part, [after], visit.name)
             source = part
         for c in trained:
             name, pool = self.host_gradient(g, c, use)
@@ -140,21 +144,21 @@ class Updates:
             op = self.b.emit(group_op("WG", g, c.index), after=[op], reads=[total], gives=[total], nbytes=nbytes)
         self._final[total] = op
 
-    def steps_after_norm(self) -> None:
-        """Emit the global norm and the steps that wait for it, if any does."""
-        if not self._waited_for:
-            return
-        self._norm = self.b.emit(single_op("NORM"), after=self._normed)
-        if (ranks := self.b.shards).size > 1:
-            amount = ranks.size * NORM_BYTES
-            self._norm = self.b.collective(single_op("AN"), ranks, amount, Touched(), after=[self._norm])
-        for g in sorted(self.b.route.gradient_visits):
-            if not self.s.waits(g):
-                continue
-            if self.s.place.state[g] == "device":
-                self._step_on_device(g)
+    def steps_at_the_end(self) -> None:
+        """Emit the global norm, if any step waits for it, and all steps that come after the last visit."""
+        ranks, seat = self.b.seat.shards, self.b.seat
+        if self._waited_for:
+            self._norm = self.b.emit(single_op("NORM"), after=self._normed)
+            if ranks.size > 1:
+                amount = ranks.size * NORM_BYTES
+                self._norm = self.b.collective(single_op("AN"), ranks, amount, Touched(), after=[self._norm])
+        for g in sorted(self.b.route.gradient_visits, reverse=seat.steps == "down"):
+            if not self._waits(g):
                 continue
             first = self._before_step(g)
+            if self.s.place.state[g] == "device":
+                self.device.step(g, first)
+                continue
             for c in self.b.trained_chunks(g):
                 if c.index not in self._delayed(g):
                     self._step_on_time(g, c, first)
@@ -166,10 +170,6 @@ class Updates:
         if route.last_visit[g] > route.gradient_visits[g][-1]:  # else its own gradient comes after that op
             first.append(route.visits[route.last_visit[g]].ops()[-1])
         return first
-
-    def _step_on_device(self, g: int) -> None:
-        gradient = [group_buffer("G", g)]
-        self.b.emit(group_op("OD", g), after=self._before_step(g), reads=gradient, gives=gradient)
 
     def _delayed(self, g: int) -> frozenset[int]:
         return self.b.provision.delayed.get(g, frozenset())
@@ -186,9 +186,9 @@ class Updates:
 
     def home_delayed(self, g: int, c: Chunk, after: list[OpId]) -> OpId:
         """``home`` of a delayed chunk; after the last of them the step before is committed."""
-        before = len(self.b.ops)
+        before = len(self.b.emitter.ops)
         last = self.home(g, c, after)
-        writes = [op.id for op in self.b.ops[before:] if op.lane == "write"]
+        writes = [op.id for op in self.b.emitter.ops[before:] if op.lane == "write"]
         self._late_ends += [*writes, last]
         self._late_writes |= bool(writes)
         self._late -= 1
@@ -206,7 +206,7 @@ class Updates:
             gradient = group_buffer("r", g, c.index)
             after = [self._back(g, c, gradient, [])]
         else:
-            self.b.carry(gradient, group_buffer("H", g, c.index, use=0), self.b.provision.held_pool)
+            self.b.emitter.carry(gradient, group_buffer("H", g, c.index, use=0), self.b.provision.held_pool)
         done, new = self._arithmetic(g, c, gradient, after)
         return done, new if self.s.place.weights[g] == "disk" else []
 

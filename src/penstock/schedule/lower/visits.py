@@ -1,4 +1,4 @@
-"""The orders of one rank that streams its groups, and their lowering.
+"""The orders of one rank that streams its groups, and what lowers them.
 
 *Vertical*: all micro-batches go through a block before the next block starts (GreedySnake). Weights move to the device
 twice a step whatever the number of micro-batches (the last block's once), gradients leave it once.
@@ -7,20 +7,18 @@ twice a step whatever the number of micro-batches (the last block's once), gradi
 device 2M times a step, but for what stays there in between (``stay``), and gradients are summed in host memory.
 """
 
-from penstock.config import Tier
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.ir.references import OpId, VisitId, stage_op, visit
-from penstock.schedule.lower.activations import Activations
+from penstock.schedule.ir.references import VisitId, visit
 from penstock.schedule.lower.build import Builder
-from penstock.schedule.lower.loads import Loads
+from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.mesh import ALONE, ProcessGroup
+from penstock.schedule.lower.provision import Fixed, Provision
+from penstock.schedule.lower.rank import lower_rank
 from penstock.schedule.lower.route import Route, Visit
-from penstock.schedule.lower.update import Updates
+from penstock.schedule.lower.seat import FULLY, ONE_RANK, Seat
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
-
-Fixed = tuple[tuple[Tier, str, int], ...]
 
 
 def vertical_route(program: Program, micro_batches: int, *, train: bool = True) -> Route:
@@ -66,33 +64,7 @@ def horizontal(
 
 @no_collection()
 def _lower(route: Route, settings: Settings, fixed: Fixed, name: str, shards: ProcessGroup) -> Schedule:
-    """Visit by visit: its loads, its compute, the checkpoints around it, and what its gradients complete."""
-    builder = Builder(route, settings, shards)
-    activations, updates = Activations(builder), Updates(builder)
-    loads = Loads(builder, updates)
-    waits: dict[int, list[OpId]] = {}
-    for i, stay in enumerate(route.visits):
-        loads.until(i)
-        for m in stay.micro_batches:
-            op = builder.touched(i, m)
-            activations.touched(op, stay, m)
-            after = [*builder.ready.pop(stay.name, ()), *waits.get(m, ())]
-            builder.compute(stage_op(stay.kind, stay.stage, m), op, after=after)
-        if stay.kind == "F":
-            activations.down(stay.stage - 1, stay.micro_batches)
-        # What the next backward needs goes up before the weights of the one after it.
-        following = route.visits[i + 1] if i + 1 < len(route.visits) else None
-        waits = {}
-        if following is not None and following.kind == "B":
-            waits = activations.up(following.stage - 1, following.micro_batches)
-        loads.ahead(i + settings.depths.weights)
-        updates.gradients_down(i)
-    if settings.train:
-        updates.steps_after_norm()
-    return builder.schedule(
-        name,
-        micro_batches=settings.micro_batches,
-        chunk=settings.chunk,
-        fixed=fixed,
-        speculative=builder.speculates(),
-    )
+    settings.place.check(route.program, settings.form)
+    seat = Seat(shards=shards, sharding=FULLY) if shards.size > 1 else ONE_RANK
+    provision = Provision(route, settings, seat)
+    return lower_rank(Builder(provision, Emitter(provision.pools.values())), name, fixed)

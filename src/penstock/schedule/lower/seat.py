@@ -1,0 +1,77 @@
+"""What a rank is in its world besides its route: what it shares with which ranks, and how much it does at a time.
+
+| family | sharded | weights | gradients |
+|---|---|---|---|
+| ``single``, ``grad-accumulation``, pipelines | nothing | stay | stay |
+| ``ddp`` | nothing | stay | all-reduced after the backward |
+| ``weight-sharded`` | weights, state | gathered for each use | all-reduced after the backward |
+| ``zero1`` | state | gathered after the step | reduce-scattered after the backward |
+| ``zero2`` | state, gradients | gathered after the step | reduce-scattered during the backward |
+| ``fsdp``, also with pipelines; streams | all three | gathered for each use | reduce-scattered during the backward |
+
+ZeRO and ZeRO-R are arXiv 1910.02054. Groups that stream are shared by the last row or not at all (``not_streamed``).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.schedule.lower.mesh import ALONE, ProcessGroup
+from penstock.schedule.place import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """One row of the table above. ``reduce``: what is done about gradients, and when. ``piece``: they cross the network
+    in pieces of this amount, through one buffer (ZeRO-R). ``apart``: on the device, each visit has a gradient of its
+    own, and the optimizer's step adds them up; otherwise a group has one.
+    """
+
+    weights: bool = False
+    state: bool = False
+    reduce: Literal["none", "all", "scatter-late", "scatter-early"] = "none"
+    piece: int | None = None
+    apart: bool = False
+
+
+FULLY = Sharding(weights=True, state=True, reduce="scatter-early")
+"""ZeRO-3"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A rank's place.
+
+    | field | meaning |
+    |---|---|
+    | ``sharding``, ``shards`` | what each rank has only its part of, and the ranks that have the parts |
+    | ``model`` | the ranks that compute the same micro-batches, and keep one copy of each stage's input (ZeRO-R) |
+    | ``items`` | micro-batches that an op computes at once |
+    | ``inputs`` | of the model, what the first stage takes up for a micro-batch; 0 where the inputs are there before |
+    | ``lookahead`` | loads of weights that come before their turn |
+    | ``steps`` | when a group steps that waits for no norm: with the last visit that needs it, or after all visits, the
+    first group first (``up``, each stage's gradient crosses while those before it step) or the last one first |
+    """
+
+    shards: ProcessGroup = ALONE
+    sharding: Sharding = Sharding()
+    model: ProcessGroup = ALONE
+    items: int = 1
+    inputs: int = 0
+    lookahead: int = 0
+    steps: Literal["within", "up", "down"] = "within"
+
+
+ONE_RANK = Seat()
+"""All of everything is this rank's."""
+
+
+def not_streamed(seat: Seat, place: Placement) -> str:
+    """Why a rank that streams its groups cannot take a seat, or hold in it what is placed there; empty if it can."""
+    alone = seat.shards.size == 1
+    if seat != Seat(shards=seat.shards, sharding=seat.sharding):
+        return "a rank that streams computes a micro-batch at a time, whole, and steps within its visits"
+    if seat.sharding != (Sharding() if alone else FULLY):
+        return "groups that stream are cut over ranks as ZeRO-3 cuts them, and those of one rank are not"
+    if not alone and "device" in (*place.weights, *place.state):
+        return "of groups that stream, parts that ranks share live below the device"
+    return ""
