@@ -81,8 +81,11 @@ def _made(hook: Hook, call: Call, buffer: Any, go: Go) -> int:
 
 
 @contextmanager
-def intercepted(folder: Path, hook: Hook) -> Iterator[None]:
-    """Every system call on a file in ``folder`` goes through ``hook(call, go)``, from whichever thread it is made."""
+def intercepted(folder: Path, hook: Hook, *, names: bool = False) -> Iterator[None]:
+    """Every system call on a file in ``folder`` goes through ``hook(call, go)``, from whichever thread it is made.
+
+    ``names``: those as well that make folders, and that remove files and folders.
+    """
     root = os.path.realpath(folder) + os.sep
     patched = pytest.MonkeyPatch()
     reals: dict[str, Any] = {}
@@ -129,6 +132,15 @@ def intercepted(folder: Path, hook: Hook) -> Iterator[None]:
 
         return call
 
+    def named(name: str, real: Any) -> Any:
+        def call(what: Any, *rest: Any, dir_fd: int | None = None, **more: Any) -> Any:
+            full = what if dir_fd is None else os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), what)
+            if (path := path_of(full)) is None:
+                return real(what, *rest, dir_fd=dir_fd, **more)
+            return hook(Call(name=name, path=path), lambda: real(what, *rest, dir_fd=dir_fd, **more))
+
+        return call
+
     real_open = builtins.open
 
     def opened(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **more: Any) -> Any:
@@ -146,6 +158,8 @@ def intercepted(folder: Path, hook: Hook) -> Iterator[None]:
             patch(name, plain)
         for name in ("read", "fsync", "fdatasync", "posix_fallocate", "open", "rename", "replace"):
             patch(name, other)
+        for name in ("mkdir", "unlink", "rmdir") if names else ():
+            patch(name, named)
         patched.setattr(builtins, "open", opened)
         patched.setattr(io, "open", opened)
         yield

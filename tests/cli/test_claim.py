@@ -26,6 +26,7 @@ from penstock.store.owner import RUN_FILE, owner_in
 from penstock.store.snapshot import SnapshotWriter
 from penstock.store.store import DATA, Store
 from penstock.store.transfer import aligned_bytes
+from tests.faults import Nth, error, intercepted
 from tests.runs import settings_for
 
 LAYOUT = Layout.build([("weights.0", 4096, 1)])
@@ -391,6 +392,35 @@ def test_an_error_takes_back_what_the_start_made_unless_a_step_is_committed(
         assert step_found(config) == step
     else:
         assert not list(tmp_path.iterdir())
+
+
+def test_a_removal_that_fails_leaves_a_folder_that_a_run_can_begin_in(tmp_path: Path) -> None:
+    """Whichever it is: what is left is known to be a run's as long as there is anything but an empty folder."""
+
+    def begin_and_fail(config: TrainConfig, number: int) -> Nth:
+        taking_back = False
+        removals = Nth(number, error(errno.EROFS), lambda call: taking_back and call.name in ("unlink", "rmdir"))
+
+        def make(claim: Claim) -> None:
+            nonlocal taking_back
+            make_store(config)
+            claim.state_made()
+            prepared = Path(config.run) / "data" / "0123456789abcdef"
+            prepared.mkdir(parents=True)
+            (prepared / "text.tokens").write_text("tokens")
+            taking_back = True
+
+        with intercepted(tmp_path, removals, names=True):
+            fail_after_begin(config, "new", make)
+        return removals
+
+    count = len(begin_and_fail(on(settings_for(tmp_path / "run"), tmp_path / "drive"), -1).calls)
+    assert count > 5
+    for number in range(count):
+        config = on(settings_for(tmp_path / str(number)), tmp_path / f"drive{number}")
+        assert begin_and_fail(config, number).struck
+        with claimed(config, "resume") as claim:
+            claim.begin(config)
 
 
 def test_an_error_in_a_folder_that_was_renamed_removes_nothing(tmp_path: Path) -> None:

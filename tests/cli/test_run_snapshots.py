@@ -108,3 +108,14 @@ def test_a_run_in_memory_is_verified_and_exported_from_its_snapshot_as_it_is_fro
     capsys.readouterr()
     assert main(["verify", str(run)]) == 2
     assert "neither on disk (budget.disk) nor in a snapshot" in capsys.readouterr().err
+
+
+def test_what_a_killed_snapshot_left_goes_before_the_next(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    killed_after(1, ["train", str(config), *MEMORY])
+    for left in ("snapshot-1.partial-0123456789ab", "snapshot-2.partial-ba9876543210"):
+        (run / left / "snapshot-2").mkdir(parents=True)
+        (run / left / "snapshot-2" / "data").write_bytes(bytes(100))
+    (run / "snapshot-3.partial-mine").mkdir()
+    assert main(["resume", str(run), "--steps", "2"]) == 0
+    assert sorted(path.name for path in run.glob("snapshot-*")) == ["snapshot-2", "snapshot-3.partial-mine"]

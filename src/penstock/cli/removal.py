@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock.cli.run_folder import has_steps, own_files, own_folders, settings_path
 from penstock.cli.run_record import Replaced, RunRecord
-from penstock.cli.run_snapshots import snapshots_of
+from penstock.cli.run_snapshots import remove_abandoned_snapshots, snapshots_of
 from penstock.store.directory import LOCK, DirectoryLock, is_there, sync_directory
 from penstock.store.facts import facts_of
 from penstock.store.manifest import DATA, Manifest
@@ -76,9 +76,14 @@ def _take_back(folder: Path, record: RunRecord, paths: Sequence[Path]) -> None:
     for path in paths:
         _remove_if_empty(path)
     _remove_files(folder, own_files(folder))
+    data = folder / "data"
+    try:
+        data.rmdir()
+    except OSError:
+        if data.is_dir() and not any(data.iterdir()):
+            raise  # before the record is removed, without which nobody would know whose it is
     (folder / RUN_FILE).unlink(missing_ok=True)
-    for path in (folder / "data", folder):
-        _remove_if_empty(path)
+    _remove_if_empty(folder)
 
 
 def _remove_part(path: Path, owner: str) -> None:
@@ -94,6 +99,7 @@ def _remove_part(path: Path, owner: str) -> None:
 def _remove_files(folder: Path, files: Sequence[Path]) -> None:
     for path in files:
         path.unlink(missing_ok=True)
+    remove_abandoned_snapshots(folder)
     for path in (*own_folders(folder), *snapshots_of(folder)):
         with suppress(FileNotFoundError):
             shutil.rmtree(path)

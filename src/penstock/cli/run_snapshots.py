@@ -16,6 +16,7 @@ from penstock.config import INTERVAL, Budget, parse_duration
 from penstock.engine.due import Due
 from penstock.errors import ConfigError, StoreError
 from penstock.store.snapshot import SnapshotReader
+from penstock.store.whole import remove_abandoned
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -31,6 +32,11 @@ def snapshots_of(folder: Path) -> list[Path]:
     """The snapshots in a run's folder, the newest first."""
     found = [(int(match[1]), path) for path in folder.glob("snapshot-*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True) if path.is_dir() and not path.is_symlink()]
+
+
+def remove_abandoned_snapshots(folder: Path) -> None:
+    """Remove what a run has left in its folder that was killed while it wrote a snapshot."""
+    remove_abandoned(folder, "snapshot-*")
 
 
 def newest(folder: Path) -> Path | None:
@@ -114,6 +120,7 @@ class RunSnapshots:
         self.write(engine)
 
     def write(self, engine: "Engine") -> None:
+        remove_abandoned_snapshots(self._folder)
         path = self._folder / f"snapshot-{engine.step_count}"
         engine.save(path, overwrite=True)
         for old in snapshots_of(self._folder):

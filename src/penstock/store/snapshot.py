@@ -5,7 +5,6 @@ extents.
 """
 
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,15 +16,14 @@ import xxhash
 
 from penstock.config import format_size
 from penstock.errors import StoreError
-from penstock.store import digests, directory, packed
+from penstock.store import digests, packed
 from penstock.store.digests import Digests, Numbers
-from penstock.store.directory import LOCK, DirectoryLock
 from penstock.store.layout import ALIGN, Extent, Grid, Layout
-from penstock.store.packed import PackedFile, store_error
+from penstock.store.packed import PackedFile
 from penstock.store.records import read_as, write_document
 from penstock.store.store import Lent
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
-from penstock.store.whole import exchange, partial_of, remove_abandoned
+from penstock.store.whole import WholeFolder
 
 DATA = "penstock.snapshot"
 MANIFEST = "snapshot.json"
@@ -83,18 +81,12 @@ class SnapshotWriter:
         self._digests = Digests(self.layout)
         self._progress = {e.name: _Progress() for e in self.layout.extents}
         self._check_target()
-        if not self._path.parent.is_dir():
-            raise StoreError(f"{self._path}: {self._path.parent} does not exist: create it first")
-        remove_abandoned(self._path)
-        self._partial = partial_of(self._path)
-        directory.make_directory(self._partial)
+        self._folder = WholeFolder(self._path, private=True)
         with ExitStack() as undo:
-            undo.callback(shutil.rmtree, self._partial)
-            self._lock = DirectoryLock(self._partial)  # so that another save can tell a dead one's leftovers from ours
-            undo.callback(self._lock.release)
+            undo.callback(self._folder.abort)
             self._check_room()
-            packed.allocate(self._partial / DATA, self._area.end)
-            file = PackedFile(self._partial / DATA, direct=direct)
+            packed.allocate(self._folder.partial / DATA, self._area.end)
+            file = PackedFile(self._folder.partial / DATA, direct=direct)
             undo.pop_all()
         self._files = StripedFiles([file], stripe=ALIGN, io_threads=io_threads)
         self._open = True
@@ -111,7 +103,7 @@ class SnapshotWriter:
             )
 
     def _check_room(self) -> None:
-        free = packed.free_bytes(self._partial)
+        free = packed.free_bytes(self._folder.partial)
         if self._area.end > free:
             raise StoreError(
                 f"{self._path}: the snapshot needs {format_size(self._area.end)}, {format_size(free)} are free: "
@@ -170,37 +162,21 @@ class SnapshotWriter:
             self._files.flush()
             digest = xxhash.xxh3_64_hexdigest(table)
             body = {"meta": self._meta, "layout": self.layout.to_json(), "digests": digest}
-            write_document(self._partial / MANIFEST, "snapshot", body)
+            write_document(self._folder.partial / MANIFEST, "snapshot", body)
             self._check_target()
-            replaces = os.path.lexists(self._path)
-            self._rename(replaces)
+            self._files.close()
+            self._folder.finish()
         except BaseException:
             self.abort()
             raise
         self._open = False
-        self._files.close()
-        (self._path / LOCK).unlink()
-        self._lock.release()
-        directory.sync_directory(self._path.parent)
-        if replaces:
-            shutil.rmtree(self._partial)  # by now the old snapshot
-
-    def _rename(self, replaces: bool) -> None:
-        try:
-            if replaces:
-                exchange(self._partial, self._path)
-            else:
-                self._partial.rename(self._path)
-        except OSError as e:
-            raise store_error(f"{self._path} cannot be put in place: {e.strerror}: is it a mount point?", e) from e
 
     def abort(self) -> None:
         """Remove what has been written. Does nothing after ``finish``."""
         if self._open:
             self._open = False
             self._files.close()
-            self._lock.release()
-            shutil.rmtree(self._partial)
+            self._folder.abort()
 
     def __enter__(self) -> "SnapshotWriter":
         return self

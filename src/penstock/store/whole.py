@@ -3,18 +3,22 @@
 import ctypes
 import errno
 import glob
+import logging
 import os
 import re
 import shutil
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from penstock.errors import StoreError
 from penstock.store import directory
-from penstock.store.directory import LOCK, DirectoryLock
+from penstock.store.directory import DirectoryLock
 from penstock.store.packed import store_error
+
+log = logging.getLogger("penstock")
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -26,53 +30,62 @@ class WholeFolder:
     """A folder under way to ``path``; a context manager that removes what was written unless ``finish`` was called.
 
     ``path``: where it is to be, with no symbolic link in it: one that leads to an older folder goes on leading there.
-    ``partial``: where it is until then. What earlier ones left behind whose process was killed is removed first.
+    ``partial``: where it is until then: in a folder beside ``path`` that is locked, so that another process can tell a
+    dead one's leftovers from ours. What earlier ones left behind whose process was killed is removed first.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, private: bool = False) -> None:
         """Raises:
         StoreError: the folder that it is to be in does not exist, or may not be written to.
         """
         self.path = path.resolve()
         if not self.path.parent.is_dir():
             raise StoreError(f"{self.path}: {self.path.parent} does not exist: create it first")
-        remove_abandoned(self.path)
-        self.partial = partial_of(self.path)
-        try:
-            self.partial.mkdir()
-        except OSError as e:
-            raise store_error(f"{self.path} cannot be created: {e.strerror}: give another folder", e) from e
-        self._lock = DirectoryLock(self.partial)  # so that another one can tell a dead one's leftovers from ours
+        remove_abandoned(self.path.parent, glob.escape(self.path.name))
+        self._beside = self.path.with_name(f"{self.path.name}.partial-{uuid.uuid4().hex[:12]}")
+        self.partial = self._beside / self.path.name
+        with ExitStack() as undo:
+            try:
+                self._beside.mkdir(mode=0o700)
+                undo.callback(shutil.rmtree, self._beside, ignore_errors=True)
+                self.partial.mkdir(mode=0o700 if private else 0o777)
+            except OSError as e:
+                raise store_error(f"{self.path} cannot be created: {e.strerror}: give another folder", e) from e
+            self._lock = DirectoryLock(self._beside)
+            undo.pop_all()
         self._open = True
 
     def finish(self) -> None:
         """Put the folder in its place; what was there before goes at the same instant.
 
         Raises:
-            StoreError: it cannot be put there. What was there before still is.
+            StoreError: it cannot be put there so that it outlasts a power cut. What was there before still is.
         """
         replaces = os.path.lexists(self.path)
         directory.sync_directory(self.partial)
         try:
-            if replaces:
-                exchange(self.partial, self.path)
-            else:
-                self.partial.rename(self.path)
+            self._move(self.partial, self.path, replaces)
         except OSError as e:
             raise store_error(f"{self.path} cannot be put in place: {e.strerror}: is it a mount point?", e) from e
-        self._open = False
-        (self.path / LOCK).unlink()  # not before: without it another one would take this for a dead one's
-        self._lock.release()
-        directory.sync_directory(self.path.parent)
+        try:
+            directory.sync_directory(self.path.parent)
+        except BaseException:
+            self._move(self.path, self.partial, replaces)
+            raise
+        self.abort()  # what is there by now is what was in the place before
+
+    def _move(self, source: Path, target: Path, replaces: bool) -> None:
         if replaces:
-            shutil.rmtree(self.partial)  # by now the old one
+            exchange(source, target)
+        else:
+            source.rename(target)
 
     def abort(self) -> None:
         """Remove what has been written. Does nothing after ``finish``."""
         if self._open:
             self._open = False
+            _remove(self._beside)
             self._lock.release()
-            shutil.rmtree(self.partial)
 
     def __enter__(self) -> Self:
         return self
@@ -83,26 +96,30 @@ class WholeFolder:
         self.abort()
 
 
-def partial_of(path: Path) -> Path:
-    """A new name beside ``path`` for what is on its way there."""
-    return path.with_name(f"{path.name}.partial-{uuid.uuid4().hex[:12]}")
-
-
-def remove_abandoned(path: Path) -> None:
-    """Remove what was on its way to ``path`` when its process was killed: nobody holds its lock any more."""
-    for partial in path.parent.glob(f"{glob.escape(path.name)}.partial-*"):
-        if not _PARTIAL.search(partial.name) or partial.is_symlink() or not partial.is_dir():
-            continue  # not a name of ``partial_of``: somebody's own
+def remove_abandoned(parent: Path, pattern: str) -> None:
+    """Remove what was on its way to names of a pattern (``glob``) in ``parent`` when its process was killed: nobody
+    holds its lock any more."""
+    for beside in parent.glob(f"{pattern}.partial-*"):
+        if not _PARTIAL.search(beside.name) or beside.is_symlink() or not beside.is_dir():
+            continue  # not a name that we give: somebody's own
         try:
-            lock = DirectoryLock(partial)
+            lock = DirectoryLock(beside)
         except StoreError:
             continue
-        shutil.rmtree(partial)
+        _remove(beside)
         lock.release()
 
 
+def _remove(beside: Path) -> None:
+    """Remove a folder that nobody needs any more; it does no harm where it cannot be."""
+    try:
+        shutil.rmtree(beside)
+    except OSError as error:
+        log.warning("%s is of no use any more, but cannot be removed (%s): remove it", beside, error)
+
+
 def exchange(new: Path, old: Path) -> None:
-    """Swap two names; in one step where the file system can (Linux renameat2), else in three."""
+    """Swap two names of one file system; in one step where the file system can (Linux renameat2), else in three."""
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = (_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE)
     if libc.renameat2(*arguments) == 0:

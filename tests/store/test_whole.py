@@ -1,0 +1,107 @@
+"""A folder that appears whole or not at all, whichever of its system calls fails or is the process's last."""
+
+import errno
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import StoreError
+from penstock.store.whole import WholeFolder, remove_abandoned
+from tests.faults import Call, Go, intercepted
+
+KILLED = 9
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def write(out: Path, text: str) -> None:
+    with WholeFolder(out) as folder:
+        (folder.partial / "part").mkdir()
+        (folder.partial / "part" / "file").write_text(text)
+        folder.finish()
+
+
+def put(out: Path, before: str | None) -> dict[str, str]:
+    if before is None:
+        return {}
+    write(out, before)
+    return contents(out)
+
+
+@pytest.mark.parametrize("before", [None, "old"])
+def test_a_call_that_fails_leaves_what_was_there_or_puts_the_whole(before: str | None, tmp_path: Path) -> None:
+    for number in itertools.count():
+        place = tmp_path / str(number)
+        place.mkdir()
+        old = put(place / "out", before)
+        calls = 0
+
+        def fail(call: Call, go: Go, number: int = number) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number + 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), call.path)
+            return go()
+
+        failed = False
+        with intercepted(place, fail, names=True):
+            try:
+                write(place / "out", "new")
+            except (StoreError, OSError):
+                failed = True
+        assert contents(place / "out") == (old if failed else {"part/file": "new"}), number
+        if calls <= number:
+            assert not failed
+            break
+        write(place / "out", "newest")
+        assert contents(place / "out") == {"part/file": "newest"}, number
+        assert sorted(path.name for path in place.iterdir()) == ["out"], number
+    assert number > 9
+
+
+@pytest.mark.parametrize("before", [None, "old"])
+def test_a_process_that_is_killed_leaves_what_was_there_or_the_whole(before: str | None, tmp_path: Path) -> None:
+    for number in itertools.count():
+        place = tmp_path / str(number)
+        place.mkdir()
+        old = put(place / "out", before)
+        child = os.fork()
+        if not child:
+            calls = 0
+
+            def die(call: Call, go: Go, number: int = number) -> Any:
+                nonlocal calls
+                if calls == number:
+                    os._exit(KILLED)
+                calls += 1
+                return go()
+
+            try:
+                with intercepted(place, die, names=True):
+                    write(place / "out", "new")
+            finally:
+                os._exit(0)
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+        assert contents(place / "out") in (old, {"part/file": "new"}), number
+        remove_abandoned(place, "ou*")
+        assert {path.name for path in place.iterdir()} <= {"out"}, number
+        if not killed:
+            assert contents(place / "out") == {"part/file": "new"}
+            break
+    assert number > 9
+
+
+def test_what_is_under_way_is_not_taken_for_a_dead_ones(tmp_path: Path) -> None:
+    with WholeFolder(tmp_path / "out") as folder:
+        (folder.partial / "file").write_text("mine")
+        remove_abandoned(tmp_path, "*")
+        write(tmp_path / "out", "another's")
+        assert contents(tmp_path / "out") == {"part/file": "another's"}
+        folder.finish()
+    assert contents(tmp_path / "out") == {"file": "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
