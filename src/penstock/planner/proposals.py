@@ -40,12 +40,24 @@ _ONE_EACH = Costs(name="number of ops", seconds=lambda op: 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Settings that fit. ``estimate``: seconds of their loads by ``bounds.StepBound``, with the repeats expected."""
+    """Settings that fit. ``estimate``: seconds of their loads by ``bounds.StepBound``, with the repeats expected.
+    ``work``: seconds of all lanes together, each as if it worked alone."""
 
     request: Request
     settings: Settings
     pattern: Pattern
     estimate: float
+    work: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promised:
+    """Shares that no whole groups have been found for yet: an integer program. ``seconds``: a lower bound of theirs,
+    with the repeats expected."""
+
+    lp: PlacementLP
+    shares: Shares
+    seconds: float
 
 
 class Proposals:
@@ -123,18 +135,31 @@ class Proposals:
         """How often a step is run, on average, if anything speculates that may."""
         return 1 + self.q.repeats * request.speculates
 
-    def of(self, request: Request, delays: Iterable[float]) -> list[Proposal]:
-        """What the linear programs propose for these delays and every chunk size."""
-        return [p for d, chunk in product(delays, self._chunk_sizes(request)) for p in self.at(request, chunk, d)]
+    def promised(self, promising: Promising) -> list[Promised]:
+        """What the linear programs promise for every chunk size, least first."""
+        found = (
+            promised
+            for request, delays in promising
+            for delay, chunk in product(delays, self._chunk_sizes(request))
+            for promised in self._promised(request, chunk, delay)
+        )
+        return sorted(found, key=lambda promised: promised.seconds)
 
     def at(self, request: Request, chunk: int, delay: float) -> list[Proposal]:
         """What the linear program proposes for one delay and chunk size."""
+        return [p for promised in self._promised(request, chunk, delay) for p in self.kept(promised)]
+
+    def _promised(self, request: Request, chunk: int, delay: float) -> list[Promised]:
         option = replace(settings_of(request, base_placement(request), chunk, Depths()), delay=delay)
         settings = self._deepest(option, request)
         if settings is None:
             return []
-        lp = self.program(settings, request)
-        return [p for shares in lp.solve_whole()[:_TIERS_TRIED] for p in self.rounded(lp, shares, PATTERNS)]
+        lp, runs = self.program(settings, request), self._runs(request)
+        return [Promised(lp=lp, shares=s, seconds=s.seconds * runs) for s in lp.solve_whole()[:_TIERS_TRIED]]
+
+    def kept(self, promised: Promised) -> list[Proposal]:
+        """What is left of a promise in whole groups, in any pattern that fits."""
+        return list(self.rounded(promised.lp, promised.shares, PATTERNS))
 
     def small(self, request: Request, delay: float) -> list[Proposal]:
         """Proposals for the largest chunks that fit, where those of which several can be simulated do not."""
@@ -242,9 +267,9 @@ class Proposals:
         """A proposal of settings that fit."""
         self.considered += 1
         lp = self.program(settings, request)
-        seconds = lp.bound.seconds(lp.loads.of(settings.place))
-        expected = self.q.expected(seconds, settings)
-        return Proposal(request=request, settings=settings, pattern=pattern, estimate=expected)
+        load = lp.loads.of(settings.place)
+        expected = self.q.expected(lp.bound.seconds(load), settings)
+        return Proposal(request=request, settings=settings, pattern=pattern, estimate=expected, work=float(load.sum()))
 
     # ---- sizes of schedules
 

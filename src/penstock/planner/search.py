@@ -16,6 +16,7 @@ ops, not seconds, so that the same question has the same answer on any machine.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -26,7 +27,7 @@ from penstock.hardware.machine import Machine
 from penstock.planner.fit import Plan, Request, fit, fitted
 from penstock.planner.phase_memory import beyond
 from penstock.planner.placement_lp import PlacementLP, Waits
-from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promising, Proposal, Proposals
+from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promised, Proposal, Proposals
 from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Pattern
 from penstock.planner.update_mode import DELAY_STEP, REPEATS, steps_early
@@ -201,16 +202,26 @@ class _Search:
             raise BudgetError(self.proposals.too_many_ops())
         promising = self.proposals.promising()
         self.delays = tuple(dict.fromkeys(delay for _, delays in promising for delay in delays))
-        proposals = self._proposed(promising)
-        best = min((p.estimate for p in proposals), default=math.inf)
-        possible = min([best, *(self.proposals.least_relaxed(request, delays) for request, delays in promising)])
-        # Of estimates that are as good as equal first those without a delay, which costs something at the start and at
-        # each evaluation. Then the fewest ops: large chunks let the lanes run further ahead, and leave more simulations
-        # to come.
-        proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, self._size(p), p.estimate))
-        for proposal in _different(proposals, FIRST):
-            if not self._settled(possible):
-                self._try(proposal)
+        waiting, proposals = deque(self.proposals.promised(promising)), list[Proposal]()
+        relaxed = (self.proposals.least_relaxed(request, delays) for request, delays in promising)
+        possible = min(relaxed, default=math.inf)
+        for _ in range(
+            2
+        ):  # what may be best by the estimates, then what may be by what those take
+            self._keep(waiting, proposals)
+            if not proposals:
+                proposals += [p for request, delays in promising for p in self.proposals.small(request, delays[0])]
+            best = min((p.estimate for p in proposals), default=math.inf)
+            possible = min(best, possible)
+            # Of estimates that are as good as equal first those without a delay, which costs something at the start and
+            # at each evaluation. Then the fewest ops: large chunks let the lanes run further ahead, and leave more
+            # simulations to come. Then what works and moves least.
+            proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, self._size(p), p.work))
+            for proposal in _different(proposals, FIRST):
+                if not self._settled(possible):
+                    self._try(proposal)
+            if self._settled(possible):
+                break
         if not self._settled(possible):
             worth = self.q.requests if self.best is None else [request for request, _ in promising]
             for proposal in self.proposals.greedy(worth, needed=self.best is None):
@@ -233,9 +244,14 @@ class _Search:
             simulated=len(self.seen),
         )
 
-    def _proposed(self, promising: Promising) -> list[Proposal]:
-        found = [p for request, delays in promising for p in self.proposals.of(request, delays)]
-        return found or [p for request, delays in promising for p in self.proposals.small(request, delays[0])]
+    def _keep(self, waiting: deque[Promised], proposals: list[Proposal]) -> None:
+        """Find whole groups for what promises, least first, to be as good as the best that there is. Each takes an
+        integer program."""
+        best = self.best[0] if self.best is not None else min((p.estimate for p in proposals), default=math.inf)
+        while waiting and waiting[0].seconds < best * _HOPELESS:
+            proposals += self.proposals.kept(waiting.popleft())
+            if self.best is None:
+                best = min((p.estimate for p in proposals), default=math.inf)
 
     def _settled(self, possible: float) -> bool:
         """Whether the best takes as long as the least estimate says that it must."""
