@@ -205,18 +205,17 @@ class _Search:
         waiting, proposals = deque(self.proposals.promised(promising)), list[Proposal]()
         relaxed = (self.proposals.least_relaxed(request, delays) for request, delays in promising)
         possible = min(relaxed, default=math.inf)
-        for _ in range(
-            2
-        ):  # what may be best by the estimates, then what may be by what those take
+        # What may be best by the estimates, then what may be by the times that were simulated.
+        for _ in range(2):
             self._keep(waiting, proposals)
             if not proposals:
                 proposals += [p for request, delays in promising for p in self.proposals.small(request, delays[0])]
             best = min((p.estimate for p in proposals), default=math.inf)
             possible = min(best, possible)
             # Of estimates that are as good as equal first those without a delay, which costs something at the start and
-            # at each evaluation. Then the fewest ops: large chunks let the lanes run further ahead, and leave more
-            # simulations to come. Then what works and moves least.
-            proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, self._size(p), p.work))
+            # at each evaluation. Then the largest chunks, which let the lanes run further ahead and leave, with their
+            # few ops, more simulations to come. Then what works and moves least.
+            proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, -p.settings.chunk, p.work))
             for proposal in _different(proposals, FIRST):
                 if not self._settled(possible):
                     self._try(proposal)
