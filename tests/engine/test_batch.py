@@ -99,9 +99,10 @@ def test_a_loss_that_collects_tensors_in_its_micro_batch_is_refused(tmp_path: Pa
         engine.step([given | {"out": []}])
 
 
-def test_it_is_refused_wherever_in_a_micro_batch_it_collects(tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", [[], [torch.zeros(1)], ["a", {"x": torch.zeros(1)}]])
+def test_it_is_refused_wherever_in_a_micro_batch_it_collects(there: list[Any], tmp_path: Path) -> None:
     case = MODELS["llama"]
-    given = case.micro_batches(1)[0] | {"out": {"mask": torch.zeros(2), "seen": []}}
+    given = case.micro_batches(1)[0] | {"out": {"mask": torch.zeros(2), "seen": there}}
 
     def collecting(model: nn.Module, mb: Mapping[str, Any]) -> torch.Tensor:
         loss = case.loss_fn(model, {name: value for name, value in mb.items() if name != "out"})

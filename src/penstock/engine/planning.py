@@ -341,9 +341,9 @@ class Planning:
         micro_batch = self.labels.to_probe(micro_batch)
         try:
             inputs = batch.to_device(micro_batch, shared.device, shared.arrays.dtype)
-            empty = trees.without_tensors(inputs)
+            before = trees.to_collect_in(inputs)
             stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
-            batch.check_not_collected(empty)
+            batch.check_not_collected(before)
             self.labels.learn(micro_batch, *shared.tape.compared)
             facts, times = shared.tape.facts, None
             if train and shared.machine is not None:

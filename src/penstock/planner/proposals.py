@@ -303,7 +303,8 @@ class Proposals:
 
     def size(self, request: Request, settings: Settings) -> int:
         """Number of ops of a schedule."""
-        key = (request.family, request.speculates, request.casts_on_device, settings.chunk, settings.delay)
+        deep = settings.depths.weights > 1
+        key = (request.family, request.speculates, request.casts_on_device, settings.chunk, settings.delay, deep)
         if key not in self._counters:
             self._counters[key] = PhaseCosts(request, settings, _ONE_EACH, self._priced(request, _ONE_EACH))
         return round(float(self._counters[key].of(settings.place).sum()))

@@ -71,9 +71,25 @@ def places(value: Any) -> dict[Place, torch.Tensor]:
     return dict(found.values())
 
 
-def without_tensors(value: Any) -> dict[Place, Any]:
-    """The outermost lists and mappings in ``value`` that hold no tensor at any depth: ``replace`` hands them on."""
-    return dict(_walk(value, (), lambda item: is_mutable_container(item) and not tensors(item), set()))
+def to_collect_in(value: Any) -> dict[Place, tuple[Any, int]]:
+    """Where a call that is handed a copy of ``value`` (``replace``) may put tensors for others: lists, each with the
+    number of entries that it has, and the outermost containers that hold no tensor at any depth, with 0.
+    """
+    lists = {place: (item, len(item)) for place, item in _lists(value, (), set())}
+    empty = _walk(value, (), lambda item: is_mutable_container(item) and not tensors(item), set())
+    return lists | {place: (container, 0) for place, container in empty}
+
+
+def _lists(value: Any, place: Place, seen: set[int]) -> Iterator[tuple[Place, list[Any]]]:
+    if isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _lists(item, (*place, index), seen)
+    elif (is_mutable_container(value) or is_record(value)) and id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, list):
+            yield place, value
+        for key, item in list(_entries(value)):
+            yield from _lists(item, (*place, key), seen)
 
 
 def replace(value: Any, fn: Replace, *, keep: bool = False) -> Any:
