@@ -17,7 +17,7 @@ def lower_rank(builder: Builder, name: str, fixed: Fixed) -> Schedule:
     """
     activations, updates = Activations(builder), Updates(builder)
     loads = Loads(builder, updates)
-    settings, items, emit = builder.s, builder.seat.items, builder.emit
+    settings, items, emit, ahead = builder.s, builder.seat.items, builder.emit, builder.s.depths.weights
     i = -1  # of the visit
     for stay in builder.route.walk:
         if isinstance(stay, Message):
@@ -32,7 +32,7 @@ def lower_rank(builder: Builder, name: str, fixed: Fixed) -> Schedule:
             ident = stage_op(stay.kind, stay.stage, m)
             emit(ident, after=after, takes=op.takes, reads=op.reads, writes=op.writes, gives=op.gives, items=items)
         activations.around(i)
-        loads.ahead(i + settings.depths.weights)
+        loads.ahead(i + ahead)
         updates.gradients_down(i)
     if settings.train:
         updates.steps_at_the_end()

@@ -148,11 +148,11 @@ def _walk(
 
     def of(kind: str, layers: Iterable[int], m: int) -> Iterator[Visit]:
         for layer in layers:
-            yield Visit(name=visit(kind, layer, -1 if once else m), micro_batches=(m,))
+            yield Visit(visit(kind, layer, -1 if once else m), (m,))
 
     def join(kind: str, layers: Iterable[int]) -> Iterator[Visit]:
         for layer in layers:
-            yield Visit(name=visit(kind, layer), micro_batches=())
+            yield Visit(visit(kind, layer), ())
 
     beside = {stage: (peer(stage - 1), peer(stage + 1)) for stage in stages.of(place)}
     for stay in order:
@@ -162,20 +162,20 @@ def _walk(
         if kind == "F":
             yield from join("F", [n for n in others if n < own.start])
             if before >= 0:
-                yield Message(ident=stage_op("RA", own.start - 1, m), peer=before)
+                yield Message(stage_op("RA", own.start - 1, m), before)
             yield from of("F", own, m)
             if behind >= 0:
-                yield Message(ident=stage_op("SA", own.stop - 1, m), peer=behind)
+                yield Message(stage_op("SA", own.stop - 1, m), behind)
             yield from join("F", [n for n in others if n >= own.stop])
         elif kind == "W":
             yield from of("W", reversed(own), m)
         else:
             yield from join("B", [n for n in reversed(others) if n >= own.stop])
             if behind >= 0:
-                yield Message(ident=stage_op("RD", own.stop - 1, m), peer=behind)
+                yield Message(stage_op("RD", own.stop - 1, m), behind)
             elif stage == stages.count - 1:
                 yield from of("E", (stages.layers,), m)
             yield from of(kind, reversed(own), m)
             if before >= 0:
-                yield Message(ident=stage_op("SD", own.start - 1, m), peer=before)
+                yield Message(stage_op("SD", own.start - 1, m), before)
             yield from join("B", [n for n in reversed(others) if n < own.start])

@@ -6,38 +6,34 @@ decides: one route serves every placement that a planner tries.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import Final, NamedTuple
 
 from penstock.schedule.ir.references import OpId, VisitId, stage_op
 from penstock.schedule.lower.stay import Stay
 from penstock.schedule.program import Program
 
 
-@dataclass(frozen=True, kw_only=True)
 class Visit:
     """One stay of a stage's weights on the device: its compute ops, in order, on the given micro-batches. Without any,
     other ranks compute the stage, and this one has a part of its weights and gradients: it joins their collectives.
+
+    ``kind``: F, E, B, or where that is split I and W.
     """
 
-    name: VisitId
-    micro_batches: tuple[int, ...]
+    __slots__ = ("kind", "micro_batches", "name", "stage")  # a world has hundreds of thousands
 
-    @property
-    def kind(self) -> str:
-        """F, E, B, or where that is split I and W"""
-        return self.name.kind
-
-    @property
-    def stage(self) -> int:
-        return self.name.stage
+    def __init__(self, name: VisitId, micro_batches: tuple[int, ...]) -> None:
+        self.name: Final = name
+        self.micro_batches: Final = micro_batches
+        self.kind: Final = name.kind
+        self.stage: Final = name.stage
 
     def ops(self) -> list[OpId]:
         return [stage_op(self.kind, self.stage, m) for m in self.micro_batches]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Message:
+class Message(NamedTuple):
     """What passes between two stages of which ``peer``, another rank, has one: the op that receives or sends the output
     of a stage, or the gradient with respect to it."""
 
