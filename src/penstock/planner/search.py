@@ -2,14 +2,15 @@
 
 1. For every family, with and without speculation, and every delay one linear program tells which promise anything.
 2. For each of these and every chunk size, the linear program gives the placement with the least estimated time for each
-   tier of checkpoints and gradients (``placement_lp``); the best of them are found again in whole groups (the same
-   program, integer), and which groups these are is a matter of pattern (``rounding``).
-3. The best few are built and simulated, along with what ``fit`` would take.
+   tier of checkpoints and gradients (``placement_lp``); those that may be the best are found again in whole groups (the
+   same program, integer), and which groups these are is a matter of pattern (``rounding``).
+3. The best few are built and simulated, then those that promise to be as fast as what that has shown, along with what
+   ``fit`` would take.
 4. From the simulated best, its neighbours are: the other pattern, other tiers for checkpoints and gradients, chunks
    twice, half and a quarter as large, a little more and less delay, each depth one more and one less, one group up or
    down. A neighbour whose estimate is well above the best simulated time is not simulated. As long as one wins, its
-   neighbours are next; it is over when the best takes as long as the least
-   estimate, or as the optimum in parts of groups, to 1%.
+   neighbours are next; it is over when the best takes as long as the least estimate, or as the optimum in parts of
+   groups, to 1%.
 
 All seconds that are compared count a step that is run twice as often as is expected. What is simulated is counted in
 ops, not seconds, so that the same question has the same answer on any machine.
