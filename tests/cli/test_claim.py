@@ -423,6 +423,18 @@ def test_a_removal_that_fails_leaves_a_folder_that_a_run_can_begin_in(tmp_path: 
             claim.begin(config)
 
 
+def test_a_link_in_the_place_of_the_data_is_left_alone_and_keeps_nothing_back(tmp_path: Path) -> None:
+    config = settings_for(tmp_path / "run")
+    (tmp_path / "large").mkdir()
+
+    def link(claim: Claim) -> None:
+        (tmp_path / "run" / "data").symlink_to(tmp_path / "large")
+
+    fail_after_begin(config, "new", link)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["data"]
+    assert (tmp_path / "large").is_dir()
+
+
 def test_an_error_in_a_folder_that_was_renamed_removes_nothing(tmp_path: Path) -> None:
     config = on(settings_for(tmp_path / "run"), tmp_path / "drive")
     before: dict[str, bytes] = {}

@@ -106,7 +106,7 @@ def test_it_is_refused_wherever_in_a_micro_batch_it_collects(there: list[Any], t
 
     def collecting(model: nn.Module, mb: Mapping[str, Any]) -> torch.Tensor:
         loss = case.loss_fn(model, {name: value for name, value in mb.items() if name != "out"})
-        mb["out"]["seen"].append(loss.detach())
+        mb["out"]["seen"].insert(0, loss.detach())
         return loss
 
     with (

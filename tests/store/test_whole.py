@@ -1,5 +1,6 @@
 """A folder that appears whole or not at all, whichever of its system calls fails or is the process's last."""
 
+import ctypes
 import errno
 import itertools
 import os
@@ -9,10 +10,25 @@ from typing import Any
 import pytest
 
 from penstock.errors import StoreError
+from penstock.store.snapshot import SnapshotReader, SnapshotWriter
+from penstock.store.transfer import aligned_bytes
 from penstock.store.whole import WholeFolder, remove_abandoned
 from tests.faults import Call, Go, intercepted
 
 KILLED = 9
+
+
+@pytest.fixture(params=["swapped", "moved aside"])
+def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems that can swap two names at one instant, and those that cannot."""
+
+    class OldKernel:
+        def renameat2(self, *_: object) -> int:
+            ctypes.set_errno(errno.EINVAL)
+            return -1
+
+    if request.param == "moved aside":
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: OldKernel())
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -33,6 +49,7 @@ def put(out: Path, before: str | None) -> dict[str, str]:
     return contents(out)
 
 
+@pytest.mark.usefixtures("names")
 @pytest.mark.parametrize("before", [None, "old"])
 def test_a_call_that_fails_leaves_what_was_there_or_puts_the_whole(before: str | None, tmp_path: Path) -> None:
     for number in itertools.count():
@@ -64,6 +81,7 @@ def test_a_call_that_fails_leaves_what_was_there_or_puts_the_whole(before: str |
     assert number > 9
 
 
+@pytest.mark.usefixtures("names")
 @pytest.mark.parametrize("before", [None, "old"])
 def test_a_process_that_is_killed_leaves_what_was_there_or_the_whole(before: str | None, tmp_path: Path) -> None:
     for number in itertools.count():
@@ -87,13 +105,59 @@ def test_a_process_that_is_killed_leaves_what_was_there_or_the_whole(before: str
             finally:
                 os._exit(0)
         killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
-        assert contents(place / "out") in (old, {"part/file": "new"}), number
         remove_abandoned(place, "ou*")
+        assert contents(place / "out") in (old, {"part/file": "new"}), number
         assert {path.name for path in place.iterdir()} <= {"out"}, number
         if not killed:
             assert contents(place / "out") == {"part/file": "new"}
             break
     assert number > 9
+
+
+def save(path: Path, value: int) -> None:
+    buffer = aligned_bytes(8192)
+    buffer[:] = value
+    with SnapshotWriter(path, [("x", 8192)], {"value": value}, overwrite=True) as writer:
+        writer.write("x", 0, buffer)
+        writer.finish()
+
+
+def saved(path: Path) -> int:
+    buffer = aligned_bytes(8192)
+    with SnapshotReader(path) as reader:
+        reader.read("x", 0, buffer)
+        assert set(buffer.tolist()) == {reader.meta["value"]}
+        return int(reader.meta["value"])
+
+
+@pytest.mark.usefixtures("names")
+def test_a_call_that_fails_is_an_error_of_the_store_and_leaves_the_old_snapshot_or_the_new(tmp_path: Path) -> None:
+    for number in itertools.count():
+        place = tmp_path / str(number)
+        place.mkdir()
+        save(place / "out", 1)
+        calls, failed = 0, False
+
+        def fail(call: Call, go: Go, number: int = number) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number + 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), call.path)
+            return go()
+
+        with intercepted(place, fail, names=True):
+            try:
+                save(place / "out", 2)
+            except StoreError:
+                failed = True
+        assert saved(place / "out") == (1 if failed else 2), number
+        if calls <= number:
+            assert not failed
+            break
+        save(place / "out", 3)
+        assert saved(place / "out") == 3
+        assert [path.name for path in place.iterdir()] == ["out"], number
+    assert number > 15
 
 
 def test_what_is_under_way_is_not_taken_for_a_dead_ones(tmp_path: Path) -> None:

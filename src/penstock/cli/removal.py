@@ -80,7 +80,8 @@ def _take_back(folder: Path, record: RunRecord, paths: Sequence[Path]) -> None:
     try:
         data.rmdir()
     except OSError:
-        if data.is_dir() and not any(data.iterdir()):
+        made = data.is_dir() and not data.is_symlink() and not data.is_mount()
+        if made and not any(data.iterdir()):
             raise  # before the record is removed, without which nobody would know whose it is
     (folder / RUN_FILE).unlink(missing_ok=True)
     _remove_if_empty(folder)

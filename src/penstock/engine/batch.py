@@ -75,16 +75,17 @@ def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype)
     return {name: trees.replace(value, functools.cache(move), keep=True) for name, value in micro_batch.items()}
 
 
-def check_not_collected(before: Mapping[trees.Place, tuple[Any, int]]) -> None:
-    """Raises ModelError if loss_fn has put tensors into containers of its micro-batch (``trees.to_collect_in``, before
-    it was called): it is handed copies of those that hold tensors, in which they are lost.
+def check_not_collected(before: Sequence[tuple[trees.Place, Any, int]]) -> None:
+    """Raises ModelError if loss_fn has added tensors to lists of its micro-batch, or put any into containers that held
+    none (``trees.to_collect_in``, before it was called): it is handed copies of those that hold tensors, in which they
+    are lost.
     """
-    for place, (container, count) in before.items():
-        if trees.tensors(container[count:] if isinstance(container, list) else container):
+    for place, container, count in before:
+        if len(trees.tensors(container)) > count:
             raise ModelError(
                 f"loss_fn puts tensors into {'.'.join(map(str, place))!r} of its micro-batch, where they would be "
                 "lost: containers that hold tensors are copied on their way to the device. Collect them in a variable "
-                "of its own instead"
+                "of its own instead; and where they are for loss_fn itself, let it take a copy first: list(...)"
             )
 
 

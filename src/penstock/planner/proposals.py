@@ -53,7 +53,7 @@ class Proposal:
 @dataclass(frozen=True, kw_only=True)
 class Promised:
     """Shares that no whole groups have been found for yet: an integer program. ``seconds``: a lower bound of theirs,
-    with the repeats expected."""
+    with the repeats that are expected if any group speculates: fewer, where all of them come to live in memory."""
 
     lp: PlacementLP
     shares: Shares

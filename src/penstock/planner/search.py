@@ -203,30 +203,21 @@ class _Search:
             raise BudgetError(self.proposals.too_many_ops())
         promising = self.proposals.promising()
         self.delays = tuple(dict.fromkeys(delay for _, delays in promising for delay in delays))
-        waiting, proposals = deque(self.proposals.promised(promising)), list[Proposal]()
         relaxed = (self.proposals.least_relaxed(request, delays) for request, delays in promising)
         possible = min(relaxed, default=math.inf)
-        # What may be best by the estimates, then what may be by the times that were simulated.
-        for _ in range(2):
-            self._keep(waiting, proposals)
-            if not proposals:
-                proposals += [p for request, delays in promising for p in self.proposals.small(request, delays[0])]
-            best = min((p.estimate for p in proposals), default=math.inf)
-            possible = min(best, possible)
-            # Of estimates that are as good as equal first those without a delay, which costs something at the start and
-            # at each evaluation. Then the largest chunks, which let the lanes run further ahead and leave, with their
-            # few ops, more simulations to come. Then what works and moves least.
-            proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, -p.settings.chunk, p.work))
-            for proposal in _different(proposals, FIRST):
-                if not self._settled(possible):
-                    self._try(proposal)
-            if self._settled(possible):
-                break
+        waiting = deque(self.proposals.promised(promising))
+        found = self._kept(waiting)
+        if not found:
+            found = [p for request, delays in promising for p in self.proposals.small(request, delays[0])]
+        possible = self._first(found, possible)
+        if not self._settled(possible) and not self._beaten():  # what may be best by the time that was simulated
+            best = math.inf if self.best is None else self.best[0]
+            possible = self._first(self._kept(waiting, best), possible)
         if not self._settled(possible):
             worth = self.q.requests if self.best is None else [request for request, _ in promising]
             for proposal in self.proposals.greedy(worth, needed=self.best is None):
                 self._try(proposal)
-        if self.best is not None and self.best[0] <= self.beat * _GOOD_ENOUGH:
+        if self.best is not None and not self._beaten():
             while not self._settled(possible) and self._improve():
                 pass
         if self.best is None:
@@ -244,14 +235,35 @@ class _Search:
             simulated=len(self.seen),
         )
 
-    def _keep(self, waiting: deque[Promised], proposals: list[Proposal]) -> None:
-        """Find whole groups for what promises, least first, to be as good as the best that there is. Each takes an
-        integer program."""
-        best = self.best[0] if self.best is not None else min((p.estimate for p in proposals), default=math.inf)
-        while waiting and waiting[0].seconds < best * _HOPELESS:
-            proposals += self.proposals.kept(waiting.popleft())
-            if self.best is None:
-                best = min((p.estimate for p in proposals), default=math.inf)
+    def _kept(self, waiting: deque[Promised], best: float | None = None) -> list[Proposal]:
+        """Whole groups for what promises, least first, to be as good as what takes ``best`` seconds; None: as the best
+        of these by its estimate. Each takes an integer program."""
+        found: list[Proposal] = []
+        while waiting:
+            least = min((p.estimate for p in found), default=math.inf) if best is None else best
+            if waiting[0].seconds >= least * _HOPELESS:
+                break
+            found += self.proposals.kept(waiting.popleft())
+        return found
+
+    def _first(self, proposals: list[Proposal], possible: float) -> float:
+        """Simulate the first of some proposals; the least that is possible, now that there are these.
+
+        Of estimates that are as good as equal first those without a delay, which costs something at the start and at
+        each evaluation. Then the largest chunks, which let the lanes run further ahead and leave, with their few ops,
+        more simulations to come. Then what works and moves least.
+        """
+        best = min((p.estimate for p in proposals), default=math.inf)
+        possible = min(best, possible)
+        proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, -p.settings.chunk, p.work))
+        for proposal in _different(proposals, FIRST):
+            if not self._settled(possible):
+                self._try(proposal)
+        return possible
+
+    def _beaten(self) -> bool:
+        """Whether the plan for another question, which was found before, is better."""
+        return self.best is not None and self.best[0] > self.beat * _GOOD_ENOUGH
 
     def _settled(self, possible: float) -> bool:
         """Whether the best takes as long as the least estimate says that it must."""

@@ -164,19 +164,21 @@ class SnapshotWriter:
             body = {"meta": self._meta, "layout": self.layout.to_json(), "digests": digest}
             write_document(self._folder.partial / MANIFEST, "snapshot", body)
             self._check_target()
-            self._files.close()
             self._folder.finish()
         except BaseException:
             self.abort()
             raise
         self._open = False
+        self._files.close()
 
     def abort(self) -> None:
         """Remove what has been written. Does nothing after ``finish``."""
         if self._open:
             self._open = False
-            self._files.close()
-            self._folder.abort()
+            try:
+                self._files.close()
+            finally:
+                self._folder.abort()
 
     def __enter__(self) -> "SnapshotWriter":
         return self

@@ -16,7 +16,7 @@ from typing import Self
 from penstock.errors import StoreError
 from penstock.store import directory
 from penstock.store.directory import DirectoryLock
-from penstock.store.packed import store_error
+from penstock.store.packed import FULL, store_error
 
 log = logging.getLogger("penstock")
 
@@ -43,6 +43,7 @@ class WholeFolder:
             raise StoreError(f"{self.path}: {self.path.parent} does not exist: create it first")
         remove_abandoned(self.path.parent, glob.escape(self.path.name))
         self._beside = self.path.with_name(f"{self.path.name}.partial-{uuid.uuid4().hex[:12]}")
+        self._aside = _aside(self._beside)
         self.partial = self._beside / self.path.name
         with ExitStack() as undo:
             try:
@@ -50,7 +51,8 @@ class WholeFolder:
                 undo.callback(shutil.rmtree, self._beside, ignore_errors=True)
                 self.partial.mkdir(mode=0o700 if private else 0o777)
             except OSError as e:
-                raise store_error(f"{self.path} cannot be created: {e.strerror}: give another folder", e) from e
+                advice = "free some space" if e.errno in FULL else "give another folder"
+                raise store_error(f"{self.path} cannot be created: {e.strerror}: {advice}", e) from e
             self._lock = DirectoryLock(self._beside)
             undo.pop_all()
         self._open = True
@@ -64,21 +66,34 @@ class WholeFolder:
         replaces = os.path.lexists(self.path)
         directory.sync_directory(self.partial)
         try:
-            self._move(self.partial, self.path, replaces)
+            self._swap() if replaces else self.partial.rename(self.path)
         except OSError as e:
             raise store_error(f"{self.path} cannot be put in place: {e.strerror}: is it a mount point?", e) from e
         try:
             directory.sync_directory(self.path.parent)
         except BaseException:
-            self._move(self.path, self.partial, replaces)
+            self._open = False  # should it not go back, nothing is removed
+            self._swap() if replaces else self.path.rename(self.partial)
+            self._open = True
             raise
         self.abort()  # what is there by now is what was in the place before
 
-    def _move(self, source: Path, target: Path, replaces: bool) -> None:
-        if replaces:
-            exchange(source, target)
-        else:
-            source.rename(target)
+    def _swap(self) -> None:
+        """``partial`` and ``path`` change places: in one step where the file system can, else in three, of which one
+        that fails is taken back."""
+        if _exchanged(self.partial, self.path):
+            return
+        self.path.rename(self._aside)
+        try:
+            self.partial.rename(self.path)
+            try:
+                self._aside.rename(self.partial)
+            except BaseException:
+                self.path.rename(self.partial)
+                raise
+        except BaseException:
+            self._aside.rename(self.path)
+            raise
 
     def abort(self) -> None:
         """Remove what has been written. Does nothing after ``finish``."""
@@ -98,7 +113,7 @@ class WholeFolder:
 
 def remove_abandoned(parent: Path, pattern: str) -> None:
     """Remove what was on its way to names of a pattern (``glob``) in ``parent`` when its process was killed: nobody
-    holds its lock any more."""
+    holds its lock any more. What that had moved aside, where names cannot be swapped, goes back into its place."""
     for beside in parent.glob(f"{pattern}.partial-*"):
         if not _PARTIAL.search(beside.name) or beside.is_symlink() or not beside.is_dir():
             continue  # not a name that we give: somebody's own
@@ -106,28 +121,33 @@ def remove_abandoned(parent: Path, pattern: str) -> None:
             lock = DirectoryLock(beside)
         except StoreError:
             continue
+        aside, place = _aside(beside), parent / _PARTIAL.sub("", beside.name)
+        if os.path.lexists(aside):
+            _remove(aside) if os.path.lexists(place) else aside.rename(place)
         _remove(beside)
         lock.release()
 
 
-def _remove(beside: Path) -> None:
+def _aside(beside: Path) -> Path:
+    """Where the old folder is for a moment, where names cannot be swapped: no name that is abandoned."""
+    return beside.with_name(f"{beside.name}-old")
+
+
+def _remove(folder: Path) -> None:
     """Remove a folder that nobody needs any more; it does no harm where it cannot be."""
     try:
-        shutil.rmtree(beside)
+        shutil.rmtree(folder)
     except OSError as error:
-        log.warning("%s is of no use any more, but cannot be removed (%s): remove it", beside, error)
+        if folder.exists():
+            log.warning("%s is of no use any more, but cannot be removed (%s): remove it", folder, error)
 
 
-def exchange(new: Path, old: Path) -> None:
-    """Swap two names of one file system; in one step where the file system can (Linux renameat2), else in three."""
+def _exchanged(a: Path, b: Path) -> bool:
+    """Swap two names of one file system in one step (Linux renameat2); False where it cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE)
-    if libc.renameat2(*arguments) == 0:
-        return
+    if libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
     code = ctypes.get_errno()
     if code not in _NO_EXCHANGE:
         raise OSError(code, os.strerror(code))
-    aside = new.with_name(f"{new.name}-old")
-    old.rename(aside)
-    new.rename(old)
-    aside.rename(new)
+    return False

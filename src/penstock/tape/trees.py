@@ -71,13 +71,13 @@ def places(value: Any) -> dict[Place, torch.Tensor]:
     return dict(found.values())
 
 
-def to_collect_in(value: Any) -> dict[Place, tuple[Any, int]]:
+def to_collect_in(value: Any) -> list[tuple[Place, Any, int]]:
     """Where a call that is handed a copy of ``value`` (``replace``) may put tensors for others: lists, each with the
-    number of entries that it has, and the outermost containers that hold no tensor at any depth, with 0.
+    number of tensors in it, at any depth, and the outermost containers that hold none.
     """
-    lists = {place: (item, len(item)) for place, item in _lists(value, (), set())}
     empty = _walk(value, (), lambda item: is_mutable_container(item) and not tensors(item), set())
-    return lists | {place: (container, 0) for place, container in empty}
+    found = [*empty, *_lists(value, (), set())]
+    return [(place, container, len(tensors(container))) for place, container in found]
 
 
 def _lists(value: Any, place: Place, seen: set[int]) -> Iterator[tuple[Place, list[Any]]]:
