@@ -1,5 +1,6 @@
 """The table of all types of models that transformers has: whole, without a third case, and a sample of it run again."""
 
+import functools
 import random
 from pathlib import Path
 
@@ -16,17 +17,22 @@ pytestmark = [
 ]
 
 TABLE = read()
-JOBS = {job.name: job for job in trial.jobs()}
 TRIED = sorted(name for name, r in TABLE.items() if r.verdict == "equal" and r.type not in packages.NEED_THEM)
 SAMPLE = random.Random(11).sample(TRIED, 5)
 """seeded, so that a failure comes again"""
+
+
+@functools.cache
+def jobs() -> dict[str, trial.Job]:
+    """By name. They take seconds, which no other process of the tests needs to spend."""
+    return {job.name: job for job in trial.jobs()}
 
 
 def test_every_type_equals_the_plain_loop_or_is_refused_with_a_reason() -> None:
     assert not [r for r in TABLE.values() if r.verdict not in ("equal", "refused", "skipped")]
     assert all(r.reason for r in TABLE.values() if r.verdict != "equal")
     if version() == transformers.__version__:
-        assert set(TABLE) == set(JOBS)
+        assert set(TABLE) == set(jobs())
 
 
 def test_the_documentation_says_what_the_table_says() -> None:
@@ -36,7 +42,7 @@ def test_the_documentation_says_what_the_table_says() -> None:
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_of_the_table_comes_again(name: str, tmp_path: Path) -> None:
-    found = trial.run(JOBS[name], tmp_path / "store")
+    found = trial.run(jobs()[name], tmp_path / "store")
     assert (found.verdict, found.labels, found.given) == ("equal", TABLE[name].labels, TABLE[name].given), found.reason
 
 
@@ -49,6 +55,6 @@ def test_a_model_that_ends_elsewhere_is_seen(tmp_path: Path, monkeypatch: pytest
         return compare(before, after | {name: after[name] + 1e-2 * trial.ADAMW["lr"] * torch.eye(1)[0]}, wanted)
 
     monkeypatch.setattr(trial, "compare", off)
-    found = trial.run(JOBS["causal llama LlamaForCausalLM"], tmp_path / "store")
+    found = trial.run(jobs()["causal llama LlamaForCausalLM"], tmp_path / "store")
     assert found.verdict == "differs"
     assert "norm.weight" in found.reason
