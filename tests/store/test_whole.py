@@ -5,7 +5,6 @@ import errno
 import itertools
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from penstock.errors import StoreError
 from penstock.store.snapshot import SnapshotReader, SnapshotWriter
 from penstock.store.transfer import aligned_bytes
 from penstock.store.whole import WholeFolder, remove_abandoned
-from tests.faults import Call, Go, intercepted
+from tests.faults import Nth, error, intercepted
 
 KILLED = 9
 
@@ -56,23 +55,14 @@ def test_a_call_that_fails_leaves_what_was_there_or_puts_the_whole(before: str |
         place = tmp_path / str(number)
         place.mkdir()
         old = put(place / "out", before)
-        calls = 0
-
-        def fail(call: Call, go: Go, number: int = number) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == number + 1:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), call.path)
-            return go()
-
-        failed = False
-        with intercepted(place, fail, names=True):
+        fails, failed = Nth(number, error(errno.EIO)), False
+        with intercepted(place, fails, names=True):
             try:
                 write(place / "out", "new")
             except (StoreError, OSError):
                 failed = True
         assert contents(place / "out") == (old if failed else {"part/file": "new"}), number
-        if calls <= number:
+        if not fails.struck:
             assert not failed
             break
         write(place / "out", "newest")
@@ -90,17 +80,8 @@ def test_a_process_that_is_killed_leaves_what_was_there_or_the_whole(before: str
         old = put(place / "out", before)
         child = os.fork()
         if not child:
-            calls = 0
-
-            def die(call: Call, go: Go, number: int = number) -> Any:
-                nonlocal calls
-                if calls == number:
-                    os._exit(KILLED)
-                calls += 1
-                return go()
-
             try:
-                with intercepted(place, die, names=True):
+                with intercepted(place, Nth(number, lambda call, go: os._exit(KILLED)), names=True):
                     write(place / "out", "new")
             finally:
                 os._exit(0)
@@ -136,22 +117,14 @@ def test_a_call_that_fails_is_an_error_of_the_store_and_leaves_the_old_snapshot_
         place = tmp_path / str(number)
         place.mkdir()
         save(place / "out", 1)
-        calls, failed = 0, False
-
-        def fail(call: Call, go: Go, number: int = number) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == number + 1:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), call.path)
-            return go()
-
-        with intercepted(place, fail, names=True):
+        fails, failed = Nth(number, error(errno.EIO)), False
+        with intercepted(place, fails, names=True):
             try:
                 save(place / "out", 2)
             except StoreError:
                 failed = True
         assert saved(place / "out") == (1 if failed else 2), number
-        if calls <= number:
+        if not fails.struck:
             assert not failed
             break
         save(place / "out", 3)
