@@ -76,20 +76,8 @@ def to_collect_in(value: Any) -> list[tuple[Place, Any, int]]:
     number of tensors in it, at any depth, and the outermost containers that hold none.
     """
     empty = _walk(value, (), lambda item: is_mutable_container(item) and not tensors(item), set())
-    found = [*empty, *_lists(value, (), set())]
+    found = [*empty, *_walk(value, (), lambda item: isinstance(item, list), set(), within=True)]
     return [(place, container, len(tensors(container))) for place, container in found]
-
-
-def _lists(value: Any, place: Place, seen: set[int]) -> Iterator[tuple[Place, list[Any]]]:
-    if isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from _lists(item, (*place, index), seen)
-    elif (is_mutable_container(value) or is_record(value)) and id(value) not in seen:
-        seen.add(id(value))
-        if isinstance(value, list):
-            yield place, value
-        for key, item in list(_entries(value)):
-            yield from _lists(item, (*place, key), seen)
 
 
 def replace(value: Any, fn: Replace, *, keep: bool = False) -> Any:
@@ -115,17 +103,23 @@ def settle(value: Any, before: Any, fn: Replace) -> Any:
     return _settle(value, before, fn, set())
 
 
-def _walk(value: Any, place: Place, wanted: Callable[[Any], bool], seen: set[int]) -> Iterator[tuple[Place, Any]]:
-    """The outermost items that are ``wanted``, in order. A container is looked into once."""
-    if wanted(value):
+def _walk(
+    value: Any, place: Place, wanted: Callable[[Any], bool], seen: set[int], *, within: bool = False
+) -> Iterator[tuple[Place, Any]]:
+    """The outermost items that are ``wanted``, in order; with ``within`` those inside of them as well. A container is
+    looked into once."""
+    found = wanted(value)
+    if found:
         yield place, value
-    elif isinstance(value, tuple):
+    if found and not within:
+        return
+    if isinstance(value, tuple):
         for index, item in enumerate(value):
-            yield from _walk(item, (*place, index), wanted, seen)
+            yield from _walk(item, (*place, index), wanted, seen, within=within)
     elif (is_mutable_container(value) or is_record(value)) and id(value) not in seen:
         seen.add(id(value))
         for key, item in _entries(value):
-            yield from _walk(item, (*place, key), wanted, seen)
+            yield from _walk(item, (*place, key), wanted, seen, within=within)
 
 
 def _map(value: Any, fn: Replace, memo: dict[int, Any], keep: bool) -> Any:
