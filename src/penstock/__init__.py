@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import Budget
-from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, ScheduleError, StoreError
+from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, RankError, ScheduleError, StoreError
 from penstock.schedule.ir.ops import Schedule
 
 if TYPE_CHECKING:
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.engine.wrap import wrap
     from penstock.optim.spec import SGD, Adam, AdamW, Lion, Override
     from penstock.planner.ask import plan
+    from penstock.ranks.start import torchrun_mesh
     from penstock.state.stats import StepStats
 
 _LAZY = {
@@ -19,6 +20,7 @@ _LAZY = {
     **dict.fromkeys(("SGD", "Adam", "AdamW", "Lion", "Override"), "penstock.optim.spec"),
     "StepStats": "penstock.state.stats",
     "plan": "penstock.planner.ask",
+    "torchrun_mesh": "penstock.ranks.start",
 }
 """Name -> module that has it."""
 
@@ -34,11 +36,13 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "Override",
+    "RankError",
     "Schedule",
     "ScheduleError",
     "StepStats",
     "StoreError",
     "plan",
+    "torchrun_mesh",
     "wrap",
 ]
 

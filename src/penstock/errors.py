@@ -42,3 +42,7 @@ class StoreError(OSError):
 
 class NonFiniteError(ArithmeticError):
     """A loss or a gradient is infinite or NaN; names the step and the micro-batch."""
+
+
+class RankError(RuntimeError):
+    """Another of the ranks that train together has failed, was killed or does not answer: names it."""

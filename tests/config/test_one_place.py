@@ -33,6 +33,10 @@ USED = {
         "schedule/": "what a built schedule was given",
         **dict.fromkeys(("planner/phases.py", "planner/probes.py"), "the phases and loads of such a schedule"),
     },
+    "strands": {
+        "schedule/": "what a built schedule was given",
+        "engine/": "as many as there are ranks, or as the store has",
+    },
     "slots": {"store/": "the slots", "state/": "the slots", "planner/phase_memory.py": "the memory of their checksums"},
     "durability": {
         "planner/durability.py": "compares them",

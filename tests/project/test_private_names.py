@@ -17,6 +17,7 @@ DOCUMENTED = {
     *LIBRARIES,
     *("torch.nn", "torch.nn.functional", "torch.overrides", "torch.autograd.graph"),
     *("torch.optim.lr_scheduler", "torch.utils.tensorboard"),
+    *("torch.distributed", "torch.distributed.device_mesh"),
 }
 """Modules that a library documents: what they have is public."""
 

@@ -27,11 +27,13 @@ NAMES = [
     "ModelError",
     "NonFiniteError",
     "Override",
+    "RankError",
     "Schedule",
     "ScheduleError",
     "StepStats",
     "StoreError",
     "plan",
+    "torchrun_mesh",
     "wrap",
 ]
 
@@ -56,6 +58,8 @@ WRAP = {
     "weights": None,
     "init": False,
     "run": None,
+    "mesh": None,
+    "strands": None,
 }
 
 PLAN = {
@@ -74,6 +78,7 @@ PLAN = {
     "speculate": None,
     "delay": None,
     "grad_dtype": "fp32",
+    "strands": None,
     "disk_free": None,
     "tbw": None,
 }

@@ -13,9 +13,9 @@ import penstock
 SOURCES = Path(penstock.__file__).parent
 DESIGN = SOURCES.parent.parent / "docs" / "design.md"
 
-_STATE = {"compat", "config", "documents", "errors", "files", "optim", "schedule", "store"}
+_STATE = {"compat", "config", "documents", "errors", "files", "optim", "ranks", "schedule", "store"}
 _ENGINE = _STATE | {"hardware", "loss", "planner", "runtime", "shape", "sim", "state", "tape"}
-_LOOPS = _ENGINE - {"planner", "runtime", "shape", "sim"} | {"data", "engine"}
+_LOOPS = _ENGINE - {"planner", "ranks", "runtime", "shape", "sim"} | {"data", "engine"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"config", "errors"},
     "sim": {"config", "errors", "schedule"},
     "hardware": {"config", "documents", "errors", "schedule"},
+    "ranks": {"compat", "errors", "schedule"},
     "loss": {"compat", "errors"},
     "tape": {"compat", "errors", "schedule"},
     "shape": {"config", "documents", "errors", "hardware", "loss", "schedule", "tape"},
@@ -34,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"compat", "config", "errors", "schedule"},
     "data": {"compat", "config", "documents", "errors", "files", "tape"},
     "state": _STATE,
-    "runtime": {"config", "errors", "optim", "schedule", "state", "store", "tape"},
+    "runtime": {"config", "errors", "optim", "ranks", "schedule", "state", "store", "tape"},
     "engine": _ENGINE,
     "doctor": {"config", "errors", "hardware", "optim", "runtime", "schedule", "state", "store"},
     "fabric": _LOOPS,

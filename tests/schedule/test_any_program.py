@@ -12,15 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import Budget, Family
-from penstock.errors import BudgetError
+from penstock.config import Budget, Family, Tier
+from penstock.errors import BudgetError, ScheduleError
 from penstock.planner.fit import Plan, Request, fit
 from penstock.planner.question import Question
 from penstock.planner.search import search
 from penstock.schedule.check import check
 from penstock.schedule.check.order import run_order
+from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Depths, Format, Placement, Settings
@@ -56,6 +58,36 @@ def test_every_schedule_of_every_program_is_safe_computes_its_step_and_ends(camp
             assert result.peak(0)[tier] <= schedule.peak_bytes(tier)
 
     proved(campaign, cases(), holds)
+
+
+def below(places: tuple[Tier, ...]) -> tuple[Tier, ...]:
+    return tuple("host" if tier == "device" else tier for tier in places)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_schedule_of_ranks_that_share_a_program_is_safe_computes_its_step_and_ends(
+    size: int, campaign: Campaign
+) -> None:
+    """Each has its part of every group, on disk or in memory; what they add up is whole on each of them before."""
+    ranks = Mesh(data=size).everyone()
+
+    def holds(case: AnyCase) -> None:
+        place = case.settings.place
+        shared = replace(place, weights=below(place.weights), state=below(place.state))
+        part, asked = ranks.part(case.program), replace(case.settings, place=shared)
+        build = vertical if case.family == "vertical" else horizontal
+        schedule = build(part, asked, shards=ranks)
+        world = World(name="shared", ranks=(schedule,) * size, groups={ranks.name: ranks.members})
+        check_world(world)
+        needs = Needs.of(part, asked, size)
+        if asked.train and asked.micro_batches > 1 and build is horizontal and any(s.gradients for s in part.stages):
+            with pytest.raises(ScheduleError, match="it has to be the sum of all micro-batches"):
+                prove(schedule, needs)
+        else:
+            prove(schedule, needs)
+        simulate(world, Costs(name="uneven", seconds=uneven))
+
+    proved(campaign, cases(), holds, few=60)
 
 
 def test_weights_are_loaded_ahead_only_as_far_as_buffers_reach(campaign: Campaign) -> None:
@@ -134,7 +166,7 @@ def gradients(schedule: Schedule) -> dict[tuple[int, int], Sum]:
                     held[name] = ("+", held[name], part) if name in held else part
         elif word.kind == "DG":
             held[op.writes[0]] = held[op.reads[0]]
-        elif word.kind == "AG":
+        elif word.kind in ("AG", "AD"):
             into, what = op.reads
             held[into] = ("+", held[into], held.pop(what))
         elif word.kind == "WG":
@@ -154,8 +186,28 @@ def gradients(schedule: Schedule) -> dict[tuple[int, int], Sum]:
     return found
 
 
+def in_strands(stage: int, micro_batches: int, strands: int) -> Sum:
+    """Level by level: neighbours are added up, and one that is left over, or alone, goes on as it is."""
+    level: list[Sum | None] = []
+    for s in range(strands):
+        own: Sum | None = None
+        for m in range(s * micro_batches // strands, (s + 1) * micro_batches // strands):
+            own = (stage, m) if own is None else ("+", own, (stage, m))
+        level.append(own)
+    while len(level) > 1:
+        pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
+        level = [both(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+    assert level[0] is not None
+    return level[0]
+
+
+def both(one: Sum | None, other: Sum | None) -> Sum | None:
+    return ("+", one, other) if one is not None and other is not None else one or other
+
+
 def test_gradients_are_added_up_in_one_order(campaign: Campaign) -> None:
-    """Micro-batches in order within a stage, then stages in backward order, whatever the family and the settings."""
+    """Micro-batches in order within a strand, strands in pairs, then stages in backward order, whatever the family and
+    the settings."""
 
     def holds(case: AnyCase) -> None:
         found = gradients(case.build())
@@ -167,9 +219,7 @@ def test_gradients_are_added_up_in_one_order(campaign: Campaign) -> None:
         for (g, _), total in found.items():
             expected: Sum | None = None
             for k in stages[g]:
-                part: Sum = (k, 0)
-                for m in range(1, case.settings.micro_batches):
-                    part = ("+", part, (k, m))
+                part = in_strands(k, case.settings.micro_batches, case.settings.strands)
                 expected = part if expected is None else ("+", expected, part)
             assert total == expected
 

@@ -149,7 +149,7 @@ def test_each_rank_moves_its_part_and_the_network_the_rest(family: str) -> None:
     norm = sum(op.nbytes for op in together.ops if op.id.kind == "AN")
     sent = (gathered + scattered) * (RANKS - 1) // RANKS
     assert together.bytes_per_lane()["net"] == sent + norm
-    assert bool(norm) == STREAMED[family].wait
+    assert norm == 8 * N // 4096 * (RANKS - 1) // RANKS, "the sum of squares of each 4096 elements"
 
 
 def test_ranks_wait_for_each_other() -> None:
@@ -163,10 +163,21 @@ def test_ranks_wait_for_each_other() -> None:
 
 def test_the_norm_is_that_of_all_ranks_and_every_step_waits_for_it() -> None:
     schedule = one("vertical", ranks=2, wait=True)
-    assert schedule.by_id["AN"].after == ("NORM",)
+    assert schedule.by_id["NORM"].after == ("AN",)
     steps = [op for op in schedule.ops if op.id.kind == "OP"]
     assert steps
-    assert all("AN" in op.after for op in steps)
+    assert all("NORM" in op.after for op in steps)
+
+
+def test_gradients_cross_once_chunk_by_chunk() -> None:
+    """Whatever the number of micro-batches; what is sent and received at a time is of one chunk of all ranks."""
+    for count in (1, 5):
+        schedule = one("vertical", ranks=2, micro_batches=2 * count, chunks=4)
+        crossed = [op for op in schedule.ops if op.id.kind == "SG"]
+        assert sum(op.nbytes for op in crossed) == 4 * N // 2
+        assert len(crossed) == len({(op.id.group, op.id.chunk) for op in crossed})
+        pool = next(pool for pool in schedule.pools if pool.name == "exchange")
+        assert pool.size == 2 * 2 * 4 * schedule.chunk
 
 
 # ---- options

@@ -76,6 +76,18 @@ class Budget:
         if self.disk is not None and not self.disk_paths:
             raise ConfigError("budget.disk is an empty list: give a directory or None")
 
+    def of_rank(self, rank: int, ranks: int) -> "Budget":
+        """What one of several ranks on one machine has: its share of host memory, and directories of its own. Where
+        there are as many directories as ranks, each has some of them, else a folder in one.
+        """
+        if ranks == 1:
+            return self
+        paths = self.disk_paths[rank::ranks] if len(self.disk_paths) >= ranks else ()
+        if self.disk_paths and not paths:
+            paths = (self.disk_paths[rank % len(self.disk_paths)],)
+        disk = [path / f"rank-{rank}" for path in paths] or None
+        return replace(self, host=self.host_bytes // ranks, disk=disk)
+
     @property
     def interval_steps(self) -> int | None:
         """Steps from one commit of what is in memory to the next, where they are counted in steps."""

@@ -16,6 +16,8 @@ from penstock.errors import ConfigError
 Family = Literal["vertical", "horizontal"]
 """Orders of a schedule that the planner makes: block by block, or micro-batch by micro-batch."""
 
+STRANDS = 1024
+"""The most strands that make sense: nobody has more ranks."""
 _DEFAULT: Mapping[str, Precision] = {"cpu": "fp32", "cuda": "bf16"}
 
 
@@ -30,6 +32,9 @@ class StreamConfig:
     plan |
     | ``delay`` | share of each group's chunks that steps in the next step's forward, 0 to 1, so that a kill costs up to
     one step more. Changes no result; None: the plan chooses |
+    | ``strands`` | in how many strands a step's gradients are summed, each over a share of the micro-batches, and then
+    added up in pairs. Changes results, but not with the number of ranks: a power of two of them that is not above it
+    gives the same bits. Kept in the store; None: that of the store, or as many as there are ranks |
     | ``speculate`` | whether what is on disk steps before the gradients' norm is known, and again if that was over
     ``clip_grad_norm``. Changes no result; None: the plan chooses |
     """
@@ -37,11 +42,14 @@ class StreamConfig:
     grad_dtype: GradDtype = "fp32"
     delay: float | None = None
     speculate: bool | None = None
+    strands: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, of=StreamConfig)
         if self.delay is not None and not 0 <= self.delay <= 1:
             raise ConfigError(f"delay={self.delay:g}: must be from 0 to 1, or left out: the plan chooses")
+        if self.strands is not None and (self.strands < 1 or self.strands > STRANDS):
+            raise ConfigError(f"strands={self.strands}: must be from 1 to {STRANDS}")
 
     def steps_early(self, budget: Budget) -> bool | None:
         """``speculate``, of a run with this budget. Where the budget says where gradients wait, they are to wait."""

@@ -186,3 +186,5 @@ class TrainConfig(StepConfig):
             raise ConfigError(
                 "delay has no effect with schedule 'horizontal', which delays no step: drop it or use vertical"
             )
+        if (self.strands or 1) > 1 and self.schedule == "horizontal":
+            raise ConfigError(f"strands={self.strands} needs schedule: vertical, which adds them up on the device")

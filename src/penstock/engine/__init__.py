@@ -9,5 +9,5 @@
     turns, interrupt                  calls come one after another; Ctrl-C ends a run between steps
 
 May import: ``errors``, ``files``, ``documents``, ``compat``, ``config``, ``schedule``, ``sim``, ``hardware``, ``loss``,
-``tape``, ``shape``, ``planner``, ``store``, ``optim``, ``state``, ``runtime``.
+``tape``, ``ranks``, ``shape``, ``planner``, ``store``, ``optim``, ``state``, ``runtime``.
 """

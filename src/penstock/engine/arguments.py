@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.config import Budget, Family, StepConfig, StreamConfig
 from penstock.config.checked import check_value
@@ -85,6 +86,10 @@ class WrapArguments(LoopArguments, StepConfig):
     counts, too, is found out in the first pass, from the targets that torch's losses are called with
     (``StepStats.labels``); where that cannot be seen, ``step`` wants ``loss_weights`` |
     | ``seed`` | of dropout and of initialisation |
+    | ``mesh`` | the ranks that train the model together, each with its part of all state: ``penstock.torchrun_mesh()``
+    in each process that ``torchrun`` has started, or another ``DeviceMesh`` with one axis, ``"dp_shard"``. All of them
+    make the same calls, each with its own micro-batches, as many as the others. The budget's ``host`` is for all ranks
+    of the machine, its ``device`` for each; directories are dealt out. None: one process |
     | ``overlap`` | False runs everything one op at a time: the oracle |
     | ``run`` | the folder of a run of ``penstock train`` whose state is in the budget's directories, to go on with it.
     A store belongs to its run: nobody else may open it. None: the store belongs to no run |
@@ -95,6 +100,7 @@ class WrapArguments(LoopArguments, StepConfig):
     device: torch.device | str | None = None
     seed: int = 0
     run: str | Path | None = None
+    mesh: DeviceMesh | None = None
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -171,6 +177,11 @@ def _translated(optimizer: torch.optim.Optimizer) -> str | None:
     return f"penstock.{type(spec).__name__}({settings}{overrides})"
 
 
+def _mesh(value: Any) -> None:
+    if value is not None and not isinstance(value, DeviceMesh):
+        raise ConfigError(f"mesh is {_a(value)}: give one of torch.distributed.device_mesh.init_device_mesh, or None")
+
+
 def _budget(value: Any) -> None:
     if isinstance(value, Budget):
         return
@@ -229,5 +240,6 @@ _CHECKS: Mapping[str, Callable[[Any], None]] = {
     "weights": _weights,
     "compile": _compile,
     "schedule": _schedule,
+    "mesh": _mesh,
     "plan": _plan,
 }

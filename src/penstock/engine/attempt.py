@@ -14,7 +14,6 @@ What happens when is the machine's to say (``fate``); here is how each action is
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from penstock.engine.fate import Action, Event, State
 from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner, Totals
 from penstock.engine.trace import MemorySample, TraceEvent
-from penstock.errors import NonFiniteError
+from penstock.errors import ModelError, NonFiniteError
 from penstock.runtime.context import Mode, NonFinite, StepContext, Verdict
 from penstock.state.stats import StepStats
 from penstock.tape.groups import groups_of
@@ -105,12 +104,24 @@ class Attempt:
                 raise failure
             finally:
                 del failure  # its traceback holds this frame, which would hold it and the micro-batches
+        self._check_buffers()
         if self.skipped and not self.resources.arrays.droppable:
             raise NonFiniteError(
                 f"{self._not_finite()}, and the state was updated with it. Load a snapshot; with clip_grad_norm set "
                 "such a step is skipped"
             )
         return _EVENTS[self.context.verdict]
+
+    def _check_buffers(self) -> None:
+        """Each rank has its own micro-batches, and would change a buffer of the model in its own way."""
+        if self.resources.ranks.size > 1:
+            now = self.resources.buffers.tensors()
+            changed = [name for name, was in self.before.items() if not torch.equal(was, now[name])]
+            if changed:
+                raise ModelError(
+                    f"the forward changes {changed[0]!r}, each rank in its own way. This is not there yet for several "
+                    "ranks: train with one, or let it be (module.eval())"
+                )
 
     def _drop(self) -> Event:
         self.resources.arrays.drop_step()
@@ -133,7 +144,10 @@ class Attempt:
     def _search(self) -> Event:
         search = self._again(Mode.SEARCH)
         self.runner.run(search, self.micro_batches, self.loss_weights)
-        self.non_finite = search.found
+        first = self.resources.ranks.rank * len(self.micro_batches)
+        mine = None if search.found is None else replace(search.found, micro_batch=first + search.found.micro_batch)
+        found = [one for one in self.resources.ranks.told("gradient that is not finite", mine) if one is not None]
+        self.non_finite = min(found, key=lambda one: (-one.stage, one.micro_batch), default=None)
         self.resources.buffers.put_back(self.before)
         if not self.skips:
             raise NonFiniteError(
@@ -164,16 +178,16 @@ class Attempt:
 
     def _report(self) -> None:
         """What the step has done, but for its commit."""
-        context, runner = self.context, self.runner
+        context, runner, ranks = self.context, self.runner, self.resources.ranks
         assert context.norm is not None
         self.trace, self.samples = runner.trace(context.step, self.origin), runner.samples(self.origin)
         totals = runner.totals() if self._spent is None else runner.totals() + self._spent
         hypers = context.update.hypers
         self.stats = StepStats(
             step=context.step,
-            loss=math.fsum(w * loss for w, loss in zip(self.loss_weights, self.losses, strict=True)),
+            loss=batch.mean_loss(self.loss_weights, self.losses, ranks),
             grad_norm=context.norm,
-            tokens=sum(batch.tokens(mb) for mb in self.micro_batches),
+            tokens=sum(ranks.told("tokens", sum(batch.tokens(mb) for mb in self.micro_batches))),
             seconds=time.perf_counter() - self.began,
             lr=float(hypers[0].lr) if hypers else 0.0,
             clipped=context.clip is not None and not self.skipped and context.norm > context.clip,

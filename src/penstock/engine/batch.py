@@ -10,6 +10,7 @@ import torch
 
 from penstock.engine.labels import IGNORED
 from penstock.errors import ConfigError, ModelError
+from penstock.ranks.group import Ranks
 from penstock.tape import trees
 
 MicroBatch = Mapping[str, Any]
@@ -140,6 +141,12 @@ def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | 
         if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and bool((labels == IGNORED).all()):
             raise ModelError(f"micro-batch {m} has no label that counts (all are {IGNORED}): leave it out of the step")
     return None
+
+
+def mean_loss(weights: Sequence[float], losses: Sequence[float], ranks: Ranks) -> float:
+    """The weighted sum of all micro-batches' losses, added up as one list whoever has computed them."""
+    terms = [weight * loss for weight, loss in zip(weights, losses, strict=True)]
+    return math.fsum(term for by_rank in ranks.told("losses", terms) for term in by_rank)
 
 
 def tokens(micro_batch: MicroBatch) -> int:

@@ -30,6 +30,7 @@ from penstock.engine.turns import in_turn, is_foreign
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.fit import Plan
+from penstock.ranks.group import ALONE, Ranks
 from penstock.runtime.context import StepContext, Update
 from penstock.sim.result import Simulation
 from penstock.state import snapshots
@@ -56,6 +57,7 @@ class Engine:
         device: torch.device,
         machine: Machine | None,
         owner: Owner | None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """``settings``: as asked for, and what counts where nothing was. ``machine``: to plan for. ``owner``: the run
         that the store belongs to.
@@ -71,7 +73,8 @@ class Engine:
         self._began = time.perf_counter()
         self._waits = settings.needs_norm
         self._clip = settings.clip_grad_norm
-        self._resources = open_resources(model, settings, device=device, machine=machine, owner=owner)
+        self._ranks = ranks
+        self._resources = open_resources(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
         self.optimizer = self._resources.optimizer
         self._progress, commits = self._resources.progress, self._resources.commits
         self._durability = Durability(commits, self._progress, Due.of(settings.budget))
@@ -120,10 +123,9 @@ class Engine:
         failed, of whatever. Do not repeat that step (``step_count`` has it): the next one commits it first, or, where
         the state has one slot, with itself. If that commit fails again, the next step was not taken, and says so.
         """
-        self._check_usable()
-        behind = batch.as_json(position)
-        with whole_steps():
-            return self._step(micro_batches, loss_weights, behind)
+        with whole_steps(), self._ranks.together():
+            self._check_usable()
+            return self._step(micro_batches, loss_weights, batch.as_json(position))
 
     @in_turn
     def prepare(self, micro_batches: Sequence[Mapping[str, Any]]) -> Plan:
@@ -134,9 +136,9 @@ class Engine:
         Raises:
             ModelError, BudgetError, StoreError: as ``step``. After a BudgetError others may be tried.
         """
-        self._check_usable()
-        batch.check(micro_batches)
-        with whole_steps():
+        with whole_steps(), self._ranks.together():
+            self._check_usable()
+            batch.check(micro_batches)
             return self._planning.runner_for(micro_batches, train=True).plan
 
     def _step(
@@ -147,10 +149,11 @@ class Engine:
     ) -> StepStats:
         began = time.perf_counter()
         batch.check(micro_batches)
-        given = batch.given_weights(micro_batches, loss_weights)
+        given = self._given("step", micro_batches, loss_weights)
         runner = self._planning.runner_for(micro_batches, train=True)
         flops = self._planning.flops_of(micro_batches)  # now: a loss may write into a micro-batch
-        weights = given or self._planning.labels.weights(micro_batches)
+        flops = math.fsum(self._ranks.told("FLOP", flops))
+        weights = given or self._planning.labels.weights(micro_batches, self._ranks)
         self._durability.check_written()
         scratch = runner.scratch_written
         attempt = Attempt(
@@ -186,6 +189,17 @@ class Engine:
         assert self._progress.last is not None
         return self._progress.last
 
+    def _given(
+        self, call: str, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float] | None
+    ) -> list[float] | None:
+        """``batch.given_weights``, where all ranks make the same ``call`` in the same step, with the same settings
+        of the optimizer, and either all give weights or none does."""
+        given = batch.given_weights(micro_batches, loss_weights)
+        if self._ranks.size > 1:
+            settings = {"call": call, "step": self.step_count, "use of loss_weights": given is not None}
+            self._ranks.agree_on_each(settings | {"settings of the optimizer": repr(self.optimizer.hypers())})
+        return given
+
     def _context(self) -> StepContext:
         """What the next step's first run needs to know."""
         progress, pending = self._progress, self._durability.pending
@@ -220,15 +234,19 @@ class Engine:
 
         Raises: as ``step``.
         """
-        self._check_usable()
+        with self._ranks.together():
+            self._check_usable()
+            return self._evaluate(micro_batches, loss_weights)
+
+    def _evaluate(self, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float] | None) -> float:
         batch.check(micro_batches)
-        given = batch.given_weights(micro_batches, loss_weights)
+        given = self._given("evaluate", micro_batches, loss_weights)
         modes = {module: module.training for module in self.model.modules()}
         buffers = self._resources.buffers.copies()
         self.model.eval()
         try:
             runner = self._planning.runner_for(micro_batches, train=False)
-            weights = given or self._planning.labels.weights(micro_batches)
+            weights = given or self._planning.labels.weights(micro_batches, self._ranks)
             context = StepContext(step=self.step_count, update=Update(count=1, hypers=()))
             losses = runner.run(
                 context, batch.all_to_device(micro_batches, self.device, self._resources.dtype), weights
@@ -239,7 +257,7 @@ class Engine:
             for module, training in modes.items():
                 module.training = training
             self._resources.buffers.put_back(buffers)
-        return math.fsum(w * loss for w, loss in zip(weights, losses, strict=True))
+        return batch.mean_loss(weights, losses, self._ranks)
 
     @property
     def plan(self) -> Plan:
@@ -305,7 +323,7 @@ class Engine:
         """Every parameter and persistent buffer, to be read piece by piece while no step runs."""
         self._check_usable()
         self._rest()
-        return Values(self._resources.arrays, self._resources.description, self._resources.buffers.tensors())
+        return self._resources.values()
 
     @in_turn
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -315,6 +333,7 @@ class Engine:
             StoreError: the path exists (and ``overwrite`` is not set), or the disk is full or fails.
         """
         self._check_usable()
+        self._check_alone("engine.save")
         self._rest()
         meta = {"model": self._resources.description, **self._progress.record()}
         snapshots.save(Path(path), self._resources.arrays, self._resources.buffers, meta, overwrite=overwrite)
@@ -329,6 +348,7 @@ class Engine:
             ConfigError: it was saved by a run with another seed.
         """
         self._durability.check_open()
+        self._check_alone("engine.load")
         self._rest()
         with snapshots.opened(Path(path), self._resources.description) as snapshot:
             self._progress.check(snapshot.meta, str(path))
@@ -361,7 +381,8 @@ class Engine:
             all_of_it.callback(self._durability.close)
             all_of_it.callback(self._resources.close)
             all_of_it.callback(self._planning.close)
-            all_of_it.callback(self._durability.rest, self._planning.runner, closes=True)
+            if self._ranks.failure is None:  # else what is committed stands
+                all_of_it.callback(self._durability.rest, self._planning.runner, closes=True)
 
     def _rest(self) -> None:
         """Nothing is pending from here on: delayed chunks are stepped, and what is being written is written."""
@@ -376,7 +397,13 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self._ranks.fail(error)
         self.close()
+
+    def _check_alone(self, what: str) -> None:
+        if self._ranks.size > 1:
+            raise ConfigError(f"{what} is not there yet for several ranks: every step is in their stores (budget.disk)")
 
     def _check_usable(self) -> None:
         self._durability.check_usable()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.errors import ModelError
+from penstock.ranks.group import ALONE, Ranks
 from penstock.tape.losses import Compared
 
 log = logging.getLogger("penstock")
@@ -80,22 +81,28 @@ class LabelCount:
             "loss_fn that computes a mean by torch.nn.functional.cross_entropy"
         )
 
-    def weights(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Each micro-batch's share of the step's items; equal shares where there are no labels to count.
+    def weights(self, micro_batches: Sequence[Mapping[str, Any]], ranks: Ranks = ALONE) -> list[float]:
+        """Each micro-batch's share of all items of the step, those of other ranks included; equal shares where there
+        are no labels to count.
 
         Raises:
             ModelError: no label of a micro-batch counts, so that its mean is undefined; or see ``items``.
         """
-        if len(micro_batches) == 1 and self.known is None:
+        if ranks.size == len(micro_batches) == 1 and self.known is None:
             return [1.0]
         counts = [self.items(mb) for mb in micro_batches]
         for m, count in enumerate(counts):
             if count == 0:
                 raise ModelError(f"micro-batch {m} has no label that counts: leave it out of the step")
-        known = [count for count in counts if count is not None]
-        if len(known) < len(counts):
-            return [1.0 / len(counts)] * len(counts)
-        return [count / sum(known) for count in known]
+        of_all = [count for by_rank in ranks.told("labels", counts) for count in by_rank]
+        total, known = sum(count or 0 for count in of_all), [count for count in counts if count is not None]
+        if None in of_all:
+            return [1.0 / len(of_all)] * len(counts)
+        return [count / total for count in known]
+
+    def agree(self, ranks: Ranks) -> None:
+        """What any rank has found out is known to all: the lowest's word counts."""
+        self.known = next((known for known in ranks.told("way of labels", self.known) if known is not None), None)
 
     def _found(self, labels: torch.Tensor, seen: Sequence[Compared], loss: float | None) -> Counted | None:
         ways: dict[Counted, torch.Tensor] = {

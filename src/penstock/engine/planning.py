@@ -1,5 +1,6 @@
 """From micro-batches to a runner: probe the model once, fit a plan, keep it for every step that it has room for."""
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +26,10 @@ from penstock.planner.own_schedule import own_plan
 from penstock.planner.search import best
 from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
-from penstock.schedule.check import check
+from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement
 from penstock.schedule.program import Program, Stage
@@ -152,6 +154,13 @@ def warn_of_other_bits(device: torch.device, optimizer: str) -> None:
         )
 
 
+def _world(schedule: Schedule, ranks: int) -> World:
+    """What all ranks do, who do the same."""
+    everyone = Mesh(data=ranks).everyone()
+    groups = {everyone.name: everyone.members} if ranks > 1 else {}
+    return World(name=schedule.name, ranks=(schedule,) * ranks, groups=groups)
+
+
 _WINDOW = 50
 """steps after which it is looked at how many were over the limit of the norm"""
 _OTHER = 0.1
@@ -188,22 +197,24 @@ class Planning:
             ModelError: the model cannot be run block by block on them.
         """
         shapes = [batch.shapes(mb) for mb in micro_batches]
-        ready = self._plans.get(train)
-        if ready is not None and ready.covers(shapes):
+        ready, ranks = self._plans.get(train), self._shared.ranks
+        covered = ranks.told("plan", ready is not None and ready.covers(shapes))
+        if ready is not None and all(covered):
             return self._use(ready)
+        ranks.agree("number of micro-batches", len(micro_batches))
         self.close()
         largest = {s: mb for s, mb in zip(shapes, micro_batches, strict=True) if not _within(s, shapes)}
-        for shape, mb in largest.items():
-            if (train, shape) not in self._probed:
-                self._probed[train, shape] = self._probe(mb, train=train)
+        self._probe_all({s: mb for s, mb in largest.items() if (train, s) not in self._probed}, train=train)
         probed = [self._probed[train, shape] for shape in largest]
-        known = [p.facts for p in probed]
-        stages, facts = _join([p.stages for p in probed], known), _join_facts(known)
+        facts = _join_facts([p.facts for p in probed])
+        stages = self._join_ranks(probed)
         if train and not any(stage.gradients for stage in stages):
             raise ModelError(NOTHING_TRAINS)
         request = self._request(stages, micro_batches, train=train)
         times = _slowest([p.times for p in probed])
         plan = self._fit(request, times)
+        if ranks.size > 1:
+            ranks.agree("schedule", hashlib.sha256(str(plan.schedule).encode()).hexdigest()[:16])
         if train and plan.settings.place != self.placed:
             self.placed = plan.settings.place
             self._plans.pop(not train, None)  # it was made for arrays in other places
@@ -278,10 +289,20 @@ class Planning:
             self.runner = Runner(ready.plan, ready.facts, self._shared)
         return self.runner
 
+    def _join_ranks(self, probed: Sequence[Probed]) -> tuple[Stage, ...]:
+        """Stages that have room for every rank's micro-batches. What their tape has to know is each rank's own."""
+        found = self._shared.ranks.told("stages", [(p.stages, [fact.offload for fact in p.facts]) for p in probed])
+        others = [both for by_rank in found for both in by_rank]
+        unknown = StageFacts(site=None, call=Facts(), offload=())
+        known = [tuple(replace(unknown, offload=places) for places in offloads) for _, offloads in others]
+        return _join([stages for stages, _ in others], known)
+
     def _request(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
-        program = Program(groups=tuple(g.spec for g in self._shared.groups), stages=tuple(stages))
+        ranks = self._shared.ranks
+        program = Program(groups=tuple(ranks.share.part(g.spec) for g in self._shared.groups), stages=tuple(stages))
         asked = self._asked
+        inputs = ranks.told("inputs", len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches))
         speculate, own = asked.steps_early(asked.budget), train and isinstance(self._schedule, Schedule)
         if speculate is None and not own and self._shared.machine is None and self._repeats > _OFTEN:
             speculate = False  # there is no profile to tell what a step and what waiting costs
@@ -291,10 +312,11 @@ class Planning:
             form=self._shared.arrays.form,
             micro_batches=len(micro_batches),
             wait=asked.needs_norm,
-            **fields_of(asked) | {"speculate": speculate},
+            **fields_of(asked) | {"speculate": speculate, "strands": self._shared.strands // ranks.size},
             train=train,
             family="horizontal" if name == "horizontal" else "vertical",
-            inputs=len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches),
+            inputs=max(inputs),
+            ranks=ranks.size,
             step_temporaries=0 if self._shared.device.type == "cpu" else DEVICE_TEMPORARIES,
         )
 
@@ -302,8 +324,9 @@ class Planning:
         if isinstance(self._schedule, Schedule) and request.train:
             return own_plan(request, self._schedule, self.placed)
         plan = self._best(request, times)
-        check(plan.schedule)
-        prove(plan.schedule, Needs.of(plan.program, plan.settings))
+        size = request.ranks
+        check_world(_world(plan.schedule, size))
+        prove(plan.schedule, Needs.of(plan.program, plan.settings, size))
         return plan
 
     def _best(self, request: Request, times: StageTimes | None) -> Plan:
@@ -332,29 +355,41 @@ class Planning:
         shared = self._shared
         return best(request, machine, times, shared.rate, keep, io_threads=shared.io_threads, repeats=self._repeats)
 
-    def _probe(self, micro_batch: Mapping[str, Any], *, train: bool) -> Probed:
+    def _probe_all(self, largest: Mapping[batch.Shapes, Mapping[str, Any]], *, train: bool) -> None:
+        """Probe what has not been probed yet. Of several ranks one after the other does, with weights from all."""
+        shared = self._shared
+        for turn in range(shared.ranks.size):
+            weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, turn)
+            try:
+                if turn != shared.ranks.rank:
+                    weights.serve()
+                    continue
+                for shape, mb in largest.items():
+                    self._probed[train, shape] = self._probe(mb, weights, train=train)
+                weights.ended()
+            finally:
+                weights.close()
+        self.labels.agree(shared.ranks)
+
+    def _probe(self, micro_batch: Mapping[str, Any], weights: VisitingWeights, *, train: bool) -> Probed:
         """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them
         when there is a machine to predict for.
         """
         shared = self._shared
-        weights = VisitingWeights(shared.groups, shared.arrays)
         micro_batch = self.labels.to_probe(micro_batch)
-        try:
-            inputs = batch.to_device(micro_batch, shared.device, shared.arrays.dtype)
-            before = trees.to_collect_in(inputs)
-            stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
-            batch.check_not_collected(before)
-            self.labels.learn(micro_batch, *shared.tape.compared)
-            facts, times = shared.tape.facts, None
-            if train and shared.machine is not None:
-                program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
-                times = time_stages(shared.tape, program, facts, inputs, weights.load, weights.unload)
-            return Probed(
-                stages=stages,
-                facts=facts,
-                times=times,
-                flops=_model_flops(stages, shared.tape.flops),
-                tokens=batch.tokens(micro_batch),
-            )
-        finally:
-            weights.close()
+        inputs = batch.to_device(micro_batch, shared.device, shared.arrays.dtype)
+        before = trees.to_collect_in(inputs)
+        stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
+        batch.check_not_collected(before)
+        self.labels.learn(micro_batch, *shared.tape.compared)
+        facts, times = shared.tape.facts, None
+        if train and shared.machine is not None:
+            program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
+            times = time_stages(shared.tape, program, facts, inputs, weights.load, weights.unload)
+        return Probed(
+            stages=stages,
+            facts=facts,
+            times=times,
+            flops=_model_flops(stages, shared.tape.flops),
+            tokens=batch.tokens(micro_batch),
+        )

@@ -8,19 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.progress import Progress
+from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale, format_of
+from penstock.ranks.group import ALONE, Ranks
 from penstock.runtime.streams import CudaStreams, HostStreams, streams_for
 from penstock.state import numa
 from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
 from penstock.state.commits import Commits
+from penstock.state.shared import SharedArrays
+from penstock.state.values import Arrays, Values
 from penstock.store.owner import Owner
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, group_parameters
@@ -47,6 +52,10 @@ class EngineResources:
     """what the store, and a snapshot, is made for"""
     runs: Mapping[int, Sequence[Run]]
     """by group, in order of elements"""
+    ranks: Ranks
+    """who trains the model together; this rank's arrays are its part of every group's"""
+    strands: int
+    """of all ranks"""
     device: torch.device
     streams: HostStreams | CudaStreams
     scratch_paths: tuple[Path, ...]
@@ -68,16 +77,34 @@ class EngineResources:
         """That computes."""
         return self.arrays.dtype
 
+    @property
+    def whole_arrays(self) -> Arrays:
+        """All of every array; several ranks read the same ranges at the same time."""
+        if self.ranks.size == 1:
+            return self.arrays
+        return SharedArrays(self.arrays, [g.spec for g in self.groups], self.ranks)
+
+    def values(self) -> Values:
+        """Every parameter and persistent buffer, of whole arrays."""
+        return Values(self.whole_arrays, self.description, self.buffers.tensors())
+
     def close(self) -> None:
         """Take the model from the tape and the store's memory; each happens whatever the others raise."""
         with ExitStack() as all_of_it:  # last in, first out
+            all_of_it.callback(self.ranks.close)
             for group in self.groups:
                 all_of_it.callback(group.detach, self.dtype, self.device)
             all_of_it.callback(self.tape.close)
 
 
 def open_resources(
-    model: nn.Module, settings: WrapArguments, *, device: torch.device, machine: Machine | None, owner: Owner | None
+    model: nn.Module,
+    settings: WrapArguments,
+    *,
+    device: torch.device,
+    machine: Machine | None,
+    owner: Owner | None,
+    ranks: Ranks = ALONE,
 ) -> EngineResources:
     """Cut a model into groups, open or make its store, and bring its values to where they live from now on.
 
@@ -88,13 +115,16 @@ def open_resources(
     assert precision is not None, "wrap has chosen one"
     assert settings.loss_fn is not None, "and this"
     found, from_meta = find_blocks(model, settings.blocks), start.built_on_meta(model)
-    groups, buffers = group_parameters(model, found), Buffers(model)
+    groups, buffers = group_parameters(model, found, ranks.size), Buffers(model)
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     optimizer = StreamedOptimizer(settings.optimizer, trained)
-    description = start.describe_model(groups, buffers, precision, settings.optimizer)
+    strands = ranks.size if settings.strands is None else settings.strands
+    description = start.describe_model(groups, buffers, precision, settings.optimizer, ranks.share, strands)
+    names = [[name, *parameter] for group in description["groups"] for name, *parameter in group["parameters"]]
+    ranks.agree_on_each({"model": type(model).__name__, "parameters of the model": _digest(names)})
     commits = Commits(
         budget,
-        [g.spec for g in groups],
+        [ranks.share.part(g.spec) for g in groups],
         format_of(precision, settings.optimizer.moments),
         DTYPES[precision],
         device,
@@ -102,10 +132,13 @@ def open_resources(
         model=description,
         io_threads=settings.io_threads,
         owner=owner,
+        ranks=ranks,
+        any_strands=settings.strands is None,
     )
     with ExitStack() as undo:
         undo.callback(commits.close)
         guard(model, blocks=[block.module for block in found])  # now: whatever fails from here on, it has no values
+        _check_strands(description.get("strands", 1), settings, ranks)
         progress = Progress(
             seed=settings.seed,
             trained=[name for name, _ in trained],
@@ -117,7 +150,16 @@ def open_resources(
         start.buffers_to(model, device)
         if commits.resumed is None:
             weights = settings.weights
-            start.fill(model, groups, commits.arrays, from_meta=from_meta, seed=settings.seed, weights=weights)
+            values = start.fill(
+                model,
+                groups,
+                commits.arrays,
+                from_meta=from_meta,
+                seed=settings.seed,
+                weights=weights,
+                share=ranks.share,
+            )
+            ranks.agree("values of the model, before its first step", values)
         else:
             _resume(groups, buffers, commits, progress, budget.disk_paths[0])
         tape = Tape(
@@ -139,6 +181,8 @@ def open_resources(
             progress=progress,
             description=description,
             runs={g.spec.index: hyper_runs(g, optimizer) for g in groups if g.spec.trainable},
+            ranks=ranks,
+            strands=description.get("strands", 1),
             device=device,
             streams=streams_for(device),
             scratch_paths=tuple(path / "scratch" for path in budget.disk_paths),
@@ -152,6 +196,20 @@ def open_resources(
         return resources
 
 
+def _check_strands(strands: int, settings: WrapArguments, ranks: Ranks) -> None:
+    """Raises:
+    ConfigError: these ranks, or this schedule, cannot add up so many.
+    """
+    each, rest = divmod(strands, ranks.size)
+    if rest or each & (each - 1):
+        raise ConfigError(
+            f"strands={strands} with {ranks.size} rank{'s' * (ranks.size > 1)}: must be {ranks.size} times a power of "
+            "two, so that each rank has whole branches of their sum"
+        )
+    if strands > 1 and settings.schedule == "horizontal":
+        raise ConfigError(f"strands={strands} needs schedule='vertical', which adds them up on the device")
+
+
 def _resume(groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, progress: Progress, path: Path) -> None:
     """Go on from the commit that was found."""
     assert commits.resumed is not None
@@ -161,6 +219,10 @@ def _resume(groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, pr
     buffers.read(commits.read_buffer)
     progress.adopt(commits.resumed)
     log.warning("continuing the store in %s from step %d", path, progress.step)
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(value).encode())
 
 
 def hyper_runs(group: ParamGroup, optimizer: StreamedOptimizer) -> tuple[Run, ...]:

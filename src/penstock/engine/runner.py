@@ -20,7 +20,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.pools import Pools
 from penstock.runtime.serial import SerialExecutor
 from penstock.runtime.stepping import Stepping
-from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
+from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.program import ALIGN
 from penstock.state.arrays import Late
@@ -52,11 +52,14 @@ class Runner:
         self._facts = facts
         self._shared = shared
         self._streams = shared.streams
-        self.bound = Bound(schedule=plan.schedule, program=plan.program)
+        self._ranks = shared.ranks
+        self.bound = Bound(schedule=plan.schedule, program=plan.program, share=shared.ranks.share)
         grad_dtype = torch.bfloat16 if plan.settings.grad_dtype == "bf16" else torch.float32
-        stepping = Stepping(shared.groups, shared.runs, shared.threads, grad_dtype)
+        stepping = Stepping(shared.groups, shared.runs, shared.threads, grad_dtype, shared.ranks.share)
         self._partials = {
-            g.index: np.zeros(g.trainable // ALIGN, dtype=np.float64) for g in plan.program.groups if g.trainable
+            g.spec.index: np.zeros(g.spec.trainable // ALIGN, dtype=np.float64)
+            for g in shared.groups
+            if g.spec.trainable
         }
         with ExitStack() as undo:  # what is made is given back if what comes after it fails, and by ``close``
             self.scratch = _scratch(self.bound, shared)
@@ -64,7 +67,7 @@ class Runner:
             if self.scratch is not None:
                 undo.callback(_remove, self.scratch, shared.scratch_paths)
             self.pools = Pools(plan.schedule, shared.device)
-            undo.callback(self.pools.close)
+            undo.callback(self._close_pools)
             self.actions = Actions(
                 self.bound,
                 self.pools,
@@ -74,6 +77,7 @@ class Runner:
                 self.scratch,
                 self._streams,
                 stepping,
+                shared.ranks,
             )
             undo.callback(self.actions.release)
             self._executor = self._executor_of(plan.schedule)
@@ -91,6 +95,7 @@ class Runner:
             self._streams,
             io_workers=max(1, shared.io_threads // 2),
             binding=binding_for(shared.device),
+            failed=shared.ranks.fail,
         )
 
     @property
@@ -139,6 +144,7 @@ class Runner:
             stages=self.plan.program.stages,
             scale=context.loss_scale,
             train=train,
+            first=self._ranks.rank * len(micro_batches),
         )
         try:
             self._executor.run()
@@ -152,6 +158,10 @@ class Runner:
             self.actions.norm.judge()
         return losses
 
+    def _close_pools(self) -> None:
+        if not self._ranks.broken_off:
+            self.pools.close()
+
     @property
     def scratch_written(self) -> int:
         """Bytes of checkpoints and gradients that have gone to disk so far."""
@@ -164,8 +174,8 @@ class Runner:
 
     def totals(self) -> Totals:
         """What the last run has moved, and how long that took."""
-        moved: dict[Lane, int] = dict.fromkeys(LOCAL_LANES, 0)
-        busy: dict[Lane, float] = dict.fromkeys(LOCAL_LANES, 0.0)
+        moved: dict[Lane, int] = dict.fromkeys(self.plan.schedule.lanes, 0)
+        busy: dict[Lane, float] = dict.fromkeys(self.plan.schedule.lanes, 0.0)
         for mark in self._executor.marks.values():
             moved[mark.lane] += mark.moved
             busy[mark.lane] += mark.end - mark.start

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import xxhash
 from torch import nn
 
 from penstock.compat.torch import buffers_of, persistent_buffers
 from penstock.errors import ModelError
 from penstock.optim.spec import OptimizerSpec
+from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import FP32
+from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays, parts_of
 from penstock.state.buffers import Buffers
 from penstock.state.memory import BOUNCE, HostSlab
@@ -71,11 +74,14 @@ def fill(
     from_meta: bool,
     seed: int,
     weights: WeightSource | None = None,
-) -> None:
-    """Write every group's weights (and master copy) to its home. At most one group is in memory besides the model.
+    share: Share = WHOLE,
+) -> str:
+    """Write this rank's ``share`` of every group's weights (and master copy) to its home. At most one group is in
+    memory besides the model. Returns a checksum of all of them.
 
     Afterwards no parameter owns memory. Moments are zero.
     """
+    values = xxhash.xxh3_64()
     for group in groups:
         slab = HostSlab(group.spec.numel * FP32)
         flat = slab.bytes[: group.spec.numel * FP32].view(torch.float32)
@@ -91,14 +97,16 @@ def fill(
             for s in group.slices:
                 flat[s.offset : s.offset + s.numel].view(s.shape).copy_(s.parameter.detach())
         group.detach(arrays.dtype, arrays.device)
-        _write_group(group, flat, arrays)
+        values.update(flat.numpy().data if share.size > 1 else b"")
+        _write_group(share.part(group.spec), share.own(group.spec, flat), arrays)
         del flat
         slab.close()
+    return values.hexdigest()
 
 
-def _write_group(group: ParamGroup, flat: torch.Tensor, arrays: StateArrays) -> None:
+def _write_group(group: GroupSpec, flat: torch.Tensor, arrays: StateArrays) -> None:
     bounce = HostSlab(BOUNCE)
-    for part in parts_of(group.spec, arrays.form, arrays.dtype):
+    for part in parts_of(group, arrays.form, arrays.dtype):
         if part.name.startswith("moment"):
             arrays.zero(part.name)
             continue
@@ -143,20 +151,30 @@ def buffers_to(model: nn.Module, device: torch.device) -> None:
 
 
 def describe_model(
-    groups: Sequence[ParamGroup], buffers: Buffers, precision: str, optimizer: OptimizerSpec
+    groups: Sequence[ParamGroup],
+    buffers: Buffers,
+    precision: str,
+    optimizer: OptimizerSpec,
+    share: Share = WHOLE,
+    strands: int = 1,
 ) -> dict[str, Any]:
     """What a store or a snapshot is made for; two that are equal can be exchanged."""
-    return {
-        "precision": precision,
-        "optimizer": [type(optimizer).__name__, *optimizer.moment_names],
-        "groups": [
-            {
-                "name": group.spec.name,
-                "trainable": group.spec.trainable,
-                "frozen": group.spec.frozen,
-                "parameters": [[s.name, list(s.shape), s.offset, s.trainable] for s in group.slices],
-            }
-            for group in groups
-        ],
-        "buffers": buffers.describe(),
-    }
+    part = {} if share.size == 1 else {"rank": share.rank, "ranks": share.size}
+    return (
+        part
+        | ({} if strands == 1 else {"strands": strands})
+        | {
+            "precision": precision,
+            "optimizer": [type(optimizer).__name__, *optimizer.moment_names],
+            "groups": [
+                {
+                    "name": group.spec.name,
+                    "trainable": group.spec.trainable,
+                    "frozen": group.spec.frozen,
+                    "parameters": [[s.name, list(s.shape), s.offset, s.trainable] for s in group.slices],
+                }
+                for group in groups
+            ],
+            "buffers": buffers.describe(),
+        }
+    )

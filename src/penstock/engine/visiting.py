@@ -1,16 +1,25 @@
 """Weights that visit the device one group at a time, for what runs a model outside a plan: the probe and its timing."""
 
+import torch
+
+from penstock.ranks.group import Ranks
 from penstock.state.arrays import StateArrays
 from penstock.state.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.tape.groups import ParamGroup
 
 
 class VisitingWeights:
-    """Attaches and detaches groups on demand. ``close`` detaches what is left and gives all memory back."""
+    """Attaches and detaches groups on demand. ``close`` detaches what is left and gives all memory back.
 
-    def __init__(self, groups: tuple[ParamGroup, ...], arrays: StateArrays) -> None:
+    Of several ranks one after the other has its turn. Meanwhile the others ``serve``: they send it their parts of the
+    groups that it asks for, until it has ``ended``.
+    """
+
+    def __init__(self, groups: tuple[ParamGroup, ...], arrays: StateArrays, ranks: Ranks, turn: int) -> None:
         self._groups = groups
         self._arrays = arrays
+        self._ranks = ranks
+        self._turn = turn
         self._slabs: dict[int, DeviceSlab] = {}
         self._bounce = HostSlab(BOUNCE, pin=arrays.device.type == "cuda")
 
@@ -19,12 +28,11 @@ class VisitingWeights:
         if arrays.tier_of(name) == "device":
             self._groups[g].attach(arrays.array(name))
             return
-        part = arrays.parts[name]
-        self._slabs[g] = DeviceSlab(part.nbytes, arrays.device)
-        flat = self._slabs[g].bytes[: part.nbytes].view(part.dtype)
-        for first, piece in arrays.pieces(name, self._bounce):
-            arrays.read(name, first, piece)
-            flat[first : first + piece.numel()].copy_(piece)
+        self._ranks.lend(torch.tensor([g]), self._turn)
+        numel, dtype = self._groups[g].spec.numel, arrays.dtype
+        self._slabs[g] = DeviceSlab(numel * dtype.itemsize, arrays.device)
+        flat = self._slabs[g].bytes[: numel * dtype.itemsize].view(dtype)
+        self._bring(g, flat)
         self._groups[g].attach(flat)
 
     def unload(self, g: int) -> None:
@@ -32,6 +40,34 @@ class VisitingWeights:
         slab = self._slabs.pop(g, None)
         if slab is not None:
             slab.close()
+
+    def serve(self) -> None:
+        """Send what the rank whose turn it is asks for, until it has ended."""
+        asked = torch.zeros(1, dtype=torch.int64)
+        while True:
+            self._ranks.lend(asked, self._turn)
+            if asked < 0:
+                return
+            self._bring(int(asked), None)
+
+    def ended(self) -> None:
+        """The turn is over."""
+        self._ranks.lend(torch.tensor([-1]), self._turn)
+
+    def _bring(self, g: int, flat: torch.Tensor | None) -> None:
+        """All ranks' parts of a group's weights, piece by piece, into ``flat`` of the one that asks."""
+        name, share = f"weights.{g}", self._ranks.share
+        group = share.part(self._groups[g].spec)
+        for owner in range(share.size):
+            for first, piece in self._arrays.pieces(name, self._bounce):
+                if owner == share.rank:
+                    self._arrays.read(name, first, piece)
+                self._ranks.lend(piece.view(torch.uint8), owner)
+                if flat is not None:
+                    frozen = first >= group.trainable
+                    before = owner * (group.frozen if frozen else group.trainable)
+                    start = before + first + frozen * (share.size - 1) * group.trainable
+                    flat[start : start + piece.numel()].copy_(piece)
 
     def close(self) -> None:
         for g in list(self._slabs):

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.config import Budget
+from penstock.config import Budget, Precision
 from penstock.config.meanings import model_and
+from penstock.documents.typed import hints_of, shown
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments, check_model
 from penstock.engine.device import kind_of, resolve_device
@@ -21,9 +22,11 @@ from penstock.engine.turns import alone
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import check_device, find_profile, on_directories
+from penstock.ranks.group import Ranks, join
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.store.owner import RUN_FILE, Owner, owner_in
+from penstock.store.packed import store_error
 from penstock.tape.guard import check_unguarded
 
 log = logging.getLogger("penstock")
@@ -52,11 +55,54 @@ def wrap(model: nn.Module, asked: WrapArguments) -> Engine:
     budget = budget.with_pins(precision)
     if not budget.disk_paths and budget.durability is None:
         _say_that_nothing_is_kept()
-    settings = replace(asked, budget=budget, precision=precision, loss_fn=asked.loss_fn or _model_loss)
     owner = None if asked.run is None else _owner(Path(asked.run))
     with alone(model, "this model"):
         check_unguarded(model)
-        return Engine(model, settings, device=device, machine=_machine(asked.plan, device, budget), owner=owner)
+        ranks = join(asked.mesh, device)
+        try:
+            with ranks.together():
+                if ranks.size > 1:
+                    _check_shared(asked, budget)
+                    ranks.agree_on_each(_said(asked, budget, precision))
+                    budget = _of_rank(budget, ranks)
+                machine = _machine(asked.plan, device, budget) if ranks.size == 1 else None
+                settings = replace(asked, budget=budget, precision=precision, loss_fn=asked.loss_fn or _model_loss)
+                return Engine(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
+        except BaseException:
+            ranks.close()
+            raise
+
+
+def _check_shared(asked: WrapArguments, budget: Budget) -> None:
+    """Refuse what several ranks cannot do yet."""
+    for wrong, what, instead in (
+        (asked.schedule != "vertical", f"schedule={shown(asked.schedule)}", "'vertical'"),
+        (budget.durability == "interval", "budget.durability='interval'", "'step', or 'none'"),
+        (isinstance(asked.plan, Machine), "plan=Machine(...)", "'auto' or None: nothing is predicted"),
+        (asked.run is not None, f"run={str(asked.run)!r}", "None"),
+    ):
+        if wrong:
+            raise ConfigError(f"{what} is not there yet for several ranks: give {instead}, or train with one")
+
+
+def _said(asked: WrapArguments, budget: Budget, precision: Precision) -> dict[str, Any]:
+    """What decides about the numbers and the plan, and so has to be the same on all ranks."""
+    own = {"budget", "loss_fn", "device", "mesh", "weights", "blocks", "run", "io_threads", "plan", "overlap"}
+    settings = {key: repr(getattr(asked, key)) for key in sorted(hints_of(WrapArguments).keys() - own)}
+    tiers = {f"budget.{key}": repr(getattr(budget, key)) for key in sorted(hints_of(Budget))}
+    return settings | tiers | {"precision": precision}
+
+
+def _of_rank(budget: Budget, ranks: Ranks) -> Budget:
+    """A rank's share of a machine's budget, whose directories are made where the budget's are there."""
+    budget = budget.of_rank(ranks.rank, ranks.size)
+    for path in budget.disk_paths:
+        for folder in (path.parent, path):
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise store_error(f"{folder} cannot be made: {error.strerror}", error) from error
+    return budget
 
 
 def _check_init(model: nn.Module, weights: WeightSource | None, *, init: bool) -> None:

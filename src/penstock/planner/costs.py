@@ -93,7 +93,7 @@ def machine_costs(
             return times.backward[word.stage] * op.items
         if word.kind in ("I", "W"):
             return times.backward[word.stage] * op.items / 2
-        share = FP32 / touched if word.kind == "ND" else 1.0
+        share = {"ND": FP32 / touched, "AD": 3 * FP32 / touched}.get(word.kind, 1.0)
         return groups[word.group].trainable * share / device
 
     def seconds(op: Op) -> float:

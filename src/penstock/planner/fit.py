@@ -16,9 +16,16 @@ from penstock.config import Budget, Family, StreamConfig, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
 from penstock.schedule.ir.ops import Schedule, peak_bytes
+from penstock.schedule.lower.mesh import Mesh, ProcessGroup
 from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, narrow_groups
 from penstock.schedule.lower.route import Route
-from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
+from penstock.schedule.lower.visits import (
+    horizontal,
+    horizontal_route,
+    streaming_seat,
+    vertical,
+    vertical_route,
+)
 from penstock.schedule.meaning import narrow_groups_of
 from penstock.schedule.place import BF16, FP32, Depths, Format, Placement, Settings, Side, checksum_bytes, page_up
 from penstock.schedule.program import ALIGN, Program
@@ -84,7 +91,8 @@ class Request(StreamConfig):
     What is None is left to the planner, and where there is nothing to choose by (``fit``) what can speculates, nothing
     is delayed, and the ``cast`` is done on the device: fewer bytes cross and wait. ``wait``: as in ``Settings``.
     ``inputs``: bytes of all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the
-    device besides the state, where state steps there.
+    device besides the state, where state steps there. ``ranks``: that share every group; ``program``, ``budget`` and
+    ``micro_batches`` are those of one of them.
     """
 
     program: Program
@@ -97,10 +105,11 @@ class Request(StreamConfig):
     family: Family = "vertical"
     inputs: int = 0
     step_temporaries: int = 0
+    ranks: int = 1
 
     def build(self, settings: Settings) -> Schedule:
         build: Callable[..., Schedule] = horizontal if self.one_by_one else vertical
-        return build(self.program, settings, self.fixed(settings.place))
+        return build(self.program, settings, self.fixed(settings.place), shards=_ranks(self.ranks))
 
     def peak_bytes(self, settings: Settings, tier: Tier) -> int:
         """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
@@ -108,7 +117,7 @@ class Request(StreamConfig):
 
     def peaks(self, settings: Settings) -> tuple[int, int]:
         """``peak_bytes`` of device and host together."""
-        fixed, (device, host) = self.fixed(settings.place), _pooled(self.route, settings)
+        fixed, (device, host) = self.fixed(settings.place), _pooled(self.route, settings, self.ranks)
         return device + peak_bytes((), fixed, "device"), host + peak_bytes((), fixed, "host")
 
     @cached_property
@@ -254,20 +263,24 @@ def _route(program: Program, micro_batches: int, *, one_by_one: bool, train: boo
 
 
 @lru_cache(maxsize=4096)
-def _pooled(route: Route, settings: Settings) -> tuple[int, int]:
+def _pooled(route: Route, settings: Settings, ranks: int) -> tuple[int, int]:
     """Bytes of the pools of device and host. The advice on other machines and budgets asks for the same ones again; and
     a search for depths that fit asks for many that differ in what is staged alone."""
     depths = settings.depths
     unstaged = replace(depths, **dict.fromkeys(STAGED.values(), 1))
-    sized = provision(route, replace(settings, depths=unstaged)).pools.values()
+    sized = provision(route, replace(settings, depths=unstaged), ranks).pools.values()
     pools = [replace(p, count=getattr(depths, STAGED[p.name])) if p.name in STAGED else p for p in sized]
     return peak_bytes(pools, (), "device"), peak_bytes(pools, (), "host")
 
 
 @lru_cache(maxsize=256)
-def provision(route: Route, settings: Settings) -> Provision:
+def provision(route: Route, settings: Settings, ranks: int = 1) -> Provision:
     """What a step with these settings takes of its pools."""
-    return Provision(route, settings)
+    return Provision(route, settings, streaming_seat(_ranks(ranks)))
+
+
+def _ranks(size: int) -> ProcessGroup:
+    return Mesh(data=size).everyone()
 
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:
@@ -286,7 +299,7 @@ def fitted(request: Request, keep: Placement | None = None) -> Settings:
     """
     request.check_update_mode()
     settings = _fit_device(request, base_placement(request) if keep is None else keep)
-    if keep is None:
+    if keep is None and request.ranks == 1:  # parts that ranks share live below the device
         settings = _to_device(request, settings)
     settings = _fit_host(request, settings)
     if keep is None:
@@ -318,6 +331,11 @@ def base_placement(request: Request) -> Placement:
     leaves it in host memory.
     """
     budget, form, groups = request.budget, request.form, request.program.groups
+    if request.ranks > 1 and "device" in (budget.weights, budget.state):
+        raise ConfigError(
+            f"budget.weights={budget.weights!r} with budget.state={budget.state!r} and {request.ranks} ranks: their "
+            "parts live in host memory or on disk. Leave them to the plan, or give 'host' or 'disk'"
+        )
     weights: Tier = budget.weights or ("device" if budget.state == "device" else request.bottom)
     state: Tier = budget.state or ("device" if weights == "device" and not form.split else request.bottom)
     if (state == "device" and weights != "device") or (not form.split and (weights == "device") != (state == "device")):
@@ -350,6 +368,7 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) 
         delay=(request.delay or 0.0) if request.train else 0.0,
         grad_dtype=request.grad_dtype,
         cast="device" if request.casts_on_device else "host",
+        strands=(request.strands or 1) if request.train else 1,
     )
 
 

@@ -43,6 +43,7 @@ def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None
         delay=len(late) / steps if late else 0.0,
         grad_dtype=request.grad_dtype,
         cast="device" if narrow_groups_of(schedule) else "host",
+        strands=request.strands or 1,
     )
     check(schedule)
     _check_place(request, place)

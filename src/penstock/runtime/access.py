@@ -95,5 +95,6 @@ class Access:
         return self._scratch
 
     def partials(self, g: int, start: int, numel: int) -> NDArray[np.float64]:
-        """The sums of squares of a range of a group's gradient, one for each ``ALIGN`` elements."""
+        """The sums of squares of a range of this rank's part of a group's gradient, one for each ``ALIGN`` elements."""
+        start += self.bound.share.rank * self.bound.program.groups[g].trainable
         return self.context.partials[g][start // ALIGN : (start + numel) // ALIGN]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.errors import ScheduleError
+from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.check.order import run_order
@@ -23,10 +24,11 @@ _REST = frozenset({"RG", "RS", "OP", "WS", "WW", "UN", "CM"})
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A schedule of a program, and what follows from the two."""
+    """A schedule of a program, and what follows from the two. ``program`` has this rank's ``share`` of every group."""
 
     schedule: Schedule
     program: Program
+    share: Share = WHOLE
 
     @cached_property
     def late(self) -> frozenset[ChunkAt]:
@@ -37,6 +39,11 @@ class Bound:
     def narrow(self) -> frozenset[int]:
         """Groups whose gradients cross to the host, and wait, in bf16."""
         return narrow_groups_of(self.schedule)
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """Groups that have a gradient in a step, in ascending order."""
+        return tuple(sorted({op.id.group for op in self.schedule.ops if op.id.kind in ("DG", "ND", "OD")}))
 
     @cached_property
     def normed(self) -> bool:
@@ -51,6 +58,10 @@ class Bound:
     @cached_property
     def _cuts(self) -> list[Sequence[Chunk]]:
         return [chunks(g, self.schedule.chunk) for g in self.program.groups]
+
+    def whole(self, numel: int) -> int:
+        """Elements of a group of which a rank has ``numel``."""
+        return self.share.size * numel
 
     def chunk(self, op: Op) -> Chunk:
         """The elements that an op is about."""
@@ -169,7 +180,7 @@ def refuse_others(schedule: Schedule, known: Mapping[str, object]) -> None:
     for op in schedule.ops:
         if op.id.kind not in known:
             raise ScheduleError(
-                f"op {op.id} of schedule {schedule.name} is for lane {op.lane}: training runs one rank, which can do "
+                f"op {op.id} of schedule {schedule.name} is for lane {op.lane}, and ranks that train can do "
                 f"{', '.join(sorted(known))}",
                 op=op.id,
             )

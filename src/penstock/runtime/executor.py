@@ -2,7 +2,7 @@
 buffers are free.
 
     caller's thread      compute   (the model's suspended forwards are bound to it)
-    a thread each        h2d, d2h, cpu
+    a thread each        h2d, d2h, cpu, net
     ``io_workers`` each  read, write: several ops in flight, so that a drive never waits for the next request
 
 Ops of a lane start in order and are published as done in order, which is what the checker's proof rests on. The
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.runtime.pools import Pools
 from penstock.runtime.streams import CudaStreams, HostStreams, Mark
-from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
+from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.state.numa import Binding
 
@@ -49,16 +49,19 @@ class Executor:
         *,
         io_workers: int = 2,
         binding: Binding | None = None,
+        failed: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """``binding``: where the lanes' threads stay; the caller's, which is ``compute``, is not touched."""
+        """``binding``: where the lanes' threads stay; the caller's, which is ``compute``, is not touched. ``failed``:
+        told of the first error at once, so that nobody waits for what does not come any more."""
         self.schedule = schedule
         self.pools = pools
         self._act = act
         self._streams = streams
         self._binding = binding
+        self._failed = failed
         self._lock = threading.Lock()
         self._lanes: dict[Lane, _LaneState] = {
-            lane: _LaneState(schedule.lanes[lane], self._lock) for lane in LOCAL_LANES
+            lane: _LaneState(ops, self._lock) for lane, ops in schedule.lanes.items()
         }
         self._dependents: dict[str, list[str]] = {op.id: [] for op in schedule.ops}
         for op in schedule.ops:
@@ -70,11 +73,11 @@ class Executor:
         self._running = 0  # ops under way in lane threads; compute runs in the thread that would wait for it
         self._active = self._closed = False
         self._error: BaseException | None = None
-        workers: dict[Lane, int] = {"h2d": 1, "d2h": 1, "cpu": 1, "read": io_workers, "write": io_workers}
+        workers: dict[Lane, int] = {"h2d": 1, "d2h": 1, "cpu": 1, "net": 1, "read": io_workers, "write": io_workers}
         self._threads: list[threading.Thread] = []
         try:
             for lane, number in ((lane, i) for lane, count in workers.items() for i in range(count)):
-                if schedule.lanes[lane]:
+                if schedule.lanes.get(lane):
                     self._start_thread(lane, f"penstock-{lane}-{number}")
         except BaseException:
             self.close()
@@ -241,6 +244,8 @@ class Executor:
         """The first error is the one that surfaces. Called with the lock held."""
         if self._error is None:
             self._error = error
+            if self._failed is not None:
+                self._failed(error)
         self._wake()
 
     def _wait_idle(self) -> None:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.optim import kernels
 from penstock.optim.fallback import fold_squares
+from penstock.ranks.share import WHOLE, Share
 from penstock.runtime.context import Update
 from penstock.tape.groups import ParamGroup
 
@@ -22,9 +23,11 @@ class Stepping:
         runs: Mapping[int, Sequence[tuple[int, int, int]]],
         threads: int,
         grad_dtype: torch.dtype,
+        share: Share = WHOLE,
     ) -> None:
         """``runs``: for each group, (first element, end, index of hyper-parameters) in order of elements.
-        ``grad_dtype``: what gradients are rounded to as they are read."""
+        ``grad_dtype``: what gradients are rounded to as they are read. ``share``: this rank's of every group."""
+        self._share = share
         self._groups = groups
         self._runs = runs
         self._threads = threads
@@ -41,11 +44,12 @@ class Stepping:
         out: torch.Tensor | None,
         norms: NDArray[np.float64] | None,
     ) -> None:
-        """The optimizer on elements ``[start, start + n)`` of a group, run by run of equal hyper-parameters.
+        """The optimizer on elements ``[start, start + n)`` of this rank's part of a group, run by run of equal
+        hyper-parameters.
 
         ``update``: of the step whose gradient it is. ``norms``: receives the gradient's partial sums of squares.
         """
-        n = master.numel()
+        n, start = master.numel(), start + self._share.start(self._groups[g].spec)
         spans = [
             (max(first, start) - start, min(end, start + n) - start, hyper, count)
             for first, end, hyper, count in self._runs_now(update, g)

@@ -1,6 +1,6 @@
 """Where each group's bytes live and how they are cut: the decisions a schedule is built from. Plain data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -12,6 +12,8 @@ from penstock.schedule.program import ALIGN, GroupSpec, Program
 
 FP32, BF16 = 4, 2
 """bytes of an element"""
+NORM_BYTES = 8
+"""bytes of one partial sum of squares, of ``ALIGN`` elements of a gradient"""
 
 Side = Literal["device", "host"]
 """of the link between the two: which of them rounds"""
@@ -96,6 +98,38 @@ def chunks(group: GroupSpec, largest: int) -> tuple[Chunk, ...]:
         for start, stop in pairwise(edges):
             cut.append(Chunk(index=len(cut), start=begin + start, numel=stop - start, trainable=trainable))
     return tuple(cut)
+
+
+@lru_cache(maxsize=1 << 10)
+def strand_ends(micro_batches: int, strands: int) -> Mapping[int, int]:
+    """The last micro-batch of each strand that has any -> the strand: strand s of S has those from s M / S on."""
+    edges = [s * micro_batches // strands for s in range(strands + 1)]
+    return {last - 1: s for s, (first, last) in enumerate(pairwise(edges)) if first < last}
+
+
+@lru_cache(maxsize=1 << 10)
+def strand_sums(micro_batches: int, strands: int) -> Mapping[int, Sequence[tuple[int, int]]]:
+    """The last micro-batch of each strand -> what is added up once it is there: (strand, strand that is added to it).
+
+    A binary tree over all strands: the first 1, 2, 4, ... that are fewer than all, and the rest. Strands without a
+    micro-batch are left out of it. Ranks whose number is the strands', or that divided by a power of two, have whole
+    branches, and add up what they have in the rest of the tree (``ranks.order``).
+    """
+    last_of = {strand: last for last, strand in strand_ends(micro_batches, strands).items()}
+    found: dict[int, list[tuple[int, int]]] = {last: [] for last in last_of.values()}
+
+    def branch(first: int, end: int) -> tuple[int, int]:
+        """The strand that has the sum of those from ``first`` to ``end``, and the micro-batch after which; -1: none."""
+        if end - first == 1:
+            return (first, last_of[first]) if first in last_of else (-1, -1)
+        middle = first + (1 << (end - first - 1).bit_length() - 1)
+        (into, before), (what, last) = branch(first, middle), branch(middle, end)
+        if into >= 0 and what >= 0:
+            found[last].append((into, what))
+        return (into, max(before, last)) if into >= 0 else (what, last)
+
+    branch(0, strands)
+    return found
 
 
 @lru_cache(maxsize=1 << 14)
@@ -218,6 +252,9 @@ class Settings:
     cast: Side = "host"
     """Where that is done to a gradient that is complete on the device: there, so that it crosses in bf16, or by those
     who read it. Changes no bit, and nothing at all in fp32. What is summed on the host is rounded there."""
+    strands: int = 1
+    """In how many strands the gradient of a visit is summed, a power of two, which are then added up in pairs. Only for
+    the vertical schedule."""
 
     @property
     def casts_on_device(self) -> bool:

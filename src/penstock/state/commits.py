@@ -1,6 +1,7 @@
 """The commits of a run: its arrays, the store below them, and the record of how far it got."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.config import Budget, format_size
 from penstock.errors import BudgetError, StoreError
+from penstock.ranks.group import ALONE, Ranks
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays, parts_of
@@ -49,8 +51,11 @@ class Commits:
         model: dict[str, Any],
         io_threads: int,
         owner: Owner | None = None,
+        ranks: Ranks = ALONE,
+        any_strands: bool = False,
     ) -> None:
-        """``owner``: the run that the store is to belong to; None: to none.
+        """``owner``: the run that the store is to belong to; None: to none. ``ranks``: who commits together; each has a
+        store of its own. ``any_strands``: a store that is there says how many, and so does ``model`` from then on.
 
         Raises:
             BudgetError: there is no disk, and memory cannot hold the state.
@@ -60,6 +65,8 @@ class Commits:
         self._budget = budget
         self._buffers = buffers
         self._owner = owner
+        self._ranks = ranks
+        self._any_strands = any_strands
         store, resumed = None, None
         parts = [part for group in groups for part in parts_of(group, form, dtype)]
         if budget.disk_paths:
@@ -78,6 +85,8 @@ class Commits:
         self._started = False
         try:
             self.slots = Slots.none() if store is None else Slots.of(store)
+            if store is not None:
+                store.before_record = partial(ranks.agree, "end of writing", None)
             self.arrays = StateArrays(groups, form, dtype, device, store, self.slots, host_bytes=budget.host_bytes)
             if resumed is not None:
                 self.arrays.recast(resumed["stale"])
@@ -87,14 +96,30 @@ class Commits:
             raise
 
     def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
+        with self._ranks.together():
+            paths = self._budget.disk_paths
+            found = self._ranks.told("store", Store.exists(paths))
+            if not any(found):
+                return Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner), None
+            if not found[self._ranks.rank]:
+                raise StoreError(f"{paths[0]} holds no store, and other ranks have theirs: give each its own again")
+            return self._found(model, io_threads)
+
+    def _found(self, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
+        """The store that is there, and what it goes on from: the last commit that all ranks have."""
         paths = self._budget.disk_paths
-        if not Store.exists(paths):
-            return Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner), None
         store = Store.open(paths, io_threads=io_threads)
         try:
             store.require_owner(self._owner)
+            _require_rank(store, model)
+            if self._any_strands:
+                model |= {"strands": had} if (had := store.model.get("strands", 1)) != model.get("strands", 1) else {}
             store.require_model(model)
+            newest = self._ranks.told("last commit", store.commits.sequence)
+            if store.commits.sequence > min(newest):
+                store.take_back(min(newest))
             record = store.last_commit()
+            self._ranks.agree("commit to go on from", None if record is None else record["step"])
             if record is not None:
                 check_stored(record, f"the last commit in {paths[0]}")
             if record is not None and not record["whole"]:
@@ -174,7 +199,10 @@ class Commits:
 
     def _commit(self, progress: Progress, *, whole: bool, stale: Sequence[str]) -> None:
         assert self.store is not None
-        self.store.commit({**progress, "whole": whole, "slots": self.slots.record(), "stale": list(stale)})
+        record = {**progress, "whole": whole, "slots": self.slots.record(), "stale": list(stale)}
+        with self._ranks.together():
+            self.store.commit(record)
+            self._ranks.agree("commit", self.store.commits.sequence)  # before anything is written over the one before
         self.slots.committed()
 
     def write_buffers(self) -> None:
@@ -197,8 +225,8 @@ class Commits:
         self.slots.flip((name,))
 
     def settle(self, progress: Progress) -> None:
-        """Bring what is in memory to disk, and commit it."""
-        if self.store is not None:
+        """Bring what is in memory to disk, and commit it; of several ranks of which one has failed, nothing."""
+        if self.store is not None and self._ranks.failure is None:
             self.arrays.to_disk()
             self.write_buffers()
             self.commit_written(progress)
@@ -210,3 +238,15 @@ class Commits:
                 self.store.close()
         finally:
             self.arrays.close()
+
+
+def _require_rank(store: Store, model: Mapping[str, Any]) -> None:
+    """Raises:
+    StoreError: the store has another rank's part of the state, or one of another number of ranks.
+    """
+    had, asked = ((found.get("rank", 0), found.get("ranks", 1)) for found in (store.model, model))
+    if had != asked:
+        raise StoreError(
+            f"{store.paths[0]} has the part of rank {had[0]} of {had[1]}, and this is rank {asked[0]} of {asked[1]}: "
+            "go on with as many ranks as the run began with, on the same directories in the same order"
+        )

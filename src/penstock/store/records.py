@@ -222,6 +222,32 @@ class CommitLog:
             raise store_error(f"{path}: commit failed: {e.strerror}: the commit before it still stands", e) from e
         self._newest, self._doubtful = entry, None
 
+    @property
+    def sequence(self) -> int:
+        """The number of the newest record, from 0."""
+        return self._newest.sequence
+
+    def take_back(self, sequence: int) -> None:
+        """Make the record before the newest one, which has this number, the newest.
+
+        Raises:
+            StoreError: it is not there, or the newest one cannot be removed.
+        """
+        assert self.writable, "opened to be read alone"
+        newest, path = self._newest, self.path
+        before = self._read(self._paths[(newest.sequence + 1) % 2])
+        if before.sequence != sequence or newest.sequence != sequence + 1:
+            raise StoreError(
+                f"{path} is commit {newest.sequence}, and the one to go back to, {sequence}, is not the one before: go "
+                "on from a snapshot"
+            )
+        try:
+            _overwrite(path, b"")
+        except OSError as e:
+            raise store_error(f"{path}: a commit cannot be taken back: {e.strerror}", e) from e
+        self._newest = before
+        log.warning("%s: commit %d is taken back: not all ranks have it", path, newest.sequence)
+
     def settle(self) -> None:
         """Make sure that a record whose writing has failed is not there after all. Before anything is written that it
         names: a process that is killed then must find the record before it.

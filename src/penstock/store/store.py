@@ -98,6 +98,8 @@ class Store:
         self.files = files
         """Its address space, on drives."""
         self.commits = commits
+        self.before_record: Callable[[], None] = lambda: None
+        """Called in a commit once all that it names is durable."""
         self._locks = tuple(locks)
         self._made = made
         self._process = os.getpid()
@@ -352,7 +354,8 @@ class Store:
             raise
 
     def commit(self, record: dict[str, Any]) -> None:
-        """Replace the commit record, atomically and durably. What was written before it is made durable first.
+        """Replace the commit record, atomically and durably. What was written before it is made durable first; then
+        ``before_record`` is called: what it raises is raised, and nothing is committed.
 
         Raises:
             StoreError: the record could not be written; the one before still stands.
@@ -366,6 +369,7 @@ class Store:
                 table = self._write_digests()
             if self._written or self._lost is not None:
                 self.flush()
+            self.before_record()
             self.commits.append(record, table)
         except BaseException:
             self._changed = changed or self._changed
@@ -391,6 +395,17 @@ class Store:
                 f"({self.commits.path}) are damaged: {self._advice}"
             )
         self._digests.load(pages)
+
+    def take_back(self, sequence: int) -> None:
+        """Go back to the commit before the last one, which has this number: nothing may have been written since.
+
+        Raises:
+            StoreError: it cannot be read, or the last one cannot be taken back.
+        """
+        self.commits.take_back(sequence)
+        self._digests = Digests(self.layout)
+        if self.commits.table is not None:
+            self._load_digests(self.commits.table)
 
     def last_commit(self) -> dict[str, Any] | None:
         """The newest commit record, or None if there was none."""

@@ -71,8 +71,9 @@ def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
         parameter.data = data
 
 
-def lay_out(index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> ParamGroup:
-    """Place parameters in a flat buffer: trainable ones first, each part padded to ``ALIGN`` elements."""
+def lay_out(index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]], ranks: int = 1) -> ParamGroup:
+    """Place parameters in a flat buffer: trainable ones first, each part padded to ``ALIGN`` elements for each of the
+    ``ranks`` that share it."""
     slices: list[ParamSlice] = []
     offset = 0
     sizes = {True: 0, False: 0}
@@ -86,14 +87,15 @@ def lay_out(index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]
                     )
                 )
                 offset += round_up(p.numel(), VIEW_ALIGN)
-        offset = start + round_up(offset - start, ALIGN)
+        offset = start + round_up(offset - start, ALIGN * ranks)
         sizes[trainable] = offset - start
     spec = GroupSpec(index=index, name=name, trainable=sizes[True], frozen=sizes[False])
     return ParamGroup(spec=spec, slices=tuple(slices))
 
 
-def group_parameters(model: nn.Module, blocks: Sequence[Block]) -> tuple[ParamGroup, ...]:
+def group_parameters(model: nn.Module, blocks: Sequence[Block], ranks: int = 1) -> tuple[ParamGroup, ...]:
     """Every parameter of the model in exactly one group: one per block, one per large end, one for the small ends.
+    ``ranks``: that share each of them.
 
     A parameter that several blocks use, or a block and the rest of the model, is an end. Tied parameters are one
     parameter, under the first of their names. Ends come first, blocks in their order.
@@ -119,7 +121,7 @@ def group_parameters(model: nn.Module, blocks: Sequence[Block]) -> tuple[ParamGr
     small = [pair for m, ps in in_module.items() if m not in large for pair in ps]
     named = [(f"ends.{m}", ps) for m, ps in large.items()] + [("ends.small", small)]
     named += [(f"blocks.{blocks[b].name}", ps) for b, ps in in_block.items()]
-    return tuple(lay_out(i, name, ps) for i, (name, ps) in enumerate((n, ps) for n, ps in named if ps))
+    return tuple(lay_out(i, name, ps, ranks) for i, (name, ps) in enumerate((n, ps) for n, ps in named if ps))
 
 
 def _homes(model: nn.Module, blocks: Sequence[Block]) -> dict[int, set[int | None]]:

@@ -118,7 +118,7 @@ class Tape:
         self._checkpoints: dict[tuple[int, int], list[Movable]] = {}
         self._losses: list[torch.Tensor | None] = []
         self._random: rng.RandomState | None = None
-        self._step = 0
+        self._step = self._first = 0
         self._train = True
         self._stage = 0  # whose backward is running
         self._holes: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -167,25 +167,27 @@ class Tape:
         stages: Sequence[Stage],
         scale: float = 1.0,
         train: bool = True,
+        first: int = 0,
     ) -> None:
         """Start a step over ``micro_batches``, whose tensors are on the device already. Nothing runs yet.
 
-        Each micro-batch's loss counts ``loss_weights[mb] * scale`` in the backward.
+        Each micro-batch's loss counts ``loss_weights[mb] * scale`` in the backward. ``first``: the number of the first
+        one in the whole step, of which other ranks have the rest: random numbers depend on it.
         """
         assert not self.suspended, "the previous step is still open"
         assert len(stages) == len(self.facts), "these stages are not the ones that the probe found"
         assert len(micro_batches) == len(loss_weights)
-        self.open(step, micro_batches, train)
+        self.open(step, micro_batches, train, first)
         self._stages = tuple(stages)
         self._weights = tuple(weight * scale for weight in loss_weights)
 
-    def open(self, step: int, micro_batches: Sequence[Mapping[str, Any]], train: bool) -> None:
+    def open(self, step: int, micro_batches: Sequence[Mapping[str, Any]], train: bool, first: int = 0) -> None:
         """``begin`` without a program: what the probe starts from."""
         refuse_changed(self.model, self.groups)
         for site in self.sites:
             _check_installed(site)
         self.hooks.install()  # not earlier: a parameter that leaves the meta device loses its hooks
-        self._step, self._train = step, train
+        self._step, self._train, self._first = step, train, first
         self._random = rng.RandomState.capture(self.device)
         self._losses = [None] * len(micro_batches)
         self._next = [0] * len(micro_batches)
@@ -325,13 +327,13 @@ class Tape:
 
     def run_code(self, suspended: SuspendedForward, stage: int) -> Event:
         """Let the model's own code run, as a stage of its own."""
-        rng.seed(self._seed, self._step, suspended.index, stage, rng.FORWARD, self.device)
+        rng.seed(self._seed, self._step, self._first + suspended.index, stage, rng.FORWARD, self.device)
         suspended.starts[stage] = next_number()
         return suspended.resume(stage)
 
     def run_call(self, suspended: SuspendedForward, stage: int, facts: Facts) -> None:
         """Run the block that a forward is suspended at, and cut the graph behind it."""
-        rng.seed(self._seed, self._step, suspended.index, stage, rng.FORWARD, self.device)
+        rng.seed(self._seed, self._step, self._first + suspended.index, stage, rng.FORWARD, self.device)
         suspended.facts = facts
         event = suspended.resume(stage)
         assert event == "cut"
@@ -353,7 +355,7 @@ class Tape:
 
     def backward_code(self, suspended: SuspendedForward, stage: int) -> None:
         """Backward of the model's own code that belongs to ``stage``."""
-        rng.seed(self._seed, self._step, suspended.index, stage, rng.BACKWARD, self.device)
+        rng.seed(self._seed, self._step, self._first + suspended.index, stage, rng.BACKWARD, self.device)
         with self._backward_of(stage, "segment"):
             suspended.backward_code(stage)
 
@@ -364,7 +366,7 @@ class Tape:
 
     def backward_call(self, suspended: SuspendedForward, stage: int) -> None:
         """Recompute a block call and run it backward."""
-        rng.seed(self._seed, self._step, suspended.index, stage, rng.FORWARD, self.device)
+        rng.seed(self._seed, self._step, self._first + suspended.index, stage, rng.FORWARD, self.device)
         with self._backward_of(stage, "call"):
             suspended.backward_call(stage)
 

@@ -31,6 +31,7 @@ const SENTENCES = {
   W: "backward of {stage}: gradient of its weights",
   RW: "weights of {group} from disk to host{for}",
   UW: "weights of {group} up to the device{for}",
+  AD: "gradient of {group}: two sums added up, on the device",
   DG: "gradient of {group} down to host memory",
   AG: "gradient of {group} added to what is there",
   NG: "sum of squares of {group}'s gradient",

@@ -7,7 +7,9 @@ decide nothing: order, place and sizes are the schedule's.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from penstock.ranks.group import Ranks
 from penstock.runtime.access import Access
+from penstock.runtime.actions.between import Between
 from penstock.runtime.actions.checkpoints import Checkpoints
 from penstock.runtime.actions.compute import Compute
 from penstock.runtime.actions.gradients import Gradients
@@ -47,6 +49,7 @@ class Actions:
         scratch: Store | None,
         streams: HostStreams | CudaStreams,
         stepping: Stepping,
+        ranks: Ranks,
     ) -> None:
         """
         Raises:
@@ -63,11 +66,13 @@ class Actions:
             self.norm.kinds(),
             OptimizerSteps(self.access, self.norm, stepping).kinds(),
             Checkpoints(self.access, tape, streams).kinds(),
+            Between(self.access, self._compute, ranks).kinds(),
         )
         for table in tables:
             assert self.kinds.keys().isdisjoint(table)
             self.kinds |= table
         refuse_others(bound.schedule, self.kinds)
+        assert ranks.size > 1 or not bound.schedule.lanes.get("net"), "who is alone has nobody to meet"
 
     def __call__(self, op: Op) -> int:
         """Do what an op says; the bytes that it has moved, counted where they are. Arithmetic moves what is planned."""

@@ -19,7 +19,7 @@ class Compute:
     def __init__(self, access: Access, groups: Sequence[ParamGroup], tape: Tape) -> None:
         self._to = access
         self._arrays = access.arrays
-        self._groups = groups
+        self.groups = groups
         self._tape = tape
         self._stages = access.bound.program.stages
         self._specs = access.bound.program.groups
@@ -30,7 +30,7 @@ class Compute:
         tape.on_gradient = self._accumulate
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
-        return {"F": self.forward, "E": self.epilogue, "B": self.backward}
+        return {"F": self.forward, "E": self.epilogue, "B": self.backward, "AD": self.add_strand}
 
     def forward(self, op: Op) -> None:
         self._attach(op)
@@ -50,6 +50,13 @@ class Compute:
         self._tape.backward(op.id.stage, op.id.micro_batch)
         self._detach(op)
 
+    def add_strand(self, op: Op) -> None:
+        """A strand's gradient to another one's, which the op writes."""
+        (into,) = op.writes
+        (what,) = (name for name in op.reads if name != into)
+        numel = self._to.bound.whole(self._specs[op.id.group].trainable)
+        self._to.view(into, numel).add_(self._to.view(what, numel))
+
     def _check_losses(self) -> None:
         """Before any optimizer step: a loss that is no number must not reach the state."""
         context = self._to.context
@@ -64,7 +71,7 @@ class Compute:
     def _unread(self) -> str:
         """A hint at parameters that no stage reads, if there are any: a micro-batch that does finds placeholders."""
         read = {g for stage in self._stages for g in (*stage.forward_reads, *stage.backward_reads)}
-        names = [s.name for group in self._groups if group.spec.index not in read for s in group.slices]
+        names = [s.name for group in self.groups if group.spec.index not in read for s in group.slices]
         if not names:
             return ""
         return (
@@ -80,25 +87,25 @@ class Compute:
             if name.kind == "W":
                 g = name.group
                 if self._attached.get(g) != name:
-                    self._groups[g].attach(self._to.view(name, self._specs[g].numel, dtype))
+                    self.groups[g].attach(self._to.view(name, self._to.bound.whole(self._specs[g].numel), dtype))
                     self._attached[g] = name
         for g in {*stage.forward_reads, *stage.backward_reads} - self._attached.keys():
             if self._arrays.tier_of(f"weights.{g}") == "device":
-                self._groups[g].attach(self._arrays.array(f"weights.{g}"))
+                self.groups[g].attach(self._arrays.array(f"weights.{g}"))
                 self._attached[g] = ""
         taken = {name for name, _ in op.takes}
         for name in op.writes:
             if name.kind == "G":
                 g = name.group
-                flat = self._to.view(name, self._specs[g].trainable)
+                flat = self._to.view(name, self._to.bound.whole(self._specs[g].trainable))
                 if name in taken:
                     flat.zero_()
-                for piece, view in self._groups[g].views(flat):
+                for piece, view in self.groups[g].views(flat):
                     self._accumulators[id(piece.parameter)] = view
 
     def _detach(self, op: Op) -> None:
         for g in [g for g, name in self._attached.items() if name and name in op.gives]:
-            self._groups[g].detach(self._arrays.dtype, self._arrays.device)
+            self.groups[g].detach(self._arrays.dtype, self._arrays.device)
             del self._attached[g]
         self._accumulators.clear()
 
@@ -124,12 +131,12 @@ class Compute:
             )
 
     def _name(self, parameter: torch.nn.Parameter) -> str:
-        slices = (s for g in self._groups for s in g.slices)
+        slices = (s for g in self.groups for s in g.slices)
         return next((s.name for s in slices if s.parameter is parameter), "an unknown parameter")
 
     def release(self) -> None:
         """Detach all parameters."""
         for g in self._attached:
-            self._groups[g].detach(self._arrays.dtype, self._arrays.device)
+            self.groups[g].detach(self._arrays.dtype, self._arrays.device)
         self._attached.clear()
         self._accumulators.clear()

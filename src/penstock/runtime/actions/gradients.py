@@ -25,7 +25,8 @@ class Gradients:
     def down(self, op: Op) -> None:
         """From the device to a host buffer, rounded on the device where the op has a buffer for that."""
         c, target = self._to.bound.chunk(op), self._to.gradient(op, op.writes[0])
-        source = self._to.view(op.reads[0], c.numel, offset=c.start * FP32)
+        of_group = op.reads[0].chunk < 0  # else it is of the chunk alone, which ranks have added up
+        source = self._to.view(op.reads[0], c.numel, offset=c.start * FP32 if of_group else 0)
         if target.dtype == source.dtype:
             self._to.copy(target, source)
             return

@@ -8,6 +8,7 @@ An op's *id* is a short word that says everything about it; no two ops of a sche
 | ``RW5.1@F3`` | read | weights of group 5, chunk 1, from disk to a host buffer, for visit ``F3`` |
 | ``UW5.1@F3`` | h2d | the same chunk up to the device |
 | ``DG5.1@B3`` | d2h | gradient chunk down to host memory, in bf16 if it takes a buffer for that on the device |
+| ``AD5.1@B2`` | compute | add strand 1 of the gradient to the one before it, on the device |
 | ``AG5.1@B2`` | cpu | add it to the chunk that is already there |
 | ``NG5.1`` ``ND5`` ``NORM`` | cpu, compute, cpu | partial sums of squares (host, device); the global norm |
 | ``WG5.1`` ``RG5.1`` | write, read | gradient chunk to disk and back, while it waits for the norm |

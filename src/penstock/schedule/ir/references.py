@@ -23,7 +23,7 @@ from typing import Final, Literal, Self
 from penstock.schedule.ir.lanes import Lane
 
 LANE_OF: dict[str, Lane] = {
-    **dict.fromkeys(("F", "B", "E", "I", "W", "ND", "OD"), "compute"),
+    **dict.fromkeys(("F", "B", "E", "I", "W", "AD", "ND", "OD"), "compute"),
     **dict.fromkeys(("RW", "RG", "RS", "RC"), "read"),
     **dict.fromkeys(("WG", "WS", "WW", "WC", "CM"), "write"),
     **dict.fromkeys(("UW", "UN", "UC"), "h2d"),

@@ -15,13 +15,14 @@ down. Lanes, dependencies and pools keep that order, so the first op of it that 
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer
 from penstock.schedule.lower.emitter import Emitter, Touched
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.route import Visit
-from penstock.schedule.place import Chunk, chunks
+from penstock.schedule.place import Chunk, chunks, strand_ends
 
 
 class Builder:
@@ -57,8 +58,15 @@ class Builder:
 
     # ---- gradients
 
-    def gradient_buffer(self, g: int, visit: Visit) -> Buffer:
-        return group_buffer("G", g, visit=visit.name if self._is_of_visit(g) else None)
+    def gradient_buffer(self, g: int, visit: Visit, strand: int = 0) -> Buffer:
+        """What a visit adds a group's gradient to. Of several strands, the first has the sum of all in the end."""
+        of_visit = visit.name if self._is_of_visit(g) else None
+        first = self.s.strands == 1 or strand in (0, next(iter(self.strand_ends(visit).values())))
+        return group_buffer("G", g, visit=of_visit, use=-1 if first else strand)
+
+    def strand_ends(self, visit: Visit) -> Mapping[int, int]:
+        """As ``place.strand_ends``, of a visit's micro-batches."""
+        return strand_ends(len(visit.micro_batches), self.s.strands)
 
     def _is_of_visit(self, g: int) -> bool:
         """Whether each visit has a device gradient of a group of its own, or all have one."""
@@ -72,12 +80,23 @@ class Builder:
         if m == of_all[0]:
             self._of_visit = self._of_groups(index)
         weights, gradients, fresh, done = self._of_visit
+        begins = m == of_all[0]
+        if self.s.strands > 1 and gradients:
+            strand, begins = self._strand_of(index, m)
+            visit = self.visits[index]
+            gradients = [self.gradient_buffer(name.group, visit, strand) for name in gradients]
+            fresh = [(name, self.provision.gradients_pool[name.group]) for name in gradients]
         return Touched(
-            takes=[*fresh] if m == of_all[0] else [],
+            takes=[*fresh] if begins else [],
             reads=weights + gradients,
             writes=[*gradients],
             gives=[*done] if m == of_all[-1] else [],
         )
+
+    def _strand_of(self, index: int, m: int) -> tuple[int, bool]:
+        """The strand of a visit's micro-batch, and whether that begins it."""
+        ends = self.strand_ends(self.visits[index])
+        return next(strand for last, strand in ends.items() if m <= last), m == 0 or m - 1 in ends
 
     def _of_groups(self, index: int) -> tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]]:
         """Weights, gradients, those of these that begin, and those of the weights that end with a visit."""

@@ -1,20 +1,19 @@
-"""From a device gradient to new weights where the state lives on the device; and the sums over ranks of any gradient.
+"""From a device gradient to new weights where the state lives on the device.
 
 Buffers, per group ``g``:
 
     G{g}           the gradient of all visits; G{g}@{visit} that of one
-    P{g}           this rank's part of the sum of all ranks' gradients; g{g}@{visit} that of one visit, whose group is
-                   stepped on the host
+    P{g}           this rank's part of the sum of all ranks' gradients
     T{g}.{n}       a piece of a gradient on its way (ZeRO-R)
 """
 
-from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer, group_op
+from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
 
 
 class DeviceSteps:
-    """Emits what ranks do about their gradients, and the steps of groups whose state lives on the device."""
+    """Emits the steps of groups whose state lives on the device, and what ranks do about their gradients."""
 
     def __init__(self, builder: Builder) -> None:
         self.b = builder
@@ -48,11 +47,9 @@ class DeviceSteps:
         last = self.b.visits[self.b.route.gradient_visits[g][-1]]
         after = last.ops()[-1:] or self.b.ready.pop(last.name)
         part = group_buffer("P", g) if self._scatters else None
-        self._reduced[g] = self.reduce(g, self._gradients(g), part, after)
+        self._reduced[g] = self._combine(g, self._gradients(g), part, after)
 
-    def reduce(
-        self, g: int, gradient: list[Buffer], part: Buffer | None, after: list[OpId], visit: VisitId | None = None
-    ) -> OpId:
+    def _combine(self, g: int, gradient: list[Buffer], part: Buffer | None, after: list[OpId]) -> OpId:
         """Emit the all-reduce of a gradient in place or, where each rank gets its ``part`` of the sum, its
         reduce-scatter: at once, or piece by piece through a buffer. Returns the last op. Without a ``gradient`` this
         rank adds nothing.
@@ -71,6 +68,6 @@ class DeviceSteps:
                 op.takes += [] if n else [(part, self.b.provision.gradient_parts_pool)]
                 op.writes.append(part)
                 op.gives += [] if left else gradient
-            ident = group_op("AR" if part is None else "SG", g, n if through else -1, visit=visit)
+            ident = group_op("AR" if part is None else "SG", g, n if through else -1)
             done = self.b.collective(ident, self.b.seat.shards, amount, op, after=after)
         return done

@@ -88,6 +88,9 @@ def narrow_groups(route: Route, settings: Settings) -> frozenset[int]:
     return route.whole if settings.casts_on_device else frozenset()
 
 
+EXCHANGE = "exchange"
+"""The pool of what ranks send each other of a chunk of their gradients, and of what they receive."""
+
 STAGED: Mapping[str, str] = {
     "stage_in": "stage_in",
     "gradients_out": "stage_out",
@@ -262,31 +265,33 @@ class Provision:
         return (*self._weights(), *self._gradients(), *self._activations(), *self._staging(), *shared)
 
     def _weights(self) -> Iterator[Pool]:
+        """Shared by size class. With several ranks, this one's part: one is sent while one is brought."""
         needed = _moved(self.route, self.s.place.weights)
         part = {g: self._groups[g].numel * self.s.form.weight_bytes for g in needed}
         sizes = tuple((g, self.whole_weights(g)) for g in part)
         for pool, members in _by_class(self.route, "weights", sizes, self.s.depths.weights):
             self.weights_pool |= dict.fromkeys(members, pool.name)
             yield pool
-        yield from self._of_parts("weight_parts", part)
+        if self.seat.shards.size > 1 and part:
+            yield Pool(name="weight_parts", tier="device", size=max(part.values()), count=2)
 
     def _gradients(self) -> Iterator[Pool]:
-        """Shared by size class; a group that steps on the device has a buffer of its own."""
+        """Shared by size class; a group that steps on the device has a buffer of its own. With several ranks, of each
+        chunk what is sent and received, and the sum: one goes down while one is made."""
         part = {g: self._groups[g].trainable * FP32 for g in self.streamed()}
         sizes = tuple((g, self.whole_gradient(g)) for g in part)
-        for pool, members in _by_class(self.route, "gradients", sizes, self.s.depths.gradients):
+        sums = self.s.strands.bit_length()  # of strands that wait for another one, and the one that is made
+        for pool, members in _by_class(self.route, "gradients", sizes, self.s.depths.gradients, sums):
             self.gradients_pool |= dict.fromkeys(members, pool.name)
             yield pool
-        yield from self._of_parts(self.gradient_parts_pool, part)
+        if self.seat.shards.size > 1 and part:
+            chunk = self.s.chunk * FP32
+            yield Pool(name=self.gradient_parts_pool, tier="device", size=chunk, count=2)
+            yield Pool(name=EXCHANGE, tier="device", size=2 * self.seat.shards.size * chunk, count=1)
         for g in sorted(self.route.gradient_visits.keys() - part.keys()):
             assert len(self.route.uses[g]) == 1, "a tied group cannot keep its state on the device"
             name = self.gradients_pool[g] = f"gradients.of{g}"
-            yield Pool(name=name, tier="device", size=self._groups[g].trainable * FP32, count=1)
-
-    def _of_parts(self, name: str, sizes: Mapping[int, int]) -> Iterator[Pool]:
-        """Device buffers for parts of groups on their way to or from the whole: one moves while one is filled."""
-        if self.seat.shards.size > 1 and sizes:
-            yield Pool(name=name, tier="device", size=max(sizes.values()), count=2)
+            yield Pool(name=name, tier="device", size=self._groups[g].trainable * FP32, count=sums)
 
     def _activations(self) -> Iterator[Pool]:
         """Checkpoints and their gradients on the device (torch's allocator owns the memory), and away from it."""
@@ -374,10 +379,11 @@ def _moved(route: Route, weights: tuple[Tier, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _by_class(
-    route: Route, label: Literal["weights", "gradients"], sizes: tuple[tuple[int, int], ...], depth: int
+    route: Route, label: Literal["weights", "gradients"], sizes: tuple[tuple[int, int], ...], depth: int, each: int = 1
 ) -> tuple[tuple[Pool, tuple[int, ...]], ...]:
     """Device pools by size class of (group, bytes), each with room for one visit's needs and ``depth`` - 1 more to run
-    ahead; with each its groups. Of weights a visit needs what it reads, of gradients what it makes.
+    ahead; with each its groups. Of weights a visit needs what it reads, of gradients what it makes, ``each``
+    in so many buffers.
     """
     needs = {visit: (route.reads if label == "weights" else route.gradients)(*visit) for visit in route.times}
     classes = size_classes(n for _, n in sizes)
@@ -385,7 +391,7 @@ def _by_class(
     pools = []
     for i, size in enumerate(classes):
         members = {g for g, own in size_of.items() if own == size}
-        need = {visit: sum(g in members for g in groups) for visit, groups in needs.items()}
+        need = {visit: each * sum(g in members for g in groups) for visit, groups in needs.items()}
         visits = sum(route.times[visit] for visit, n in need.items() if n)
         count = max(need.values()) + (depth - 1 if visits > 2 else 0)
         pool = Pool(name=f"{label}.{i}", tier="device", size=size, count=count)

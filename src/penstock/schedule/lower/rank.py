@@ -31,6 +31,8 @@ def lower_rank(builder: Builder, name: str, fixed: Fixed) -> Schedule:
             after = [*builder.ready.pop(stay.name, ()), *activations.touched(op, stay, m)]
             ident = stage_op(stay.kind, stay.stage, m)
             emit(ident, after=after, takes=op.takes, reads=op.reads, writes=op.writes, gives=op.gives, items=items)
+            if settings.strands > 1:
+                updates.strand_made(i, m)
         activations.around(i)
         loads.ahead(i + ahead)
         updates.gradients_down(i)

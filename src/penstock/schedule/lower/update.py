@@ -4,9 +4,10 @@ Buffers, per group ``g`` and chunk ``c``:
 
     H{g}.{c}u{k}   host gradient of the k-th stage that uses the group, in backward order; u0 receives the total
     t{tag}         a further micro-batch's gradient on its way into H (horizontal only)
+    g{tag}         on the device, with several ranks: this rank's part of the sum of all ranks' gradients
+    T{tag}         on the device, with several ranks: all ranks' gradients of that part, before they are added up
     R{g}.{c}       gradient read back from disk
     c{tag}         on the device, a chunk's gradient rounded to bf16 on its way into H
-    g{g}@{visit}   on the device, with several ranks: this rank's part of the sum of all ranks' gradients
     S{g}.{c}       optimizer state in flight
     O{g}.{c}       new weights in flight
     h{g}.{c}       delayed chunks: the H{g}.{c}u0 that the step before has left in host memory
@@ -22,13 +23,13 @@ since that overwrites what the commit before names.
 """
 
 from penstock.schedule.ir.ops import Take
-from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op, single_op
+from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer, group_op, single_op
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.device_steps import DeviceSteps
 from penstock.schedule.lower.emitter import Touched
-from penstock.schedule.place import FP32, Chunk
-
-NORM_BYTES = 8
+from penstock.schedule.lower.provision import EXCHANGE
+from penstock.schedule.place import FP32, NORM_BYTES, Chunk, strand_sums
+from penstock.schedule.program import ALIGN
 
 
 class Updates:
@@ -39,12 +40,14 @@ class Updates:
         self.s = builder.s
         self.device = DeviceSteps(builder)
         self._normed: list[OpId] = []
+        self._stepped: list[OpId] = []  # the steps on the host that are this step's own
         self._norm: OpId | None = None  # op after which the global norm is known
         self._waited_for = any(self.s.waits(g) for g in self.b.route.gradient_visits)
         self._late = sum(map(len, self.b.provision.delayed.values()))  # delayed chunks to come
         self._late_ends: list[OpId] = []  # what brings the delayed chunks so far home
         self._late_writes = False
         self._commit: list[OpId] = []  # the op that commits the step before, once there is one
+        self._added: dict[int, OpId] = {}  # group -> the last addition of strands of the visit
         self._final: dict[Buffer, OpId] = {}  # H buffer u0 -> op that completes it
         self._down: dict[Buffer, OpId] = {}  # H buffer -> op that last wrote it
         self.written: dict[tuple[int, int], OpId] = {}
@@ -65,7 +68,7 @@ class Updates:
         visit = self.b.visits[index]
         for g in self.b.route.gradients(visit.kind, visit.stage):
             if self.s.place.state[g] != "device":
-                self._group_down(g, index, visit.ops()[-1])
+                self._group_down(g, index, self._added.pop(g, visit.ops()[-1]))
         route = self.b.route
         for g in route.trained(visit.kind, visit.stage):
             completed = route.gradient_visits[g][-1] == index
@@ -88,16 +91,26 @@ class Updates:
                 if stepped and c.index not in self._delayed(g):
                     self._step_on_time(g, c, first)
 
+    def strand_made(self, index: int, m: int) -> None:
+        """Emit what follows a micro-batch that ends a strand: the sums that are complete with it."""
+        visit = self.b.visits[index]
+        for into, what in strand_sums(len(visit.micro_batches), self.s.strands).get(m, ()):
+            for g in self.b.route.gradients(visit.kind, visit.stage):
+                total, part = (self.b.gradient_buffer(g, visit, strand) for strand in (into, what))
+                ident = group_op("AD", g, what, visit=visit.name)
+                self._added[g] = self.b.emit(ident, reads=[total, part], writes=[total], gives=[part])
+
     def _group_down(self, g: int, index: int, after: OpId) -> None:
         visit = self.b.visits[index]
         use = self.b.route.uses[g].index(visit.stage)
         source = self.b.gradient_buffer(g, visit)
         trained, width = self.b.trained_chunks(g), self.b.provision.gradient_bytes(g)
-        if self.b.seat.sharding.reduce != "none":
-            part = group_buffer("g", g, visit=visit.name)
-            after = self.device.reduce(g, [source], part, [after], visit.name)
-            source = part
+        shared = self.b.seat.sharding.reduce != "none"
         for c in trained:
+            part, from_all = source, after
+            if shared:
+                part = group_buffer("g", g, c.index, visit=visit.name)
+                from_all = self._from_all(g, c, source, part, after, visit.name, last=c is trained[-1])
             name, pool = self.host_gradient(g, c, use)
             first = name not in self._down
             target = name if first else group_buffer("t", g, c.index, visit=visit.name)
@@ -106,17 +119,29 @@ class Updates:
             cast = [group_buffer("c", g, c.index, visit=visit.name)] if width < FP32 else []
             down = self.b.emit(
                 group_op("DG", g, c.index, visit=visit.name),
-                after=[after],
+                after=[from_all],
                 takes=[(target, pool), *((name, "casts") for name in cast)],
-                reads=[source],
+                reads=[part],
                 writes=[target, *cast],
-                gives=[*cast, *([source] if c is trained[-1] else [])],
+                gives=[*cast, *([part] if shared or c is trained[-1] else [])],
                 nbytes=c.numel * width,
             )
             if not first:
                 adds = group_op("AG", g, c.index, visit=visit.name)
                 down = self._add(adds, name, target, after=[down, self._down[name]], numel=c.numel)
             self._down[name] = down
+
+    def _from_all(
+        self, g: int, c: Chunk, source: Buffer, part: Buffer, after: OpId, visit: VisitId, *, last: bool
+    ) -> OpId:
+        """Emit the exchange of all ranks' gradients of their parts' chunks ``c``: each gets the sum of its own."""
+        op, through = Touched(reads=[source]), group_buffer("T", g, c.index, visit=visit)
+        op.make(part, self.b.provision.gradient_parts_pool)
+        op.make(through, EXCHANGE)
+        op.gives += [through, *([source] if last else [])]
+        ranks = self.b.seat.shards
+        ident = group_op("SG", g, c.index, visit=visit)
+        return self.b.collective(ident, ranks, ranks.size * c.numel * FP32, op, after=[after])
 
     def _add(self, ident: OpId, into: Buffer, what: Buffer, *, after: list[OpId], numel: int) -> OpId:
         return self.b.emit(ident, after=after, reads=[into, what], writes=[into], gives=[what], nbytes=3 * numel * FP32)
@@ -148,10 +173,8 @@ class Updates:
         """Emit the global norm, if any step waits for it, and all steps that come after the last visit."""
         ranks, seat = self.b.seat.shards, self.b.seat
         if self._waited_for:
-            self._norm = self.b.emit(single_op("NORM"), after=self._normed)
-            if ranks.size > 1:
-                amount = ranks.size * NORM_BYTES
-                self._norm = self.b.collective(single_op("AN"), ranks, amount, Touched(), after=[self._norm])
+            parts = [self._partials(self._normed)] if ranks.size > 1 else self._normed
+            self._norm = self.b.emit(single_op("NORM"), after=parts)
         for g in sorted(self.b.route.gradient_visits, reverse=seat.steps == "down"):
             if not self._waits(g):
                 continue
@@ -162,6 +185,14 @@ class Updates:
             for c in self.b.trained_chunks(g):
                 if c.index not in self._delayed(g):
                     self._step_on_time(g, c, first)
+        if not self._waited_for and ranks.size > 1 and self.s.chunk:
+            self._partials([*self._normed, *self._stepped])
+
+    def _partials(self, after: list[OpId]) -> OpId:
+        """Emit the gather of all ranks' partial sums of squares, which each then adds up in the same order."""
+        groups, ranks = self.b.program.groups, self.b.seat.shards
+        amount = sum(ranks.size * groups[g].trainable // ALIGN * NORM_BYTES for g in self.b.route.gradient_visits)
+        return self.b.collective(single_op("AN"), ranks, amount, Touched(), after=after)
 
     def _before_step(self, g: int) -> list[OpId]:
         """What a group's step waits for besides its gradient: the norm if it waits, and who reads its weights last."""
@@ -182,6 +213,7 @@ class Updates:
             gradient = group_buffer("R", g, c.index)
             after = self._back(g, c, gradient, [after])
         done, _ = self._arithmetic(g, c, gradient, [after, *first])
+        self._stepped.append(done)
         self.home(g, c, [done])
 
     def home_delayed(self, g: int, c: Chunk, after: list[OpId]) -> OpId:

@@ -59,12 +59,17 @@ def horizontal(
     """The horizontal schedule of one training step. ``shards``: as of ``vertical``."""
     assert settings.train, "an evaluation has one micro-batch order: use vertical()"
     assert not settings.delay, "only the vertical schedule delays steps"
+    assert settings.strands == 1, "only the vertical schedule sums in strands"
     return _lower(horizontal_route(program, settings.micro_batches), settings, fixed, name, shards)
+
+
+def streaming_seat(shards: ProcessGroup) -> Seat:
+    """The seat of a rank that streams its part of what ``shards`` have together."""
+    return Seat(shards=shards, sharding=FULLY) if shards.size > 1 else ONE_RANK
 
 
 @no_collection()
 def _lower(route: Route, settings: Settings, fixed: Fixed, name: str, shards: ProcessGroup) -> Schedule:
     settings.place.check(route.program, settings.form)
-    seat = Seat(shards=shards, sharding=FULLY) if shards.size > 1 else ONE_RANK
-    provision = Provision(route, settings, seat)
+    provision = Provision(route, settings, streaming_seat(shards))
     return lower_rank(Builder(provision, Emitter(provision.pools.values())), name, fixed)

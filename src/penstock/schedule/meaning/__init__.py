@@ -16,6 +16,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.meaning.arrays import ArrayRules
+from penstock.schedule.meaning.between import BetweenRules
 from penstock.schedule.meaning.compute import ComputeRules
 from penstock.schedule.meaning.fields import check_fields
 from penstock.schedule.meaning.values import (
@@ -45,13 +46,14 @@ def prove(schedule: Schedule, needs: Needs) -> None:
     step.finish()
 
 
-class _Step(ComputeRules, ArrayRules, WaitingRules):
+class _Step(ComputeRules, ArrayRules, WaitingRules, BetweenRules):
     """All ops of a step, one after the other."""
 
     def __init__(self, schedule: Schedule, needs: Needs, order: list[Op]) -> None:
         super().__init__(schedule, needs, order)
         self._kinds: dict[str, Callable[[Op], None]] = {
             **dict.fromkeys(("F", "E", "B"), self._compute),
+            "AD": self._add_strand,
             "RW": self._read_weights,
             "UW": self._load,
             "WW": self._write_weights,
@@ -73,12 +75,14 @@ class _Step(ComputeRules, ArrayRules, WaitingRules):
             "RC": self._read_checkpoint,
             "UC": self._come_back,
         }
+        if needs.ranks > 1:
+            self._kinds |= {"GW": self._gather, "SG": self._exchange, "AN": self._gather_norm}
 
     def run(self, op: Op) -> None:
         what = self._kinds.get(op.id.kind)
         if what is None:
-            raise refused(op, "is for a rank among several: training runs one")
-        check_fields(op, self.needs.program)
+            raise refused(op, f"is for other ranks than {'one' if self.needs.ranks == 1 else 'those that train'}")
+        check_fields(op, self.needs.program, shared=self.needs.ranks > 1)
         self.pool_of |= {name: self.pools[pool] for name, pool in op.takes}
         what(op)
         for name in op.gives:
@@ -97,6 +101,8 @@ class _Step(ComputeRules, ArrayRules, WaitingRules):
                 raise self._lacks(f"OD{g}" if self.place.state[g] == "device" else f"OP{g}.{c}")
             if (g, c) not in self.partials:
                 raise self._lacks(f"NG{g}.{c}")
+            if self.needs.ranks > 1 and not self.gathered:
+                raise self._lacks("AN")
             want = NOW if (g, c) in self.late else AFTER
             if self.on_disk[g, c] != want and self.place.state_on_disk(g, self.form):
                 raise self._lacks(f"WS{g}.{c}")

@@ -19,7 +19,7 @@ from penstock.schedule.program import Stage
 
 
 class ComputeRules(Ground):
-    """Rules of F, E and B."""
+    """Rules of F, E, B and AD."""
 
     def _compute(self, op: Op) -> None:
         kind, k, m, last = op.id.kind, op.id.stage, op.id.micro_batch, len(self.stages) - 1
@@ -101,10 +101,22 @@ class ComputeRules(Ground):
             name = self._at(op, fresh, "the gradient of its input")
             self._put(op, name, Activation(k - 1, m, True), "device", into.gradient, backed=False)
 
+    def _add_strand(self, op: Op) -> None:
+        """One strand of a group's gradient, or a sum of some, to another one."""
+        name = self._at(op, op.writes, "the sum")
+        if len(op.reads) != 2 or name not in op.reads:
+            raise refused(op, "needs two buffers, and adds the one that it only reads to the one that it writes")
+        (what,) = (other for other in op.reads if other != name)
+        into, part = self._value(op, name, Gradient), self._value(op, what, Gradient)
+        if {into[:2], part[:2]} != {(op.id.group, -1)}:
+            raise refused(op, "adds a gradient of something else")
+        self.values[name] = Gradient(op.id.group, -1, self.sums.added(into.sum, part.sum))
+
     def _sum_on_device(self, op: Op, g: int, taken: Mapping[Buffer, str]) -> None:
         names = tuple(name for name in op.writes if name.kind == "G" and name.group == g)
         name = self._at(op, names, f"the gradient of group {g}")
         new = self.sums.one(op.id.stage, op.id.micro_batch)
         if name not in taken:
             new = self.sums.added(self._value(op, name, Gradient).sum, new)
-        self._put(op, name, Gradient(g, -1, new), "device", self.needs.program.groups[g].trainable * FP32)
+        trained = self.needs.ranks * self.needs.program.groups[g].trainable
+        self._put(op, name, Gradient(g, -1, new), "device", trained * FP32)

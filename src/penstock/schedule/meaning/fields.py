@@ -11,14 +11,16 @@ from penstock.schedule.meaning.values import refused
 from penstock.schedule.program import Program
 
 _COMPUTES = frozenset(("F", "E", "B"))
-_MOVES_NOTHING = _COMPUTES | {"ND", "OD", "NORM", "CM"}
-_OF_GROUPS = frozenset(("ND", "OD"))
-_FOR_VISITS = frozenset(("RW", "UW", "DG", "AG"))
+_MOVES_NOTHING = _COMPUTES | {"AD", "ND", "OD", "NORM", "CM"}
+_OF_GROUPS = frozenset(("ND", "OD", "GW"))
+_FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "GW", "SG"))
 """All other ops of groups are of chunks, and done once in a step."""
 
 
-def check_fields(op: Op, program: Program) -> None:
-    """Raises ScheduleError: a field has no meaning for ops of its kind, or names what the model does not have."""
+def check_fields(op: Op, program: Program, *, shared: bool = False) -> None:
+    """``shared``: by several ranks, of which each brings its part of a group's weights to the device.
+
+    Raises ScheduleError: a field has no meaning for ops of its kind, or names what the model does not have."""
     _check_id(op, program)
     if op.items != 1:
         raise refused(op, f"computes {op.items} micro-batches at once, and training computes one: leave items out")
@@ -26,7 +28,7 @@ def check_fields(op: Op, program: Program) -> None:
         raise refused(op, f"says that it moves {op.nbytes} bytes, and moves none: leave bytes out")
     if op.elements is not None and op.id.kind not in ("RW", "UW"):
         raise refused(op, "has elements, which only loads of weights have")
-    _check_weights(op)
+    _check_weights(op, brings="GW" if shared else "UW")
 
 
 def _check_id(op: Op, program: Program) -> None:
@@ -44,13 +46,13 @@ def _check_id(op: Op, program: Program) -> None:
             raise refused(op, f"is for a visit, and an op {ident.kind} is done once in a step: leave '@...' out")
 
 
-def _check_weights(op: Op) -> None:
-    """Loads of a group's weights take its buffers and write them, stages read them and give them back."""
+def _check_weights(op: Op, *, brings: str) -> None:
+    """What ``brings`` a group's weights takes its buffers and writes them, stages read them and give them back."""
 
     def weights(names: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
         return tuple(name for name in names if name.kind == "W")
 
-    loads, computes = op.id.kind == "UW", op.id.kind in _COMPUTES
+    loads, computes = op.id.kind == brings, op.id.kind in _COMPUTES
     for verb, names, may in (
         ("takes", weights(tuple(name for name, _ in op.takes)), loads),
         ("writes", weights(op.writes), loads),

@@ -38,10 +38,13 @@ class Ground:
         makers = [stage for stage in reversed(self.stages) if needs.train]
         uses = {g.index: [s.index for s in makers if g.index in s.gradients] for g in program.groups}
         self.sums = Sums()
-        self.whole = {g: self.sums.whole(stages, schedule.micro_batches) for g, stages in uses.items() if stages}
+        count = schedule.micro_batches
+        self.whole = {g: self.sums.whole(stages, count, needs.strands) for g, stages in uses.items() if stages}
         self.trained = {(g, c.index) for g in self.whole for c in self.cuts[g] if c.trainable}
         self.narrow, self.late = narrow_groups_of(schedule), late_chunks(schedule, clocks)
         self.normed = False
+        self.gathered = False
+        """whether the norm's parts of all ranks are known"""
         self.partials: set[ChunkAt] = set()
         self.stepped: set[ChunkAt] = set()
         self.committed = False
@@ -142,6 +145,16 @@ class Ground:
 
     def _width(self, g: int) -> int:
         return BF16 if g in self.narrow else FP32
+
+    def _whole_bytes(self, g: int, width: int) -> int:
+        """Bytes of all of a group that one rank has a part of."""
+        return self.needs.ranks * self.needs.program.groups[g].numel * width
+
+    def _look_at_partials(self, op: Op) -> None:
+        for g, c in sorted(self.trained):
+            self.outside.look(op, "norm", g, c)
+            if (g, c) not in self.partials:
+                raise refused(op, f"needs the part of chunk {g}.{c}, which no op has computed yet")
 
     def _measured(self, op: Op, c: Chunk) -> None:
         self.outside.change(op, "norm", op.id.group, c.index)

@@ -6,6 +6,7 @@ A sum of a thousand micro-batches is a thousand sums deep. As numbers they are c
 from collections.abc import Iterable, Iterator
 
 from penstock.schedule.meaning.values import LEFT
+from penstock.schedule.place import strand_ends, strand_sums
 
 _SHOWN = 6
 """Parts of a sum that a message names."""
@@ -28,13 +29,20 @@ class Sums:
         """``part`` added to ``total``."""
         return self._number((True, total, part))
 
-    def whole(self, stages: Iterable[int], micro_batches: int) -> int:
+    def whole(self, stages: Iterable[int], micro_batches: int, strands: int = 1) -> int:
         """How every schedule adds a group's gradient up. ``stages``: those that make one, in backward order."""
         total: int | None = None
         for stage in stages:
-            part = self.one(stage, 0)
-            for m in range(1, micro_batches):
-                part = self.added(part, self.one(stage, m))
+            sums, first, ends = dict[int, int](), 0, strand_ends(micro_batches, strands)
+            for last, pairs in strand_sums(micro_batches, strands).items():
+                strand = ends[last]
+                sums[strand] = self.one(stage, first)
+                for m in range(first + 1, last + 1):
+                    sums[strand] = self.added(sums[strand], self.one(stage, m))
+                for into, what in pairs:
+                    sums[into] = self.added(sums[into], sums.pop(what))
+                first = last + 1
+            (part,) = sums.values()
             total = part if total is None else self.added(total, part)
         assert total is not None
         return total

@@ -77,12 +77,25 @@ class Needs:
     wait: bool
     grad_dtype: GradDtype = "fp32"
     train: bool = True
+    ranks: int = 1
+    """that do the same, each with its part of every group: ``program`` has those of one"""
+    strands: int = 1
+    """of one rank"""
 
     @staticmethod
-    def of(program: Program, settings: Settings) -> "Needs":
+    def of(program: Program, settings: Settings, ranks: int = 1) -> "Needs":
         """Those of what is built from these settings."""
         s = settings
-        return Needs(program=program, place=s.place, form=s.form, wait=s.wait, grad_dtype=s.grad_dtype, train=s.train)
+        return Needs(
+            program=program,
+            place=s.place,
+            form=s.form,
+            wait=s.wait,
+            grad_dtype=s.grad_dtype,
+            train=s.train,
+            ranks=ranks,
+            strands=s.strands,
+        )
 
 
 def narrow_groups_of(schedule: Schedule) -> frozenset[int]:

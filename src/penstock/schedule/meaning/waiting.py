@@ -19,7 +19,7 @@ class WaitingRules(Ground):
         c, g = self._chunk(op, trained=True), op.id.group
         width, cast = self._width(g), g in self.narrow
         source = self._value(op, self._at(op, op.reads, "the gradient on the device"), Gradient)
-        if (source.group, source.chunk) != (g, -1):
+        if (source.group, source.chunk) != (g, -1 if self.needs.ranks == 1 else c.index):
             raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
         name = self._at(op, op.writes, "the gradient", count=1 + cast)
         if cast:
@@ -59,10 +59,11 @@ class WaitingRules(Ground):
                 self._measured(op, c)
 
     def _norm(self, op: Op) -> None:
-        for g, c in sorted(self.trained):
-            self.outside.look(op, "norm", g, c)
-            if (g, c) not in self.partials:
-                raise refused(op, f"needs the part of chunk {g}.{c}, which no op has computed yet")
+        if self.needs.ranks > 1:
+            self.outside.look(op, "norm of all")
+            if not self.gathered:
+                raise refused(op, "needs the parts of all ranks, which no op AN has gathered yet")
+        self._look_at_partials(op)
         self.outside.change(op, "norm")
         self.normed = True
 

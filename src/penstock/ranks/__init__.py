@@ -1,0 +1,13 @@
+"""Several processes that train one model: who they are, what moves between them, and what they have agreed on.
+
+    start    the mesh of what torchrun has started
+    group    the processes; gathers and exchanges of tensors, and what all of them say
+    watch    who has failed, ended, or does not answer
+    order    the one order in which the gradients of all ranks are added up
+    share    which elements of every param group are whose
+
+The only room that uses ``torch.distributed``: it starts nothing (``torchrun`` does) and moves bytes by the collectives
+that are there. What is added up is added up here, so that the numbers depend on no backend.
+
+May import: ``errors``, ``compat``, ``schedule``.
+"""

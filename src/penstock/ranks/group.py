@@ -1,0 +1,237 @@
+"""The processes that train one model, on process groups of ``torch.distributed``: what moves between them."""
+
+import pickle
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.compat.torch import store_of
+from penstock.errors import ConfigError, NonFiniteError, RankError
+from penstock.ranks.share import WHOLE, Share
+from penstock.ranks.watch import Watch
+
+T = TypeVar("T")
+AXIS = "dp_shard"
+"""The name of the one axis of a mesh, as torchtitan has it."""
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The same by its name from torch 2.13 on."""
+_LOOK = 0.1
+"""seconds after which who waits looks whether there is still somebody to wait for"""
+
+
+class Ranks:
+    """The ranks of a run, and this one's place among them. This class is that of who is alone.
+
+    | attribute | meaning |
+    |---|---|
+    | ``rank``, ``size`` | this one's number, of so many |
+    | ``share`` | which elements of every param group are this one's |
+
+    Whatever all ranks do together, they do in the same order. A call that another rank does not come to raises
+    RankError once that has failed, ended, or does not answer; afterwards nothing can be done together any more.
+    """
+
+    share: Share = WHOLE
+
+    @property
+    def rank(self) -> int:
+        return self.share.rank
+
+    @property
+    def size(self) -> int:
+        return self.share.size
+
+    def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """Fill ``out`` [size * n] with all ranks' ``part`` [n], one after the other."""
+        out.copy_(part)
+
+    def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
+        """Send row r of ``into`` [size, n] to rank r, and fill row r of ``out`` with what that sends to this one."""
+        out.copy_(into)
+
+    def told(self, what: str, value: T) -> list[T]:
+        """What all ranks say of something, by rank: small values that pickle.
+
+        Raises:
+            RankError: another rank says something of something else: it is elsewhere in its run.
+        """
+        return [value]
+
+    def lend(self, tensor: torch.Tensor, owner: int) -> None:
+        """Make a tensor on the CPU what it is on rank ``owner``."""
+
+    @property
+    def failure(self) -> RankError | None:
+        """What has ended all that ranks do together, once something has."""
+        return None
+
+    def check(self) -> None:
+        """Raises:
+        RankError: another rank has failed.
+        """
+        if self.failure is not None:
+            raise RankError(str(self.failure))
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: those who wait for it learn why."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails within fails on all ranks.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        self.check()
+        try:
+            yield
+        except NonFiniteError:  # all ranks have found the same
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def agree(self, what: str, value: Any) -> None:
+        """Check that all ranks have the same.
+
+        Raises:
+            ConfigError: they have not, on each of them, in the same words.
+        """
+        self._compare(what, self.told(what, value))
+
+    def agree_on_each(self, settings: Mapping[str, Any]) -> None:
+        """The same of each of some settings, of which all ranks have the same ones."""
+        found = self.told("settings", dict(settings))
+        for what in settings:
+            self._compare(what, [theirs[what] for theirs in found])
+
+    def _compare(self, what: str, found: Sequence[Any]) -> None:
+        if any(other != found[0] for other in found):
+            said = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(found))
+            raise ConfigError(f"all ranks need the same {what}, and have others ({said})")
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether a collective was given up that may still write to what it was given: that must stay where it is."""
+        return False
+
+    def close(self) -> None:
+        """This rank is done. Whoever waits for it learns that it has ended."""
+
+
+ALONE = Ranks()
+
+
+class Together(Ranks):
+    """One of several ranks."""
+
+    def __init__(self, members: Sequence[int], device: torch.device) -> None:
+        """``members``: ranks of the default group that are these ranks, by rank. All of them come here."""
+        self.share = Share(rank=list(members).index(dist.get_rank()), size=len(members))
+        self._words = _new_group(members, "gloo")
+        self._data = _new_group(members, "nccl" if device.type == "cuda" else "gloo")
+        self._pending: list[object] = []
+        """what a broken-off collective may still write to"""
+        name = self._told_by_first()
+        self._watch = Watch(store_of(f"penstock/{name}"), self.rank, self.size)
+
+    def _told_by_first(self) -> str:
+        """A name for what these ranks do together, which no other ranks have used."""
+        global _made
+        names: list[Any] = [None] * self.size
+        dist.all_gather_object(names, _made, group=self._words)
+        _made = max(names) + 1
+        return f"{'-'.join(map(str, dist.get_process_group_ranks(self._words)))}/{_made}"
+
+    def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        work = _all_gather(out, part, group=self._data, async_op=True)
+        self._wait(work, out, part)
+
+    def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
+        work = dist.all_to_all_single(out.view(-1), into.view(-1), group=self._data, async_op=True)
+        self._wait(work, out, into)
+
+    def told(self, what: str, value: T) -> list[T]:
+        text = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        self._gather_words(sizes, torch.tensor([text.numel()]))
+        longest = int(sizes.max())
+        texts = torch.empty(self.size, longest, dtype=torch.uint8)
+        self._gather_words(texts.view(-1), torch.nn.functional.pad(text, (0, longest - text.numel())))
+        found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(texts, sizes.tolist(), strict=True)]
+        for other, (theirs, _) in enumerate(found):
+            if theirs != what:
+                raise RankError(
+                    f"rank {other} tells its {theirs} where rank {self.rank} tells its {what}: give all ranks the same "
+                    "calls, in the same order"
+                )
+        return [said for _, said in found]
+
+    def _gather_words(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        self._wait(_all_gather(out, part, group=self._words, async_op=True), out, part)
+
+    def lend(self, tensor: torch.Tensor, owner: int) -> None:
+        source = dist.get_global_rank(self._words, owner)
+        self._wait(dist.broadcast(tensor, source, group=self._words, async_op=True), tensor)
+
+    @property
+    def failure(self) -> RankError | None:
+        return self._watch.failure
+
+    def fail(self, error: BaseException) -> None:
+        self._watch.tell(error)
+
+    @property
+    def broken_off(self) -> bool:
+        return bool(self._pending)
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def _wait(self, work: Any, *tensors: torch.Tensor) -> None:
+        """Block until a collective is done. ``tensors``: what it reads and writes."""
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        with self._watch.waits():
+            while not done.wait(_LOOK):
+                if self._watch.failure is not None:
+                    self._pending.append((work, tensors))  # the backend still has their addresses
+                    self.check()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._watch.lost(error) from error
+        if tensors[0].device.type == "cuda":
+            torch.cuda.current_stream(tensors[0].device).synchronize()
+
+
+_made = 0
+"""how many ``Together`` this process has made"""
+
+
+def _new_group(members: Sequence[int], backend: str) -> dist.ProcessGroup:
+    group = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
+    """The ranks of a mesh, all of which come here; who has none is alone.
+
+    Raises:
+        ConfigError: the mesh is of another kind than ranks that share all state.
+    """
+    if mesh is None:
+        return ALONE
+    if mesh.ndim != 1 or mesh.mesh_dim_names not in (None, (AXIS,)):
+        raise ConfigError(
+            f"mesh has the axes {mesh.mesh_dim_names or mesh.ndim}: give one axis, {AXIS!r}, of the ranks that share "
+            f"the state, as init_device_mesh({device.type!r}, (world_size,), mesh_dim_names=({AXIS!r},))"
+        )
+    members = dist.get_process_group_ranks(mesh.get_group())
+    return Together(members, device) if len(members) > 1 else ALONE

@@ -1,0 +1,69 @@
+"""Which elements of every param group are whose.
+
+Each part of a group's flat buffer, the trainable and the frozen one, is cut into as many equal ranges as there are
+ranks: rank r has the r-th of both. A group is laid out so that they are whole blocks of ``ALIGN`` elements.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from penstock.schedule.program import GroupSpec, Program
+
+
+class Piece(NamedTuple):
+    """Elements of a group that one rank has: ``numel`` of them from ``start`` on of its own part, and from ``first`` on
+    of what was asked for."""
+
+    rank: int
+    start: int
+    first: int
+    numel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One rank's share of everything. Alone, that is all of it."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, group: GroupSpec) -> GroupSpec:
+        """A group as one rank has it."""
+        trainable, frozen = group.trainable // self.size, group.frozen // self.size
+        assert trainable * self.size == group.trainable, group
+        assert frozen * self.size == group.frozen, group
+        return replace(group, trainable=trainable, frozen=frozen)
+
+    def of(self, program: Program) -> Program:
+        """A program with the groups as one rank has them."""
+        return replace(program, groups=tuple(map(self.part, program.groups))) if self.size > 1 else program
+
+    def start(self, group: GroupSpec) -> int:
+        """The first of this rank's trainable elements."""
+        return self.rank * (group.trainable // self.size)
+
+    def own(self, group: GroupSpec, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a group's flat buffer [numel]: its own [numel / size]."""
+        if self.size == 1:
+            return flat
+        cut = (flat[: group.trainable], flat[group.trainable :])
+        return torch.cat([whole.view(self.size, whole.numel() // self.size)[self.rank] for whole in cut])
+
+    def pieces(self, group: GroupSpec, offset: int, numel: int) -> Iterator[Piece]:
+        """Who has which of a group's elements from ``offset`` on, all in its trainable or all in its frozen part."""
+        part, frozen = self.part(group), offset >= group.trainable
+        begin, each = (group.trainable, part.frozen) if frozen else (0, part.trainable)
+        end, at = offset + numel, offset
+        while at < end:
+            rank = (at - begin) // each
+            stop = min(begin + (rank + 1) * each, end)
+            local = at - begin - rank * each + (part.trainable if frozen else 0)
+            yield Piece(rank, local, at - offset, stop - at)
+            at = stop
+
+
+WHOLE = Share()
+"""That of who is alone."""

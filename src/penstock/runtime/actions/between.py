@@ -1,0 +1,85 @@
+"""What ranks do together: weights put together, gradients added up, and what all need to know of them."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from penstock.errors import NonFiniteError
+from penstock.ranks.group import Ranks
+from penstock.ranks.order import add_up
+from penstock.runtime.access import Access
+from penstock.runtime.actions.compute import Compute
+from penstock.schedule.ir.ops import Op
+
+
+class Between:
+    """Moves what is on the device between ranks. Every rank has the same ops, in the same order."""
+
+    def __init__(self, access: Access, compute: Compute, ranks: Ranks) -> None:
+        self._to = access
+        self._compute = compute
+        self._ranks = ranks
+
+    def kinds(self) -> dict[str, Callable[[Op], None]]:
+        return {"GW": self.gather, "SG": self.exchange, "AN": self.gather_norm}
+
+    def gather(self, op: Op) -> None:
+        """A group's weights, trainable part first, from the parts of all ranks."""
+        g, size, dtype = op.id.group, self._ranks.size, self._to.arrays.dtype
+        own = self._to.bound.program.groups[g]
+        part, whole = self._to.view(op.reads[0], own.numel, dtype), self._to.view(op.writes[0], size * own.numel, dtype)
+        cut = size * own.trainable
+        for out, mine in ((whole[:cut], part[: own.trainable]), (whole[cut:], part[own.trainable :])):
+            if mine.numel():
+                self._ranks.gather(out, mine)
+                self._sent(mine)
+
+    def exchange(self, op: Op) -> None:
+        """A chunk of this rank's part of a gradient, from all ranks' gradients; each sends every other one its part."""
+        g, size, c = op.id.group, self._ranks.size, self._to.bound.chunk(op)
+        if c.start == 0:
+            self._tell(op)
+        own = self._to.bound.program.groups[g].trainable
+        gradient = self._to.view(op.reads[0], size * own).view(size, own)
+        into, out = self._to.view(op.writes[1], 2 * size * c.numel).view(2, size, c.numel)
+        into.copy_(gradient[:, c.start : c.start + c.numel])
+        self._ranks.exchange(out, into)
+        add_up(tuple(out), self._to.view(op.writes[0], c.numel))
+        self._sent(into[0])
+
+    def _tell(self, op: Op) -> None:
+        """Which parameters of a group have a gradient on any rank; and whether a loss was no number on one, so that
+        nothing is stepped on the others either."""
+        assert op.id.visit is not None
+        context, stage = self._to.context, op.id.visit.stage
+        slices = [s for s in self._compute.groups[op.id.group].slices if s.trainable]
+        mine = [context.failure is not None, *(id(s.parameter) in context.update.touched for s in slices)]
+        words = torch.empty(self._ranks.size * len(mine), dtype=torch.uint8, device=self._to.arrays.device)
+        self._ranks.gather(words, torch.tensor(mine, dtype=torch.uint8, device=words.device))
+        failed, *found = words.view(self._ranks.size, -1).cpu().T
+        context.update.touched.update(
+            id(s.parameter) for s, by_rank in zip(slices, found, strict=True) if bool(by_rank.any())
+        )
+        if bool(failed.any()) and context.failure is None:
+            rank = int(failed.nonzero()[0])
+            context.failure = NonFiniteError(
+                f"step {context.step}: a loss of rank {rank} is infinite or NaN; that rank says which. Nothing was "
+                f"updated (found out in stage {stage})"
+            )
+
+    def gather_norm(self, op: Op) -> None:
+        """The sums of squares of all ranks' parts of the gradients."""
+        context, share = self._to.context, self._ranks.share
+        by_rank = [context.partials[g].reshape(share.size, -1) for g in self._to.bound.trained]
+        part = torch.from_numpy(np.concatenate([parts[share.rank] for parts in by_rank])).to(self._to.arrays.device)
+        found = torch.empty(share.size * part.numel(), dtype=part.dtype, device=part.device)
+        self._ranks.gather(found, part)
+        self._sent(part)
+        all_parts, begin = found.view(share.size, -1).cpu().numpy(), 0
+        for parts in by_rank:
+            parts[:] = all_parts[:, begin : begin + parts.shape[1]]
+            begin += parts.shape[1]
+
+    def _sent(self, part: torch.Tensor) -> None:
+        self._to.moved += part.numel() * part.itemsize * (self._ranks.size - 1)

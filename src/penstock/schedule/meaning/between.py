@@ -1,0 +1,50 @@
+"""What ranks do together: weights put together from their parts, gradients added up over all, the norm of all."""
+
+from penstock.schedule.ir.ops import Op
+from penstock.schedule.meaning.ground import Ground
+from penstock.schedule.meaning.values import NOW, Gradient, Weights, refused
+from penstock.schedule.place import FP32, NORM_BYTES
+from penstock.schedule.program import ALIGN
+
+
+class BetweenRules(Ground):
+    """Rules of GW, SG and AN. All ranks do the same, so what is true of this one's part is true of the whole."""
+
+    def _gather(self, op: Op) -> None:
+        g = op.id.group
+        part = self._value(op, self._at(op, op.reads, "this rank's part of the weights"), Weights)
+        missing = [c.index for c in self.cuts[g] if part.versions.get(c.index) != NOW]
+        if part.group != g or missing:
+            raise refused(op, f"takes {op.reads[0]} for this rank's part of group {g}, which it is not, or not yet")
+        name = self._at(op, op.writes, "the group on the device")
+        self._sends(op, self.needs.program.groups[g].numel * self.form.weight_bytes)
+        self._put(op, name, part, "device", self._whole_bytes(g, self.form.weight_bytes))
+
+    def _exchange(self, op: Op) -> None:
+        c, g, ranks = self._chunk(op, trained=True), op.id.group, self.needs.ranks
+        whole = self._value(op, self._at(op, op.reads, "the gradient on the device"), Gradient)
+        if (whole.group, whole.chunk) != (g, -1):
+            raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
+        stage = -1 if op.id.visit is None else op.id.visit.stage
+        if whole.sum != self.sums.whole([stage], self.schedule.micro_batches, self.needs.strands):
+            raise refused(
+                op,
+                f"adds up over ranks what is {self.sums.told(whole.sum)}: it has to be the sum of all micro-batches of "
+                "one stage, or the numbers depend on the order of the schedule",
+            )
+        self._at(op, op.writes, "the sum, and what is sent and received", count=2)
+        self._sends(op, c.numel * FP32)
+        self._room(op, op.writes[1], "device", 2 * ranks * c.numel * FP32)
+        if op.writes[1] not in op.gives:
+            raise refused(op, f"keeps {op.writes[1]}, which is of no use to anybody after it")
+        self._put(op, op.writes[0], Gradient(g, c.index, whole.sum), "device", c.numel * FP32)
+
+    def _gather_norm(self, op: Op) -> None:
+        self._look_at_partials(op)
+        self._sends(op, sum(self.cuts[g][c].numel for g, c in self.trained) // ALIGN * NORM_BYTES)
+        self.outside.change(op, "norm of all")
+        self.gathered = True
+
+    def _sends(self, op: Op, share: int) -> None:
+        """All ranks' shares, but for one: what each sends."""
+        self._moves(op, share * (self.needs.ranks - 1))

@@ -1,0 +1,35 @@
+"""The arrays of a run whose ranks share every group, read as if they were one."""
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.ranks.group import Ranks
+from penstock.schedule.place import Format
+from penstock.schedule.program import GroupSpec
+from penstock.state.arrays import StateArrays
+
+
+class SharedArrays:
+    """All arrays of whole groups. All ranks read the same ranges, in the same order; each reads what it has, and lends
+    it to the others."""
+
+    def __init__(self, arrays: StateArrays, groups: Sequence[GroupSpec], ranks: Ranks) -> None:
+        """``arrays``: of this rank's parts of the ``groups``."""
+        self._arrays = arrays
+        self._groups = {g.index: g for g in groups}
+        self._ranks = ranks
+
+    @property
+    def form(self) -> Format:
+        return self._arrays.form
+
+    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
+        """As ``StateArrays.fetch``."""
+        group = self._groups[self._arrays.parts[name].group]
+        with self._ranks.together():
+            for piece in self._ranks.share.pieces(group, offset, flat.numel()):
+                into = flat[piece.first : piece.first + piece.numel]
+                if piece.rank == self._ranks.rank:
+                    self._arrays.fetch(name, piece.start, into)
+                self._ranks.lend(into, piece.rank)

@@ -1,0 +1,153 @@
+"""Several ranks are one: whatever their number, the same losses, norms and state, bit by bit, as one that sums in as
+many strands.
+
+The model has dropout, a tied head, and a group of every kind; micro-batches are of unequal length.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import penstock
+from penstock.planner import fit
+from tests.models import MODELS
+from tests.ranks.worlds import together
+from tests.training import Result, budget, run_steps, steps_of, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STRANDS = 4
+LENGTHS = (12, 8, 10, 12, 9, 11, 12, 7)
+STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What decides about a run's numbers, besides the number of strands."""
+
+    model: str
+    precision: str
+    clip: float | None = 0.92
+    grad_dtype: str = "fp32"
+
+    def settings(self) -> dict[str, Any]:
+        return {"precision": self.precision, "clip_grad_norm": self.clip, "grad_dtype": self.grad_dtype}
+
+
+def of_rank(model: str, mesh: DeviceMesh | None, count: int = STEPS, first: int = 1) -> list[Any]:
+    """The micro-batches of each step that are a rank's."""
+    steps = steps_of(MODELS[model], count, first=first, lengths=LENGTHS)
+    rank, size = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
+    share = len(LENGTHS) // size
+    return [micro_batches[rank * share : (rank + 1) * share] for micro_batches in steps]
+
+
+def results(engine: penstock.Engine, result: Result) -> dict[str, Any]:
+    """What must be equal for any number of ranks."""
+    return {
+        "losses": result.losses,
+        "norms": result.norms,
+        "tokens": [s.tokens for s in result.stats],
+        "clipped": [s.clipped for s in result.stats],
+        "parameters": dict(engine.master_parameters()),
+        "moments": whole_state(engine),
+    }
+
+
+def whole_state(engine: penstock.Engine) -> dict[str, torch.Tensor]:
+    """Every array of the state, of all ranks, without what pads it."""
+    resources = engine.inside.resources
+    values = resources.values()
+    found = {}
+    for name, place in values.parameters.items():
+        if place.trainable:
+            group = int(place.array.rpartition(".")[2])
+            for moment in range(resources.arrays.form.moments):
+                flat = torch.empty(place.shape.numel())
+                resources.whole_arrays.fetch(f"moment{moment}.{group}", place.offset, flat)
+                found[f"{name}/{moment}"] = flat
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A way to train that changes no bit: what is asked of ``wrap``, of the budget, and the largest chunk."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    disk: bool = False
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    chunk: int | None = None
+
+
+def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | None) -> dict[str, Any]:
+    """What a run has found, and left."""
+    with pytest.MonkeyPatch.context() as patch:
+        if run.chunk is not None:
+            patch.setattr(fit, "_CHUNKS", (run.chunk,))
+        where = budget(disk if run.disk else None, **run.budget)
+        with wrap(
+            MODELS[numbers.model], where, mesh=mesh, strands=STRANDS, **numbers.settings(), **run.settings
+        ) as engine:
+            return results(engine, run_steps(engine, of_rank(numbers.model, mesh)))
+
+
+def equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        if isinstance(value, dict):
+            assert found[key].keys() == value.keys()
+            other = [n for n, t in value.items() if not torch.equal(t, found[key][n])]
+            assert not other, f"other bits in {key} of {other}"
+        else:
+            assert found[key] == value, key
+
+
+@cache
+def alone(numbers: Numbers) -> dict[str, Any]:
+    """What one rank does, in memory."""
+    return trained(None, numbers, Run(), None)
+
+
+FP32, BF16, FP16 = (Numbers(model="gpt2", precision=precision) for precision in ("fp32", "bf16", "fp16"))
+WAYS: dict[str, tuple[Numbers, Run]] = {
+    "in memory": (FP32, Run()),
+    "in memory, bf16": (BF16, Run()),
+    "in memory, fp16": (FP16, Run()),
+    "one op at a time": (FP32, Run(settings={"overlap": False})),
+    "on disk, early": (FP32, Run(disk=True, settings={"speculate": True})),
+    "on disk, early, bf16": (BF16, Run(disk=True, settings={"speculate": True})),
+    "on disk, after the norm": (BF16, Run(disk=True, settings={"speculate": False})),
+    "gradients and checkpoints on disk": (
+        FP32,
+        Run(disk=True, settings={"speculate": False}, budget={"gradients": "disk", "checkpoints": "disk"}),
+    ),
+    "weights on the host": (BF16, Run(disk=True, budget={"weights": "host"})),
+    "delayed": (FP32, Run(disk=True, settings={"delay": 0.5})),
+    "delayed, bf16, after the norm": (BF16, Run(disk=True, settings={"delay": 0.5, "speculate": False})),
+    "delayed in memory": (BF16, Run(settings={"delay": 0.5})),
+    "small chunks": (BF16, Run(disk=True, chunk=4096)),
+    "small chunks, delayed": (FP32, Run(disk=True, chunk=4096, settings={"delay": 0.5})),
+    "gradients in bf16": (Numbers(model="gpt2", precision="bf16", grad_dtype="bf16"), Run(disk=True)),
+    "no limit": (Numbers(model="gpt2", precision="bf16", clip=None), Run(disk=True)),
+    "experts": (Numbers(model="qwen3_moe", precision="fp32", clip=0.5), Run(disk=True)),
+    "a router's loss": (Numbers(model="mixtral", precision="fp32", clip=0.5), Run()),
+    "two stacks": (Numbers(model="t5", precision="fp32", clip=0.5), Run(disk=True, settings={"delay": 0.5})),
+}
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_any_number_of_ranks_gives_the_same_bits(way: str, size: int, tmp_path: Path) -> None:
+    numbers, run = WAYS[way]
+    wanted = alone(numbers)
+    if numbers.model == "gpt2" and numbers.clip is not None:
+        assert set(wanted["clipped"]) == {True, False}
+    for found in together(size, trained, numbers, run, tmp_path / "store"):
+        equal(found, wanted)

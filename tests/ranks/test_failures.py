@@ -1,0 +1,320 @@
+"""A rank that fails, is killed, hangs or does something else ends all of them, each with an error that names it; what
+was committed is there, and all go on from one step.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import penstock
+from penstock.errors import ConfigError, ModelError, RankError, StoreError
+from penstock.store.store import Store
+from tests.models import MODELS
+from tests.ranks.worlds import RankFailedError, World, together
+from tests.training import budget, run_steps, steps_of, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASE = MODELS["llama"]
+LENGTHS = (12, 8, 10, 12)
+
+
+def micro_batches(mesh: DeviceMesh, count: int, first: int = 1) -> list[Any]:
+    share = len(LENGTHS) // mesh.size()
+    begin = mesh.get_rank() * share
+    return [step[begin : begin + share] for step in steps_of(CASE, count, first=first, lengths=LENGTHS)]
+
+
+def steps(mesh: DeviceMesh, disk: Path, count: int, **settings: Any) -> tuple[int, list[float]]:
+    """The step that a run on a store began after, and its losses."""
+    with wrap(CASE, budget(disk), mesh=mesh, **settings) as engine:
+        begun = engine.step_count
+        return begun, run_steps(engine, micro_batches(mesh, count, first=begun + 1)).losses
+
+
+def others(found: list[Any], rank: int) -> list[RankFailedError]:
+    kept = [f for r, f in enumerate(found) if r != rank]
+    assert all(isinstance(f, RankFailedError) for f in kept), kept
+    return kept
+
+
+def to_be_ended(mesh: DeviceMesh, disk: Path, how: int, victim: int) -> None:
+    """In the third step of one rank, before its backward."""
+    with wrap(CASE, budget(disk), mesh=mesh) as engine:
+        first, second, third = micro_batches(mesh, 3)
+        engine.step(first)
+        engine.step(second)
+        if mesh.get_rank() == victim:
+            engine.model.lm_head.register_forward_hook(lambda *_: os.kill(os.getpid(), how))
+        engine.step(third)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others_in_five_seconds(victim: int, tmp_path: Path) -> None:
+    world = World(2, to_be_ended, tmp_path / "store", signal.SIGKILL, victim)
+    world.processes[victim].join()
+    since = time.monotonic()
+    (other,) = others(world.outcomes(), victim)
+    assert time.monotonic() - since < 5
+    assert (other.kind, other.said) == ("RankError", f"rank {victim} was killed")
+    wanted = together(2, steps, tmp_path / "whole", 4)
+    for (begun, losses), (_, whole) in zip(together(2, steps, tmp_path / "store", 2), wanted, strict=True):
+        assert begun == 2
+        assert losses == whole[2:]
+
+
+def test_a_rank_that_hangs_ends_the_others(tmp_path: Path) -> None:
+    world = World(2, to_be_ended, tmp_path / "store", signal.SIGSTOP, 1)
+    pid = world.processes[1].pid
+    assert pid is not None
+    while "T" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
+        time.sleep(0.01)
+    since = time.monotonic()
+    world.processes[0].join(20)
+    assert time.monotonic() - since < 12
+    os.kill(pid, signal.SIGKILL)
+    (other,) = others(world.outcomes(), 1)
+    assert (other.kind, other.said) == ("RankError", "rank 1 has not answered for 8 s")
+
+
+def failing(mesh: DeviceMesh, disk: Path | None, where: str) -> None:
+    with wrap(CASE, budget(disk), mesh=mesh) as engine:
+        (first, second) = micro_batches(mesh, 2)
+        engine.step(first)
+        if mesh.get_rank() == 1:
+            if where == "micro-batches":
+                second = second[:1]
+            if where == "caller":
+                raise OSError("no more data")
+            if where == "forward":
+                engine.model.lm_head.register_forward_hook(_fails)
+            if where == "commit":
+                engine.inside.resources.commits.store.commits.append = _fails  # type: ignore[union-attr, method-assign]
+            if where == "write":
+                engine.inside.resources.commits.store.write = _fails  # type: ignore[union-attr, method-assign]
+        engine.step(second)
+
+
+def _fails(*_: object, **__: object) -> None:
+    raise StoreError("the drive is gone")
+
+
+@pytest.mark.parametrize(
+    ("where", "mine", "theirs"),
+    [
+        ("caller", "OSError", "rank 1 has failed: OSError: no more data"),
+        ("forward", "StoreError", "rank 1 has failed: StoreError: the drive is gone"),
+        ("write", "StoreError", "rank 1 has failed: StoreError: the drive is gone"),
+        ("commit", "StoreError", "the drive is gone"),
+    ],
+)
+def test_what_fails_on_one_rank_is_said_on_all(where: str, mine: str, theirs: str, tmp_path: Path) -> None:
+    found = World(2, failing, tmp_path / "store", where).outcomes()
+    (other,) = others(found, 1)
+    assert found[1].kind == mine
+    assert other.kind in ("RankError", "StoreError")
+    assert theirs in other.said
+    begun = [begun for begun, _ in together(2, steps, tmp_path / "store", 1)]
+    assert begun == [1, 1], "the second step was not committed by all, so by nobody"
+
+
+def test_another_number_of_micro_batches_is_said_on_all() -> None:
+    found = World(2, failing, None, "micro-batches").outcomes()
+    for f in found:
+        assert f.kind == "ConfigError"
+        assert "the same number of micro-batches" in f.said
+
+
+def odd(mesh: DeviceMesh, **settings: Any) -> None:
+    mine = {key: values[mesh.get_rank()] for key, values in settings.items()}
+    with wrap(CASE, budget(None), mesh=mesh, **mine) as engine:
+        engine.step(micro_batches(mesh, 1)[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"seed": [1, 2]}, "seed"),
+        ({"optimizer": [penstock.AdamW(lr=1e-3), penstock.AdamW(lr=2e-3)]}, "optimizer"),
+        ({"clip_grad_norm": [1.0, None]}, "clip_grad_norm"),
+        ({"precision": ["fp32", "bf16"]}, "precision"),
+    ],
+)
+def test_other_settings_on_one_rank_are_said_on_all(settings: dict[str, Any], said: str) -> None:
+    found = World(2, odd, **settings).outcomes()
+    for f in found:
+        assert f.kind == "ConfigError", f
+        assert "all ranks need the same" in f.said
+        assert said in f.said
+
+
+def unlike(mesh: DeviceMesh, what: str) -> None:
+    own = mesh.get_rank() == 1
+    model = MODELS["qwen3" if own and what == "model" else "llama"].model(seed=int(own and what == "values"))
+    with wrap(CASE, budget(None), mesh=mesh, model=model) as engine:
+        first, second = micro_batches(mesh, 2)
+        engine.step(first)
+        if own and what == "lr":
+            engine.optimizer.param_groups[0]["lr"] = 0.5
+        if own and what == "evaluates":
+            engine.evaluate(second)
+        engine.step(second)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("model", "model"),
+        ("values", "values of the model, before its first step"),
+        ("lr", "settings of the optimizer"),
+    ],
+)
+def test_another_model_or_learning_rate_on_one_rank_is_said_on_all(what: str, said: str) -> None:
+    for f in World(2, unlike, what).outcomes():
+        assert f.kind == "ConfigError", f
+        assert f"all ranks need the same {said}" in f.said
+
+
+def test_a_rank_that_makes_another_call_is_said() -> None:
+    found = World(2, unlike, "evaluates").outcomes()
+    for f in found:
+        assert (f.kind, f.said) == (
+            "ConfigError",
+            "all ranks need the same call, and have others (rank 0: step; rank 1: evaluate)",
+        )
+
+
+def closing(mesh: DeviceMesh) -> None:
+    with wrap(CASE, budget(None), mesh=mesh) as engine:
+        for step in micro_batches(mesh, 1 + mesh.get_rank()):
+            engine.step(step)
+
+
+def test_a_rank_that_ends_early_is_said() -> None:
+    first, second = World(2, closing).outcomes()
+    assert first is None
+    assert second.kind == "RankError"
+    assert "rank 0 has ended its run, and this one has not: give all the same steps" in second.said
+
+
+def foreign(mesh: DeviceMesh, disk: Path, order: list[int]) -> None:
+    rank = mesh.get_rank()
+    places = [disk / str(order[other]) for other in range(mesh.size())]
+    for place in places:
+        place.mkdir(parents=True, exist_ok=True)
+    with wrap(CASE, budget(places), mesh=mesh) as engine:
+        engine.step(micro_batches(mesh, 1, first=engine.step_count + 1)[0])
+    assert (places[rank] / f"rank-{rank}").exists()
+
+
+def test_the_stores_of_ranks_are_not_exchanged(tmp_path: Path) -> None:
+    together(2, foreign, tmp_path, [0, 1])
+    together(2, foreign, tmp_path, [0, 1])
+    for a, b in ((0, 1), (1, 0)):
+        (tmp_path / str(a) / f"rank-{a}").rename(tmp_path / str(a) / f"rank-{b}")
+    found = World(2, foreign, tmp_path, [1, 0]).outcomes()
+    assert any("has the part of rank" in f.said for f in found)
+    assert {f.kind for f in found} <= {"StoreError", "RankError"}
+
+
+def test_a_store_that_is_gone_is_said(tmp_path: Path) -> None:
+    together(2, foreign, tmp_path, [0, 1])
+    for file in (tmp_path / "1" / "rank-1").iterdir():
+        file.unlink()
+    found = World(2, foreign, tmp_path, [0, 1]).outcomes()
+    assert found[1].kind == "StoreError"
+    assert "holds no store, and other ranks have theirs" in found[1].said
+    assert "rank 1" in found[0].said
+
+
+def alone_on(disk: Path) -> None:
+    with wrap(CASE, budget(disk / "rank-0")):
+        raise AssertionError("not refused")
+
+
+def test_one_process_does_not_take_a_ranks_store_for_its_own(tmp_path: Path) -> None:
+    together(2, steps, tmp_path / "store", 1)
+    with pytest.raises(StoreError, match="has the part of rank 0 of 2, and this is rank 0 of 1"):
+        alone_on(tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"schedule": "horizontal"}, ConfigError, "schedule='horizontal' is not there yet for several ranks"),
+        ({"strands": 3}, ConfigError, "strands=3 with 2 ranks: must be 2 times a power of two"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused(settings: dict[str, Any], error: type[Exception], said: str) -> None:
+    for f in World(2, odd, **{key: [value, value] for key, value in settings.items()}).outcomes():
+        assert f.kind == error.__name__
+        assert said in f.said
+
+
+def normed(mesh: DeviceMesh) -> None:
+    case = MODELS["skips"]
+    with wrap(case, budget(None), mesh=mesh) as engine:
+        engine.step(case.micro_batches(1, seed=mesh.get_rank()))
+
+
+def test_buffers_that_a_forward_changes_are_refused() -> None:
+    for f in World(2, normed).outcomes():
+        assert f.kind in (ModelError.__name__, RankError.__name__)
+        assert "running_mean" in f.said or "num_batches_tracked" in f.said or "running_var" in f.said
+
+
+def records(mesh: DeviceMesh, disk: Path) -> None:
+    """One rank has a commit that the other one has not: it was killed in between."""
+    with wrap(CASE, budget(disk), mesh=mesh) as engine:
+        engine.step(micro_batches(mesh, 1)[0])
+        if mesh.get_rank() == 0:
+            store = engine.inside.resources.commits.store
+            assert store is not None
+            append = store.commits.append
+
+            def then_die(*args: Any) -> None:
+                append(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            store.commits.append = then_die  # type: ignore[method-assign]
+        if mesh.get_rank() == 1:
+            engine.inside.resources.commits.store.commits.append = lambda *_: time.sleep(4)  # type: ignore[union-attr, method-assign]
+        engine.step(micro_batches(mesh, 1, first=2)[0])
+
+
+def test_a_commit_that_not_all_ranks_have_is_taken_back(tmp_path: Path) -> None:
+    World(2, records, tmp_path / "store").outcomes()
+    wanted = together(2, steps, tmp_path / "whole", 3)
+    found = together(2, steps, tmp_path / "store", 2)
+    assert [begun for begun, _ in found] == [1, 1]
+    assert [losses for _, losses in found] == [losses[1:] for _, losses in wanted]
+
+
+def averaged(mesh: DeviceMesh, disk: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    with wrap(CASE, budget(disk), mesh=mesh) as engine:
+        first, second = micro_batches(mesh, 2)
+        engine.step(first)
+        return engine.evaluate(second), dict(engine.master_parameters())
+
+
+def test_ranks_evaluate_together(tmp_path: Path) -> None:
+    found = together(2, averaged, tmp_path / "store")
+    with wrap(CASE, budget(None), strands=2) as engine:
+        first, second = steps_of(CASE, 2, lengths=LENGTHS)
+        engine.step(first)
+        assert {loss for loss, _ in found} == {engine.evaluate(second)}
+        for name, tensor in engine.master_parameters():
+            assert all(torch.equal(tensor, parameters[name]) for _, parameters in found)
+
+
+def test_a_store_is_that_of_its_rank(tmp_path: Path) -> None:
+    together(2, steps, tmp_path / "store", 1)
+    for rank in range(2):
+        with Store.open([tmp_path / "store" / f"rank-{rank}"], writable=False) as store:
+            assert (store.model["rank"], store.model["ranks"], store.model["strands"]) == (rank, 2, 2)

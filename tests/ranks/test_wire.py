@@ -1,0 +1,49 @@
+"""What ranks send each other: as the schedule says, and no more with more micro-batches."""
+
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.models import MODELS
+from tests.ranks.worlds import together
+from tests.training import budget, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASE = MODELS["llama"]
+
+
+def sent(mesh: DeviceMesh, each: int, precision: str) -> dict[str, Any]:
+    with wrap(CASE, budget(None), mesh=mesh, precision=precision) as engine:
+        stats = engine.step(CASE.micro_batches(each, seed=mesh.get_rank()))
+        groups = [group.spec for group in engine.inside.resources.groups]
+        return {
+            "moved": stats.bytes_moved["net"],
+            "scheduled": engine.plan.schedule.bytes_per_lane()["net"],
+            "traced": sum(event.bytes for event in engine.trace if event.lane == "net"),
+            "elements": [group.numel for group in groups],
+            "trained": sum(group.trainable for group in groups),
+            "made": sum(groups[g].trainable for s in engine.plan.program.stages for g in s.gradients),
+            "stages": [(stage.forward_reads, stage.backward_reads) for stage in engine.plan.program.stages],
+        }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+def test_weights_cross_twice_and_gradients_once(size: int, precision: str, width: int) -> None:
+    """(2w + 4) N (R - 1) / R bytes, less the second gather of weights that stay, and 8 bytes for each 4096 elements.
+    What two stages use, as the group of the embedding and the head here, has a gradient of each.
+    """
+    found = [together(size, sent, each, precision) for each in (1, 3)]
+    for ranks in found:
+        for one in ranks:
+            assert one["moved"] == one["scheduled"] == one["traced"]
+            *before, (last, _), ends = one["stages"]
+            visits = [g for reads in (*before, (last, ())) for visit in reads for g in visit] + sorted(
+                {*ends[0], *ends[1]}
+            )
+            gathers = sum(one["elements"][g] for g in visits)  # the last block's stay for its backward
+            whole = gathers * width + one["made"] * 4 + one["trained"] // 4096 * 8
+            assert one["moved"] == whole * (size - 1) // size
+    assert found[0] == found[1]

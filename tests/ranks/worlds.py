@@ -1,0 +1,93 @@
+"""Several ranks in processes of their own, as torchrun starts them, from the server that has imported torch."""
+
+import io
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.warm import server
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_LONGEST = 120.0
+"""seconds that a world may take"""
+
+
+class RankFailedError(AssertionError):
+    """A rank has raised an error. ``kind`` and ``said`` are its own."""
+
+    def __init__(self, rank: int, kind: str, said: str, trace: str) -> None:
+        super().__init__(f"rank {rank}: {kind}: {said}\n{trace}")
+        self.rank, self.kind, self.said = rank, kind, said
+
+
+class World:
+    """Ranks that run ``what(mesh, ...)``. ``processes`` are there to be killed."""
+
+    def __init__(self, size: int, what: Callable[..., Any], *args: Any, **given: Any) -> None:
+        self.size = size
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # that of torchrun's agent
+        self._store = store
+        self.processes: list[BaseProcess] = []
+        self._ends: list[Connection] = []
+        context = server()
+        for rank in range(size):
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(rank, size, store.port, theirs, what, args, given))
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._ends.append(mine)
+
+    def outcomes(self) -> list[Any]:
+        """What each rank has returned; a ``RankFailedError`` where it has raised, None where it was killed."""
+        found: list[Any] = [None] * self.size
+        left = {end: rank for rank, end in enumerate(self._ends)}
+        while left:
+            ready = wait(list(left), timeout=_LONGEST)
+            assert ready, f"ranks {sorted(left.values())} do not end"
+            for end in ready:
+                assert isinstance(end, Connection)
+                rank = left.pop(end)
+                try:
+                    ok, *said = torch.load(io.BytesIO(end.recv_bytes()), weights_only=False)
+                except EOFError:
+                    continue
+                found[rank] = said[0] if ok else RankFailedError(rank, *said)
+        for process in self.processes:
+            process.join()
+        return found
+
+
+def together(size: int, what: Callable[Concatenate[DeviceMesh, P], R], *args: P.args, **given: P.kwargs) -> list[R]:
+    """``what(mesh, ...)`` on ``size`` ranks; what each returns.
+
+    Raises:
+        RankFailedError: what the first rank has raised, of those that did not fail for another's sake.
+    """
+    found = World(size, what, *args, **given).outcomes()
+    failed = sorted((f for f in found if isinstance(f, RankFailedError)), key=lambda f: f.kind == "RankError")
+    if failed:
+        raise failed[0]
+    return found
+
+
+def _rank(rank: int, size: int, port: int, end: Connection, what: Callable[..., Any], args: Any, given: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_LONGEST))
+    try:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
+        said: tuple[Any, ...] = (True, what(mesh, *args, **given))
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
+        said = (False, type(error).__name__, str(error), traceback.format_exc())
+    text = io.BytesIO()
+    torch.save(said, text)
+    end.send_bytes(text.getvalue())
