@@ -58,7 +58,7 @@ class World:
                 rank = left.pop(end)
                 try:
                     ok, *said = torch.load(io.BytesIO(end.recv_bytes()), weights_only=False)
-                except EOFError:
+                except (EOFError, OSError):  # it was killed, perhaps while it told
                     continue
                 found[rank] = said[0] if ok else RankFailedError(rank, *said)
         for process in self.processes:
