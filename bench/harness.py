@@ -104,15 +104,16 @@ def why_no_limit() -> str | None:
 
 
 @contextmanager
-def disk_cgroup(limit: DiskLimit | None, path: Path) -> Iterator[Path | None]:
-    """A cgroup whose direct I/O to the disk of ``path`` is held to ``limit``; removed at the end. None: no limit."""
+def disk_cgroup(limit: DiskLimit | None, path: Path, name: str = "") -> Iterator[Path | None]:
+    """A cgroup whose direct I/O to the disk of ``path`` is held to ``limit``; removed at the end. None: no limit.
+    ``name``: of one of several."""
     if limit is None:
         yield None
         return
     reason = why_no_limit()
     if reason is not None:
         raise BenchError(f"the disk cannot be held to {limit}: {reason}")
-    group = _BLKIO / f"penstock-bench-{os.getpid()}"
+    group = _BLKIO / f"penstock-bench-{os.getpid()}{name}"
     group.mkdir()
     try:
         device = block_device(path)
@@ -134,7 +135,7 @@ def _remove(group: Path) -> None:
     print(f"the cgroup {group} is still busy: remove it with rmdir", file=sys.stderr)
 
 
-def _joining(group: Path | None) -> Callable[[], None]:
+def joining(group: Path | None) -> Callable[[], None]:
     """What a process does before its program begins, so that the limit of ``group`` is its limit."""
 
     def join() -> None:
@@ -162,7 +163,7 @@ def run(side: Side, work: Work, *, group: Path | None, logs: Path, warm_up: int)
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            preexec_fn=_joining(group),
+            preexec_fn=joining(group),
         ).returncode
     steps = [Step(**json.loads(line)) for line in report.read_text().splitlines()] if report.exists() else []
     if code != 0 or len(steps) != work.steps:
@@ -188,7 +189,7 @@ def run_in(group: Path | None, module: str, *arguments: str, show: bool = False)
         stderr=None if show else subprocess.PIPE,
         text=True,
         stdin=subprocess.DEVNULL,
-        preexec_fn=_joining(group),
+        preexec_fn=joining(group),
     )
     if done.returncode:
         asked = " ".join((module, *arguments))[:200]

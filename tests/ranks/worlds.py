@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from penstock.errors import RankError
 from tests.warm import server
 
 P = ParamSpec("P")
@@ -82,9 +83,14 @@ def together(size: int, what: Callable[Concatenate[DeviceMesh, P], R], *args: P.
 def _rank(rank: int, size: int, port: int, end: Connection, what: Callable[..., Any], args: Any, given: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_LONGEST))
     try:
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
+        try:
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_LONGEST)
+            )
+            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
+        except RuntimeError as error:  # torch's own: another rank was killed
+            raise RankError(str(error)) from error
         said: tuple[Any, ...] = (True, what(mesh, *args, **given))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
         said = (False, type(error).__name__, str(error), traceback.format_exc())

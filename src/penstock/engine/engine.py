@@ -381,12 +381,15 @@ class Engine:
             all_of_it.callback(self._durability.close)
             all_of_it.callback(self._resources.close)
             all_of_it.callback(self._planning.close)
-            if self._ranks.failure is None:  # else what is committed stands
+            if self._ranks.failure is None:
                 all_of_it.callback(self._durability.rest, self._planning.runner, closes=True)
 
     def _rest(self) -> None:
-        """Nothing is pending from here on: delayed chunks are stepped, and what is being written is written."""
-        self._durability.rest(self._planning.runner)
+        """Nothing is pending from here on: delayed chunks are stepped, and what is being written is written. Where
+        another rank has failed, what is committed stands, and nothing is done.
+        """
+        if self._ranks.failure is None:
+            self._durability.rest(self._planning.runner)
 
     @property
     def inside(self) -> Inside:

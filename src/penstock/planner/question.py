@@ -49,7 +49,7 @@ class Question:
         Raises:
             ConfigError: what is forced cannot be.
         """
-        late = bool(self.request.delay)
+        late = bool(self.request.delay) or (self.request.strands or 1) > 1
         families = [f for f in self.families if f == "vertical" or not late] or list(self.families)
         free = self.request.early is None and self.request.may_speculate
         means = (False, True) if free else (self.request.speculates,)

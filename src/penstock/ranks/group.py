@@ -225,6 +225,7 @@ def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
 
     Raises:
         ConfigError: the mesh is of another kind than ranks that share all state.
+        RankError: another rank has gone.
     """
     if mesh is None:
         return ALONE
@@ -234,4 +235,9 @@ def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
             f"the state, as init_device_mesh({device.type!r}, (world_size,), mesh_dim_names=({AXIS!r},))"
         )
     members = dist.get_process_group_ranks(mesh.get_group())
-    return Together(members, device) if len(members) > 1 else ALONE
+    if len(members) == 1:
+        return ALONE
+    try:
+        return Together(members, device)
+    except RuntimeError as error:
+        raise RankError(f"another rank was gone before all had joined: {error}") from error
