@@ -34,7 +34,10 @@ def test_a_rank_that_is_killed_is_started_again_and_all_go_on(tmp_path: Path) ->
     first = run.stdout.readline()
     workers = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True).stdout.split()
     os.kill(int(workers[-1]), signal.SIGKILL)
-    said, errors = run.communicate(timeout=100)
+    try:
+        said, errors = run.communicate(timeout=100)
+    finally:
+        run.terminate()  # which ends its workers
     assert run.returncode == 0, errors
     assert "continuing the store in" in errors
     found = losses(first + said)

@@ -15,7 +15,7 @@ from penstock.engine.fate import Action, Event, State, transition
 from penstock.engine.interrupt import holding, whole_steps
 from penstock.engine.progress import Progress
 from penstock.engine.runner import Runner
-from penstock.errors import ConfigError, StoreError
+from penstock.errors import ConfigError, RankError, StoreError
 from penstock.runtime.context import StepContext, Update
 from penstock.state.background import Background
 from penstock.state.commits import Commits
@@ -124,7 +124,7 @@ class Durability:
                     actions = self.tell(event)
                 except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised below
                     reason = _REASONS.get(self.state, "{what} was broken off by {error}")
-                    raised = error if raised is None or not isinstance(error, StoreError) else raised
+                    raised = error if raised is None or not isinstance(error, StoreError | RankError) else raised
                     actions = self.tell(Event.FAILED if self._commits.arrays.droppable else Event.FAILED_IN_PLACE)
                     if self.state is State.BROKEN:
                         self._why, self.pending = reason.format(what=what, error=_named(error)), None
@@ -183,6 +183,8 @@ class Durability:
         """A commit that fails, of whatever, says what is the case all the same. ``advice``: for programs, as a note."""
         try:
             yield
+        except RankError:  # which step counts is known when all open their stores again
+            raise
         except Exception as error:
             said = f"{fact}, but its commit failed: {error if isinstance(error, StoreError) else _named(error)}"
             raised = store_error(said, error) if isinstance(error, OSError) else StoreError(said)

@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -133,20 +134,43 @@ class Together(Ranks):
     def __init__(self, members: Sequence[int], device: torch.device) -> None:
         """``members``: ranks of the default group that are these ranks, by rank. All of them come here."""
         self.share = Share(rank=list(members).index(dist.get_rank()), size=len(members))
-        self._words = _new_group(members, "gloo")
-        self._data = _new_group(members, "nccl" if device.type == "cuda" else "gloo")
         self._pending: list[object] = []
         """what a broken-off collective may still write to"""
-        name = self._told_by_first()
-        self._watch = Watch(store_of(f"penstock/{name}"), self.rank, self.size)
+        name = "-".join(map(str, members))
+        _made[name] += 1
+        self._watch = Watch(store_of(f"penstock/{name}/{_made[name]}"), self.rank, self.size)
+        try:
+            self._words = self._join(members, "gloo", device)
+            self._data = self._join(members, "nccl" if device.type == "cuda" else "gloo", device)
+        except BaseException as error:
+            self._watch.tell(error)
+            raise
 
-    def _told_by_first(self) -> str:
-        """A name for what these ranks do together, which no other ranks have used."""
-        global _made
-        names: list[Any] = [None] * self.size
-        dist.all_gather_object(names, _made, group=self._words)
-        _made = max(names) + 1
-        return f"{'-'.join(map(str, dist.get_process_group_ranks(self._words)))}/{_made}"
+    def _join(self, members: Sequence[int], backend: str, device: torch.device) -> dist.ProcessGroup:
+        """Make a process group. Torch waits for all ranks, be they alive or not: so it does in a thread of its own."""
+        made: list[dist.ProcessGroup | BaseException] = []
+
+        def make() -> None:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
+                group = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
+                assert isinstance(group, dist.ProcessGroup)
+                made.append(group)
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                made.append(error)
+
+        thread = threading.Thread(target=make, name="penstock-join", daemon=True)
+        thread.start()
+        while not made:
+            thread.join(_LOOK)
+            if not made:
+                self.check()
+        if isinstance(made[0], RuntimeError):
+            raise self._watch.lost(made[0]) from made[0]
+        if isinstance(made[0], BaseException):
+            raise made[0]
+        return made[0]
 
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         work = _all_gather(out, part, group=self._data, async_op=True)
@@ -210,14 +234,8 @@ class Together(Ranks):
             torch.cuda.current_stream(tensors[0].device).synchronize()
 
 
-_made = 0
-"""how many ``Together`` this process has made"""
-
-
-def _new_group(members: Sequence[int], backend: str) -> dist.ProcessGroup:
-    group = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+_made: Counter[str] = Counter()
+"""how many ``Together`` of the same members this process has made"""
 
 
 def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
@@ -235,9 +253,4 @@ def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
             f"the state, as init_device_mesh({device.type!r}, (world_size,), mesh_dim_names=({AXIS!r},))"
         )
     members = dist.get_process_group_ranks(mesh.get_group())
-    if len(members) == 1:
-        return ALONE
-    try:
-        return Together(members, device)
-    except RuntimeError as error:
-        raise RankError(f"another rank was gone before all had joined: {error}") from error
+    return Together(members, device) if len(members) > 1 else ALONE

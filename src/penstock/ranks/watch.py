@@ -22,6 +22,8 @@ EVERY = 0.25
 """seconds from one beat, and one look at the others, to the next"""
 SILENT = 8.0
 """seconds without a beat after which a rank counts as hung"""
+_COMING = 600.0
+"""seconds that a rank has to come to where the others wait for it: models take long to be built"""
 _LAST = 1.0
 """seconds after which what a rank has sent before it ended has come"""
 _UNNAMED = 3.0
@@ -47,9 +49,22 @@ class Watch:
         self._looked = threading.Condition()
         store.set(f"at/{rank}", f"{socket.gethostname()} {os.getpid()}")
         self._beat()
-        self._places = {other: store.get(f"at/{other}").decode().split() for other in self._others}
+        self._places = {other: self._wait_for(other) for other in self._others}
         self._thread = threading.Thread(target=self._work, name="penstock-watch", daemon=True)
         self._thread.start()
+
+    def _wait_for(self, other: int) -> list[str]:
+        """Where another rank is, once it has said so.
+
+        Raises:
+            RankError: it does not come.
+        """
+        until = time.monotonic() + _COMING
+        while not self._store.check([f"at/{other}"]):
+            if time.monotonic() > until:
+                raise RankError(f"rank {other} has not come in {_COMING / 60:.0f} minutes: does it call wrap, too?")
+            time.sleep(EVERY)
+        return self._store.get(f"at/{other}").decode().split()
 
     @property
     def failure(self) -> RankError | None:
