@@ -83,7 +83,8 @@ def test_ranks_that_are_killed_go_on_bit_by_bit(campaign: Campaign, tmp_path: Pa
                     assert one.kind == "RankError", one
                 elif one is not None:
                     begun, new, last = one
-                    assert before <= begun <= before + 1, (case, attempt, before, begun)
+                    late = bool(settings.get("delay"))  # then the last step is committed within the next one
+                    assert before - late <= begun <= before + 1, (case, attempt, before, begun)
                     losses |= new
             if all(isinstance(one, tuple) for one in found):
                 break

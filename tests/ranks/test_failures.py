@@ -13,7 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.errors import ConfigError, ModelError, RankError, StoreError
+from penstock.errors import ConfigError, ModelError, NonFiniteError, RankError, StoreError
+from penstock.state.values import committed
 from penstock.store.store import Store
 from tests.models import MODELS
 from tests.ranks.worlds import RankFailedError, World, together
@@ -83,8 +84,8 @@ def test_a_rank_that_hangs_ends_the_others(tmp_path: Path) -> None:
     assert (other.kind, other.said) == ("RankError", "rank 1 has not answered for 8 s")
 
 
-def failing(mesh: DeviceMesh, disk: Path | None, where: str) -> None:
-    with wrap(CASE, budget(disk), mesh=mesh) as engine:
+def failing(mesh: DeviceMesh, disk: Path | None, where: str, **settings: Any) -> None:
+    with wrap(CASE, budget(disk), mesh=mesh, **settings) as engine:
         (first, second) = micro_batches(mesh, 2)
         engine.step(first)
         if mesh.get_rank() == 1:
@@ -96,6 +97,8 @@ def failing(mesh: DeviceMesh, disk: Path | None, where: str) -> None:
                 engine.model.lm_head.register_forward_hook(_fails)
             if where == "commit":
                 engine.inside.resources.commits.store.commits.append = _fails  # type: ignore[union-attr, method-assign]
+            if where == "fill":
+                engine.inside.resources.arrays.complete_step = _fails  # type: ignore[method-assign]
             if where == "write":
                 engine.inside.resources.commits.store.write = _fails  # type: ignore[union-attr, method-assign]
         engine.step(second)
@@ -111,15 +114,21 @@ def _fails(*_: object, **__: object) -> None:
         ("caller", "OSError", "rank 1 has failed: OSError: no more data"),
         ("forward", "StoreError", "rank 1 has failed: StoreError: the drive is gone"),
         ("write", "StoreError", "rank 1 has failed: StoreError: the drive is gone"),
+        ("fill", "StoreError", "rank 1 has failed: StoreError: the drive is gone"),
         ("commit", "StoreError", "the drive is gone"),
     ],
 )
-def test_what_fails_on_one_rank_is_said_on_all(where: str, mine: str, theirs: str, tmp_path: Path) -> None:
-    found = World(2, failing, tmp_path / "store", where).outcomes()
+@pytest.mark.parametrize("settings", [{}, {"overlap": False}, {"delay": 0.5}], ids=["", "serial", "delayed"])
+def test_what_fails_on_one_rank_is_said_on_all(
+    where: str, mine: str, theirs: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    found = World(2, failing, tmp_path / "store", where, **settings).outcomes()
     (other,) = others(found, 1)
     assert found[1].kind == mine
-    assert other.kind in ("RankError", "StoreError")
+    assert other.kind == "RankError"
     assert theirs in other.said
+    if settings.get("delay"):
+        return
     begun = [begun for begun, _ in together(2, steps, tmp_path / "store", 1)]
     assert begun == [1, 1], "the second step was not committed by all, so by nobody"
 
@@ -197,10 +206,10 @@ def closing(mesh: DeviceMesh) -> None:
 
 
 def test_a_rank_that_ends_early_is_said() -> None:
-    first, second = World(2, closing).outcomes()
-    assert first is None
-    assert second.kind == "RankError"
-    assert "rank 0 has ended its run, and this one has not: give all the same steps" in second.said
+    for f in World(2, closing).outcomes():
+        assert f.kind == "RankError"
+        assert "tells its end of the run" in f.said
+        assert "give all ranks the same calls" in f.said
 
 
 def foreign(mesh: DeviceMesh, disk: Path, order: list[int]) -> None:
@@ -318,3 +327,82 @@ def test_a_store_is_that_of_its_rank(tmp_path: Path) -> None:
     for rank in range(2):
         with Store.open([tmp_path / "store" / f"rank-{rank}"], writable=False) as store:
             assert (store.model["rank"], store.model["ranks"], store.model["strands"]) == (rank, 2, 2)
+
+
+def not_a_number(mesh: DeviceMesh, what: str) -> tuple[str, float]:
+    """One rank's loss is none; all learn it, and go on."""
+    broken = False
+
+    def loss_fn(model: Any, micro_batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(**micro_batch).loss
+        return loss * float("nan") if broken else loss
+
+    with wrap(CASE, budget(None), mesh=mesh, loss_fn=loss_fn) as engine:
+        first, second = micro_batches(mesh, 2)
+        engine.step(first)
+        broken = mesh.get_rank() == 1
+        with pytest.raises(NonFiniteError) as caught:
+            (engine.evaluate if what == "evaluate" else engine.step)(second)
+        broken = False
+        return str(caught.value), engine.step(second).loss
+
+
+@pytest.mark.parametrize("what", ["evaluate", "step"])
+def test_a_loss_that_is_no_number_on_one_rank_is_known_to_all(what: str) -> None:
+    (mine, loss), (theirs, other) = together(2, not_a_number, what)
+    assert "rank 1" in mine
+    assert "the loss is nan" in theirs
+    assert loss == other
+
+
+def interrupted(mesh: DeviceMesh, disk: Path) -> int:
+    try:
+        with wrap(CASE, budget(disk, weights="host", state="host"), mesh=mesh) as engine:
+            begun = engine.step_count
+            engine.step(micro_batches(mesh, 1, first=begun + 1)[0])
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        return begun
+
+
+def test_an_interrupt_of_all_ranks_keeps_what_is_in_memory(tmp_path: Path) -> None:
+    assert [together(2, interrupted, tmp_path / "store") for _ in range(3)] == [[0, 0], [1, 1], [2, 2]]
+
+
+def full(mesh: DeviceMesh, disk: Path, fails: bool) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        if fails and mesh.get_rank() == 1:
+            patch.setattr(Store, "create", _fails)
+        with wrap(CASE, budget(disk), mesh=mesh) as engine:
+            return engine.step(micro_batches(mesh, 1)[0]).step
+
+
+def test_a_beginning_that_came_to_nothing_on_one_rank_can_be_done_again(tmp_path: Path) -> None:
+    found = World(2, full, tmp_path / "store", True).outcomes()
+    assert {f.kind for f in found} <= {"StoreError", "RankError"}
+    assert together(2, full, tmp_path / "store", False) == [1, 1]
+
+
+def test_parts_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        together(2, steps, tmp_path / run, 1)
+    (tmp_path / "a" / "rank-1").rename(tmp_path / "aside")
+    (tmp_path / "b" / "rank-1").rename(tmp_path / "a" / "rank-1")
+    for f in World(2, steps, tmp_path / "a", 1).outcomes():
+        assert f.kind == "ConfigError"
+        assert "the same run, whose parts their stores have" in f.said
+
+
+def test_strands_that_cannot_be_leave_no_store(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="strands=3 with 1 rank"):
+        wrap(CASE, budget(tmp_path / "store"), strands=3)
+    with wrap(CASE, budget(tmp_path / "store"), strands=4) as engine:
+        engine.step(steps_of(CASE, 1)[0])
+    with wrap(CASE, budget(tmp_path / "store")) as engine:
+        assert engine.inside.resources.strands == 4
+
+
+def test_a_part_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    together(2, steps, tmp_path / "store", 1)
+    with pytest.raises(ConfigError, match="has the part of rank 0 of 2"), committed([tmp_path / "store" / "rank-0"]):
+        pass

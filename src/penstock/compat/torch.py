@@ -5,19 +5,20 @@ Each function says what the name stands for, and (*Without*) what Penstock could
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
-from torch._C._distributed_c10d import Store
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
-from torch.distributed import distributed_c10d
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 from torch.utils.weak import WeakTensorKeyDictionary
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 __all__ = ["Store", "TorchDispatchMode", "WeakTensorKeyDictionary", "flop_registry", "tree_iter", "tree_map_only"]
 # Store: the type of what ``store_of`` gives. Without: Any.
@@ -31,12 +32,14 @@ _aten = torch.ops.aten
 # ---- processes
 
 
-def store_of(name: str) -> Store:
+def store_of(name: str) -> "Store":
     """A part, by name, of the key-value store that ``init_process_group`` was given or has made, with a connection of
     its own.
 
     Without: ranks would need a store of their own, which ends with the rank that has it: nobody could say who failed.
     """
+    from torch.distributed import distributed_c10d  # not every build of torch has it
+
     store: Store = distributed.PrefixStore(name, distributed_c10d._get_default_store()).clone()  # type: ignore[attr-defined]
     return store
 

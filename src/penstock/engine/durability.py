@@ -15,7 +15,7 @@ from penstock.engine.fate import Action, Event, State, transition
 from penstock.engine.interrupt import holding, whole_steps
 from penstock.engine.progress import Progress
 from penstock.engine.runner import Runner
-from penstock.errors import ConfigError, RankError, StoreError
+from penstock.errors import ConfigError, NonFiniteError, RankError, StoreError
 from penstock.runtime.context import StepContext, Update
 from penstock.state.background import Background
 from penstock.state.commits import Commits
@@ -123,6 +123,8 @@ class Durability:
                             event = do[action]()
                     actions = self.tell(event)
                 except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised below
+                    if not isinstance(error, NonFiniteError):  # which all ranks have found
+                        self._commits.ranks.fail(error)  # now: nobody is to commit what this one has not
                     reason = _REASONS.get(self.state, "{what} was broken off by {error}")
                     raised = error if raised is None or not isinstance(error, StoreError | RankError) else raised
                     actions = self.tell(Event.FAILED if self._commits.arrays.droppable else Event.FAILED_IN_PLACE)

@@ -27,7 +27,7 @@ from penstock.engine.planning import Planning
 from penstock.engine.resources import open_resources
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.engine.turns import in_turn, is_foreign
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, NonFiniteError
 from penstock.hardware.machine import Machine
 from penstock.planner.fit import Plan
 from penstock.ranks.group import ALONE, Ranks
@@ -41,6 +41,10 @@ from penstock.store.owner import Owner
 from penstock.store.snapshot import SnapshotReader
 
 log = logging.getLogger("penstock")
+
+
+_OF_ALL = (KeyboardInterrupt, SystemExit, NonFiniteError)
+"""What ends all ranks alike, as far as anybody knows: a signal that each gets, a step that all have found wanting."""
 
 
 class Engine:
@@ -251,8 +255,10 @@ class Engine:
             losses = runner.run(
                 context, batch.all_to_device(micro_batches, self.device, self._resources.dtype), weights
             )
-            if context.failure is not None:
-                raise context.failure
+            failures = self._ranks.told("losses that are no numbers", context.failure and str(context.failure))
+            for rank, failure in enumerate(failures):
+                if failure is not None:
+                    raise context.failure or NonFiniteError(f"rank {rank}: {failure}")
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -378,11 +384,18 @@ class Engine:
     @in_turn
     def _close(self) -> None:
         with contextlib.ExitStack() as all_of_it:  # last in, first out; each happens whatever the others raise
+            all_of_it.callback(self._ranks.close)
             all_of_it.callback(self._durability.close)
             all_of_it.callback(self._resources.close)
             all_of_it.callback(self._planning.close)
-            if self._ranks.failure is None:
-                all_of_it.callback(self._durability.rest, self._planning.runner, closes=True)
+            all_of_it.callback(self._end)
+
+    def _end(self) -> None:
+        """All ranks end after the same step, and have nothing pending; or what is committed stands."""
+        if self._ranks.failure is None:
+            with self._ranks.together():
+                self._ranks.agree("end of the run, after step", self.step_count)
+                self._durability.rest(self._planning.runner, closes=True)
 
     def _rest(self) -> None:
         """Nothing is pending from here on: delayed chunks are stepped, and what is being written is written. Where
@@ -400,7 +413,7 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is not None:
+        if error is not None and not isinstance(error, _OF_ALL):
             self._ranks.fail(error)
         self.close()
 

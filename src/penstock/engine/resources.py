@@ -91,7 +91,6 @@ class EngineResources:
     def close(self) -> None:
         """Take the model from the tape and the store's memory; each happens whatever the others raise."""
         with ExitStack() as all_of_it:  # last in, first out
-            all_of_it.callback(self.ranks.close)
             for group in self.groups:
                 all_of_it.callback(group.detach, self.dtype, self.device)
             all_of_it.callback(self.tape.close)
@@ -120,6 +119,7 @@ def open_resources(
     optimizer = StreamedOptimizer(settings.optimizer, trained)
     strands = ranks.size if settings.strands is None else settings.strands
     description = start.describe_model(groups, buffers, precision, settings.optimizer, ranks.share, strands)
+    _check_strands(strands, settings, ranks)
     names = [[name, *parameter] for group in description["groups"] for name, *parameter in group["parameters"]]
     ranks.agree_on_each({"model": type(model).__name__, "parameters of the model": _digest(names)})
     commits = Commits(

@@ -25,7 +25,7 @@ class VisitingWeights:
 
     def load(self, g: int) -> None:
         arrays, name = self._arrays, f"weights.{g}"
-        if arrays.tier_of(name) == "device":
+        if arrays.tier_of(name) == "device" and self._ranks.size == 1:
             self._groups[g].attach(arrays.array(name))
             return
         self._ranks.lend(torch.tensor([g]), self._turn)

@@ -19,8 +19,6 @@ from penstock.ranks.watch import Watch
 T = TypeVar("T")
 AXIS = "dp_shard"
 """The name of the one axis of a mesh, as torchtitan has it."""
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""The same by its name from torch 2.13 on."""
 _LOOK = 0.1
 """seconds after which who waits looks whether there is still somebody to wait for"""
 
@@ -146,7 +144,7 @@ class Together(Ranks):
             self._watch.tell(error)
             raise
 
-    def _join(self, members: Sequence[int], backend: str, device: torch.device) -> dist.ProcessGroup:
+    def _join(self, members: Sequence[int], backend: str, device: torch.device) -> "dist.ProcessGroup":
         """Make a process group. Torch waits for all ranks, be they alive or not: so it does in a thread of its own."""
         made: list[dist.ProcessGroup | BaseException] = []
 
@@ -173,7 +171,11 @@ class Together(Ranks):
         return made[0]
 
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        work = _all_gather(out, part, group=self._data, async_op=True)
+        self._gather(out, part, self._data)
+
+    def _gather(self, out: torch.Tensor, part: torch.Tensor, group: "dist.ProcessGroup") -> None:
+        by_its_new_name = getattr(dist, "all_gather_single", None)  # from torch 2.13 on
+        work = (by_its_new_name or dist.all_gather_into_tensor)(out, part, group=group, async_op=True)
         self._wait(work, out, part)
 
     def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
@@ -197,7 +199,7 @@ class Together(Ranks):
         return [said for _, said in found]
 
     def _gather_words(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        self._wait(_all_gather(out, part, group=self._words, async_op=True), out, part)
+        self._gather(out, part, self._words)
 
     def lend(self, tensor: torch.Tensor, owner: int) -> None:
         source = dist.get_global_rank(self._words, owner)

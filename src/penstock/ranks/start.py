@@ -35,7 +35,9 @@ def torchrun_mesh(device: str | None = None) -> DeviceMesh:
             raise ConfigError(f"process {local} has no GPU: there are {torch.cuda.device_count()}. Start as many")
         torch.cuda.set_device(local)
     if not dist.is_initialized():
-        agent = "TORCHELASTIC_RUN_ID" in os.environ  # it has the store, else the first process does
+        agent = (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        )  # it has the store, else the first process does
         store = dist.TCPStore(  # type: ignore[attr-defined]
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),

@@ -12,11 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
-from penstock.compat.torch import Store
 from penstock.errors import RankError
+
+if TYPE_CHECKING:
+    from penstock.compat.torch import Store
 
 EVERY = 0.25
 """seconds from one beat, and one look at the others, to the next"""
@@ -33,7 +36,7 @@ _UNNAMED = 3.0
 class Watch:
     """A thread that beats for this rank. ``failure`` is what ended the others' work with it, once something has."""
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: "Store", rank: int, size: int) -> None:
         """``store``: one that only these ranks use; all of them make a ``Watch`` at the same time."""
         self._store = store
         self._rank = rank
@@ -43,8 +46,8 @@ class Watch:
         self._failure: RankError | None = None
         self._all_ended = False
         self._ended: dict[int, float] = {}
-        self._waits_since = math.inf
-        """when this rank began to wait for what all do together"""
+        self._waits: dict[int, float] = {}
+        """thread -> when it began to wait for what all ranks do together"""
         self._over = threading.Event()
         self._looked = threading.Condition()
         store.set(f"at/{rank}", f"{socket.gethostname()} {os.getpid()}")
@@ -73,11 +76,11 @@ class Watch:
     @contextmanager
     def waits(self) -> Iterator[None]:
         """Within, this rank waits for all others: none of them may have ended."""
-        self._waits_since = time.monotonic()
+        self._waits[threading.get_ident()] = time.monotonic()
         try:
             yield
         finally:
-            self._waits_since = math.inf
+            del self._waits[threading.get_ident()]
 
     def tell(self, error: BaseException) -> None:
         """This rank cannot go on: all others' work with it ends."""
@@ -148,7 +151,7 @@ class Watch:
         for other in self._others:
             if other in ended:
                 self._ended.setdefault(other, now)
-                if now - max(self._ended[other], self._waits_since) > _LAST:
+                if now - max(self._ended[other], min([*self._waits.values()], default=math.inf)) > _LAST:
                     return RankError(f"rank {other} has ended its run, and this one has not: give all the same steps")
                 continue
             if self._is_gone(other):

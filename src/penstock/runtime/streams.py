@@ -1,7 +1,7 @@
 """When an op is really done: at once on the CPU, at an event on a CUDA stream.
 
-On CUDA the lanes ``compute``, ``h2d`` and ``d2h`` are streams. Such an op counts as complete as soon as it is queued;
-whoever depends on it, or reuses a buffer that it gave back, waits for its event: another stream by
+On CUDA the lanes ``compute``, ``h2d``, ``d2h`` and ``net`` are streams. Such an op counts as complete as soon as it is
+queued; whoever depends on it, or reuses a buffer that it gave back, waits for its event: another stream by
 ``wait_event``, a host thread (``read``, ``write``, ``cpu``) by blocking.
 """
 
@@ -60,6 +60,7 @@ class CudaStreams:
             "compute": torch.cuda.current_stream(device),
             "h2d": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
             "d2h": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+            "net": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
         }
         self.restart()
 

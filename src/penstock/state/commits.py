@@ -1,5 +1,6 @@
 """The commits of a run: its arrays, the store below them, and the record of how far it got."""
 
+import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,8 +18,9 @@ from penstock.state.arrays import StateArrays, parts_of
 from penstock.state.buffers import Buffers
 from penstock.state.record import check_stored
 from penstock.state.slots import Slots
+from penstock.store.facts import facts_of
 from penstock.store.layout import Layout
-from penstock.store.owner import Owner
+from penstock.store.owner import Owner, check_owner
 from penstock.store.store import Store
 
 Progress = Mapping[str, Any]
@@ -65,7 +67,8 @@ class Commits:
         self._budget = budget
         self._buffers = buffers
         self._owner = owner
-        self._ranks = ranks
+        self.ranks = ranks
+        """who commits together"""
         self._any_strands = any_strands
         store, resumed = None, None
         parts = [part for group in groups for part in parts_of(group, form, dtype)]
@@ -85,8 +88,6 @@ class Commits:
         self._started = False
         try:
             self.slots = Slots.none() if store is None else Slots.of(store)
-            if store is not None:
-                store.before_record = partial(ranks.agree, "end of writing", None)
             self.arrays = StateArrays(groups, form, dtype, device, store, self.slots, host_bytes=budget.host_bytes)
             if resumed is not None:
                 self.arrays.recast(resumed["stale"])
@@ -96,14 +97,21 @@ class Commits:
             raise
 
     def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
-        with self._ranks.together():
+        with self.ranks.together():
             paths = self._budget.disk_paths
-            found = self._ranks.told("store", Store.exists(paths))
-            if not any(found):
-                return Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner), None
-            if not found[self._ranks.rank]:
+            facts = facts_of(paths) if Store.exists(paths) else None
+            found = self.ranks.told("store", (facts is not None, facts is None or facts.untouched))
+            if all(there for there, _ in found):
+                return self._found(model, io_threads)
+            if facts is None and not all(untouched for _, untouched in found):
                 raise StoreError(f"{paths[0]} holds no store, and other ranks have theirs: give each its own again")
-            return self._found(model, io_threads)
+            self.ranks.agree("way to begin", all(untouched for _, untouched in found))
+            if facts is not None:  # a start came to nothing before all ranks had made theirs
+                check_owner(facts.owner, self._owner, str(paths[0]))
+                Store.delete(paths, only=lambda facts: facts.untouched)
+            if self.ranks.size > 1:
+                model["world"] = self.ranks.told("world", uuid.uuid4().hex)[0]
+            return Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner), None
 
     def _found(self, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
         """The store that is there, and what it goes on from: the last commit that all ranks have."""
@@ -112,14 +120,17 @@ class Commits:
         try:
             store.require_owner(self._owner)
             _require_rank(store, model)
+            if self.ranks.size > 1:
+                model["world"] = store.model.get("world")
+                self.ranks.agree("run, whose parts their stores have", model["world"])
             if self._any_strands:
                 model |= {"strands": had} if (had := store.model.get("strands", 1)) != model.get("strands", 1) else {}
             store.require_model(model)
-            newest = self._ranks.told("last commit", store.commits.sequence)
+            newest = self.ranks.told("last commit", store.commits.sequence)
             if store.commits.sequence > min(newest):
                 store.take_back(min(newest))
             record = store.last_commit()
-            self._ranks.agree("commit to go on from", None if record is None else record["step"])
+            self.ranks.agree("commit to go on from", None if record is None else record["step"])
             if record is not None:
                 check_stored(record, f"the last commit in {paths[0]}")
             if record is not None and not record["whole"]:
@@ -200,9 +211,10 @@ class Commits:
     def _commit(self, progress: Progress, *, whole: bool, stale: Sequence[str]) -> None:
         assert self.store is not None
         record = {**progress, "whole": whole, "slots": self.slots.record(), "stale": list(stale)}
-        with self._ranks.together():
+        with self.ranks.together():
+            self.store.before_record = partial(self.ranks.agree, "step to commit", (progress["step"], whole))
             self.store.commit(record)
-            self._ranks.agree("commit", self.store.commits.sequence)  # before anything is written over the one before
+            self.ranks.agree("commit", self.store.commits.sequence)  # before anything is written over the one before
         self.slots.committed()
 
     def write_buffers(self) -> None:
@@ -226,10 +238,11 @@ class Commits:
 
     def settle(self, progress: Progress) -> None:
         """Bring what is in memory to disk, and commit it; of several ranks of which one has failed, nothing."""
-        if self.store is not None and self._ranks.failure is None:
-            self.arrays.to_disk()
-            self.write_buffers()
-            self.commit_written(progress)
+        if self.store is not None and self.ranks.failure is None:
+            with self.ranks.together():
+                self.arrays.to_disk()
+                self.write_buffers()
+                self.commit_written(progress)
 
     def close(self) -> None:
         """Give memory and the store back, whose last commit stands."""

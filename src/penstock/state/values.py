@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.errors import ConfigError
 from penstock.optim.precision import DTYPES, format_of
 from penstock.schedule.place import Format, page_up
 from penstock.schedule.program import GroupSpec
@@ -103,6 +104,10 @@ def committed(paths: Sequence[Path]) -> Iterator[Committed]:
     with Store.open(paths, writable=False) as store:
         last = whole_commit(store, paths[0])
         model, slots = store.model, Slots.of(store)
+        if model.get("ranks", 1) > 1:
+            raise ConfigError(
+                f"{paths[0]} has the part of rank {model['rank']} of {model['ranks']}: parts cannot be put together yet"
+            )
         groups, form, dtype = _groups(model), _form(model), DTYPES[model["precision"]]
         arrays = StateArrays(groups, form, dtype, torch.device("cpu"), store, slots, host_bytes=0)
         try:
