@@ -159,22 +159,22 @@ def describe_model(
     strands: int = 1,
 ) -> dict[str, Any]:
     """What a store or a snapshot is made for; two that are equal can be exchanged."""
-    part = {} if share.size == 1 else {"rank": share.rank, "ranks": share.size}
-    return (
-        part
-        | ({} if strands == 1 else {"strands": strands})
-        | {
-            "precision": precision,
-            "optimizer": [type(optimizer).__name__, *optimizer.moment_names],
-            "groups": [
-                {
-                    "name": group.spec.name,
-                    "trainable": group.spec.trainable,
-                    "frozen": group.spec.frozen,
-                    "parameters": [[s.name, list(s.shape), s.offset, s.trainable] for s in group.slices],
-                }
-                for group in groups
-            ],
-            "buffers": buffers.describe(),
-        }
-    )
+    made: dict[str, Any] = {
+        "precision": precision,
+        "optimizer": [type(optimizer).__name__, *optimizer.moment_names],
+        "groups": [
+            {
+                "name": group.spec.name,
+                "trainable": group.spec.trainable,
+                "frozen": group.spec.frozen,
+                "parameters": [[s.name, list(s.shape), s.offset, s.trainable] for s in group.slices],
+            }
+            for group in groups
+        ],
+        "buffers": buffers.describe(),
+    }
+    if strands > 1:
+        made["strands"] = strands
+    if share.size > 1:
+        made |= {"rank": share.rank, "ranks": share.size}
+    return made

@@ -123,8 +123,8 @@ class Commits:
             if self.ranks.size > 1:
                 model["world"] = store.model.get("world")
                 self.ranks.agree("run, whose parts their stores have", model["world"])
-            if self._any_strands:
-                model |= {"strands": had} if (had := store.model.get("strands", 1)) != model.get("strands", 1) else {}
+            if self._any_strands and "strands" in store.model:
+                model["strands"] = store.model["strands"]
             store.require_model(model)
             newest = self.ranks.told("last commit", store.commits.sequence)
             if store.commits.sequence > min(newest):
