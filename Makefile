@@ -37,6 +37,7 @@ proofs: $(READY)
 # Every case of the products of settings of which `make test` runs a sample.
 products: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --campaign -m sampled
+	$(BIN)/python -m pytest --campaign tests/ranks/test_bits.py
 
 # Every type of model of the installed transformers, tiny, against a plain loop of torch; about half an hour of a core.
 # It goes on where it was stopped: remove tests/sweep/results.json to begin anew.

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.planner import fit
+from tests.conftest import Campaign
 from tests.models import MODELS
 from tests.ranks.worlds import together
 from tests.training import Result, budget, run_steps, steps_of, wrap
@@ -141,13 +142,33 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
 }
 
 
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("way", WAYS)
+IN_SHORT = (
+    ("in memory, fp16", 4),
+    ("on disk, early, bf16", 2),
+    ("gradients and checkpoints on disk", 2),
+    ("small chunks, delayed", 2),
+    ("experts", 4),
+)
+"""Ways and ranks that every run of the tests takes; a campaign takes all of them."""
+
+
+@pytest.mark.parametrize(("way", "size"), IN_SHORT)
 def test_any_number_of_ranks_gives_the_same_bits(way: str, size: int, tmp_path: Path) -> None:
+    compare(way, size, tmp_path / "store")
+
+
+def test_every_way_of_any_number_of_ranks_gives_the_same_bits(campaign: Campaign, tmp_path: Path) -> None:
+    if not campaign.full:
+        pytest.skip("a minute and a half: make products does it")
+    for size in (2, 4):
+        for number, way in enumerate(WAYS):
+            compare(way, size, tmp_path / f"{number}-{size}")
+
+
+def compare(way: str, size: int, disk: Path) -> None:
     numbers, run = WAYS[way]
     wanted = alone(numbers)
     if numbers.model == "gpt2" and numbers.clip is not None:
         assert set(wanted["clipped"]) == {True, False}
-    for found in together(size, trained, numbers, run, tmp_path / "store"):
+    for found in together(size, trained, numbers, run, disk):
         equal(found, wanted)

@@ -118,6 +118,7 @@ def _fails(*_: object, **__: object) -> None:
         ("commit", "StoreError", "the drive is gone"),
     ],
 )
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("settings", [{}, {"overlap": False}, {"delay": 0.5}], ids=["", "serial", "delayed"])
 def test_what_fails_on_one_rank_is_said_on_all(
     where: str, mine: str, theirs: str, settings: dict[str, Any], tmp_path: Path

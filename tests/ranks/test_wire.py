@@ -29,8 +29,7 @@ def sent(mesh: DeviceMesh, each: int, precision: str) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize(("size", "precision", "width"), [(2, "fp32", 4), (4, "bf16", 2)])
 def test_weights_cross_twice_and_gradients_once(size: int, precision: str, width: int) -> None:
     """(2w + 4) N (R - 1) / R bytes, less the second gather of weights that stay, and 8 bytes for each 4096 elements.
     What two stages use, as the group of the embedding and the head here, has a gradient of each.
