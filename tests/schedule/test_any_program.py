@@ -77,7 +77,7 @@ def test_every_schedule_of_ranks_that_share_a_program_is_safe_computes_its_step_
         part, asked = ranks.part(case.program), replace(case.settings, place=shared)
         build = vertical if case.family == "vertical" else horizontal
         schedule = build(part, asked, shards=ranks)
-        world = World(name="shared", ranks=(schedule,) * size, groups={ranks.name: ranks.members})
+        world = ranks.world(schedule)
         check_world(world)
         needs = Needs.of(part, asked, size)
         if asked.train and asked.micro_batches > 1 and build is horizontal and any(s.gradients for s in part.stages):

@@ -154,13 +154,6 @@ def warn_of_other_bits(device: torch.device, optimizer: str) -> None:
         )
 
 
-def _world(schedule: Schedule, ranks: int) -> World:
-    """What all ranks do, who do the same."""
-    everyone = Mesh(data=ranks).everyone()
-    groups = {everyone.name: everyone.members} if ranks > 1 else {}
-    return World(name=schedule.name, ranks=(schedule,) * ranks, groups=groups)
-
-
 _WINDOW = 50
 """steps after which it is looked at how many were over the limit of the norm"""
 _OTHER = 0.1
@@ -325,7 +318,7 @@ class Planning:
             return own_plan(request, self._schedule, self.placed)
         plan = self._best(request, times)
         size = request.ranks
-        check_world(_world(plan.schedule, size))
+        check_world(Mesh(data=size).everyone().world(plan.schedule))
         prove(plan.schedule, Needs.of(plan.program, plan.settings, size))
         return plan
 

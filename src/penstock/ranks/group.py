@@ -2,7 +2,6 @@
 
 import pickle
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.compat.torch import store_of
 from penstock.errors import ConfigError, NonFiniteError, RankError
 from penstock.ranks.share import WHOLE, Share
-from penstock.ranks.watch import Watch
+from penstock.ranks.watch import Place, Watch
 
 T = TypeVar("T")
 AXIS = "dp_shard"
@@ -129,14 +128,22 @@ ALONE = Ranks()
 class Together(Ranks):
     """One of several ranks."""
 
-    def __init__(self, members: Sequence[int], device: torch.device) -> None:
-        """``members``: ranks of the default group that are these ranks, by rank. All of them come here."""
-        self.share = Share(rank=list(members).index(dist.get_rank()), size=len(members))
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """All ranks of the mesh come here."""
+        global _made
+        group = mesh.get_group()
+        members = dist.get_process_group_ranks(group)
+        self.share = Share(rank=members.index(dist.get_rank()), size=len(members))
         self._pending: list[object] = []
         """what a broken-off collective may still write to"""
-        name = "-".join(map(str, members))
-        _made[name] += 1
-        self._watch = Watch(store_of(f"penstock/{name}/{_made[name]}"), self.rank, self.size)
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, (Place.here(), _made), group=group)
+        except RuntimeError as error:  # whoever waits for it is told at once that a rank is dead
+            raise RankError(f"another rank was gone before all had joined: {error}") from error
+        _made = max(made for _, made in found) + 1
+        store = store_of(f"penstock/{'-'.join(map(str, members))}/{_made}")
+        self._watch = Watch(store, self.rank, [place for place, _ in found])
         try:
             self._words = self._join(members, "gloo", device)
             self._data = self._join(members, "nccl" if device.type == "cuda" else "gloo", device)
@@ -236,8 +243,8 @@ class Together(Ranks):
             torch.cuda.current_stream(tensors[0].device).synchronize()
 
 
-_made: Counter[str] = Counter()
-"""how many ``Together`` of the same members this process has made"""
+_made = 0
+"""the number of the last ``Together`` that this process was in: the next one's is above that of all who are in it"""
 
 
 def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
@@ -254,5 +261,4 @@ def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
             f"mesh has the axes {mesh.mesh_dim_names or mesh.ndim}: give one axis, {AXIS!r}, of the ranks that share "
             f"the state, as init_device_mesh({device.type!r}, (world_size,), mesh_dim_names=({AXIS!r},))"
         )
-    members = dist.get_process_group_ranks(mesh.get_group())
-    return Together(members, device) if len(members) > 1 else ALONE
+    return Together(mesh, device) if mesh.size() > 1 else ALONE

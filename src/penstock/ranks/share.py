@@ -5,12 +5,13 @@ ranks: rank r has the r-th of both. A group is laid out so that they are whole b
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from penstock.schedule.program import GroupSpec, Program
+from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.program import GroupSpec
 
 
 class Piece(NamedTuple):
@@ -32,14 +33,9 @@ class Share:
 
     def part(self, group: GroupSpec) -> GroupSpec:
         """A group as one rank has it."""
-        trainable, frozen = group.trainable // self.size, group.frozen // self.size
-        assert trainable * self.size == group.trainable, group
-        assert frozen * self.size == group.frozen, group
-        return replace(group, trainable=trainable, frozen=frozen)
-
-    def of(self, program: Program) -> Program:
-        """A program with the groups as one rank has them."""
-        return replace(program, groups=tuple(map(self.part, program.groups))) if self.size > 1 else program
+        part = Mesh(data=self.size).everyone().part_of(group)
+        assert (self.size * part.trainable, self.size * part.frozen) == (group.trainable, group.frozen), group
+        return part
 
     def start(self, group: GroupSpec) -> int:
         """The first of this rank's trainable elements."""

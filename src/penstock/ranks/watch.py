@@ -9,10 +9,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import distributed as dist
 
@@ -25,22 +25,33 @@ EVERY = 0.25
 """seconds from one beat, and one look at the others, to the next"""
 SILENT = 8.0
 """seconds without a beat after which a rank counts as hung"""
-_COMING = 600.0
-"""seconds that a rank has to come to where the others wait for it: models take long to be built"""
 _LAST = 1.0
 """seconds after which what a rank has sent before it ended has come"""
 _UNNAMED = 3.0
 """seconds that it may take to find out whose connection was lost"""
 
 
+class Place(NamedTuple):
+    """Where a rank runs."""
+
+    host: str
+    process: int
+
+    @staticmethod
+    def here() -> "Place":
+        return Place(socket.gethostname(), os.getpid())
+
+
 class Watch:
     """A thread that beats for this rank. ``failure`` is what ended the others' work with it, once something has."""
 
-    def __init__(self, store: "Store", rank: int, size: int) -> None:
-        """``store``: one that only these ranks use; all of them make a ``Watch`` at the same time."""
+    def __init__(self, store: "Store", rank: int, places: Sequence[Place]) -> None:
+        """``store``: one that only these ranks use; all of them make a ``Watch`` at the same time. ``places``: of all,
+        by rank."""
         self._store = store
         self._rank = rank
-        self._others = [other for other in range(size) if other != rank]
+        self._places = places
+        self._others = [other for other in range(len(places)) if other != rank]
         self._count = 0
         self._seen = dict.fromkeys(self._others, (b"", time.monotonic()))
         self._failure: RankError | None = None
@@ -50,24 +61,9 @@ class Watch:
         """thread -> when it began to wait for what all ranks do together"""
         self._over = threading.Event()
         self._looked = threading.Condition()
-        store.set(f"at/{rank}", f"{socket.gethostname()} {os.getpid()}")
         self._beat()
-        self._places = {other: self._wait_for(other) for other in self._others}
         self._thread = threading.Thread(target=self._work, name="penstock-watch", daemon=True)
         self._thread.start()
-
-    def _wait_for(self, other: int) -> list[str]:
-        """Where another rank is, once it has said so.
-
-        Raises:
-            RankError: it does not come.
-        """
-        until = time.monotonic() + _COMING
-        while not self._store.check([f"at/{other}"]):
-            if time.monotonic() > until:
-                raise RankError(f"rank {other} has not come in {_COMING / 60:.0f} minutes: does it call wrap, too?")
-            time.sleep(EVERY)
-        return self._store.get(f"at/{other}").decode().split()
 
     @property
     def failure(self) -> RankError | None:
@@ -156,7 +152,8 @@ class Watch:
                 continue
             if self._is_gone(other):
                 return RankError(f"rank {other} was killed")
-            beat, since = self._store.get(f"beat/{other}"), self._seen[other][1]
+            begun, since = self._store.check([f"beat/{other}"]), self._seen[other][1]
+            beat = self._store.get(f"beat/{other}") if begun else b""
             if beat != self._seen[other][0]:
                 self._seen[other] = beat, now
             elif now - since > SILENT:
@@ -165,11 +162,11 @@ class Watch:
 
     def _is_gone(self, other: int) -> bool:
         """Whether another rank's process was on this machine, and is no more."""
-        host, process = self._places[other]
-        if host != socket.gethostname():
+        place = self._places[other]
+        if place.host != socket.gethostname():
             return False
         try:
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{place.process}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             return Path("/proc/self").exists()
         return state in "ZX"

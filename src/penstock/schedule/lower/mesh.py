@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.program import ALIGN, GroupSpec, Program, round_up
 
 
@@ -31,11 +33,17 @@ class ProcessGroup:
         if self.size == 1:
             return program
 
-        def own(group: GroupSpec) -> GroupSpec:
-            trainable, frozen = (round_up(self.share(n), ALIGN) for n in (group.trainable, group.frozen))
-            return replace(group, trainable=trainable, frozen=frozen)
+        return replace(program, groups=tuple(map(self.part_of, program.groups)))
 
-        return replace(program, groups=tuple(map(own, program.groups)))
+    def part_of(self, group: GroupSpec) -> GroupSpec:
+        """A param group as each rank has it."""
+        trainable, frozen = (round_up(self.share(n), ALIGN) for n in (group.trainable, group.frozen))
+        return replace(group, trainable=trainable, frozen=frozen)
+
+    def world(self, schedule: Schedule) -> World:
+        """The world of these ranks alone, who all do the same."""
+        groups = {self.name: self.members} if self.size > 1 else {}
+        return World(name=schedule.name, ranks=(schedule,) * self.size, groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,8 +64,7 @@ def lower_program(request: Request, streaming: Streaming) -> World:
     at_once = s.micro_batches if streaming.order == "vertical" else 1
     fixed = fixed_bytes(program, s.form, s.place, at_once)
     schedule = builder(program, s, fixed, request.family, ranks)
-    groups = {ranks.name: ranks.members} if ranks.size > 1 else {}
-    return World(name=request.family, ranks=(schedule,) * ranks.size, groups=groups)
+    return ranks.world(schedule)
 
 
 def settings(request: Request, streaming: Streaming) -> Settings:

@@ -280,9 +280,8 @@ class Provision:
         chunk what is sent and received, and the sum: one goes down while one is made."""
         part = {g: self._groups[g].trainable * FP32 for g in self.streamed()}
         sizes = tuple((g, self.whole_gradient(g)) for g in part)
-        sums = min(
-            self.s.strands, self.s.micro_batches
-        ).bit_length()  # of strands that wait for another one, and the one that is made
+        # Sums of strands that wait for another one, and the one that is made.
+        sums = min(self.s.strands, self.s.micro_batches).bit_length()
         for pool, members in _by_class(self.route, "gradients", sizes, self.s.depths.gradients, sums):
             self.gradients_pool |= dict.fromkeys(members, pool.name)
             yield pool
