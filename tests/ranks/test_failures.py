@@ -407,3 +407,9 @@ def test_a_part_is_not_taken_for_the_whole(tmp_path: Path) -> None:
     together(2, steps, tmp_path / "store", 1)
     with pytest.raises(ConfigError, match="has the part of rank 0 of 2"), committed([tmp_path / "store" / "rank-0"]):
         pass
+
+
+def test_what_is_refused_leaves_no_folders(tmp_path: Path) -> None:
+    found = World(2, steps, tmp_path / "store", 1, strands=3).outcomes()
+    assert {f.kind for f in found} == {"ConfigError"}
+    assert list(tmp_path.iterdir()) == []

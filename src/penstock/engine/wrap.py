@@ -22,11 +22,10 @@ from penstock.engine.turns import alone
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import check_device, find_profile, on_directories
-from penstock.ranks.group import Ranks, join
+from penstock.ranks.group import join
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.store.owner import RUN_FILE, Owner, owner_in
-from penstock.store.packed import store_error
 from penstock.tape.guard import check_unguarded
 
 log = logging.getLogger("penstock")
@@ -64,7 +63,7 @@ def wrap(model: nn.Module, asked: WrapArguments) -> Engine:
                 if ranks.size > 1:
                     _check_shared(asked, budget)
                     ranks.agree_on_each(_said(asked, budget, precision))
-                    budget = _of_rank(budget, ranks)
+                    budget = budget.of_rank(ranks.rank, ranks.size)
                 machine = _machine(asked.plan, device, budget) if ranks.size == 1 else None
                 settings = replace(asked, budget=budget, precision=precision, loss_fn=asked.loss_fn or _model_loss)
                 return Engine(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
@@ -91,18 +90,6 @@ def _said(asked: WrapArguments, budget: Budget, precision: Precision) -> dict[st
     settings = {key: repr(getattr(asked, key)) for key in sorted(hints_of(WrapArguments).keys() - own)}
     tiers = {f"budget.{key}": repr(getattr(budget, key)) for key in sorted(hints_of(Budget))}
     return settings | tiers | {"precision": precision}
-
-
-def _of_rank(budget: Budget, ranks: Ranks) -> Budget:
-    """A rank's share of a machine's budget, whose directories are made where the budget's are there."""
-    budget = budget.of_rank(ranks.rank, ranks.size)
-    for path in budget.disk_paths:
-        for folder in (path.parent, path):
-            try:
-                folder.mkdir(exist_ok=True)
-            except OSError as error:
-                raise store_error(f"{folder} cannot be made: {error.strerror}", error) from error
-    return budget
 
 
 def _check_init(model: nn.Module, weights: WeightSource | None, *, init: bool) -> None:

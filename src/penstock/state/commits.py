@@ -18,6 +18,7 @@ from penstock.state.arrays import StateArrays, parts_of
 from penstock.state.buffers import Buffers
 from penstock.state.record import check_stored
 from penstock.state.slots import Slots
+from penstock.store.directory import make_directory
 from penstock.store.facts import facts_of
 from penstock.store.layout import Layout
 from penstock.store.owner import Owner, check_owner
@@ -111,6 +112,8 @@ class Commits:
                 Store.delete(paths, only=lambda facts: facts.untouched)
             if self.ranks.size > 1:
                 model["world"] = self.ranks.told("world", uuid.uuid4().hex)[0]
+                for path in paths:  # what the budget names, in which each rank has a folder
+                    make_directory(path.parent)
             return Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner), None
 
     def _found(self, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:

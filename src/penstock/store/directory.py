@@ -100,6 +100,9 @@ def make_directory(path: Path) -> bool:
         )
     try:
         path.mkdir(mode=0o700)
+    except FileExistsError:  # another process has made it in this moment
+        check_directory(path)
+        return False
     except OSError as e:
         advice = "free some space" if e.errno in FULL else "give a directory that you may write to"
         raise store_error(f"{path} cannot be created: {e.strerror}: {advice}", e) from e
