@@ -52,15 +52,20 @@ def prepare(place: Path) -> Path:
     return python
 
 
+def environment(python: Path) -> dict[str, str]:
+    """What DeepSpeed's processes need in their environment. ``python``: of ``prepare``."""
+    return {
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(python.absolute().parent.parent / "extensions"),
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
 def side(place: Path, *flags: str) -> Side:
     """DeepSpeed's side, with ``flags`` for ``bench.peer_deepspeed``. Its first start compiles for minutes."""
     python = prepare(place)
     return Side(
         name="deepspeed",
         command=(str(python), "-m", "bench.peer_deepspeed", *flags),
-        environment={
-            "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": str(place.resolve() / "extensions"),
-            "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
-        },
+        environment=environment(python),
     )

@@ -112,7 +112,7 @@ def wrap(source: Path, store: Path, device: str, host: str) -> penstock.Engine:
 
 def export(source: Path, store: Path, out: Path) -> None:
     loaded = penstock.hf.load(source)
-    with committed([store]) as found:
+    with committed([[store]]) as found:
         rules = list(loaded.rules)
         model = Source(cls=type(loaded.model), config=loaded.config, rules=rules, values=found.values)
         write_folder(out, model, lambda folder: None, shard_size=SHARD)

@@ -198,10 +198,11 @@ def run_in(group: Path | None, module: str, *arguments: str, show: bool = False)
     return done.stdout
 
 
-def measure_machine(folder: Path, group: Path | None) -> Path:
-    """``penstock doctor`` on the disk of ``folder``, as the processes in ``group`` see it; the profile's file."""
-    target = folder / "machine.json"
-    target.write_text(run_in(group, "penstock.cli", "doctor", "--path", str(folder), "--json"))
+def measure_machine(folder: Path, group: Path | None, ranks: Sequence[int] = ()) -> Path:
+    """``penstock doctor`` on the disk of ``folder``, as the processes in ``group`` see it; the profile's file.
+    ``ranks``: numbers of processes to measure collectives between, instead of the usual ones."""
+    target, counts = folder / "machine.json", [word for count in ranks for word in ("--ranks", str(count))]
+    target.write_text(run_in(group, "penstock.cli", "doctor", "--path", str(folder), "--json", *counts))
     return target
 
 

@@ -27,6 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from bench.harness import (
     MB,
@@ -96,17 +97,35 @@ def run(side: Side, case: Case, work: Work, limit: DiskLimit | None) -> tuple[li
     Raises:
         BenchError: a rank failed; quotes the end of what it said.
     """
+    steps = run_ranks(side, work, limit, ["--drives", str(side.ranks)] if case.disk else [])
+    losses = {tuple(step["loss"] for step in of_rank) for of_rank in steps}
+    if len(losses) != 1:
+        raise BenchError(f"{side.name}: ranks report other losses: {losses}")
+    seconds = [max(of_rank[i]["seconds"] for of_rank in steps) for i in range(work.steps)]
+    return seconds[1:], list(losses.pop())
+
+
+def run_ranks(
+    side: Side, work: Work, limit: DiskLimit | None, words: Sequence[str], *, shared: bool = False
+) -> list[list[dict[str, Any]]]:
+    """What each rank of ``bench.ranks_run`` says of each step. ``limit``: of each rank, or of all together if they have
+    a drive that is ``shared``.
+
+    Raises:
+        BenchError: a rank failed; quotes the end of what it said.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     with ExitStack() as stack:
-        processes = []
+        processes, together = [], stack.enter_context(disk_cgroup(limit if shared else None, Path(work.scratch)))
         for rank in range(side.ranks):
-            group = stack.enter_context(disk_cgroup(limit, Path(work.scratch), f"-{rank}"))
+            own = stack.enter_context(disk_cgroup(None if shared else limit, Path(work.scratch), f"-{rank}"))
+            group = together if shared else own
             environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": side.ranks, "MASTER_PORT": port}
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", MODULE, "--work", work.to_json(), *(["--disk"] if case.disk else [])],
+                    [sys.executable, "-m", MODULE, "--work", work.to_json(), *words],
                     cwd=ROOT,
                     env=os.environ
                     | {"OMP_NUM_THREADS": str(side.threads), "MASTER_ADDR": "localhost", "OMP_WAIT_POLICY": "passive"}
@@ -121,12 +140,7 @@ def run(side: Side, case: Case, work: Work, limit: DiskLimit | None) -> tuple[li
     failed = [error for process, (_, error) in zip(processes, said, strict=True) if process.returncode]
     if failed:
         raise BenchError(f"{side.name}: {failed[0][-3000:]}")
-    steps = [[json.loads(line) for line in out.splitlines()] for out, _ in said]
-    losses = {tuple(step["loss"] for step in of_rank) for of_rank in steps}
-    if len(losses) != 1:
-        raise BenchError(f"{side.name}: ranks report other losses: {losses}")
-    seconds = [max(of_rank[i]["seconds"] for of_rank in steps) for i in range(work.steps)]
-    return seconds[1:], list(losses.pop())
+    return [[json.loads(line) for line in out.splitlines()] for out, _ in said]
 
 
 def measure(case: Case, scratch: Path, *, rounds: int, steps: int) -> dict[str, list[float]]:

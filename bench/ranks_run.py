@@ -10,29 +10,40 @@ import torch
 
 import penstock
 from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Tokens, Work, build_initial
+from penstock.hardware.machine import load_machine
 
 STRANDS = 4
+
+
+def drives(scratch: Path, count: int) -> list[Path]:
+    """Directories that stand for drives; they are made."""
+    found = [scratch / "ranks" / str(i) for i in range(count)]
+    for folder in found:
+        folder.mkdir(parents=True, exist_ok=True)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", required=True, help="the job, as JSON (bench.workload.Work)")
-    parser.add_argument("--disk", action="store_true", help="weights and state on disk")
+    parser.add_argument("--drives", type=int, default=0, help="weights and state on disk, in so many directories")
+    parser.add_argument("--profile", type=Path, help="a machine profile to plan for; without it nothing is predicted")
+    parser.add_argument("--clip", type=float, help="the largest norm of the gradients")
     arguments = parser.parse_args()
     work = Work.from_json(arguments.work)
     torch.set_num_threads(work.threads)
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     mesh = penstock.torchrun_mesh("cpu") if ranks > 1 else None
-    disk = Path(work.scratch) / "ranks" if arguments.disk else None
+    disk = drives(Path(work.scratch), arguments.drives) or None
     tokens, share = Tokens(work), work.micro_batches // ranks
     with penstock.wrap(
         build_initial(work),
         optimizer=penstock.AdamW(lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
         budget=penstock.Budget(device="512MiB", host="1GiB", disk=disk),
         precision="fp32",
-        clip_grad_norm=None,
+        clip_grad_norm=arguments.clip,
         device="cpu",
-        plan=None,
+        plan=None if arguments.profile is None else load_machine(arguments.profile),
         strands=STRANDS,
         mesh=mesh,
     ) as engine:
@@ -40,7 +51,16 @@ def main() -> None:
             own = tokens.step(step)[rank * share : (rank + 1) * share]
             start = time.perf_counter()
             stats = engine.step(own)
-            print(json.dumps({"seconds": time.perf_counter() - start, "loss": stats.loss}), flush=True)
+            found = {"seconds": time.perf_counter() - start, "loss": stats.loss}
+            if (prediction := engine.prediction) is not None:
+                found |= {
+                    "predicted": prediction.time,
+                    "bound": prediction.lower_bound,
+                    "predicted_bytes": prediction.bytes_per_lane(),
+                    "bytes": dict(stats.bytes_moved),
+                    "delay": engine.plan.settings.delay,
+                }
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

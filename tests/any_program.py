@@ -102,7 +102,7 @@ def cases(draw: st.DrawFn) -> AnyCase:
         delay=draw(st.sampled_from((0.0, 0.25, 0.5, 1.0))) if train and family == "vertical" else 0.0,
         grad_dtype=draw(st.sampled_from(("fp32", "bf16"))),
         cast=draw(st.sampled_from(("device", "host"))),
-        strands=draw(st.sampled_from((1, 1, 2, 3, 4, 8))) if train and family == "vertical" else 1,
+        strands=draw(st.sampled_from((1, 1, 2, 3, 4, 8))) if train else 1,
     )
     return AnyCase(program=program, settings=settings, family=family)
 

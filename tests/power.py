@@ -4,7 +4,7 @@ import itertools
 import random
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +66,9 @@ class Killed(BaseException):
 class WriteLog:
     """Every write and flush of the files in a store's folder, from when the store had been made, and its commits."""
 
-    def __init__(self, folder: Path, base: Path) -> None:
-        """``base``: where the files as they were at first are kept."""
+    def __init__(self, folder: Path, base: Path, clock: Callable[[], int] | None = None) -> None:
+        """``base``: where the files as they were at first are kept. ``clock``: what ticks are; None: they are counted.
+        Logs of several processes have one clock in common."""
         self._folder = folder
         self._base = base
         self._writes: list[_Write] = []
@@ -75,11 +76,20 @@ class WriteLog:
         self.commits: list[Commit] = []
         self._kill = self._dead = False
         self._tick = 0
+        self._clock = clock
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A log that is over, for another process."""
+        return vars(self) | {"_lock": None}
 
     @property
     def end(self) -> int:
         """The last tick. Every beginning and end of a call is one."""
+        return self._tick
+
+    def _next(self) -> int:
+        self._tick = self._tick + 1 if self._clock is None else self._clock()
         return self._tick
 
     @property
@@ -150,14 +160,12 @@ class WriteLog:
 
     def _begin(self, event: E) -> E:
         with self._lock:
-            self._tick += 1
-            event.began = self._tick
+            event.began = self._next()
         return event
 
     def _end(self, event: _Event) -> None:
         with self._lock:
-            self._tick += 1
-            event.ended = self._tick
+            event.ended = self._next()
 
     def image(self, instant: int, loss: str, rng: random.Random, folder: Path) -> None:
         """What may be on the drive when the power fails at tick ``instant``.

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.lower.provision import Fixed
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
@@ -88,10 +90,22 @@ class Case:
     program: Program
     settings: Settings
     family: str
+    ranks: int = 1
 
     def build(self) -> Schedule:
         build = horizontal if self.family == "horizontal" else vertical
-        return build(self.program, self.settings, (("device", "working", 900),))
+        fixed: Fixed = (("device", "working", 900),)
+        return build(self.program, self.settings, fixed, shards=Mesh(data=self.ranks).everyone())
+
+    def shared_by(self, ranks: int) -> "Case":
+        """The case of one of several ranks, whose parts live below the device."""
+        place = self.settings.place
+
+        def below(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+            return tuple("host" if tier == "device" else tier for tier in tiers)
+
+        place = replace(place, weights=below(place.weights), state=below(place.state))
+        return replace(self, ranks=ranks, settings=replace(self.settings, place=place))
 
     def gradient_bytes(self, schedule: Schedule, tag: str) -> int:
         """Of an element of the chunk ``tag`` ("5.1"), as it crosses in a schedule of this case and waits: in fp32 if it

@@ -96,4 +96,5 @@ def request_of(case: Case) -> Request:
         cast=s.cast,
         train=s.train,
         family="horizontal" if case.family == "horizontal" else "vertical",
+        ranks=case.ranks,
     )

@@ -1,10 +1,15 @@
-"""Ranks that are killed at any moment, one of them or all, go on from the last step that any of them had returned, or
-the one that was being committed, and end with the bits of a run that nobody disturbed.
+"""Ranks that are killed or stopped at any moment, one of them or all, whose drives fail at any system call, or whose
+machine loses its power, go on from the last step that any of them had returned, or the one that was being committed,
+and end with the bits of a run that nobody disturbed.
 """
 
+import errno
 import os
+import shutil
 import signal
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,8 +18,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.errors import RankError, StoreError
+from penstock.store.store import Store
 from tests.conftest import Campaign
+from tests.faults import Call, Go, Nth, error, intercepted
 from tests.models import MODELS
+from tests.power import LOSSES, WriteLog
 from tests.ranks.worlds import RankFailedError, World, together
 from tests.training import budget, steps_of, wrap
 
@@ -28,6 +37,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"precision": "bf16", "delay": 0.5},
     {"precision": "bf16", "speculate": False},
     {"precision": "fp32", "delay": 0.5, "clip_grad_norm": 0.6},
+    {"precision": "fp32", "schedule": "horizontal", "clip_grad_norm": 0.6},
 )
 
 
@@ -53,6 +63,7 @@ def returned(disk: Path) -> int:
 
 def kill(world: World, rng: Random, longest: float) -> int:
     """Kill one rank, or all of them, at some moment; how many."""
+    world.joined()
     time.sleep(rng.uniform(0, longest))
     victims = [rng.randrange(world.size)] if rng.random() < 0.75 else list(range(world.size))
     for victim in victims:
@@ -64,7 +75,7 @@ def kill(world: World, rng: Random, longest: float) -> int:
 
 def test_ranks_that_are_killed_go_on_bit_by_bit(campaign: Campaign, tmp_path: Path) -> None:
     kills = alone = 0
-    for case in range(campaign.cases(1, 60)):
+    for case in range(campaign.cases(1, 90)):
         rng = Random(case)
         settings, size, folder = WAYS[case % len(WAYS)], rng.choice((2, 2, 4)), tmp_path / str(case)
         (folder / "whole").mkdir(parents=True)
@@ -93,3 +104,178 @@ def test_ranks_that_are_killed_go_on_bit_by_bit(campaign: Campaign, tmp_path: Pa
         assert {step: losses[step] for step in losses} == {step: wanted[step] for step in losses}, case
         assert all(torch.equal(last[name], tensor) for name, tensor in parameters.items()), case
     campaign.found(f"{kills} ranks killed, {alone} of them alone: every run went on from its last step, bit by bit")
+
+
+Wanted = tuple[dict[int, float], dict[str, torch.Tensor]]
+
+
+def undisturbed(size: int, folder: Path, settings: dict[str, Any]) -> Wanted:
+    folder.mkdir(parents=True)
+    _, losses, parameters = together(size, go_on, folder / "store", settings)[0]
+    return losses, parameters
+
+
+def assert_gone_on(found: Any, wanted: Wanted, *, least: int, most: int) -> None:
+    """A run that found a step from ``least`` to ``most`` has ended as it would have."""
+    begun, losses, parameters = found
+    assert least <= begun <= most, (least, begun, most)
+    assert losses == {step: wanted[0][step] for step in range(begun + 1, STEPS + 1)}
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in wanted[1].items())
+
+
+def killed_at_a_call(mesh: DeviceMesh, disk: Path, settings: dict[str, Any], victim: int, call: int) -> Any:
+    """One rank is killed at a system call on its store."""
+    if mesh.get_rank() != victim:
+        return go_on(mesh, disk, settings)
+
+    def die(call: Call, go: Go) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with intercepted(disk / f"rank-{victim}", Nth(call, die)):
+        return go_on(mesh, disk, settings)
+
+
+def calls_of(mesh: DeviceMesh, disk: Path, settings: dict[str, Any]) -> tuple[range, ...]:
+    """Of this rank's system calls on its store, those within each commit."""
+    found, count = list[range](), Nth(-1, error(errno.EIO))
+    real = Store.commit
+
+    def commit(*args: Any) -> None:
+        first = len(count.calls)
+        real(*args)
+        found.append(range(first, len(count.calls) + 1))
+
+    with pytest.MonkeyPatch.context() as patch, intercepted(disk / f"rank-{mesh.get_rank()}", count):
+        patch.setattr(Store, "commit", commit)
+        go_on(mesh, disk, settings)
+    return tuple(found)
+
+
+def test_a_rank_is_killed_around_each_call_of_a_commit(campaign: Campaign, tmp_path: Path) -> None:
+    """Calls of other steps come in another order in each run, as threads make them; those of a commit do not."""
+    rng, settings = Random(0), WAYS[0]
+    wanted = undisturbed(2, tmp_path / "whole", settings)
+    (tmp_path / "calls").mkdir()
+    calls = together(2, calls_of, tmp_path / "calls" / "store", settings)
+    cases = [(rank, call) for rank in range(2) for call in calls[rank][STEPS // 2]]
+    for rank, call in cases if campaign.full else rng.sample(cases, 1):
+        (tmp_path / "killed").mkdir()
+        disk = tmp_path / "killed" / "store"
+        found = World(2, killed_at_a_call, disk, settings, rank, call).outcomes()
+        assert found[rank] is None
+        assert isinstance(found[1 - rank], RankFailedError)
+        before = returned(disk)
+        for one in together(2, go_on, disk, settings):
+            assert_gone_on(one, wanted, least=before, most=before + 1)
+        shutil.rmtree(disk.parent)
+    campaign.found(f"a rank killed around each of {len(cases)} system calls of a commit: all gone on, bit by bit")
+
+
+def each_of(
+    what: Callable[..., list[Any]], folder: Path, settings: dict[str, Any], cases: Sequence[Any]
+) -> Iterator[Any]:
+    """What two ranks say of each case, some cases in a world of their own."""
+    for first in range(0, len(cases), 4):
+        yield from zip(*together(2, what, folder, settings, cases[first : first + 4]), strict=True)
+
+
+def with_faults(
+    mesh: DeviceMesh, folder: Path, settings: dict[str, Any], cases: Sequence[tuple[int, int, int]]
+) -> list[tuple[str, int, Any]]:
+    """A call on one rank's store fails, again and again: what each run said and where it was, and how the next went."""
+    found = []
+    for victim, call, code in cases:
+        disk, rank, said = folder / f"{victim}-{call}-{code}" / "store", mesh.get_rank(), ""
+        disk.parent.mkdir(exist_ok=True)
+        hook = Nth(call if rank == victim else -1, error(code), lambda call: call.writes or call.flushes)
+        try:
+            with intercepted(disk / f"rank-{rank}", hook):
+                go_on(mesh, disk, settings)
+        except (StoreError, RankError) as failed:
+            said = type(failed).__name__
+        notes = disk.parent / f"returned-{rank}"
+        before = int(notes.read_text().split()[-1]) if notes.exists() else 0
+        found.append((said, before, go_on(mesh, disk, settings)))
+    return found
+
+
+def test_a_drive_that_fails_at_any_call_of_any_rank(campaign: Campaign, tmp_path: Path) -> None:
+    rng, failed = Random(1), 0
+    for way, settings in enumerate(WAYS if campaign.full else WAYS[:1]):
+        wanted, folder = undisturbed(2, tmp_path / f"whole-{way}", settings), tmp_path / f"failed-{way}"
+        folder.mkdir()
+        cases = [
+            (n % 2, call, rng.choice((errno.ENOSPC, errno.EIO)))
+            for n, call in enumerate(rng.sample(range(260), campaign.cases(3, 60)))
+        ]
+        for outcomes in each_of(with_faults, folder, settings, cases):
+            before = max(step for _, step, _ in outcomes)
+            for _, _, after in outcomes:
+                assert_gone_on(after, wanted, least=before - bool(settings.get("delay")), most=before + 1)
+            failed += any(said for said, _, _ in outcomes)
+    campaign.found(f"{failed} runs of two ranks ended by ENOSPC or EIO at a call of one: all gone on, bit by bit")
+
+
+def logged(mesh: DeviceMesh, folder: Path, settings: dict[str, Any]) -> WriteLog:
+    """What a run writes and flushes on this rank's drive."""
+    rank = mesh.get_rank()
+    log = WriteLog(folder / "store" / f"rank-{rank}", folder / f"base-{rank}", clock=time.monotonic_ns)
+    with log.recording():
+        go_on(mesh, folder / "store", settings)
+    return log
+
+
+def all_gone_on(mesh: DeviceMesh, folder: Path, settings: dict[str, Any], disks: Sequence[Path]) -> list[Any]:
+    return [go_on(mesh, disk, settings) for disk in disks]
+
+
+def test_the_power_fails_with_each_drive_at_another_point(campaign: Campaign, tmp_path: Path) -> None:
+    """One instant for all drives, each of which has lost what it will of what it was not told to flush by then."""
+    rng, begun = Random(2), Counter[int]()
+    count = campaign.cases(3, 50)
+    for way, settings in enumerate(WAYS if campaign.full else WAYS[1:2]):
+        wanted, folder = undisturbed(2, tmp_path / f"whole-{way}", settings), tmp_path / f"cut-{way}"
+        folder.mkdir()
+        logs, disks, bounds = together(2, logged, folder, settings), list[Path](), list[tuple[int, int]]()
+        for case in range(count):
+            commit = rng.choice(rng.choice(logs).commits)
+            instant = rng.randint(commit.began, commit.ended)
+            disks.append(folder / str(case) / "store")
+            for rank, log in enumerate(logs):
+                disks[-1].mkdir(parents=True, exist_ok=True)
+                log.image(instant, rng.choice(LOSSES), rng, disks[-1] / f"rank-{rank}")
+            least = min(max((c.step for c in log.commits if c.ended <= instant), default=0) for log in logs)
+            bounds.append((least, max(c.step for log in logs for c in log.commits if c.began <= instant)))
+        for outcomes, (least, most) in zip(each_of(all_gone_on, folder, settings, disks), bounds, strict=True):
+            for one in outcomes:
+                assert_gone_on(one, wanted, least=least, most=most)
+                begun[one[0]] += 1
+    campaign.found(f"power cut of two ranks' drives, gone on from step (times two) {dict(sorted(begun.items()))}")
+
+
+def test_a_rank_that_is_stopped_is_named_and_all_go_on(campaign: Campaign, tmp_path: Path) -> None:
+    if not campaign.full:
+        pytest.skip("a silence takes eight seconds; tests/ranks/test_failures.py has one")
+    rng, cases = Random(3), 30
+    for case in range(cases):
+        settings, size = WAYS[case % len(WAYS)], rng.choice((2, 4))
+        wanted = undisturbed(size, tmp_path / f"whole-{case}", settings)
+        disk = tmp_path / str(case) / "store"
+        disk.parent.mkdir()
+        world, victim = World(size, go_on, disk, settings), rng.randrange(size)
+        pid, first = world.processes[victim].pid, rng.randrange(4)
+        assert pid is not None
+        world.joined()
+        while returned(disk) < first:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3))
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(12.0)
+        os.kill(pid, signal.SIGKILL)
+        before = returned(disk)
+        for rank, one in enumerate(world.outcomes()):
+            if isinstance(one, RankFailedError):
+                assert f"rank {victim}" in one.said or "another rank was gone" in one.said, (case, rank, one.said)
+        for one in together(size, go_on, disk, settings):
+            assert_gone_on(one, wanted, least=before - bool(settings.get("delay")), most=before + 1)
+    campaign.found(f"{cases} ranks stopped (SIGSTOP): all gone on, bit by bit")

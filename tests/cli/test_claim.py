@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ import pytest
 
 from penstock.cli import settings
 from penstock.cli.claim import Claim, claimed
-from penstock.cli.own_store import require_own_store
+from penstock.cli.own_store import require_own_stores
 from penstock.cli.run_folder import Start, settings_of, write_settings
 from penstock.cli.run_record import RunRecord
-from penstock.config import BatchConfig, TrainConfig
+from penstock.config import BatchConfig, Budget, TrainConfig
 from penstock.errors import ConfigError, StoreError
-from penstock.store.facts import facts_of
+from penstock.store.facts import facts_of, facts_of_all
 from penstock.store.layout import Layout
 from penstock.store.owner import RUN_FILE, owner_in
 from penstock.store.snapshot import SnapshotWriter
@@ -246,7 +246,7 @@ def test_a_run_never_takes_the_store_of_another(tmp_path: Path) -> None:
             with pytest.raises((StoreError, ConfigError), match=rf"{tmp_path}/a|has its state in|already holds"):
                 step_found(taken, start)
             with pytest.raises((StoreError, ConfigError), match=rf"{tmp_path}/a"):
-                require_own_store(Path(theirs.run), ours.budget.disk_paths)
+                require_own_stores(Path(theirs.run), ours.budget)
     assert content(tmp_path) == before
     shutil.rmtree(tmp_path / "b" / "store")
     shutil.copytree(tmp_path / "a" / "store", tmp_path / "b" / "store")
@@ -482,7 +482,7 @@ def test_where_one_may_not_look_is_not_where_nothing_is(tmp_path: Path) -> None:
     closed.chmod(0)
     in_the_way = next(path for path in reversed([closed, *closed.parents]) if not path.stat().st_mode & 0o001)
     paths = config.budget.disk_paths
-    for look in (Store.exists, facts_of, lambda paths: require_own_store(tmp_path / "run", paths)):
+    for look in (Store.exists, facts_of, lambda paths: facts_of_all([paths])):
         with as_nobody(), pytest.raises(StoreError) as found:
             look(paths)
         assert found.value.errno == errno.EACCES
@@ -506,3 +506,105 @@ def test_run_keeps_its_name_in_words(tmp_path: Path) -> None:
         assert (record.owner.folder, record.pending) == (str(tmp_path), None)
         with pytest.raises(StoreError, match="is in use by process"):
             step_found(config)
+
+
+# ---- several ranks
+
+
+def make_folders(config: TrainConfig, ranks: int) -> None:
+    """What the engine makes before the stores: the directories that the budget names."""
+    for paths in config.budget.stores(ranks):
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def run_of_ranks(config: TrainConfig, ranks: int, *, step: int | None = None) -> TrainConfig:
+    """A run of several ranks that began and was stopped."""
+    with claimed(config, "new", ranks) as claim:
+        claim.begin(config)
+        make_folders(config, ranks)
+        for paths in config.budget.stores(ranks):
+            make_store(on(config, *paths), step=step)
+        claim.state_made()
+    return config
+
+
+@pytest.mark.parametrize("disks", [1, 2, 4])
+def test_a_run_of_two_ranks_goes_on_with_two(tmp_path: Path, disks: int) -> None:
+    config = on(settings_for(tmp_path / "run"), *(tmp_path / f"disk-{n}" for n in range(disks)))
+    run_of_ranks(config, 2, step=3)
+    before = content(tmp_path)
+    with claimed(config, "resume", 2) as claim:
+        assert claim.step == 3
+    for ranks in (1, 3):
+        with (
+            pytest.raises(ConfigError, match=r"has the state of 2 ranks.*-per-node 2 -m"),
+            claimed(config, "resume", ranks),
+        ):
+            pass
+    assert content(tmp_path) == before
+    with claimed(config, "overwrite", 1) as claim:
+        claim.begin(config)
+        assert not any(path.name == DATA for path in tmp_path.rglob("*"))
+
+
+def test_a_run_that_has_no_step_begins_with_another_number_of_ranks(tmp_path: Path) -> None:
+    config = settings_for(tmp_path / "run")
+    run_of_ranks(config, 2)
+    with claimed(config, "resume", 1) as claim:
+        assert claim.step is None
+        claim.begin(config)
+        assert not (tmp_path / "run" / "store").exists()
+        make_store(config, step=1)
+        claim.state_made()
+    assert step_found(config) == 1
+
+
+@pytest.mark.parametrize("made", [1, 2])
+def test_what_all_ranks_have_made_is_taken_back(tmp_path: Path, made: int) -> None:
+    config = settings_for(tmp_path / "run")
+    with suppress(RuntimeError), claimed(config, "new", 2) as claim:
+        claim.begin(config)
+        make_folders(config, 2)
+        for paths in config.budget.stores(2)[:made]:
+            make_store(on(config, *paths))
+        raise RuntimeError("on the way")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_lost_its_store_is_named(tmp_path: Path) -> None:
+    config = settings_for(tmp_path / "run")
+    run_of_ranks(config, 2, step=3)
+    shutil.rmtree(tmp_path / "run" / "store" / "rank-1")
+    with pytest.raises(StoreError, match="rank-1 lacks its part of the store"), claimed(config, "resume", 2):
+        pass
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_state_that_is_not_there_is_missed_by_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    config = run_of_ranks(settings_for(tmp_path / "run"), 2, step=3)
+    (tmp_path / "run" / "store").rename(tmp_path / "unmounted")
+    before = content(tmp_path)
+    with pytest.raises(StoreError, match="is the drive mounted"):
+        claimed(config, "resume", ranks).__enter__()
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1), (2, 3)])
+def test_runs_of_other_numbers_of_ranks_do_not_share_a_directory(tmp_path: Path, first: int, then: int) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    run_of_ranks(on(settings_for(tmp_path / "a"), disk), first, step=3)
+    other, before = on(settings_for(tmp_path / "b"), disk), content(tmp_path)
+    with pytest.raises(ConfigError, match=f"already holds the state of a run, which began in {tmp_path}/a"):
+        claimed(other, "new", then).__enter__()
+    assert content(tmp_path) == before
+
+
+def test_a_run_without_a_disk_is_complete_for_any_number_of_ranks(tmp_path: Path) -> None:
+    config = settings_for(tmp_path / "run", budget=Budget(device="1MiB", host="1MiB", durability="none"))
+    run_of_ranks(config, 2)
+    lines = [{"step": n, "loss": 1.0, "seconds": 1.0, "tokens": 1} for n in range(1, 6)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with claimed(config, "resume", 1) as claim:
+        assert claim.step == 5

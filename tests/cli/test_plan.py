@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 from penstock.cli import main
-from penstock.hardware.machine import parse_machine
+from penstock.hardware.machine import Between, Network, parse_machine
 from penstock.hardware.profiles import save_profile
 from penstock.planner.ask import PlanReport, plan, report
 from penstock.planner.task import Task
@@ -289,6 +289,42 @@ def test_a_profile_without_what_the_run_needs(config: Path, capsys: pytest.Captu
     assert "no optimizer rate lion.fp32" in refused(capsys, config, "--machine", path, "--optimizer.name", "lion")
     said = refused(capsys, config, "--machine", path, "--precision", "fp16", "--optimizer.name", "adamw")
     assert "no optimizer rate adamw.fp16" in said
+
+
+def test_several_ranks_share_the_budget_and_the_step_and_one_sends_nothing(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config.parent / "ranks.json"
+    path.write_text(replace(MACHINE, between=(Between(ranks=2, bandwidth=1e8, latency=1e-3),)).to_json())
+    one, two, four = (
+        json.loads(answered(capsys, config, "--machine", path, "--budget.host", "32MiB", "--ranks", ranks, "--json"))
+        for ranks in (1, 2, 4)
+    )
+    for ranks, data in ((1, one), (2, two), (4, four)):
+        assert data["ranks"] == ranks
+        assert data["step"]["tokens"] == one["step"]["tokens"]
+        assert data["plan"]["micro_batches"] * ranks == one["plan"]["micro_batches"]
+        assert data["memory"]["budget"]["host"] == (32 << 20) // ranks
+        assert data["memory"]["train"]["host"] <= (32 << 20) // ranks
+        assert ("net" in data["lanes"]) == (ranks > 1)
+        assert data["step"]["seconds"] >= data["step"]["limit_seconds"]
+    sent = [data["lanes"]["net"]["bytes"] * ranks / (ranks - 1) for ranks, data in ((2, two), (4, four))]
+    assert sent[0] == pytest.approx(sent[1], rel=0.1)  # groups of a small model are padded
+    said = answered(capsys, config, "--machine", path, "--budget.host", "32MiB", "--ranks", 2)
+    assert "2 ranks that share its state" in said
+    assert "of each rank:" in said
+
+
+def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not tell how fast ranks send to each other" in refused(capsys, config, "--ranks", 2)
+    path = config.parent / "linked.json"
+    path.write_text(replace(MACHINE, network=Network(bandwidth=1e9, latency=0.0)).to_json())
+    assert "4 micro-batches cannot be shared evenly by 3 ranks" in refused(
+        capsys, config, "--machine", path, "--ranks", 3
+    )
+    assert "must be from 1 to" in refused(capsys, config, "--ranks", 0)
+    words = ("--machine", path, "--ranks", 2, "--budget.durability", "interval")
+    assert "'interval' is not there yet for 2 ranks" in refused(capsys, config, *words)
 
 
 @pytest.mark.parametrize(

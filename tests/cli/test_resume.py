@@ -95,9 +95,9 @@ def test_metrics_hold_each_step_once_and_in_order_after_a_kill(config: Path, tmp
 
 KILLED = """
 import os, signal, sys
-from penstock.cli import loop, main
+from penstock.cli import account, main
 
-class Killed(loop.MetricsFile):
+class Killed(account.MetricsFile):
     def write(self, metrics):
         if metrics["step"] == 2 and sys.argv[1] == "before":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -105,7 +105,7 @@ class Killed(loop.MetricsFile):
         if metrics["step"] == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-loop.MetricsFile = Killed
+account.MetricsFile = Killed
 main(sys.argv[2:])
 """
 

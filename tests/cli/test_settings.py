@@ -286,8 +286,6 @@ def test_help_of_wrap_names_what_is_needed_first_in_lines_that_can_be_read() -> 
         ([("speculate", "true"), ("clip_grad_norm", "null")], "no step waits for a norm"),
         ([("speculate", "false"), ("clip_grad_norm", "null")], "no step waits for a norm"),
         ([("delay", "0.5"), ("schedule", "horizontal")], "--delay has no effect with schedule 'horizontal'"),
-        ([("strands", "4"), ("schedule", "horizontal")], "strands=4 needs schedule: vertical"),
-        ([("strands", "3")], "strands=3: must be a power of two"),
         ([("strands", "0")], "--strands=0: must be from 1 to 1024"),
         ([("delay", "0"), ("schedule", "own.schedule")], "--delay has no effect with a schedule of your own"),
         (

@@ -36,6 +36,8 @@ USED = {
     "strands": {
         "schedule/": "what a built schedule was given",
         "engine/": "as many as there are ranks, or as the store has",
+        **dict.fromkeys(("state/reshard.py", "cli/run_record.py"), "what stores are cut for"),
+        "cli/reshard.py": "an option: what a run has from then on",
     },
     "slots": {"store/": "the slots", "state/": "the slots", "planner/phase_memory.py": "the memory of their checksums"},
     "durability": {

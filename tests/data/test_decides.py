@@ -100,7 +100,7 @@ def test_no_gradient_is_lost_and_no_buffer_counts_twice(
             for one in given:
                 (plain(**one) / len(given)).backward()
             optimizer.step()
-    with committed((tmp_path / "store",)) as found:
+    with committed([[tmp_path / "store"]]) as found:
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(found.values.parameter(name), parameter.detach(), msg=name)
         for name, buffer in plain.named_buffers():

@@ -10,7 +10,7 @@ import pytest
 from penstock.doctor.disk import DiskRates
 from penstock.doctor.findings import Seen, findings
 from penstock.doctor.mounts import Mount
-from penstock.hardware.machine import Device, Drive, Host, Machine
+from penstock.hardware.machine import Between, Device, Drive, Host, Machine
 from tests.machines import GIB, RATES, SYSTEM, drive, gpu, host, mount
 
 
@@ -19,11 +19,12 @@ def what_is_wrong(
     host: Host = host(),  # noqa: B008 - these are constants
     device: Device = gpu(),  # noqa: B008
     drive: Drive = drive(),  # noqa: B008
+    between: tuple[Between, ...] = (),
     mount: Mount = mount(),  # noqa: B008
     rates: DiskRates = RATES,
     **seen: Any,
 ) -> tuple[str, ...]:
-    machine = Machine(name="box", host=host, device=device, drives=(drive,))
+    machine = Machine(name="box", host=host, device=device, drives=(drive,), between=between)
     facts = {"system": SYSTEM, "native": True, "device_free": 24 * GIB} | seen
     return findings(machine, Seen(disks=[(Path("/d"), mount, rates)], **facts))
 
@@ -62,6 +63,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "other bits": (
         {"device": replace(gpu(), other_bits=("adamw.bf16",))},
         "adamw.bf16: steps on the GPU differ from the processor's in some bits",
+    ),
+    "other bits between ranks": (
+        {"between": (Between(ranks=2, bandwidth=1e9, latency=1e-3, other_bits=("adamw.bf16", "product")),)},
+        "adamw.bf16, product: 2 processes .* compute other bits .* depend on the number of ranks.*OMP_NUM_THREADS",
     ),
     "busy GPU": ({"device_free": 12 * GIB}, "other programs hold memory of the GPU: 12 GiB of 24 GiB"),
     "quota": ({"system": replace(SYSTEM, quota=1.5)}, "the time of 1.5 cores"),

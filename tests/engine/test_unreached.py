@@ -129,7 +129,7 @@ def check_whole(store: Path, expected: Result | None) -> None:
         assert not [text for part in opened.verify(current) for text in part.damage]
     if expected is None:
         return
-    with committed([store]) as last:
+    with committed([[store]]) as last:
         for name, place in last.values.parameters.items():
             numel = place.shape.numel()
             master = expected.state[place.array][place.offset : place.offset + numel].float()

@@ -142,7 +142,7 @@ def test_a_store_alone_gives_what_its_engine_gives_also_in_bf16_with_frozen_weig
         engine.step(micro_batches())
         config = engine.model.config
         export(engine, tmp_path / "live")
-    with committed([tmp_path / "store"]) as found:
+    with committed([[tmp_path / "store"]]) as found:
         assert (found.step, found.precision) == (1, "bf16")
         source = Source(cls=type(model), config=config, rules=None, values=found.values)
         write_folder(tmp_path / "out", source, lambda folder: None)
@@ -204,7 +204,7 @@ def test_a_model_with_code_of_its_own_takes_it_along(tmp_path: Path, monkeypatch
     with wrap(loaded.model, tmp_path / "store", weights=loaded.weights) as engine:
         export(engine, tmp_path / "live")
     kept = kept_model(tmp_path / "kept", trust_remote_code=True)
-    with committed([tmp_path / "store"]) as found:
+    with committed([[tmp_path / "store"]]) as found:
         write_folder(tmp_path / "out", Source.of(kept, found.values), partial(copy_companions, kept.folder))
     for folder in (tmp_path / "live", tmp_path / "out"):
         with pytest.raises(ConfigError, match="trust_remote_code: true"):
@@ -330,9 +330,9 @@ def test_a_store_that_is_in_use_or_empty(tmp_path: Path) -> None:
     with (
         wrap(folders.model("llama"), tmp_path / "store"),
         pytest.raises(StoreError, match="in use"),
-        committed([tmp_path / "store"]),
+        committed([[tmp_path / "store"]]),
     ):
         pass
     shutil.rmtree(tmp_path / "store")
-    with pytest.raises(StoreError, match="does not exist"), committed([tmp_path / "store"]):
+    with pytest.raises(StoreError, match="does not exist"), committed([[tmp_path / "store"]]):
         pass

@@ -8,14 +8,14 @@ from random import Random
 import numpy as np
 import pytest
 
+from penstock.hardware.machine import Network
 from penstock.planner.bounds import StepBound, bound, limits_of
 from penstock.planner.costs import machine_costs
-from penstock.planner.fit import fitted, settings_of
+from penstock.planner.fit import fitted, settings_of, tied_groups
 from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.rounding import PATTERNS, Limits, Rounding, assign
-from penstock.schedule.ir.lanes import LOCAL_LANES
-from penstock.schedule.ir.worlds import World
+from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.lower.provision import narrow_groups
 from penstock.schedule.place import Depths, Format
 from penstock.sim.costs import Costs
@@ -28,7 +28,7 @@ ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, momen
 
 def costs_of(case: Case) -> Costs:
     return machine_costs(
-        MACHINE,
+        replace(MACHINE, network=Network(bandwidth=3e7, latency=2e-3)),
         case.program,
         case.settings.form,
         times_for(case.program),
@@ -42,7 +42,7 @@ def compared(case: Case) -> list[tuple[str, float, float]]:
     """(lane, seconds by the linear program's coefficients, simulated seconds)"""
     costs = costs_of(case)
     found = by_lane(PhaseCosts(request_of(case), case.settings, costs).of(case.settings.place))
-    work = simulate(World.of(case.build()), costs).work(0)
+    work = simulate(request_of(case).world(case.build()), costs).work(0)
     return [(lane, seconds, work.get(lane, 0.0)) for lane, seconds in found.items()]
 
 
@@ -53,8 +53,9 @@ def test_loads_are_the_simulated_work_of_every_lane(seed: int) -> None:
         count = len(case.program.groups)
         whole = replace(case.settings.place, weights=("disk",) * count, state=("disk",) * count)
         case = replace(case, settings=replace(case.settings, place=whole))
-    for lane, load, work in compared(case):
-        assert load == pytest.approx(work, rel=1e-9, abs=1e-12), lane
+    for ranks in (1, 2, 3):
+        for lane, load, work in compared(case if ranks == 1 else case.shared_by(ranks)):
+            assert load == pytest.approx(work, rel=1e-9, abs=1e-12), (lane, ranks)
 
 
 VERTICAL = [case for case in (random_case(seed, largest=6) for seed in range(40)) if case.family == "vertical"]
@@ -73,7 +74,7 @@ def test_two_lanes_that_share_evenly_are_bound_by_their_sum_and_duplex_lanes_by_
         pairs = {("read", "write"): both, ("write", "read"): both} if both else {}
         return Costs(name="two", seconds=lambda op: 0.0, contention=pairs)
 
-    load = np.zeros((1, 6))
+    load = np.zeros((1, len(STREAM_LANES)))
     load[0, 3], load[0, 4] = 3.0, 2.0  # read and write
     many = Depths(state=100, stage_in=100)
     assert bound(load, limits_of(costs(0.0), many)) == pytest.approx(3.0)
@@ -86,22 +87,29 @@ def test_two_lanes_that_share_evenly_are_bound_by_their_sum_and_duplex_lanes_by_
 def test_the_way_home_of_what_begins_a_step_falls_into_its_start_and_forward(home: float, seconds: float) -> None:
     """A start of 10 s of reads, a forward and an epilogue of 4 s of compute with 3 s of writes: 11 s more of writes fit
     in."""
-    load = np.zeros((6, len(LOCAL_LANES)))
-    load[0, LOCAL_LANES.index("read")] = 10.0
-    load[1, LOCAL_LANES.index("compute")], load[1, LOCAL_LANES.index("write")] = 3.0, 3.0
-    load[2, LOCAL_LANES.index("compute")] = 1.0
-    load[3, LOCAL_LANES.index("compute")] = 6.0
-    load[-1, LOCAL_LANES.index("write")] = home
-    limits = np.eye(len(LOCAL_LANES))
+    load = np.zeros((6, len(STREAM_LANES)))
+    load[0, STREAM_LANES.index("read")] = 10.0
+    load[1, STREAM_LANES.index("compute")], load[1, STREAM_LANES.index("write")] = 3.0, 3.0
+    load[2, STREAM_LANES.index("compute")] = 1.0
+    load[3, STREAM_LANES.index("compute")] = 6.0
+    load[-1, STREAM_LANES.index("write")] = home
+    limits = np.eye(len(STREAM_LANES))
     assert StepBound(limits=limits, buffered=100.0).seconds(load) == pytest.approx(seconds + 6.0)
     without = StepBound(limits=limits, buffered=0.0).seconds(load)
     assert without == pytest.approx(max(home, 10.0) + 4.0 + 6.0), "no buffer holds it: the start waits for all of it"
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int, ranks: int) -> None:
     """What the program counts is at least what the schedule takes, and equal where every pool is needed."""
     case = random_case(seed)
+    if case.settings.train:
+        strands = Random(-seed - 1).choice((1, 2, 4))
+        case = replace(case, settings=replace(case.settings, strands=strands))
+    place = placement(Random(seed), case.program, case.settings.form, tied=bool(tied_groups(case.program)))
+    case = replace(case, settings=replace(case.settings, place=place))
+    case = case if ranks == 1 else case.shared_by(ranks)
     lp = PlacementLP(
         request_of(case),
         case.settings,
@@ -109,7 +117,7 @@ def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int) -> 
     )
     if not case.settings.train:
         return
-    place = placement(Random(seed), case.program, case.settings.form, tied=bool(lp.loads.probes.tied))
+    place = case.settings.place
     waits = place.gradients if place.gradients in lp.gradient_tiers else "host"
     place = replace(place, gradients=waits)
     counted = lp.base_sizes(place.checkpoints, waits)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.config import Budget, format_size
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import Machine, Network
 from penstock.hardware.profiles import machine_named
 from penstock.planner.advice import advice, refusal, round_up, smallest
 from penstock.planner.ask import plan, report
@@ -22,7 +22,10 @@ from penstock.planner.roofline import moved_per_parameter, roofline
 from penstock.planner.search import best, estimate, fits, search
 from penstock.planner.task import DEVICE_TEMPORARIES, Task, free_bytes, own_budget
 from penstock.schedule.check import check
+from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import BOUNCE, Format, Settings
 from penstock.shape.shipped import named
 from penstock.shape.transformer import from_config
@@ -47,6 +50,23 @@ def test_the_choice_fits_passes_the_checker_and_is_no_slower_than_the_fixed_orde
     greedy = simulate(World.of(fit(asked.request).schedule), asked.costs).time
     assert choice.seconds <= greedy * 1.002
     assert choice.seconds == simulate(World.of(choice.plan.schedule), asked.costs).time
+
+
+@pytest.mark.parametrize(("form", "wait", "ranks"), [(ADAM16, True, 2), (ADAM32, False, 4)])
+def test_a_choice_for_ranks_fits_each_is_proved_for_all_and_takes_as_long_on_all(
+    form: Format, wait: bool, ranks: int
+) -> None:
+    linked = replace(MACHINE, network=Network(bandwidth=2e7, latency=1e-3))
+    asked = question(transformer(6, block=20), form=form, wait=wait, device=8 * MIB, host=8 * MIB, machine=linked)
+    asked = replace(asked, request=replace(asked.request, ranks=ranks))
+    choice, everyone = searched(asked), Mesh(data=ranks).everyone()
+    check_world(everyone.world(choice.plan.schedule))
+    prove(choice.plan.schedule, Needs.of(choice.plan.program, choice.plan.settings, ranks))
+    assert choice.plan.device_bytes <= 8 * MIB
+    assert choice.plan.host_bytes <= 8 * MIB
+    assert choice.seconds == pytest.approx(simulate(everyone.world(choice.plan.schedule), asked.costs).time)
+    fixed = simulate(asked.request.world(fit(asked.request).schedule), asked.costs).time
+    assert choice.seconds <= fixed * 1.002
 
 
 @pytest.mark.parametrize(("form", "wait"), [(ADAM16, False), (ADAM32, True)])

@@ -180,7 +180,6 @@ def test_a_forced_delay_is_kept(delay: float) -> None:
         ({"delay": 1.5}, "vertical", "delay=1.5: must be from 0 to 1"),
         ({"delay": float("nan")}, "vertical", "delay=nan: must be a number"),
         ({"delay": 0.2}, "horizontal", "delay=0.2 needs schedule='vertical'"),
-        ({"strands": 2}, "horizontal", "strands=2 needs schedule='vertical'"),
     ],
 )
 def test_delays_that_cannot_be_are_refused(means: dict[str, float], family: Family, said: str) -> None:
@@ -191,13 +190,20 @@ def test_delays_that_cannot_be_are_refused(means: dict[str, float], family: Fami
         fit(replace(asked.request, **means))
 
 
-@pytest.mark.parametrize("means", [{"delay": 0.2}, {"strands": 2}])
-def test_where_only_the_vertical_schedule_can_the_other_is_left_out(means: dict[str, float]) -> None:
-    asked = forced(open_question(families=("vertical", "horizontal")), **means)
-    found = searched(asked)
-    assert found.request.family == "vertical"
-    assert all(getattr(found.plan.settings, key) == value for key, value in means.items())
-    assert means.get("strands", 1) == 1 or any(op.id.kind == "AD" for op in found.plan.schedule.ops)
+def test_where_only_the_vertical_schedule_can_the_other_is_left_out() -> None:
+    found = searched(forced(open_question(families=("vertical", "horizontal")), delay=0.2))
+    assert (found.request.family, found.plan.settings.delay) == ("vertical", 0.2)
+
+
+@pytest.mark.parametrize("family", ["vertical", "horizontal"])
+def test_either_schedule_sums_in_strands(family: Family) -> None:
+    asked = question(transformer(3), form=ADAM16, wait=True, family=family, micro_batches=4)
+    for strands in (1, 4):
+        found = searched(forced(asked, strands=strands))
+        assert (found.request.family, found.plan.settings.strands) == (family, strands)
+        on_device = any(op.id.kind == "AD" for op in found.plan.schedule.ops)
+        sums = {name for op in found.plan.schedule.ops for name, _ in op.takes if name.kind == "H" and name.visit}
+        assert (on_device or bool(sums)) == (strands > 1)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import penstock
 import penstock.hf
-from penstock.cli import COMMANDS, doctor, export, main, plan, report, simulate, verify
+from penstock.cli import COMMANDS, doctor, export, main, plan, report, reshard, simulate, verify
 from penstock.cli.arguments import ResumeArguments, TrainArguments
 from penstock.cli.located import parse_yaml
 from penstock.cli.settings import describe, load
@@ -74,7 +74,8 @@ SMALLER = {
 }
 NOT_RUN = {
     "git clone": "there is nothing to clone from",
-    "torchrun": "tests/ranks/test_example.py runs it",
+    "torchrun": "tests/ranks runs it: test_example.py and test_command.py",
+    "penstock reshard": "there is no such run; test_reshard.py has one",
     "make demo": "two minutes; what it runs is its line in the Makefile, which is looked at here",
     "make test": "this is it",
     "make lint": "the checks run it",
@@ -161,6 +162,8 @@ def _looked_at(line: str, words: list[str]) -> None:
         assert done.returncode == 0, done.stderr
     elif words[0] == "penstock":
         _understood(words[1:])
+    elif words[0] == "torchrun" and "penstock" in words:
+        _understood(words[words.index("penstock") + 1 :])
     elif words[0] == "torchrun":
         assert (ROOT / next(word for word in words if word.endswith(".py"))).is_file(), line
     else:
@@ -173,7 +176,7 @@ PARSERS = {
     "plan": plan.read_arguments,
     **{
         room.__name__.rpartition(".")[2]: partial(read_words, room.Arguments)
-        for room in (verify, export, report, doctor)
+        for room in (verify, export, reshard, report, doctor)
     },
     "simulate": partial(read_words, simulate.Arguments),
 }

@@ -37,10 +37,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": _STATE,
     "runtime": {"config", "errors", "optim", "ranks", "schedule", "state", "store", "tape"},
     "engine": _ENGINE,
-    "doctor": {"config", "errors", "hardware", "optim", "runtime", "schedule", "state", "store"},
+    "doctor": {"config", "errors", "hardware", "optim", "ranks", "runtime", "schedule", "state", "store"},
     "fabric": _LOOPS,
     "hf": _LOOPS,
-    "cli": _LOOPS - {"compat", "tape"} | {"doctor", "hf", "planner", "report", "shape", "sim"},
+    "cli": _LOOPS - {"compat", "tape"} | {"doctor", "hf", "planner", "ranks", "report", "shape", "sim"},
 }
 """Room -> the rooms that it may import. Everybody may import what ``penstock/__init__.py`` exports but no room does."""
 

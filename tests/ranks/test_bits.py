@@ -1,5 +1,5 @@
 """Several ranks are one: whatever their number, the same losses, norms and state, bit by bit, as one that sums in as
-many strands.
+many strands; and micro-batch by micro-batch the same as block by block.
 
 The model has dropout, a tied head, and a group of every kind; micro-batches are of unequal length.
 """
@@ -95,7 +95,9 @@ def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | No
         with wrap(
             MODELS[numbers.model], where, mesh=mesh, strands=STRANDS, **numbers.settings(), **run.settings
         ) as engine:
-            return results(engine, run_steps(engine, of_rank(numbers.model, mesh)))
+            found = results(engine, run_steps(engine, of_rank(numbers.model, mesh)))
+            assert engine.plan.schedule.name == run.settings.get("schedule", "vertical")
+            return found
 
 
 def equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -111,11 +113,12 @@ def equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 @cache
 def alone(numbers: Numbers) -> dict[str, Any]:
-    """What one rank does, in memory."""
+    """What one rank does, in memory and block by block."""
     return trained(None, numbers, Run(), None)
 
 
 FP32, BF16, FP16 = (Numbers(model="gpt2", precision=precision) for precision in ("fp32", "bf16", "fp16"))
+HORIZONTAL = {"schedule": "horizontal"}
 WAYS: dict[str, tuple[Numbers, Run]] = {
     "in memory": (FP32, Run()),
     "in memory, bf16": (BF16, Run()),
@@ -139,6 +142,36 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "experts": (Numbers(model="qwen3_moe", precision="fp32", clip=0.5), Run(disk=True)),
     "a router's loss": (Numbers(model="mixtral", precision="fp32", clip=0.5), Run()),
     "two stacks": (Numbers(model="t5", precision="fp32", clip=0.5), Run(disk=True, settings={"delay": 0.5})),
+    "horizontal": (FP32, Run(settings=HORIZONTAL)),
+    "horizontal, fp16": (FP16, Run(settings=HORIZONTAL)),
+    "horizontal, one op at a time": (BF16, Run(settings=HORIZONTAL | {"overlap": False})),
+    "horizontal, on disk, early": (FP32, Run(disk=True, settings=HORIZONTAL | {"speculate": True})),
+    "horizontal, on disk, early, bf16": (BF16, Run(disk=True, settings=HORIZONTAL | {"speculate": True})),
+    "horizontal, on disk, after the norm": (BF16, Run(disk=True, settings=HORIZONTAL | {"speculate": False})),
+    "horizontal, gradients and checkpoints on disk": (
+        FP32,
+        Run(
+            disk=True,
+            settings=HORIZONTAL | {"speculate": False},
+            budget={"gradients": "disk", "checkpoints": "disk"},
+        ),
+    ),
+    "horizontal, weights on the host": (BF16, Run(disk=True, settings=HORIZONTAL, budget={"weights": "host"})),
+    "horizontal, small chunks": (BF16, Run(disk=True, chunk=4096, settings=HORIZONTAL)),
+    "horizontal, gradients in bf16": (
+        Numbers(model="gpt2", precision="bf16", grad_dtype="bf16"),
+        Run(disk=True, settings=HORIZONTAL),
+    ),
+    "horizontal, no limit": (Numbers(model="gpt2", precision="bf16", clip=None), Run(disk=True, settings=HORIZONTAL)),
+    "horizontal, experts": (
+        Numbers(model="qwen3_moe", precision="fp32", clip=0.5),
+        Run(disk=True, settings=HORIZONTAL),
+    ),
+    "horizontal, a router's loss": (
+        Numbers(model="mixtral", precision="fp32", clip=0.5),
+        Run(settings=HORIZONTAL),
+    ),
+    "horizontal, two stacks": (Numbers(model="t5", precision="fp32", clip=0.5), Run(disk=True, settings=HORIZONTAL)),
 }
 
 
@@ -148,6 +181,7 @@ IN_SHORT = (
     ("gradients and checkpoints on disk", 2),
     ("small chunks, delayed", 2),
     ("experts", 4),
+    ("horizontal, on disk, early, bf16", 2),
 )
 """Ways and ranks that every run of the tests takes; a campaign takes all of them."""
 
@@ -157,10 +191,15 @@ def test_any_number_of_ranks_gives_the_same_bits(way: str, size: int, tmp_path: 
     compare(way, size, tmp_path / "store")
 
 
+@pytest.mark.parametrize("way", ["horizontal, fp16", "horizontal, small chunks"])
+def test_one_rank_gives_the_same_bits_micro_batch_by_micro_batch(way: str, tmp_path: Path) -> None:
+    compare(way, 1, tmp_path / "store")
+
+
 def test_every_way_of_any_number_of_ranks_gives_the_same_bits(campaign: Campaign, tmp_path: Path) -> None:
     if not campaign.full:
-        pytest.skip("a minute and a half: make products does it")
-    for size in (2, 4):
+        pytest.skip("three minutes: make products does it")
+    for size in (1, 2, 4):
         for number, way in enumerate(WAYS):
             compare(way, size, tmp_path / f"{number}-{size}")
 
@@ -170,5 +209,5 @@ def compare(way: str, size: int, disk: Path) -> None:
     wanted = alone(numbers)
     if numbers.model == "gpt2" and numbers.clip is not None:
         assert set(wanted["clipped"]) == {True, False}
-    for found in together(size, trained, numbers, run, disk):
+    for found in together(size, trained, numbers, run, disk) if size > 1 else [trained(None, numbers, run, disk)]:
         equal(found, wanted)

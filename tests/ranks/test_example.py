@@ -1,47 +1,55 @@
-"""The example under torchrun: it ends, goes on, and starts again after a kill."""
+"""The example, as torchrun starts it; and torchrun itself: who is killed is started again, and all go on."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import penstock
 from penstock.errors import ConfigError
+from tests.ranks.launched import Launched
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def torchrun(disk: Path, steps: int, *words: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *words]
-    example = [str(ROOT / "examples" / "ranks.py"), "--disk", str(disk), "--steps", str(steps)]
-    environment = {**os.environ, "TMPDIR": str(disk.parent)}  # torchrun leaves its folder of logs there
-    return subprocess.Popen(
-        [*command, *example], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def losses(said: str) -> dict[int, str]:
-    lines = [line.split() for line in said.splitlines() if line.startswith("step ")]
-    return {int(words[1].rstrip(":")): words[3] for words in lines}
+def test_the_example_runs_and_goes_on(tmp_path: Path) -> None:
+    for steps, done in (("2", [1, 2]), ("3", [3])):
+        words = [ROOT / "examples" / "ranks.py", "--disk", "run", "--steps", steps]
+        (code, said, errors), (other, quiet, _) = Launched(2, words, tmp_path).outcomes()
+        assert (code, other, quiet) == (0, 0, ""), errors
+        assert [int(step) for step in re.findall(r"^step (\d+)", said, re.MULTILINE)] == done
 
 
 def test_a_rank_that_is_killed_is_started_again_and_all_go_on(tmp_path: Path) -> None:
-    run = torchrun(tmp_path / "run", 5, "--max-restarts", "1")
-    assert run.stdout is not None
-    first = run.stdout.readline()
-    workers = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True).stdout.split()
-    os.kill(int(workers[-1]), signal.SIGKILL)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "wait").touch()
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--max-restarts", "1"]
+    run = subprocess.Popen(
+        [sys.executable, *torchrun, "tests/ranks/restarted.py", disk, "4"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # torchrun leaves its folder of logs there
+    )
     try:
+        while not ((disk / "two-0").exists() and (disk / "two-1").exists()):
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.05)
+        workers = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True)
+        os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
+        (disk / "wait").unlink()
         said, errors = run.communicate(timeout=100)
     finally:
         run.terminate()  # which ends its workers
     assert run.returncode == 0, errors
-    assert "continuing the store in" in errors
-    found = losses(first + said)
-    assert sorted(found) == [1, 2, 3, 4, 5]
+    assert said.splitlines() == ["step 1", "step 2", "step 3", "step 4"]
 
 
 def test_who_was_not_started_by_torchrun_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

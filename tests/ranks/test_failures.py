@@ -119,7 +119,11 @@ def _fails(*_: object, **__: object) -> None:
     ],
 )
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("settings", [{}, {"overlap": False}, {"delay": 0.5}], ids=["", "serial", "delayed"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overlap": False}, {"delay": 0.5}, {"schedule": "horizontal"}],
+    ids=["", "serial", "delayed", "horizontal"],
+)
 def test_what_fails_on_one_rank_is_said_on_all(
     where: str, mine: str, theirs: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -257,7 +261,6 @@ def test_one_process_does_not_take_a_ranks_store_for_its_own(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        ({"schedule": "horizontal"}, ConfigError, "schedule='horizontal' is not there yet for several ranks"),
         ({"strands": 3}, ConfigError, "strands=3 with 2 ranks: must be 2 times a power of two"),
     ],
 )
@@ -330,7 +333,7 @@ def test_a_store_is_that_of_its_rank(tmp_path: Path) -> None:
             assert (store.model["rank"], store.model["ranks"], store.model["strands"]) == (rank, 2, 2)
 
 
-def not_a_number(mesh: DeviceMesh, what: str) -> tuple[str, float]:
+def not_a_number(mesh: DeviceMesh, what: str, schedule: str) -> tuple[str, float]:
     """One rank's loss is none; all learn it, and go on."""
     broken = False
 
@@ -338,7 +341,7 @@ def not_a_number(mesh: DeviceMesh, what: str) -> tuple[str, float]:
         loss: torch.Tensor = model(**micro_batch).loss
         return loss * float("nan") if broken else loss
 
-    with wrap(CASE, budget(None), mesh=mesh, loss_fn=loss_fn) as engine:
+    with wrap(CASE, budget(None), mesh=mesh, loss_fn=loss_fn, schedule=schedule) as engine:
         first, second = micro_batches(mesh, 2)
         engine.step(first)
         broken = mesh.get_rank() == 1
@@ -348,9 +351,9 @@ def not_a_number(mesh: DeviceMesh, what: str) -> tuple[str, float]:
         return str(caught.value), engine.step(second).loss
 
 
-@pytest.mark.parametrize("what", ["evaluate", "step"])
-def test_a_loss_that_is_no_number_on_one_rank_is_known_to_all(what: str) -> None:
-    (mine, loss), (theirs, other) = together(2, not_a_number, what)
+@pytest.mark.parametrize(("what", "schedule"), [("evaluate", "vertical"), ("step", "vertical"), ("step", "horizontal")])
+def test_a_loss_that_is_no_number_on_one_rank_is_known_to_all(what: str, schedule: str) -> None:
+    (mine, loss), (theirs, other) = together(2, not_a_number, what, schedule)
     assert "rank 1" in mine
     assert "the loss is nan" in theirs
     assert loss == other
@@ -405,7 +408,7 @@ def test_strands_that_cannot_be_leave_no_store(tmp_path: Path) -> None:
 
 def test_a_part_is_not_taken_for_the_whole(tmp_path: Path) -> None:
     together(2, steps, tmp_path / "store", 1)
-    with pytest.raises(ConfigError, match="has the part of rank 0 of 2"), committed([tmp_path / "store" / "rank-0"]):
+    with pytest.raises(StoreError, match="has the part of rank 0 of 2"), committed([[tmp_path / "store" / "rank-0"]]):
         pass
 
 

@@ -14,14 +14,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = MODELS["llama"]
 
 
-def sent(mesh: DeviceMesh, each: int, precision: str) -> dict[str, Any]:
-    with wrap(CASE, budget(None), mesh=mesh, precision=precision) as engine:
+def sent(mesh: DeviceMesh, each: int, precision: str, schedule: str) -> dict[str, Any]:
+    with wrap(CASE, budget(None), mesh=mesh, precision=precision, schedule=schedule) as engine:
         stats = engine.step(CASE.micro_batches(each, seed=mesh.get_rank()))
         groups = [group.spec for group in engine.inside.resources.groups]
         return {
             "moved": stats.bytes_moved["net"],
             "scheduled": engine.plan.schedule.bytes_per_lane()["net"],
             "traced": sum(event.bytes for event in engine.trace if event.lane == "net"),
+            "gathered": sum(event.bytes for event in engine.trace if event.op.startswith("GW")),
+            "exchanged": sum(event.bytes for event in engine.trace if event.op.startswith("SG")),
+            "copied": {lane: stats.bytes_moved[lane] for lane in ("h2d", "d2h")},
+            "to_copy": {lane: engine.plan.schedule.bytes_per_lane()[lane] for lane in ("h2d", "d2h")},
             "elements": [group.numel for group in groups],
             "trained": sum(group.trainable for group in groups),
             "made": sum(groups[g].trainable for s in engine.plan.program.stages for g in s.gradients),
@@ -34,7 +38,7 @@ def test_weights_cross_twice_and_gradients_once(size: int, precision: str, width
     """(2w + 4) N (R - 1) / R bytes, less the second gather of weights that stay, and 8 bytes for each 4096 elements.
     What two stages use, as the group of the embedding and the head here, has a gradient of each.
     """
-    found = [together(size, sent, each, precision) for each in (1, 3)]
+    found = [together(size, sent, each, precision, "vertical") for each in (1, 3)]
     for ranks in found:
         for one in ranks:
             assert one["moved"] == one["scheduled"] == one["traced"]
@@ -46,3 +50,15 @@ def test_weights_cross_twice_and_gradients_once(size: int, precision: str, width
             whole = gathers * width + one["made"] * 4 + one["trained"] // 4096 * 8
             assert one["moved"] == whole * (size - 1) // size
     assert found[0] == found[1]
+
+
+def test_horizontally_weights_cross_for_each_micro_batch_and_gradients_once() -> None:
+    size = 2
+    found = [together(size, sent, each, "bf16", "horizontal") for each in (1, 3)]
+    for ranks in found:
+        for one in ranks:
+            assert one["moved"] == one["scheduled"] == one["traced"]
+            assert one["copied"] == one["to_copy"], "of all ranks' parts, gradients go down and their sum up"
+            assert one["exchanged"] == one["made"] * 4 * (size - 1) // size
+    once, thrice = (ranks[0]["gathered"] for ranks in found)
+    assert 2 * once < thrice <= 3 * once, "but for what stays from one micro-batch to the next"

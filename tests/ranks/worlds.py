@@ -1,6 +1,7 @@
 """Several ranks in processes of their own, as torchrun starts them, from the server that has imported torch."""
 
 import io
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,6 +48,14 @@ class World:
             self.processes.append(process)
             self._ends.append(mine)
 
+    def joined(self) -> None:
+        """Returns when all have joined torch's group. Until then whoever waits for one that is killed is torch's to
+        tell, and torchrun's to end."""
+        until = time.monotonic() + _LONGEST
+        while self._store.add("joined", 0) < self.size:
+            assert time.monotonic() < until, "the ranks do not join"
+            time.sleep(0.01)
+
     def outcomes(self) -> list[Any]:
         """What each rank has returned; a ``RankFailedError`` where it has raised, None where it was killed."""
         found: list[Any] = [None] * self.size
@@ -89,6 +98,7 @@ def _rank(rank: int, size: int, port: int, end: Connection, what: Callable[..., 
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_LONGEST)
             )
             mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
+            store.add("joined", 1)
         except RuntimeError as error:  # torch's own: another rank was killed
             raise RankError(str(error)) from error
         said: tuple[Any, ...] = (True, what(mesh, *args, **given))

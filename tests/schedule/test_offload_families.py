@@ -15,6 +15,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, STREAM_OPTIONS, build
 from penstock.schedule.lower.offload import settings
 from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.seat import SUMMED
 from penstock.schedule.place import FP32, PAGE, Depths, Format
 from penstock.schedule.program import ALIGN
 from penstock.sim.costs import Costs
@@ -137,15 +138,20 @@ SHARDED = [name for name in STREAMED if not FAMILIES[name].one_rank]
 
 @pytest.mark.parametrize("family", SHARDED)
 def test_each_rank_moves_its_part_and_the_network_the_rest(family: str) -> None:
-    """ZeRO-3: for each visit of a group an all-gather of its weights, and a reduce-scatter of each gradient."""
+    """ZeRO-3: for each visit of a group an all-gather of its weights, and a reduce-scatter of each gradient; ours are
+    summed on the host before that, where a visit has one micro-batch."""
     alone, together = one(family, chunks=4), one(family, chunks=4, ranks=RANKS)
-    by_block = STREAMED[family].order == "vertical"
+    by_block, summed = STREAMED[family].order == "vertical", STREAMED[family].sharding == SUMMED
     nbytes = AWAY if by_block else AWAY_ONE_BY_ONE
     away = {"h2d": nbytes, "d2h": nbytes, "read": 0, "write": 0}  # every rank has its own micro-batches
+    if summed and not by_block:  # of all ranks' parts M times down and once up; the exchanged part goes down then
+        away |= {"h2d": nbytes + 4 * N, "d2h": nbytes + M * 4 * N}
+    part = moved(alone) if by_block or not summed else moved(alone) | {"d2h": AWAY_ONE_BY_ONE + 4 * N}
     for lane, nbytes in moved(together).items():
-        assert RANKS * (nbytes - away[lane]) == moved(alone)[lane] - away[lane], lane
+        own = AWAY if by_block else AWAY_ONE_BY_ONE
+        assert RANKS * (nbytes - away[lane]) == part[lane] - own * (lane in ("h2d", "d2h")), lane
     gathered = 2 * (LOADED if by_block else LOADED_ONE_BY_ONE)
-    scattered = (1 if by_block else M) * 4 * N
+    scattered = (1 if by_block or summed else M) * 4 * N
     norm = sum(op.nbytes for op in together.ops if op.id.kind == "AN")
     sent = (gathered + scattered) * (RANKS - 1) // RANKS
     assert together.bytes_per_lane()["net"] == sent + norm

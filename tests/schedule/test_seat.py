@@ -12,7 +12,7 @@ from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.rank import lower_rank
-from penstock.schedule.lower.seat import FULLY, Seat, Sharding
+from penstock.schedule.lower.seat import FULLY, SUMMED, Seat, Sharding
 from penstock.schedule.lower.visits import vertical_route
 from penstock.schedule.place import Placement
 from tests.programs import all_on_disk, transformer
@@ -33,7 +33,11 @@ def lowered(seat: Seat, **places: Any) -> None:
     check_world(World(name="streams", ranks=ranks, groups=groups))
 
 
-@pytest.mark.parametrize("seat", [Seat(), Seat(shards=TWO, sharding=FULLY)], ids=["alone", "zero3"])
+@pytest.mark.parametrize(
+    "seat",
+    [Seat(), Seat(shards=TWO, sharding=FULLY), Seat(shards=TWO, sharding=SUMMED)],
+    ids=["alone", "zero3", "summed"],
+)
 def test_what_streams_is_one_ranks_or_cut_as_by_zero3(seat: Seat) -> None:
     lowered(seat)
 
@@ -44,7 +48,6 @@ def test_what_streams_is_one_ranks_or_cut_as_by_zero3(seat: Seat) -> None:
         Sharding(),
         Sharding(reduce="all"),
         Sharding(weights=True, state=True, reduce="all"),
-        Sharding(weights=True, state=True, reduce="scatter-late"),
         Sharding(state=True, reduce="scatter-late"),
         Sharding(state=True, reduce="scatter-early"),
         replace(FULLY, piece=64),

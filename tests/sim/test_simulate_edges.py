@@ -57,7 +57,8 @@ def test_no_name_and_no_command_are_told_what_there_is(capsys: pytest.CaptureFix
     assert main(["simulate", ""]) == 2
     assert "takes one schedule, by its name or a file's, and was given none" in capsys.readouterr().err
     assert main(["simulat"]) == 2
-    assert "Commands: train, resume, verify, export, plan, simulate, report, doctor." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Commands: train, resume, verify, export, reshard, plan, simulate, report, doctor." in said
 
 
 @pytest.mark.parametrize("name", ["horizontal", "vertical", "zero-infinity", "greedysnake"])

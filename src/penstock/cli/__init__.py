@@ -2,7 +2,7 @@
 
 Settings, the run's folder, the display and the training loop around an engine. May import: ``errors``, ``files``,
 ``documents``, ``config``, ``schedule``, ``sim``, ``hardware``, ``loss``, ``shape``, ``planner``, ``report``, ``store``,
-``optim``, ``data``, ``state``, ``engine``, ``doctor``, ``hf``.
+``optim``, ``data``, ``state``, ``ranks``, ``engine``, ``doctor``, ``hf``.
 """
 
 import errno
@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import TextIO
 
 from penstock.cli.arguments import USAGE, ResumeArguments, TrainArguments
+from penstock.cli.launch import process_count
 from penstock.cli.named_files import check_named_files
 from penstock.cli.run_folder import Start, settings_of, trusts_code
 from penstock.cli.settings import dump, load
 from penstock.cli.showing.display import fail
 from penstock.cli.words import help_of, read_words
 from penstock.config import TrainConfig
-from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, StoreError
+from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, RankError, StoreError
 from penstock.store.directory import in_the_way
 
 
@@ -63,6 +64,10 @@ def _outcome(words: Sequence[str]) -> int:
     except (StoreError, NonFiniteError) as error:
         fail(str(error))
         return 1
+    except RankError as error:
+        fail(str(error))
+        sys.stdout.flush()
+        os._exit(1)  # what torch still waits for of a rank that is gone would abort this process as it ends
     except OSError as error:
         if error.filename is None and error.errno in _LOST:
             raise
@@ -90,6 +95,8 @@ def _command(words: Sequence[str]) -> int:
                 raise ConfigError(
                     f"there is no command {word!r}. Commands: {', '.join(COMMANDS)}. Try: penstock --help"
                 )
+            if process_count() > 1 and word not in _OF_RANKS:
+                raise ConfigError(f"penstock {word} runs in one process: start it without torchrun")
             return COMMANDS[word](rest)
     return 0
 
@@ -174,8 +181,10 @@ def _needing_hf(command: str) -> Iterator[None]:
         ) from error
 
 
+_OF_RANKS = ("train", "resume")
+"""What several processes do together."""
 COMMANDS = {
     "train": _train,
     "resume": _resume,
-    **{name: _of(name) for name in ("verify", "export", "plan", "simulate", "report", "doctor")},
+    **{name: _of(name) for name in ("verify", "export", "reshard", "plan", "simulate", "report", "doctor")},
 }

@@ -20,6 +20,7 @@ penstock: trains language models that do not fit in memory
   penstock resume RUN [--SETTING VALUE ...]          go on with the run in the folder RUN, with the settings it has
   penstock verify RUN                                read all of its last commit, and check every checksum
   penstock export RUN OUT                            write its last commit as a Hugging Face folder
+  penstock reshard RUN --ranks N                     cut its state for another number of ranks
   penstock plan CONFIG.yaml | --model NAME           what a run will do on a machine, and what would help
   penstock simulate NAME|FILE [--costs MACHINE] ...  how long a schedule takes, and what memory it holds when
   penstock report RUN [--svg] [--step N]             one HTML page of what a run did, beside what was predicted

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from penstock import files
 from penstock.cli import removal
+from penstock.cli.launch import how_to_start, in_words
 from penstock.cli.run_folder import (
     Start,
     as_cut_before,
@@ -32,14 +33,18 @@ from penstock.cli.run_record import Pending, Replaced, RunRecord
 from penstock.cli.run_snapshots import snapshots_of, step_kept
 from penstock.cli.settings import dump
 from penstock.config import TrainConfig
+from penstock.config.budget import is_of_rank
 from penstock.errors import ConfigError, StoreError
-from penstock.store.directory import DirectoryLock, in_the_way
-from penstock.store.facts import StoreFacts, facts_of
+from penstock.store.directory import DirectoryLock, in_the_way, is_there
+from penstock.store.facts import StoreFacts, facts_of_all
+from penstock.store.manifest import DATA, Manifest
 from penstock.store.owner import RUN_FILE, Owner, check_owner, owner_in
 
 log = logging.getLogger("penstock")
 
 RUN_LOCK = "run.lock"
+Stores = tuple[tuple[Path, ...], ...]
+"""The directories of each rank's store, by rank."""
 _TRIES = 20
 _REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or --overwrite to replace it"
 
@@ -47,19 +52,23 @@ _REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or
 class Claim:
     """A run's folder, for the time of one start. Made by ``claimed``.
 
-    ``step``: the step that the run goes on after; None: it begins. ``owner``: whose its store is to be.
+    ``step``: the step that the run goes on after; None: it begins.
     """
 
-    def __init__(self, config: TrainConfig, start: Start) -> None:
-        """Look, and change nothing.
+    def __init__(self, config: TrainConfig, start: Start, ranks: int) -> None:
+        """Look, and change nothing. ``ranks``: that are to train it.
 
         Raises:
             ConfigError: what is there is not what ``start`` wants.
             StoreError: the store is of another run, in use, or cannot be read.
         """
         self.folder = Path(config.run)
-        self._paths = config.budget.disk_paths
+        self._ranks = ranks
+        self._disks = config.budget.disk_paths
+        self._stores = config.budget.stores(ranks)
         self._record = RunRecord.read(self.folder)
+        if self._record is not None:
+            self._record.require_settled(self.folder)
         self._began: RunRecord | None = None
         self._replaces: tuple[Replaced, ...] = ()
         self.step: int | None = None
@@ -85,44 +94,61 @@ class Claim:
         present = sorted(item.name for item in self.folder.iterdir() if item.name not in _LEFT_BEHIND)
         if present:
             raise ConfigError(f"run={str(self.folder)!r}: the folder already holds {_some(present)}. {remedy}")
-        facts = facts_of(self._paths) if self._paths else None
-        if facts is not None:
-            whose = "a store of penstock.wrap" if facts.owner is None else f"a run, which began in {facts.owner.folder}"
-            raise ConfigError(
-                f"budget.disk={str(self._paths[0])!r} already holds the state of {whose}: give each run a directory of "
-                "its own"
-            )
+        self._require_no_others()
+
+    def _require_no_others(self) -> None:
+        """No other run, of however many ranks, has state in the directories where this one is to begin.
+
+        Raises:
+            ConfigError: one has.
+        """
+        ours = {one.id for one in self._replaces}
+        for path in self._disks:
+            for place in (path, *sorted(filter(is_of_rank, path.glob("*")))):
+                if not is_there(place / DATA):
+                    continue
+                owner = Manifest.read(place).owner
+                if owner is None or owner.id not in ours:
+                    whose = "a store of penstock.wrap" if owner is None else f"a run, which began in {owner.folder}"
+                    raise ConfigError(
+                        f"budget.disk={str(path)!r} already holds the state of {whose}: give each run a directory of "
+                        "its own"
+                    )
 
     def _to_replace(self, record: RunRecord, before: TrainConfig) -> tuple[Replaced, ...]:
         """The state of the run that is there: where the new settings want theirs, and where it was kept so far."""
         found = list(record.pending.replaces if record.pending else ())
-        for paths in filter(None, dict.fromkeys((self._paths, before.budget.disk_paths))):
-            facts = facts_of(paths)
+        for stores in dict.fromkeys((self._stores, before.budget.stores(record.ranks))):
+            facts = facts_of_all(stores)
             if facts is None:
                 continue
-            if paths == self._paths or self._is_ours(facts, paths):
-                self._require_ours(facts, paths)
+            if stores == self._stores or self._is_ours(facts, stores):
+                self._require_ours(facts, stores)
                 if not facts.untouched:
-                    _require_whole(facts, paths)
-                found.append(_replaced(facts, paths))
+                    _require_whole(facts, stores)
+                found.append(_replaced(facts, stores))
         return tuple(found)
 
     def _to_go_on(self, config: TrainConfig, record: RunRecord, before: TrainConfig) -> int | None:
         """The step to go on after; None: the run begins, with what its earlier beginning left to be replaced."""
-        facts = facts_of(self._paths) if self._paths else None
+        keeps = bool(before.budget.disk_paths or snapshots_of(self.folder))
+        if record.pending is None and record.ranks != self._ranks and keeps:
+            self._begin_with_others(record, before)
+            return None
+        facts = facts_of_all(self._stores)
         if facts is not None:
-            self._require_ours(facts, self._paths)
+            self._require_ours(facts, self._stores)
         if record.pending is not None:
             self._replaces = record.pending.replaces
             return None
-        if self._paths and (facts is None or not facts.step):
+        if self._stores and (facts is None or not facts.step):
             self._require_no_snapshot()
         if facts is None:
             self._require_not_missing(record, before)
-            if not self._paths and (kept := step_kept(self.folder)) is not None:
+            if not self._stores and (kept := step_kept(self.folder)) is not None:
                 check_same_data(as_cut_before(config), before)
                 return kept
-            if not self._paths and (done := steps_written(self.folder)):
+            if not self._stores and (done := steps_written(self.folder)):
                 return self._without_disk(config, done)
             return None
         if facts.untouched or facts.step is None:
@@ -137,11 +163,32 @@ class Claim:
                     "no step of this run was committed before it was stopped, so that what it did is lost: it begins "
                     "again (budget.durability says what a kill may cost)"
                 )
-            self._replaces = (_replaced(facts, self._paths),)
+            self._replaces = (_replaced(facts, self._stores),)
             return None
-        _require_whole(facts, self._paths)
+        _require_whole(facts, self._stores)
         check_same_data(as_cut_before(config), before)
         return facts.step
+
+    def _begin_with_others(self, record: RunRecord, before: TrainConfig) -> None:
+        """A run that another number of ranks has begun: it begins anew, if it has no step.
+
+        Raises:
+            ConfigError: it has.
+            StoreError: it has a store, and that is not where the settings say.
+        """
+        stores = before.budget.stores(record.ranks)
+        facts = facts_of_all(stores)
+        if facts is None:
+            self._require_not_missing(record, before)
+        if (facts is not None and not facts.untouched) or snapshots_of(self.folder):
+            raise ConfigError(
+                f"run={str(self.folder)!r} has the state of {in_words(record.ranks)}: this is {in_words(self._ranks)}. "
+                f"Go on with as many: {how_to_start(record.ranks)} resume {shlex.quote(str(self.folder))}, or cut it "
+                f"for these: penstock reshard {shlex.quote(str(self.folder))} --ranks {self._ranks}"
+            )
+        if facts is not None:
+            self._require_ours(facts, stores)
+            self._replaces = (_replaced(facts, stores),)
 
     def _require_no_snapshot(self) -> None:
         """A run that begins removes what is there, and a store takes over no snapshot.
@@ -152,8 +199,8 @@ class Claim:
         for snapshot in snapshots_of(self.folder)[:1]:
             raise ConfigError(
                 f"run={str(self.folder)!r} has its state in {snapshot}, as it began without a disk, and budget.disk "
-                f"names {self._paths[0]}, which has no step of it: go on without (--budget.disk null), or --overwrite "
-                "to begin again"
+                f"names {self._stores[0][0]}, which has no step of it: go on without (--budget.disk null), or "
+                "--overwrite to begin again"
             )
 
     def _without_disk(self, config: TrainConfig, done: int) -> int | None:
@@ -167,50 +214,50 @@ class Claim:
         """Raises:
         StoreError: the run has a store, and it is not where the settings say.
         """
-        there = before.budget.disk_paths
-        facts = facts_of(there) if there and there != self._paths else None
+        there = before.budget.stores(record.ranks)
+        facts = facts_of_all(there) if there != self._stores else None
         if facts is not None and self._is_ours(facts, there) and not facts.untouched:
             raise StoreError(
-                f"run={str(self.folder)!r} has its state in {there[0]}, and budget.disk names "
-                f"{self._paths[0] if self._paths else 'nothing'}: put the setting back, or move the state there"
+                f"run={str(self.folder)!r} has its state in {there[0][0]}, and budget.disk names "
+                f"{self._stores[0][0] if self._stores else 'nothing'}: put the setting back, or move the state there"
             )
         if record.has_state:
             raise StoreError(
-                f"run={str(self.folder)!r}: its state is not in {(there or self._paths)[0]} any more: is the drive "
+                f"run={str(self.folder)!r}: its state is not in {(there or self._stores)[0][0]} any more: is the drive "
                 "mounted? If the state is gone for good, --overwrite begins again"
             )
 
     # ---- whose it is
 
-    def _is_ours(self, facts: StoreFacts, paths: tuple[Path, ...]) -> bool:
+    def _is_ours(self, facts: StoreFacts, stores: Stores) -> bool:
         if facts.owner is None or self._record is None or facts.owner.id not in self._record.ids:
             return False
-        return self._original(facts.owner, paths) is None
+        return self._original(facts.owner, stores) is None
 
-    def _require_ours(self, facts: StoreFacts, paths: tuple[Path, ...]) -> None:
+    def _require_ours(self, facts: StoreFacts, stores: Stores) -> None:
         """Raises:
         StoreError: the store belongs to another run; names it.
         """
-        if self._is_ours(facts, paths):
+        if self._is_ours(facts, stores):
             return
-        if facts.owner is not None and (original := self._original(facts.owner, paths)) is not None:
+        if facts.owner is not None and (original := self._original(facts.owner, stores)) is not None:
             raise StoreError(
-                f"run={str(self.folder)!r} is a copy of the run in {original}, and {paths[0]} is the state of that "
+                f"run={str(self.folder)!r} is a copy of the run in {original}, and {stores[0][0]} is the state of that "
                 f"one: copy the state as well and give its place (--budget.disk), or go on with {original}"
             )
         assert self._record is not None, "where there is no run there is to be no store either"
-        check_owner(facts.owner, self._record.owner, str(paths[0]))
+        check_owner(facts.owner, self._record.owner, str(stores[0][0]))
         raise AssertionError("a store that is not ours is refused")
 
-    def _original(self, owner: Owner, paths: tuple[Path, ...]) -> Path | None:
+    def _original(self, owner: Owner, stores: Stores) -> Path | None:
         """The folder that ours is a copy of, if it is there still and its settings name the same directories."""
         places = {owner.folder, *([self._record.owner.folder] if self._record else [])}
         for folder in map(Path, sorted(places)):
             with suppress(OSError, ConfigError):
-                found = owner_in(folder)
-                if found is None or found.id != owner.id or folder.samefile(self.folder):
+                found = RunRecord.read(folder)
+                if found is None or found.owner.id != owner.id or folder.samefile(self.folder):
                     continue
-                if _same(settings_of(folder).budget.disk_paths, paths):
+                if _same(settings_of(folder).budget.stores(found.ranks), stores):
                     return folder
         return None
 
@@ -222,9 +269,10 @@ class Claim:
         Raises:
             ConfigError, StoreError: that cannot be done. The rest is done by whoever starts the run next.
         """
+        self._require_no_others()
         removal.check_free(self._replaces)
         pending = Pending(replaces=self._replaces, settings=dump(config))
-        self._record = self._began = RunRecord(owner=Owner.new(self.folder), pending=pending)
+        self._record = self._began = RunRecord(owner=Owner.new(self.folder), ranks=self._ranks, pending=pending)
         try:
             self._record.write(self.folder)
             removal.replace(self.folder, pending.replaces)
@@ -247,7 +295,7 @@ class Claim:
         if there is None or there.id != self._record.owner.id:
             raise StoreError(f"{self.folder} is another folder than it was a moment ago: leave it where it is")
         here = Owner(id=self._record.owner.id, folder=str(self.folder.resolve()))
-        now = RunRecord(owner=here, has_state=bool(self._paths))
+        now = RunRecord(owner=here, ranks=self._ranks, has_state=bool(self._stores))
         if now != self._record:
             now.write(self.folder)
             self._record = now
@@ -263,7 +311,7 @@ class Claim:
         if self.step is not None:
             return True
         try:
-            facts = facts_of(self._paths) if self._paths else None
+            facts = facts_of_all(self._stores)
         except OSError:
             return True
         return (facts is not None and not facts.untouched) or bool(snapshots_of(self.folder))
@@ -271,12 +319,13 @@ class Claim:
     def take_back(self) -> None:
         """Remove what this start has made, if it has begun the run and no step of it is committed."""
         if self._began is not None:
-            removal.take_back(self.folder, self._began, self._paths)
+            removal.take_back(self.folder, self._began, self._stores)
 
 
 @contextmanager
-def claimed(config: TrainConfig, start: Start) -> Iterator[Claim]:
-    """The folder of a run, locked. Who leaves with an error takes back what the start has made.
+def claimed(config: TrainConfig, start: Start, ranks: int = 1) -> Iterator[Claim]:
+    """The folder of a run, locked. Who leaves with an error takes back what the start has made. ``ranks``: that are to
+    train it.
 
     Raises:
         ConfigError: the folder cannot be used, or what is there is not what ``start`` wants.
@@ -285,7 +334,7 @@ def claimed(config: TrainConfig, start: Start) -> Iterator[Claim]:
     folder = Path(config.run)
     lock, ours = _locked(folder)
     try:
-        claim = Claim(config, start)
+        claim = Claim(config, start, ranks)
         try:
             yield claim
         except BaseException:
@@ -343,10 +392,10 @@ def check_same_data(config: TrainConfig, before: TrainConfig) -> None:
             )
 
 
-def is_complete(config: TrainConfig, done: int) -> str:
-    """What is said of a run that has no step left to do."""
+def is_complete(config: TrainConfig, done: int, ranks: int) -> str:
+    """What is said of a run that has no step left to do. ``ranks``: that have trained it."""
     said = f"run={config.run!r} is complete: {done} steps are done and steps is {config.step_count}."
-    again = f" To go on, raise it: penstock resume {shlex.quote(config.run)} --steps {2 * done}"
+    again = f" To go on, raise it: {how_to_start(ranks)} resume {shlex.quote(config.run)} --steps {2 * done}"
     kept = config.budget.disk_paths or config.budget.durability != "none"
     return said + (again if kept else "")
 
@@ -355,24 +404,26 @@ _LEFT_BEHIND = {RUN_LOCK, f"{RUN_FILE}.partial"}
 """What a start that was killed before its run began has left."""
 
 
-def _replaced(facts: StoreFacts, paths: tuple[Path, ...]) -> Replaced:
+def _replaced(facts: StoreFacts, stores: Stores) -> Replaced:
     assert facts.owner is not None, "what is replaced is ours"
-    return Replaced(id=facts.owner.id, disk=tuple(str(path.absolute()) for path in paths))
+    return Replaced(id=facts.owner.id, disk=tuple(str(path.absolute()) for paths in stores for path in paths))
 
 
-def _require_whole(facts: StoreFacts, paths: tuple[Path, ...]) -> None:
+def _require_whole(facts: StoreFacts, stores: Stores) -> None:
     """Raises:
     StoreError: a part of a store is missing.
     """
     if facts.missing:
         raise StoreError(
-            f"{facts.missing[0]} lacks its part of the store in {paths[0]}: is the drive mounted? If it is gone for "
-            "good, remove what is left of the store to start over"
+            f"{facts.missing[0]} lacks its part of the store in {stores[0][0]}: is the drive mounted? If it is gone "
+            "for good, remove what is left of the store to start over"
         )
 
 
-def _same(paths: tuple[Path, ...], others: tuple[Path, ...]) -> bool:
-    return [path.resolve() for path in paths] == [path.resolve() for path in others]
+def _same(stores: Stores, others: Stores) -> bool:
+    return [[path.resolve() for path in paths] for paths in stores] == [
+        [path.resolve() for path in paths] for paths in others
+    ]
 
 
 def _some(names: list[str]) -> str:

@@ -7,12 +7,12 @@ from penstock.report.sentence import format_time
 from penstock.store.store import DATA
 
 
-def space(budget: Budget) -> str:
-    """The disk space that is taken, all of it from the start. The store is there by now."""
+def space(budget: Budget, ranks: int) -> str:
+    """The disk space that is taken, all of it from the start. The stores of the ``ranks`` are there by now."""
     if not budget.disk_paths:
         kept = "and no snapshots, so that the trained model cannot be exported" if budget.durability == "none" else ""
         return f"no state on disk (budget.disk){' ' if kept else ''}{kept}"
-    size = sum((path / DATA).stat().st_size for path in budget.disk_paths)
+    size = sum((path / DATA).stat().st_size for paths in budget.stores(ranks) for path in paths)
     slots = "twice the state, in two slots" if budget.slots == 2 else "the state in one slot"
     return f"{format_size(size)} of disk taken in {', '.join(map(str, budget.disk_paths))}: {slots}"
 

@@ -13,8 +13,10 @@ from penstock.cli.words import Words, columns
 from penstock.config import format_size
 from penstock.errors import ConfigError
 from penstock.hardware.crossing import faster_casts
-from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine
+from penstock.hardware.machine import Between, Crossing, Device, Drive, Host, Machine
 from penstock.hardware.profiles import save_profile
+
+_MOST_RANKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class Arguments(Words):
     |---|---|
     | ``path`` DIR | a directory to measure, one per drive; the current one if none is given |
     | ``quick`` | in a quarter of the time, and less exactly |
+    | ``ranks`` N | measure what N processes send each other, where several train one model on the processors; without
+    it 2, and as many more as there are cores; none with ``quick`` |
     | ``sustained`` | fill the cache of each drive first: writes up to 64 GiB, for up to three minutes |
     | ``json`` | print the profile, and nothing else, on standard output |
     """
@@ -37,11 +41,14 @@ class Arguments(Words):
     path: tuple[Path, ...] = ()
     quick: bool = False
     sustained: bool = False
+    ranks: tuple[int, ...] = ()
     json: bool = False
 
     def __post_init__(self) -> None:
         if self.quick and self.sustained:
             raise ConfigError("--quick measures for a short time and --sustained for a long one: give one of them")
+        if wrong := [count for count in self.ranks if not 2 <= count <= _MOST_RANKS]:
+            raise ConfigError(f"--ranks {wrong[0]}: must be from 2 to {_MOST_RANKS}, the processes on this machine")
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -63,7 +70,11 @@ def run(arguments: Arguments) -> int:
     examine.check_paths(arguments.paths)
     display = choose_display(sys.stderr if arguments.json else sys.stdout)
     effort = examine.QUICK if arguments.quick else examine.SUSTAINED if arguments.sustained else examine.THOROUGH
-    machine = examine.examine(arguments.paths, effort, resolve_device(None), display.working)
+    where = resolve_device(None)
+    if arguments.ranks and where.type != "cpu":
+        raise ConfigError(f"--ranks: what ranks on several {where.type} devices send each other cannot be measured yet")
+    ranks = arguments.ranks or (() if arguments.quick else examine.numbers_of_ranks(where))
+    machine = examine.examine(arguments.paths, effort, where, display.working, ranks)
     if arguments.json:
         print(machine.to_json(), end="")
     else:
@@ -84,6 +95,8 @@ def describe(machine: Machine) -> str:
         lines += ["", *_drives(machine.drives)]
     if machine.contention:
         lines += ["", *_contention(machine)]
+    if machine.between:
+        lines += ["", *_between(machine.between)]
     lines += ["", "What is wrong" if machine.warnings else "Nothing that would slow training down was found."]
     for text in machine.warnings:
         lines += textwrap.wrap(
@@ -174,6 +187,18 @@ def _contention(machine: Machine) -> Iterator[str]:
     for lane in lanes:
         cells = [f"{slower[lane, other]:.2f}x" if (lane, other) in slower else "" for other in lanes]
         yield _row(f"  {lane}", "".join(f"{cell:>9}" for cell in cells)).rstrip()
+
+
+def _between(measured: Sequence[Between]) -> Iterator[str]:
+    """What ranks send each other, and how much that and the other lanes slow each other."""
+    yield f"  {'between ranks':<22}{'GB/s each':>11}{'collective':>12}   takes longer beside"
+    for one in measured:
+        beside = (
+            f"{lane} {1 + one.contention.get(f'net+{lane}', 0.0):.2f}x" for lane in ("compute", "cpu", "h2d", "d2h")
+        )
+        yield _row(
+            f"  {one.ranks} ranks", f"{_gb(one.bandwidth):>11}{one.latency * 1e3:>9.2f} ms   {', '.join(beside)}"
+        )
 
 
 def _gb(rate: float) -> str:

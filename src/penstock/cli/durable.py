@@ -12,11 +12,12 @@ from penstock.schedule.ir.ops import Schedule
 
 
 def with_durability(
-    config: TrainConfig, schedule: str | Schedule, machine: Machine | None, cut: Cut, precision: Precision
+    config: TrainConfig, schedule: str | Schedule, machine: Machine | None, cut: Cut, precision: Precision, ranks: int
 ) -> tuple[TrainConfig, Weighed | None]:
     """The settings with a durability, and what a step takes by durability where that can be told.
 
     A schedule of the user's own says itself where state lives. ``precision``: of a run whose settings name none.
+    ``ranks``: that train it; of several every step is durable where the settings do not say otherwise.
     """
     budget = config.budget
     if isinstance(schedule, Schedule) or not budget.disk_paths:
@@ -26,8 +27,8 @@ def with_durability(
         if chosen.durability is None and budget.slots == 2:  # state is pinned in memory
             chosen = replace(budget, durability="interval")
         return replace(config, budget=chosen), None
-    task, weighed = task_of(config, machine, disk_free=free_here(budget.disk_paths)), None
-    if budget.may_keep_every_step(task.precision):
+    task, weighed = task_of(config, machine, disk_free=free_here(budget.disk_paths), ranks=ranks), None
+    if ranks == 1 and budget.may_keep_every_step(task.precision):
         weighed = weigh(task, cut.size, config.sequences_per_step // cut.size)
     default = weighed.default if weighed is not None and undecided(task) else "step"
     durability = settled(task, default).budget.durability

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.cli.kept_files import kept_of, vouched_by
-from penstock.cli.own_store import require_own_store
+from penstock.cli.own_store import require_own_stores
 from penstock.cli.run_folder import model_folder, settings_of
 from penstock.cli.run_snapshots import record_in, require_newest
 from penstock.cli.showing.progress import progress
@@ -152,8 +152,8 @@ def _state(config: TrainConfig, run: Path) -> "tuple[AbstractContextManager[Comm
     """The values of a run's last commit, or of the snapshot that a run without a disk has; and what that says."""
     from penstock.state.values import committed, kept
 
-    if paths := config.budget.disk_paths:
-        record = require_own_store(run, paths).record
-        return committed(paths), record
+    if config.budget.disk_paths:
+        stores, facts = require_own_stores(run, config.budget)
+        return committed(stores), facts.record
     snapshot = require_newest(run)
     return kept(snapshot), record_in(snapshot)

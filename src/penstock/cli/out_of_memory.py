@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.cli.launch import how_to_start
 from penstock.config import TrainConfig
 from penstock.engine.device import resolve_device
 from penstock.errors import StoreError
-from penstock.store.store import Store
+from penstock.store.facts import facts_of_all
 
 _TORCH = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 """What torch's allocators and CUDA's say in a plain RuntimeError."""
@@ -29,8 +30,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH)
 
 
-def explain(error: BaseException, config: TrainConfig, *, begun: bool) -> str:
-    """The message. ``begun``: the run has steps to go on from. Its engine must be closed by now."""
+def explain(error: BaseException, config: TrainConfig, *, ranks: int, begun: bool) -> str:
+    """The message. ``ranks``: that train. ``begun``: the run has steps to go on from."""
     on_device = "cuda" in str(error).lower()
     keys = ["device"] if on_device else ["host"]
     if not on_device and resolve_device(config.device).type == "cpu":
@@ -39,22 +40,21 @@ def explain(error: BaseException, config: TrainConfig, *, begun: bool) -> str:
     return (
         f"out of memory on the {'device' if on_device else 'host'}: {reason.rstrip('.')}. "
         "A budget does not count Python, torch, the model's own code or other programs. "
-        + (_go_on(config, keys) if begun else f"No step was done. {_lower(config, keys)}, or micro_batch_size")
+        + (_go_on(config, keys, ranks) if begun else f"No step was done. {_lower(config, keys)}, or micro_batch_size")
     )
 
 
-def _go_on(config: TrainConfig, keys: Sequence[str]) -> str:
+def _go_on(config: TrainConfig, keys: Sequence[str], ranks: int) -> str:
     """What is safe, and the command that goes on."""
     try:
-        there = [path for path in config.budget.disk_paths if Store.exists([path])]
-        with Store.open(there, writable=False) as store:
-            last = store.last_commit()
+        facts = facts_of_all(config.budget.stores(ranks))
     except StoreError as error:
         return f"Whether the state on disk is whole cannot be said: {error}"
-    if last is None or not last["whole"]:
+    if facts is None or facts.step is None:
         return "State was in memory, and what is on disk is not one step's state: go on from a snapshot, or start over"
-    again = f"penstock resume {shlex.quote(config.run)} " + " ".join(f"--budget.{key} SIZE" for key in keys)
-    return f"The last commit, step {last['step']}, is intact. {_lower(config, keys)}, and go on from it: {again}"
+    sizes = " ".join(f"--budget.{key} SIZE" for key in keys)
+    again = f"{how_to_start(ranks)} resume {shlex.quote(config.run)} {sizes}"
+    return f"The last commit, step {facts.step}, is intact. {_lower(config, keys)}, and go on from it: {again}"
 
 
 def _lower(config: TrainConfig, keys: Sequence[str]) -> str:

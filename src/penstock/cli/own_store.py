@@ -1,25 +1,29 @@
-"""The store of a run, for the commands that only read it."""
+"""The stores of a run, for the commands that only read them."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.cli.run_record import RunRecord
+from penstock.config import Budget
 from penstock.errors import ConfigError
-from penstock.store.facts import StoreFacts, facts_of
-from penstock.store.owner import RUN_FILE, check_owner, owner_in
+from penstock.store.facts import StoreFacts, facts_of_all
+from penstock.store.owner import RUN_FILE, check_owner
 
 
-def require_own_store(run: Path, paths: Sequence[Path]) -> StoreFacts:
-    """``run``: the folder of a run. ``paths``: the directories that its settings name. Returns what its store says.
+def require_own_stores(run: Path, budget: Budget) -> tuple[tuple[tuple[Path, ...], ...], StoreFacts]:
+    """The directories of each rank's store of the run in a folder, and what they say. ``budget``: as its settings have
+    it.
 
     Raises:
-        ConfigError: there is no store.
-        StoreError: it is another run's, or may not be looked at.
+        ConfigError: it is the folder of no run, or there is no store.
+        StoreError: they are another run's, or may not be looked at; or a reshard was interrupted.
     """
-    facts = facts_of(paths)
-    if facts is None:
-        raise ConfigError(f"{paths[0]} holds no store: the run has not begun, or it was removed")
-    owner = owner_in(run)
-    if owner is None:
+    record = RunRecord.read(run)
+    if record is None:
         raise ConfigError(f"{run} is not the folder of a run: it has no {RUN_FILE}, which penstock train writes")
-    check_owner(facts.owner, owner, str(paths[0]))
-    return facts
+    record.require_settled(run)
+    stores = budget.stores(record.ranks)
+    facts = facts_of_all(stores)
+    if facts is None:
+        raise ConfigError(f"{stores[0][0]} holds no store: the run has not begun, or it was removed")
+    check_owner(facts.owner, record.owner, str(stores[0][0]))
+    return stores, facts

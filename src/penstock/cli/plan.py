@@ -20,6 +20,8 @@ from penstock.planner.arguments import PlanSettings, check_drives
 from penstock.planner.ask import PlanReport, measured, plan, rated, report
 from penstock.planner.task import free_bytes, own_budget
 
+_MOST_RANKS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileArguments(Words):
@@ -34,6 +36,7 @@ class FileArguments(Words):
     | ``machine`` NAME|FILE | a machine that ships with penstock, or a profile; without it, this machine, as penstock
     doctor has measured it |
     | ``batch`` | sequences in a step; cut into micro-batches as is best |
+    | ``ranks`` N | plan for N processes on the machine that share the model's state, for a file's settings |
     | ``disk_free`` | disk space that may be used, if not what the profile says |
     | ``tbw`` | terabytes that each drive is rated for, if not what the profile says |
     | ``json`` | print everything as JSON |
@@ -46,6 +49,7 @@ class FileArguments(Words):
     config: Path
     machine: str | None = None
     batch: int | None = None
+    ranks: int = 1
     disk_free: str | int | None = None
     tbw: float | None = None
     json: bool = False
@@ -55,6 +59,8 @@ class FileArguments(Words):
         check_drives(self.disk_free, self.tbw)
         if self.batch is not None and self.batch < 1:
             raise ConfigError(f"batch={self.batch}: must be a whole number of at least 1")
+        if not 1 <= self.ranks <= _MOST_RANKS:
+            raise ConfigError(f"ranks={self.ranks}: must be from 1 to {_MOST_RANKS}, the processes on one machine")
         keys = {key.replace("-", "_") for key, _ in self.settings}
         if self.batch is not None and (cut := {"micro_batches", "micro_batch_size"} & keys):
             raise ConfigError(
@@ -158,12 +164,14 @@ def _of_config(arguments: FileArguments) -> PlanReport:
         tbw = config.drive_tbw
     if tbw is not None:
         machine = rated(machine, tbw)
-    task = task_of(config, machine, disk_free=free)
+    ranks = arguments.ranks
+    task = task_of(config, machine, disk_free=free, ranks=ranks)
     batch = arguments.batch
     if batch is None and config.micro_batch_size is not None:
-        found = report(task, split=config.split)
+        size, count = config.split
+        found = report(task, split=(size, _share(count, ranks, "micro-batches")))
     else:
-        found = report(task, batch=batch or config.sequences_per_step)
+        found = report(task, batch=_share(batch or config.sequences_per_step, ranks, "sequences"))
     if config.plan is None:
         note = (
             "the file says plan: null, so that the run places state by a fixed order; this is the plan for plan: auto"
@@ -173,6 +181,13 @@ def _of_config(arguments: FileArguments) -> PlanReport:
         note = f"the shape of {config.model.source} is the published one, which ships as {shipped}: no hub was asked"
         found = replace(found, notes=(*found.notes, note))
     return found
+
+
+def _share(count: int, ranks: int, what: str) -> int:
+    each, rest = divmod(count, ranks)
+    if rest or not each:
+        raise ConfigError(f"{count} {what} cannot be shared evenly by {ranks} ranks: give a multiple of {ranks}")
+    return each
 
 
 def _machine(config: TrainConfig, asked: str | None) -> Machine:

@@ -28,6 +28,7 @@ _LANES: Mapping[str, str] = {
     "read": "disk read",
     "write": "disk write",
     "cpu": "host optimizer",
+    "net": "between ranks",
 }
 
 
@@ -52,11 +53,12 @@ def describe(report: PlanReport, *, wide: bool) -> str:
 def _head(f: Forecast) -> Iterator[str]:
     task, settings = f.task, f.choice.plan.settings
     yield f"{task.shape.name}, {_count(f.parameters)} parameters, {task.precision}, {task.optimizer}"
-    yield f"on {task.machine.name}"
+    yield f"on {task.machine.name}" + (f", {task.ranks} ranks that share its state" if task.ranks > 1 else "")
+    each = "each rank " if task.ranks > 1 else ""
     fits = "It fits" if f.beyond_machine is None else "It fits into the budget, but not into the machine"
     yield (
-        f"{fits}. {f.choice.request.family} schedule, {f.micro_batches} micro-batch{'es' * (f.micro_batches > 1)} of "
-        f"{f.micro_batch_size} x {task.sequence_length:,} tokens"
+        f"{fits}. {f.choice.request.family} schedule, {each}{f.micro_batches} "
+        f"micro-batch{'es' * (f.micro_batches > 1)} of {f.micro_batch_size} x {task.sequence_length:,} tokens"
         + (f", {_NORM[steps_early(f.choice.plan.program, settings)]}" if task.needs_norm else "")
         + (f", delay {settings.delay:g}" if settings.delay else "")
     )
@@ -119,6 +121,8 @@ def _of_blocks(f: Forecast) -> str:
 
 
 def _table(f: Forecast) -> Iterator[str]:
+    if f.task.ranks > 1:
+        yield "of each rank:"
     yield f"{'lane':<16}{'per step':>12}{'work':>12}{'busy':>8}"
     for lane, x in f.lanes.items():
         moved = format_size(x.nbytes) if x.nbytes and lane != "cpu" else ""
@@ -140,6 +144,8 @@ def _memory(f: Forecast) -> Iterator[str]:
         yield f"gradients   in bf16, rounded {where}"
     yield f"chunks      of {format_size(settings.chunk * FP32)} in fp32, {len(f.choice.plan.schedule.ops):,} ops a step"
     yield ""
+    if f.task.ranks > 1:
+        yield "of each rank:"
     yield f"{'memory':<12}{'given':>10}" + "".join(f"{phase:>10}" for phase in _PHASES)
     given: Mapping[Tier, int] = {
         "device": f.task.budget.device_bytes,
@@ -154,11 +160,13 @@ def _memory(f: Forecast) -> Iterator[str]:
 
 
 def _disk(f: Forecast) -> Iterator[str]:
-    yield f"a snapshot  takes {format_size(f.snapshot_bytes)} wherever it is saved"
+    if f.task.ranks == 1:
+        yield f"a snapshot  takes {format_size(f.snapshot_bytes)} wherever it is saved"
     wear = f.wear
     if not wear.written_bytes:
         return
-    text = f"disk wear   {format_size(wear.written_bytes)} written per step, {wear.per_parameter:.1f} B per parameter"
+    by = "rank and step" if f.task.ranks > 1 else "step"
+    text = f"disk wear   {format_size(wear.written_bytes)} written per {by}, {wear.per_parameter:.1f} B per parameter"
     if wear.days is None or wear.steps is None or wear.tbw is None:
         yield f"{text}; --tbw N, the rating of a drive in terabytes, tells how long it lasts"
     else:
@@ -183,9 +191,9 @@ def _kill(report: PlanReport) -> Iterator[str]:
 
 
 def _batches(report: PlanReport, *, wide: bool) -> Iterator[str]:
-    f, roof = report.forecast, report.roofline
     if not report.curve:
         return
+    f, roof = report.forecast, report.roofline
     most = max(roof.compute_tokens_per_second, 1e-9)
     mark = "█" if wide else "#"
     yield f"tokens/s by sequences in a step, micro-batches of {f.micro_batch_size} (estimated by the linear program)"
@@ -220,6 +228,9 @@ def _bar(rate: float | None, most: float, mark: str) -> str:
 
 
 def _advice(report: PlanReport) -> Iterator[str]:
+    f = report.forecast
+    if f.task.ranks > 1:
+        return
     if not report.advice:
         yield "Nothing that was tried would make it 2% faster: memory, drives, link, compute, batch."
         return

@@ -5,19 +5,24 @@ and a start fails before its first step is committed (``take_back``), so that th
 second is an error path: it removes what this start has made itself, and where a store has a step it removes nothing.
 """
 
+import errno
 import logging
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace as with_changes
 from pathlib import Path
 
 from penstock.cli.run_folder import has_steps, own_files, own_folders, settings_path
 from penstock.cli.run_record import Replaced, RunRecord
 from penstock.cli.run_snapshots import remove_abandoned_snapshots, snapshots_of
+from penstock.config.budget import is_of_rank
+from penstock.errors import StoreError
 from penstock.store.directory import LOCK, DirectoryLock, is_there, sync_directory
-from penstock.store.facts import facts_of
+from penstock.store.facts import facts_of, facts_of_all
 from penstock.store.manifest import DATA, Manifest
-from penstock.store.owner import RUN_FILE
+from penstock.store.owner import RUN_FILE, Owner
 from penstock.store.store import Store
 
 log = logging.getLogger("penstock")
@@ -48,33 +53,33 @@ def replace(folder: Path, replaced: Sequence[Replaced]) -> None:
     _remove_files(folder, [path for path in own_files(folder) if path != keep])
 
 
-def take_back(folder: Path, record: RunRecord, paths: Sequence[Path]) -> None:
+def take_back(folder: Path, record: RunRecord, stores: Sequence[Sequence[Path]]) -> None:
     """Remove what the start that wrote ``record`` has made, if no step is committed or written down. Raises nothing.
 
-    ``paths``: the directories of its store.
+    ``stores``: the directories of each rank's store.
     """
     try:
-        _take_back(folder, record, paths)
+        _take_back(folder, record, stores)
     except OSError as error:
         log.warning("what this start has made cannot all be removed (%s): penstock train --resume clears it", error)
 
 
-def _take_back(folder: Path, record: RunRecord, paths: Sequence[Path]) -> None:
+def _take_back(folder: Path, record: RunRecord, stores: Sequence[Sequence[Path]]) -> None:
     now = RunRecord.read(folder)
     if now is None or now.owner.id != record.owner.id or has_steps(folder) or snapshots_of(folder):
         return
     if now.pending is not None and now.pending.replaces:
         return  # it says what is still to be removed of the run before
-    facts = facts_of(paths) if paths else None
-    ours = facts is not None and facts.owner == record.owner
-    if ours and facts is not None and not facts.untouched:
+    facts = facts_of_all(stores)
+    if facts is not None and facts.owner == record.owner and not facts.untouched:
         return
     if now.has_state:
-        RunRecord(owner=record.owner).write(folder)  # from here on a store that is not found is not missed
-    if ours and not Store.delete(paths, only=lambda facts: facts.untouched and facts.owner == record.owner):
-        return
-    for path in paths:
-        _remove_if_empty(path)
+        with_changes(now, has_state=False).write(folder)  # from here on a store that is not found is not missed
+    for paths in stores:
+        if not _deleted(paths, record.owner):
+            return
+        for path in paths:
+            _remove_if_empty(path)
     _remove_files(folder, own_files(folder))
     data = folder / "data"
     try:
@@ -85,6 +90,25 @@ def _take_back(folder: Path, record: RunRecord, paths: Sequence[Path]) -> None:
             raise  # before the record is removed, without which nobody would know whose it is
     (folder / RUN_FILE).unlink(missing_ok=True)
     _remove_if_empty(folder)
+
+
+def _deleted(paths: Sequence[Path], owner: Owner) -> bool:
+    """Remove a store, if it is that run's; False: somebody has begun to train it."""
+    facts = facts_of(paths)
+    if facts is None or facts.owner != owner:
+        return True
+    for _ in range(_TRIES):
+        try:
+            return Store.delete(paths, only=lambda facts: facts.untouched and facts.owner == owner)
+        except StoreError as error:
+            if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
+                raise
+            time.sleep(_APART)  # another rank is still about to end
+    return Store.delete(paths, only=lambda facts: facts.untouched and facts.owner == owner)
+
+
+_TRIES, _APART = 20, 0.1
+"""how often, and how many seconds apart, a store is looked at that is in use"""
 
 
 def _remove_part(path: Path, owner: str) -> None:
@@ -110,3 +134,5 @@ def _remove_files(folder: Path, files: Sequence[Path]) -> None:
 def _remove_if_empty(path: Path) -> None:
     with suppress(OSError):  # something else is in it, or it is not there: not ours to remove
         path.rmdir()
+        if is_of_rank(path):
+            path.parent.rmdir()

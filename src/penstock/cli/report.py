@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from penstock import files
 from penstock.cli.run_folder import settings_file, settings_of
+from penstock.cli.run_record import RunRecord
 from penstock.cli.words import Words
 from penstock.config import Tier, TrainConfig
 from penstock.errors import ConfigError
@@ -86,22 +87,26 @@ def gather(folder: Path, step: int | None) -> Report:
     config = settings_of(folder)
     steps = read_traces(folder)
     prediction = read_prediction(folder / "prediction.json")
+    record = RunRecord.read(folder)
+    ranks = 1 if record is None else record.ranks
     return Report(
         name=folder.resolve().name,
-        description=_description(config),
+        description=_description(config, ranks),
         step=choose_step(steps, step),
         traced=len(steps),
         metrics=read_metrics(folder / "metrics.jsonl"),
         prediction=prediction,
-        budget=_budget(config) if prediction is None else prediction.budget,
+        budget=_budget(config, ranks) if prediction is None else prediction.budget,
     )
 
 
-def _budget(config: TrainConfig) -> dict[Tier, int]:
-    return {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
+def _budget(config: TrainConfig, ranks: int) -> dict[Tier, int]:
+    """What a rank was given."""
+    given = config.budget.of_rank(0, ranks)
+    return {"device": given.device_bytes, "host": given.host_bytes}
 
 
-def _description(config: TrainConfig) -> str:
+def _description(config: TrainConfig, ranks: int) -> str:
     size, count = (0, 0) if config.micro_batch_size is None else config.split
     cut = f"{count} micro-batch{'es' * (count > 1)} of {size} x {config.data.sequence_length} tokens" if size else ""
     parts = [
@@ -109,6 +114,7 @@ def _description(config: TrainConfig) -> str:
         f"{config.schedule} schedule",
         cut,
         config.precision or "",
+        f"rank 0 of {ranks}" if ranks > 1 else "",
     ]
     return ", ".join(part for part in parts if part)
 

@@ -163,9 +163,10 @@ def steps_written(folder: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def trace_path(folder: Path, first: int) -> Path:
-    """The trace of a stretch that starts after ``first`` steps; a resumed one does not replace the others."""
-    return folder / (f"trace-from-{first + 1}.json" if first else "trace.json")
+def trace_path(folder: Path, first: int, rank: int) -> Path:
+    """One rank's trace of a stretch that starts after ``first`` steps; a resumed one does not replace the others."""
+    whose = f"-rank-{rank}" if rank else ""
+    return folder / (f"trace{whose}-from-{first + 1}.json" if first else f"trace{whose}.json")
 
 
 def write_settings(folder: Path, config: TrainConfig) -> None:

@@ -4,6 +4,7 @@ A run begins in one go as far as anybody can see: what is to be done is written 
 starts the run after a kill does the rest before anything else.
 """
 
+import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from penstock.store.records import read_as, write_document
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced:
-    """The state of an earlier run, to be removed. ``id``: of the run. ``disk``: directories."""
+    """The state of an earlier run, to be removed. ``id``: of the run. ``disk``: directories, of all ranks."""
 
     id: str
     disk: tuple[str, ...]
@@ -29,14 +30,26 @@ class Pending:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resharding:
+    """A reshard under way, to so many ``ranks`` and ``strands``. ``replaces``: the ids of the stores that go, as the
+    new ones are whole; empty: they are not yet."""
+
+    ranks: int
+    strands: int
+    replaces: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """``has_state``: a store was made for the run, so that it is missed where it is not found. ``pending``: None: the
-    run has begun.
+    """``ranks``: how many train it; each has a store. ``has_state``: these were made, so that they are missed where
+    they are not found. ``pending``: None: the run has begun. ``resharding``: None: its stores are those of ``ranks``.
     """
 
     owner: Owner
+    ranks: int = 1
     has_state: bool = False
     pending: Pending | None = None
+    resharding: Resharding | None = None
 
     @property
     def ids(self) -> set[str]:
@@ -47,8 +60,22 @@ class RunRecord:
         """Raises:
         StoreError: it cannot be written; what was there still is.
         """
-        body = {**self.owner.to_json(), "has_state": self.has_state}
-        write_document(folder / RUN_FILE, RUN_KIND, body | {"pending": self.pending and asdict(self.pending)})
+        body = {**self.owner.to_json(), "ranks": self.ranks, "has_state": self.has_state}
+        body |= {"pending": self.pending and asdict(self.pending)}
+        body |= {"resharding": self.resharding and asdict(self.resharding)}
+        write_document(folder / RUN_FILE, RUN_KIND, body)
+
+    def require_settled(self, folder: Path) -> None:
+        """Raises:
+        StoreError: a reshard of the run in ``folder`` was interrupted.
+        """
+        if self.resharding is None:
+            return
+        again = f"penstock reshard {shlex.quote(str(folder))} --ranks"
+        undo = "" if self.resharding.replaces else f", or leave it as it was: {again} {self.ranks}"
+        raise StoreError(
+            f"{folder}: penstock reshard was interrupted. Finish it: {again} {self.resharding.ranks}{undo}"
+        )
 
     @staticmethod
     def read(folder: Path) -> "RunRecord | None":
@@ -70,7 +97,11 @@ class RunRecord:
                 raise
             raise StoreError(f"{error}. Put it back from a copy: it says which store is this run's") from error
         return RunRecord(
-            owner=Owner(id=found.id, folder=found.folder), has_state=found.has_state, pending=found.pending
+            owner=Owner(id=found.id, folder=found.folder),
+            ranks=found.ranks,
+            has_state=found.has_state,
+            pending=found.pending,
+            resharding=found.resharding,
         )
 
     def begun(self) -> "RunRecord":
@@ -83,5 +114,15 @@ class _Written:
 
     id: str
     folder: str
+    ranks: int
     has_state: bool
     pending: Pending | None
+    resharding: Resharding | None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= _MOST_RANKS:
+            raise ValueError(f"ranks={self.ranks} is no number of ranks")
+
+
+_MOST_RANKS = 1 << 16
+"""More than any run has, and as many as can be counted through."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.cli.task import free_here, shape_of, task_of
 from penstock.config import TrainConfig, fields_of
+from penstock.config.step import check_strands
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.batches import choose, cuts, splits
@@ -16,6 +17,7 @@ from penstock.planner.durability import settled
 from penstock.planner.fit import Request, fit
 from penstock.planner.task import DEVICE_TEMPORARIES, MOMENTS, TOKEN_BYTES
 from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.place import Format
 from penstock.shape.model import ModelShape
 
@@ -36,22 +38,46 @@ class Cut:
         return f"{count} micro-batch{'es' * (count > 1)} of {self.size} sequence{'s' * (self.size > 1)}: {self.reason}"
 
 
-def cut_batch(config: TrainConfig, schedule: str | Schedule, machine: Machine | None, kind: DeviceKind) -> Cut:
-    """How a step's sequences are cut. ``machine``: to predict for; ``kind``: of the device that computes.
+def check_shared(config: TrainConfig, ranks: int) -> None:
+    """Raises:
+    ConfigError: several ranks cannot train such a run, or not with such a batch.
+    """
+    if config.strands is not None:
+        check_strands(config.strands, ranks)
+    if ranks == 1:
+        return
+    sequences, size = config.sequences_per_step, config.micro_batch_size or 1
+    if sequences // size % ranks:
+        raise ConfigError(
+            f"batch: the {sequences // size} micro-batches of a step cannot be dealt out evenly to {ranks} ranks: give "
+            f"a multiple of {ranks * size} sequences"
+        )
+    if not config.budget.disk_paths and config.budget.durability != "none":
+        raise ConfigError(
+            f"without a disk a run of {ranks} ranks keeps nothing, as there are no snapshots of several ranks yet: "
+            "give budget.disk a directory, or say that it is meant: budget.durability: none"
+        )
+
+
+def cut_batch(
+    config: TrainConfig, schedule: str | Schedule, machine: Machine | None, kind: DeviceKind, ranks: int = 1
+) -> Cut:
+    """How a step's sequences are cut, for as many micro-batches on each of the ``ranks``. ``machine``: to predict for;
+    ``kind``: of the device that computes.
 
     Raises:
         ConfigError: the batch cannot be cut as a schedule of the user's own wants it, or into few enough pieces.
         BudgetError: it does not fit, however it is cut.
     """
-    sequences = config.sequences_per_step
+    each = config.sequences_per_step // ranks
     if isinstance(schedule, Schedule):
         return _as_scheduled(config, schedule)
     if config.micro_batch_size is not None:
         return Cut(size=config.micro_batch_size, reason="as micro_batch_size says")
-    if sequences == 1:
+    if each == 1:
         return Cut(size=1, reason="there is no other way")
-    found = _largest(config, kind) if machine is None else _fastest(config, machine)
-    smaller = tuple(size for size, _ in reversed(cuts(sequences)) if size < found[0])
+    found = _largest(config, kind, ranks) if machine is None else _fastest(config, machine, ranks)
+    smaller = tuple(size for size, _ in reversed(cuts(each)) if size < found[0])
     return Cut(size=found[0], reason=found[1], smaller=smaller)
 
 
@@ -71,10 +97,10 @@ def _as_scheduled(config: TrainConfig, schedule: Schedule) -> Cut:
     return Cut(size=size, reason="as many as the schedule of your own has")
 
 
-def _fastest(config: TrainConfig, machine: Machine) -> tuple[int, str]:
+def _fastest(config: TrainConfig, machine: Machine, ranks: int) -> tuple[int, str]:
     """The size with the shortest predicted step, and how many times as long others would take."""
-    task = settled(task_of(config, machine, disk_free=free_here(config.budget.disk_paths)))
-    sequences = config.sequences_per_step
+    task = settled(task_of(config, machine, disk_free=free_here(config.budget.disk_paths), ranks=ranks))
+    sequences = config.sequences_per_step // ranks
     found = splits(task, sequences)
     _, best = choose(task, sequences, found)
     others = [split for split in found if split.micro_batch_size != best.micro_batch_size]
@@ -88,9 +114,9 @@ def _fastest(config: TrainConfig, machine: Machine) -> tuple[int, str]:
     return best.micro_batch_size, "predicted to be the fastest" + (f" ({', '.join(compared)})" if compared else "")
 
 
-def _largest(config: TrainConfig, kind: DeviceKind) -> tuple[int, str]:
+def _largest(config: TrainConfig, kind: DeviceKind, ranks: int) -> tuple[int, str]:
     """The largest size that fits: without a machine's profile there is nothing else to choose by."""
-    shape, sizes = shape_of(config, kind), list(reversed(cuts(config.sequences_per_step)))
+    shape, sizes = shape_of(config, kind), list(reversed(cuts(config.sequences_per_step // ranks)))
     if not sizes:
         raise ConfigError(
             f"batch: {config.sequences_per_step} sequences cannot be cut into few enough equal micro-batches: choose a "
@@ -99,29 +125,31 @@ def _largest(config: TrainConfig, kind: DeviceKind) -> tuple[int, str]:
     refusal: BudgetError | None = None
     for size, count in sizes:
         try:
-            fit(_request(config, shape, kind, size, count))
+            fit(_request(config, shape, kind, size, count, ranks))
         except BudgetError as error:
             refusal = error
         else:
-            return size, "the largest that fit" + (" (plan: null, so nothing is predicted)" * (size > 1))
+            said = " (plan: null, so nothing is predicted)" if config.plan is None and size > 1 else ""
+            return size, f"the largest that fit{said}"
     assert refusal is not None
     raise refusal
 
 
-def _request(config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int) -> Request:
-    """What the engine will ask for with such micro-batches."""
+def _request(config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int, ranks: int) -> Request:
+    """What the engine of each rank will ask for with such micro-batches."""
     assert not isinstance(config.schedule, Path)
     precision = config.precision_on(kind)
     moments = MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum)
     form = Format(weight_bytes=4 if precision == "fp32" else 2, moments=moments)
     profile = shape.profile(size, config.data.sequence_length, form)
     return Request(
-        program=profile.program,
-        budget=config.budget.by_default(precision).with_pins(precision),
+        program=Mesh(data=ranks).everyone().part(profile.program),
+        budget=config.budget.by_default(precision).with_pins(precision).of_rank(0, ranks),
         form=form,
         micro_batches=count,
         wait=config.needs_norm,
-        **fields_of(config),
+        **fields_of(config) | {"strands": (config.strands or ranks) // ranks},
+        ranks=ranks,
         family=config.schedule,
         inputs=count * profile.tokens * TOKEN_BYTES,
         step_temporaries=0 if kind == "cpu" else DEVICE_TEMPORARIES,

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import DataConfig, LoraConfig, ModelConfig, StepConfig, TrainConfig, fields_of
+from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
+from penstock.hardware.sharing import of_each_rank
 from penstock.planner.task import MOMENTS, Task
 from penstock.shape.huggingface import model_shape
 from penstock.shape.meta import Change
@@ -18,17 +20,23 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def task_of(config: TrainConfig, machine: Machine, *, disk_free: int) -> Task:
-    """The task of a run whose schedule is a family. ``disk_free``: bytes on disk that may be used.
+def task_of(config: TrainConfig, machine: Machine, *, disk_free: int, ranks: int = 1) -> Task:
+    """The task of a run whose schedule is a family; of several ``ranks`` what one of them is to do, as all do the same.
+    ``disk_free``: bytes on disk that may be used, by all.
 
     Raises:
         ConfigError: the machine's profile lacks what the settings need, or the model is refused.
     """
     assert not isinstance(config.schedule, Path)
+    if ranks > 1:
+        if config.budget.durability == "interval":
+            raise ConfigError(f"budget.durability='interval' is not there yet for {ranks} ranks: give 'step' or 'none'")
+        machine, disk_free = of_each_rank(machine, ranks), disk_free // ranks
     return Task(
         shape=shape_of(config, machine.device.kind),
         machine=machine,
-        budget=config.budget,
+        budget=config.budget.of_rank(0, ranks),
+        ranks=ranks,
         sequence_length=config.data.sequence_length,
         optimizer=config.optimizer.name,
         moments=MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum),

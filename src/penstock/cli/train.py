@@ -10,23 +10,27 @@ from typing import Any, Literal
 
 from torch import nn
 
-from penstock.cli.claim import Claim, claimed, is_complete
+from penstock.cli.claim import is_complete
 from penstock.cli.disk_summary import cost_of_a_kill, space
 from penstock.cli.durable import in_words, with_durability
+from penstock.cli.joint import Joint, joint
 from penstock.cli.kept_files import KeptFiles, kept_of, vouched_by
-from penstock.cli.loop import Stretch, report_last, run_steps
+from penstock.cli.launch import launched
+from penstock.cli.loop import report_last, run_steps
 from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
 from penstock.cli.out_of_memory import explain, is_out_of_memory
 from penstock.cli.recipe import optimizer_spec
-from penstock.cli.run_folder import Start, as_cut_before, model_folder, steps_written, write_settings
+from penstock.cli.run_folder import Start, as_cut_before, model_folder, write_settings
 from penstock.cli.run_snapshots import newest, record_kept
 from penstock.cli.schedule_file import read_world
+from penstock.cli.settings import plain
 from penstock.cli.showing.display import Display, choose_display
 from penstock.cli.showing.meter import Meter, Outline
 from penstock.cli.showing.pace import Pace
 from penstock.cli.showing.summary import closing, opening, resident_bytes
 from penstock.cli.showing.yardstick import Yardstick, yardstick
-from penstock.cli.split import Cut, cut_batch
+from penstock.cli.split import Cut, check_shared, cut_batch
+from penstock.cli.stretch import Stretch
 from penstock.cli.trackers import check_installed
 from penstock.config import LoraConfig, Precision, StepConfig, Tier, TrainConfig, fields_of
 from penstock.data.apart import check_keeps_apart
@@ -35,20 +39,24 @@ from penstock.data.opening import Data, check_model, open_data, prepared_in
 from penstock.data.stream import Prepared
 from penstock.data.summary import summary_of
 from penstock.data.tokenizer import pad_id
+from penstock.engine.arguments import WrapArguments
 from penstock.engine.device import kind_of, resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.start import WeightSource
-from penstock.engine.wrap import wrap
+from penstock.engine.wrap import wrap_among
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, save_profile
+from penstock.hardware.sharing import knows_ranks
 from penstock.hf.lora import BaseWeights, with_adapters
 from penstock.loss.tiled import plain_head, tiled_loss
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner.durability import Weighed
+from penstock.ranks.group import Ranks
+from penstock.ranks.share import Share
 from penstock.report.sentence import format_time
 from penstock.schedule.ir.ops import Schedule
-from penstock.store.facts import facts_of
+from penstock.store.facts import facts_of_all
 
 
 def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
@@ -65,29 +73,26 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
     schedule = _schedule(config.schedule)
     optimizer = optimizer_spec(config.optimizer)
     check_installed(config.trackers)
-    with claimed(config, start) as claim:
-        if _all_done(config, claim):
-            display.say(is_complete(config, claim.step or 0))
-            return 0
-        try:
-            return _start(config, display, claim, optimizer, schedule, own_code=own_code)
-        except BaseException as error:
-            if is_out_of_memory(error):
-                raise MemoryError(explain(error, config, begun=claim.has_steps)) from error
-            raise
-
-
-def _all_done(config: TrainConfig, claim: Claim) -> bool:
-    """Whether a run has done its steps and written down what they did, so that nothing of it is needed any more."""
-    if claim.step is None or config.steps is None or claim.step < config.steps:
-        return False
-    return steps_written(claim.folder) >= claim.step
+    with launched(config.device) as ranks:
+        check_shared(config, ranks.size)
+        ranks.agree_on_each({key: repr(value) for key, value in plain(config).items()})
+        with joint(ranks, config, start) as run:
+            if run.is_complete:
+                display.say(is_complete(config, run.step or 0, ranks.size))
+                return 0
+            try:
+                return _start(config, display, run, optimizer, schedule, own_code=own_code)
+            except BaseException as error:
+                if is_out_of_memory(error):
+                    said = explain(error, config, ranks=ranks.size, begun=run.has_steps)
+                    raise MemoryError(said) from error
+                raise
 
 
 def _start(
     config: TrainConfig,
     display: Display,
-    claim: Claim,
+    run: Joint,
     optimizer: OptimizerSpec,
     schedule: Literal["vertical", "horizontal"] | Schedule,
     *,
@@ -95,40 +100,45 @@ def _start(
 ) -> int:
     """The run from its model to its end. The folder changes as late as possible: what is wrong with the settings
     comes out before."""
-    new = claim.step is None
+    new, ranks = run.step is None, run.ranks
     if new:
         model = run_model(config.model, config.data)
     else:
         config = as_cut_before(config)
-        _require_kept(config, claim.folder)
-        model = resumed_model(model_folder(claim.folder), config.model, config.data, own_code=own_code)
+        ranks.once("files of the run", lambda: _require_kept(config, run.folder, ranks.size))
+        model = resumed_model(model_folder(run.folder), config.model, config.data, own_code=own_code)
     if config.data.packing is True:
         check_keeps_apart(model.model)
     trained = _adapted(model, config.lora)
     if config.loss_tile is not None:
         plain_head(trained[0], config.loss_tile)  # now, and not when all weights are in the store
-    machine = profile_for_plan(config, display)
-    cut = cut_batch(config, schedule, machine, device_kind(config.device))
-    config, weighed = with_durability(config, schedule, machine, cut, _precision(config))
+    profile = ranks.once("machine", lambda: profile_for_plan(config, display, ranks.size))
+    machine = profile if ranks.size == 1 or (profile is not None and knows_ranks(profile)) else None
+    kind, precision = device_kind(config.device), _precision(config)  # what follows depends on what is free just now
+    cut = ranks.once("cut", lambda: cut_batch(config, schedule, machine, kind, ranks.size))
+    config, weighed = ranks.once(
+        "durability", partial(with_durability, config, schedule, machine, cut, precision, ranks.size)
+    )
     if new:
-        claim.begin(config)
+        run.begin(config)
     else:
         cut = replace(cut, reason="as the run began")
-    make_engine = partial(_engine, *trained, optimizer, config, schedule, machine, claim.folder)
+    make_engine = partial(_engine, ranks, *trained, optimizer, config, schedule, profile, run.folder)
     measure = yardstick(config, machine, kind=device_kind(config.device))
-    data = _open_data(config, display, claim.folder, model, new=new)
-    kept = _keep(claim.folder, data)
-    return _train(config, display, claim, make_engine, parameter_count(model.model), data, kept, cut, measure, weighed)
+    data = ranks.after_first("data", lambda: _open_data(config, display, run, model, new=new))
+    ranks.agree("data", data.identity.fingerprint)
+    kept = ranks.once("what the run keeps", lambda: _keep(run.folder, data))
+    return _train(config, display, run, make_engine, parameter_count(model.model), data, kept, cut, measure, weighed)
 
 
-def _require_kept(config: TrainConfig, folder: Path) -> None:
+def _require_kept(config: TrainConfig, folder: Path, ranks: int) -> None:
     """What a run keeps that goes on is what it began with, as far as it is there; before any of it is read.
 
     Raises:
         StoreError: it is not.
     """
-    if config.budget.disk_paths:
-        facts = facts_of(config.budget.disk_paths)
+    if stores := config.budget.stores(ranks):
+        facts = facts_of_all(stores)
         record = None if facts is None else facts.record
     else:
         record = record_kept(folder)
@@ -154,7 +164,7 @@ def _keep(folder: Path, data: Data) -> str:
 def _train(
     config: TrainConfig,
     display: Display,
-    claim: Claim,
+    run: Joint,
     make_engine: Callable[[], Engine],
     parameters: int,
     data: Data,
@@ -164,27 +174,28 @@ def _train(
     weighed: Weighed | None,
 ) -> int:
     """The run in a folder that is its own."""
-    config, folder = _in_steps(config, data), claim.folder
+    config, folder, ranks = _in_steps(config, data), run.folder, run.ranks
     display.say(opening(config, summary_of(data, config.data.sequence_length), parameters))
     own = resident_bytes()
     with ExitStack() as stack:
         with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):
             engine = stack.enter_context(make_engine())
-        claim.state_made()
+        run.state_made()
         if not config.budget.disk_paths and (snapshot := newest(folder)) is not None:
             engine.load(snapshot)
         cost = cost_of_a_kill(config.budget, None)
-        display.say(space(config.budget) + ("" if cost is None else f"; {cost}{in_words(config, weighed)}"))
-        config, batches, validation = _settle(config, display, engine, data, cut)
+        display.say(space(config.budget, ranks.size) + ("" if cost is None else f"; {cost}{in_words(config, weighed)}"))
+        config, batches, validation = _settle(config, display, engine, data, cut, ranks)
         if cost is None:
             display.say(f"As planned, {cost_of_a_kill(config.budget, engine.plan)}{in_words(config, weighed)}")
         if engine.prediction is not None:
             seconds = format_time(engine.prediction.time)
             display.say(f"{seconds} a step predicted, from the model's own stages as they were timed here")
-        given: dict[Tier, int] = {"device": config.budget.device_bytes, "host": config.budget.host_bytes}
+        given: dict[Tier, int] = {"device": engine.budget.device_bytes, "host": engine.budget.host_bytes}
         stretch = Stretch(
             config=config,
             folder=folder,
+            ranks=ranks,
             display=display,
             engine=engine,
             kept=kept,
@@ -196,6 +207,7 @@ def _train(
                     steps=config.step_count,
                     parameters=parameters,
                     given=given,
+                    ranks=ranks.size,
                     first=engine.step_count,
                     yardstick=measure,
                 )
@@ -204,10 +216,12 @@ def _train(
         )
         missed = report_last(stretch)
         if engine.step_count >= config.step_count:
-            display.say(is_complete(config, engine.step_count))
+            display.say(is_complete(config, engine.step_count, ranks.size))
             return 0
-        write_settings(folder, config)
+        ranks.once("settings of the run", lambda: write_settings(folder, config))
         code = run_steps(stretch, missed)
+    if ranks.rank:
+        return code
     display.say(closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0))
     if config.budget.disk_paths or config.budget.durability != "none":
         display.say(f"export   penstock export {folder} OUT writes the model as a Hugging Face folder")
@@ -230,7 +244,7 @@ def _in_steps(config: TrainConfig, data: Data) -> TrainConfig:
 
 
 def _settle(
-    config: TrainConfig, display: Display, engine: Engine, data: Data, cut: Cut
+    config: TrainConfig, display: Display, engine: Engine, data: Data, cut: Cut, ranks: Ranks
 ) -> tuple[TrainConfig, Batches, HeldOut | None]:
     """Plan for the batch as it is to be cut; in smaller pieces where the model needs more than was expected of it.
 
@@ -239,7 +253,7 @@ def _settle(
     """
     for size in (cut.size, *cut.smaller):
         config = replace(config, micro_batch_size=size)
-        batches, validation = _batches(config, data)
+        batches, validation = _batches(config, data, ranks.share)
         words = cut.words(config.sequences_per_step) if size == cut.size else f"micro-batches of {size} instead"
         try:
             with display.working(f"Planning a step of {words}"):
@@ -253,14 +267,14 @@ def _settle(
     raise AssertionError("the last size is tried or raises")
 
 
-def _open_data(config: TrainConfig, display: Display, folder: Path, model: RunModel, *, new: bool) -> Data:
+def _open_data(config: TrainConfig, display: Display, run: Joint, model: RunModel, *, new: bool) -> Data:
     """The run's data. The folder of a ``new`` run keeps the model's configuration and the tokenizer from now on."""
     with display.working("Reading the data"):
-        data = open_data(config.data, folder, seed=config.seed, own=model.tokenizer, say=display.say)
+        data = open_data(config.data, run.folder, seed=config.seed, own=model.tokenizer, say=display.say)
     check_model(config.data, data.largest, model.model)
-    if new:
+    if new and run.ranks.rank == 0:
         own = config.data.tokenizer is None and config.data.chat_template is None
-        model.keep(model_folder(folder), _precision(config), None if own else data.tokenizer)
+        model.keep(model_folder(run.folder), _precision(config), None if own else data.tokenizer)
     return data
 
 
@@ -285,8 +299,9 @@ def _schedule(asked: Literal["vertical", "horizontal"] | Path) -> Literal["verti
     return world.ranks[0]
 
 
-def profile_for_plan(config: TrainConfig, display: Display) -> Machine | None:
-    """The profile to plan for: the one that is stored, else a quick one that is made and stored now."""
+def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> Machine | None:
+    """The profile to plan for: the one that is stored, else a quick one that is made and stored now, also of what so
+    many ``ranks`` send each other."""
     if config.plan is None:
         return None
     paths, kind = config.budget.disk_paths, device_kind(config.device)
@@ -298,8 +313,11 @@ def profile_for_plan(config: TrainConfig, display: Display) -> Machine | None:
         display.say(
             f"This machine has no profile{other} yet: measuring it, once (penstock doctor does it more thoroughly)"
         )
+        among = (ranks,) if ranks > 1 and kind == "cpu" else ()
         existing = dict.fromkeys(next(p for p in (path, *path.parents) if p.is_dir()) for path in paths)
-        save_profile(examine.examine(list(existing), examine.QUICK, resolve_device(config.device), display.working))
+        save_profile(
+            examine.examine(list(existing), examine.QUICK, resolve_device(config.device), display.working, among)
+        )
         found = find_profile(paths, kind=kind)
     return found
 
@@ -317,6 +335,7 @@ def _adapted(model: RunModel, lora: LoraConfig | None) -> tuple[nn.Module, Weigh
 
 
 def _engine(
+    ranks: Ranks,
     model: nn.Module,
     weights: WeightSource | None,
     optimizer: OptimizerSpec,
@@ -325,8 +344,7 @@ def _engine(
     profile: Machine | None,
     run: Path,
 ) -> Engine:
-    return wrap(
-        model,
+    asked = WrapArguments(
         weights=weights,
         optimizer=optimizer,
         budget=config.budget if config.budget.disk_paths else replace(config.budget, durability="none"),
@@ -339,9 +357,10 @@ def _engine(
         run=run,
         **fields_of(config, StepConfig),
     )
+    return wrap_among(ranks, model, asked)
 
 
-def _batches(config: TrainConfig, data: Data) -> tuple[Batches, HeldOut | None]:
+def _batches(config: TrainConfig, data: Data, share: Share) -> tuple[Batches, HeldOut | None]:
     """Training sequences in random order, held-out ones in the order of the documents."""
     how: dict[str, Any] = {
         "packing": config.data.packing,
@@ -350,6 +369,8 @@ def _batches(config: TrainConfig, data: Data) -> tuple[Batches, HeldOut | None]:
         "sequences_per_step": config.sequences_per_step,
         "micro_batch_size": config.split[0],
         "fingerprint": data.identity.fingerprint,
+        "rank": share.rank,
+        "ranks": share.size,
     }
     held_out = None if data.validation is None else HeldOut(stream=data.validation, **how)
     return Batches(stream=data.train, **how), held_out

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock.cli.kept_files import ADVICE, corpora, kept_of, vouched_by
-from penstock.cli.own_store import require_own_store
+from penstock.cli.own_store import require_own_stores
 from penstock.cli.run_folder import settings_of
 from penstock.cli.run_snapshots import record_in, require_newest
 from penstock.cli.showing.display import fail
@@ -22,6 +22,7 @@ from penstock.errors import ConfigError, StoreError
 from penstock.state.slots import Slots, whole_commit
 from penstock.store.directory import is_there
 from penstock.store.manifest import DATA, MANIFEST
+from penstock.store.parts import opened_parts
 from penstock.store.snapshot import SnapshotReader
 from penstock.store.store import Store
 
@@ -47,10 +48,11 @@ class Arguments(Words):
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """``paths``: the directories of a store; empty: the run has a ``snapshot`` instead. ``run``: the folder
-    of its run, if that was given. ``record``: the last commit, as it was when the command began."""
+    """``stores``: the directories of each rank's store; empty: the run has a ``snapshot`` instead. ``run``: the folder
+    of its run, if that was given; else there is one store, of whatever rank. ``record``: the last commit, as it was
+    when the command began."""
 
-    paths: tuple[Path, ...]
+    stores: tuple[tuple[Path, ...], ...]
     snapshot: Path | None = None
     run: Path | None = None
     record: Mapping[str, Any] | None = None
@@ -61,16 +63,16 @@ def _to_check(folders: Sequence[Path]) -> Checked:
     ConfigError: a folder is neither a run's nor a store's, or is of a run without a store.
     """
     if all(is_there(folder / DATA) or is_there(folder / MANIFEST) for folder in folders):
-        return Checked(paths=tuple(folders))
+        return Checked(stores=(tuple(folders),))
     if len(folders) > 1:
         found = " and ".join(map(str, folders))
         raise ConfigError(f"penstock verify takes one run's folder, and was given {found}. Try: penstock verify --help")
     config = settings_of(folders[0])
     if not config.budget.disk_paths:
         snapshot = require_newest(folders[0])
-        return Checked(paths=(), snapshot=snapshot, run=folders[0], record=record_in(snapshot))
-    facts = require_own_store(folders[0], config.budget.disk_paths)
-    return Checked(paths=config.budget.disk_paths, run=folders[0], record=facts.record)
+        return Checked(stores=(), snapshot=snapshot, run=folders[0], record=record_in(snapshot))
+    stores, facts = require_own_stores(folders[0], config.budget)
+    return Checked(stores=stores, run=folders[0], record=facts.record)
 
 
 def run(arguments: Arguments) -> int:
@@ -83,8 +85,12 @@ def run(arguments: Arguments) -> int:
     asked = _to_check(arguments.folders)
     if asked.snapshot is not None:
         damage = _snapshot(asked.snapshot)
+    elif asked.run is None:
+        with Store.open(asked.stores[0], writable=False) as store:
+            damage = _store(store)
     else:
-        damage = _store(asked.paths)
+        with opened_parts(asked.stores) as stores:
+            damage = [found for store in stores for found in _store(store)]
     beside = [] if asked.run is None else list(_beside(asked.run, asked.record))
     if not damage and not beside:
         print("Every checksum is right.")
@@ -102,18 +108,17 @@ def run(arguments: Arguments) -> int:
     return 1
 
 
-def _store(paths: Sequence[Path]) -> list[str]:
+def _store(store: Store) -> list[str]:
     """Read a store; returns what is damaged."""
-    with Store.open(paths, writable=False) as store:
-        last, slots = whole_commit(store, paths[0]), Slots.of(store)
-        current = {extent.name: slots.current(extent.name) for extent in store.layout.extents}
-        began, damage, done = time.perf_counter(), list[str](), 0
-        with progress("read") as bar:
-            for part in store.verify(current):
-                done = part.done
-                damage += part.damage
-                bar.show(part.done, part.total)
-    places = ", ".join(map(str, paths))
+    last, slots = whole_commit(store, store.paths[0]), Slots.of(store)
+    current = {extent.name: slots.current(extent.name) for extent in store.layout.extents}
+    began, damage, done = time.perf_counter(), list[str](), 0
+    with progress("read") as bar:
+        for part in store.verify(current):
+            done = part.done
+            damage += part.damage
+            bar.show(part.done, part.total)
+    places = ", ".join(map(str, store.paths))
     _say(f"{places}: read", done, f"in {len(current)} extents of step {last['step']}, the last commit,", began)
     return damage
 

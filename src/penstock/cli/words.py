@@ -52,8 +52,8 @@ def read_words(kind: type[W], words: Sequence[str]) -> W:
     """What a command is given.
 
     Raises:
-        ConfigError: names the option that is unknown, given twice, without its value or with an impossible one; or too
-            few or too many words are given beside the options.
+        ConfigError: names the option that is unknown, given twice, without its value or with an impossible one, or
+            missing; or too few or too many words are given beside the options.
     """
     plain, flags = split_words(kind, words)
     options = _options(kind)
@@ -77,6 +77,9 @@ def read_words(kind: type[W], words: Sequence[str]) -> W:
     if settings:
         given[SETTINGS] = Located(value=settings, where=kind.command)
     given |= _operands(kind, plain, hint=_ending_hint(kind, words))
+    for field in fields(kind):
+        if field.name in options and is_required(field) and field.name not in given:
+            raise ConfigError(f"{kind.command} needs {_flag(field.name)}. Try: {kind.command} --help")
     hints = {key: _without_null(hint) if key in options else hint for key, hint in hints_of(kind).items()}
     return read(kind, Located(value=given, where=kind.command), section="", hints=hints)
 

@@ -85,8 +85,12 @@ class Budget:
         paths = self.disk_paths[rank::ranks] if len(self.disk_paths) >= ranks else ()
         if self.disk_paths and not paths:
             paths = (self.disk_paths[rank % len(self.disk_paths)],)
-        disk = [path / f"rank-{rank}" for path in paths] or None
+        disk = [path / f"{_OF_RANK}{rank}" for path in paths] or None
         return replace(self, host=self.host_bytes // ranks, disk=disk)
+
+    def stores(self, ranks: int) -> tuple[tuple[Path, ...], ...]:
+        """The directories of each rank's store, by rank; empty without a disk."""
+        return tuple(self.of_rank(rank, ranks).disk_paths for rank in range(ranks)) if self.disk_paths else ()
 
     @property
     def interval_steps(self) -> int | None:
@@ -148,6 +152,14 @@ class Budget:
             raise ConfigError(f"{asked} needs budget.slots=2: a commit must not overwrite the one before")
         if self.durability == "step" and self.state not in (None, "disk"):
             raise ConfigError(f"{asked} needs the state on disk, not budget.state={self.state!r}: use 'interval'")
+
+
+_OF_RANK = "rank-"
+
+
+def is_of_rank(path: Path) -> bool:
+    """Whether a directory has the name of one that a rank has (``Budget.of_rank``)."""
+    return path.name.removeprefix(_OF_RANK).isdecimal() and path.name.startswith(_OF_RANK)
 
 
 def _each(disk: str | Path | Sequence[str | Path] | None) -> Sequence[str | Path]:

@@ -118,3 +118,15 @@ class StepConfig(StreamConfig):
                 f"budget.gradients={budget.gradients!r} has no effect: without clip_grad_norm no gradient waits for a "
                 "norm. Leave it out"
             )
+
+
+def check_strands(strands: int, ranks: int) -> None:
+    """Raises:
+    ConfigError: so many ranks cannot share the strands, each with whole branches of their sum.
+    """
+    each, rest = divmod(strands, ranks)
+    if rest or each & (each - 1):
+        raise ConfigError(
+            f"strands={strands} with {ranks} rank{'s' * (ranks > 1)}: must be {ranks} times a power of two, so that "
+            "each rank has whole branches of their sum"
+        )

@@ -186,7 +186,3 @@ class TrainConfig(StepConfig):
             raise ConfigError(
                 "delay has no effect with schedule 'horizontal', which delays no step: drop it or use vertical"
             )
-        if self.strands is not None and self.strands & (self.strands - 1):
-            raise ConfigError(f"strands={self.strands}: must be a power of two, for a run of one process")
-        if (self.strands or 1) > 1 and self.schedule == "horizontal":
-            raise ConfigError(f"strands={self.strands} needs schedule: vertical, which adds them up on the device")

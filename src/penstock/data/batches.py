@@ -49,6 +49,8 @@ class Batches:
     """Steps of ``sequences_per_step`` rows in micro-batches of ``micro_batch_size``, the last one perhaps smaller.
 
     ``length``: tokens in a sequence. ``pad``: the id that fills up. ``fingerprint``: of the data, see ``Identity``.
+    ``rank``, of ``ranks``: whose part of each step's micro-batches this is, as many as the others', in order. Positions
+    and counts are those of the whole step.
 
     Raises:
         ConfigError: the data have fewer sequences than a micro-batch.
@@ -61,8 +63,11 @@ class Batches:
     sequences_per_step: int
     micro_batch_size: int
     fingerprint: str
+    rank: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
+        assert self.sequences_per_step // self.micro_batch_size % self.ranks == 0, "each rank has as many"
         if isinstance(self.stream, Prepared) and (found := len(self.stream.epoch(0))) < self.micro_batch_size:
             raise ConfigError(
                 f"the data are {found:,} sequences of {self.length} tokens ({self.stream.cuts.tokens:,} tokens): too "
@@ -96,14 +101,15 @@ class Batches:
             yield from steps
 
     def largest(self) -> list[MicroBatch]:
-        """Micro-batches as large as a step's may be, of the shapes that they have; for whoever plans for them."""
+        """Micro-batches as large as this rank's of a step may be, of the shapes that they have; for whoever plans for
+        them."""
         longest = self.length
         if self.packing is False and isinstance(self.stream, Prepared):
             longest = self.stream.longest
         first = self.stream.sample()
         ids, labels = np.resize(first.ids, longest), np.resize(first.labels, longest)
         row = Row(ids=ids, labels=labels, positions=np.arange(longest))
-        size, count = self.micro_batch_size, self.sequences_per_step
+        size, count = self.micro_batch_size, self.sequences_per_step // self.ranks
         many = [[row] * min(size, count - begun) for begun in range(0, count, size)]
         if self.packing is False:  # padding takes a mask, which takes memory
             padded = Row(ids=ids[:-1], labels=labels[:-1], positions=np.arange(longest - 1))
@@ -119,13 +125,18 @@ class Batches:
         rows, position = [row for row, _ in taken], taken[-1][1]
         size = self.micro_batch_size
         return Step(
-            micro_batches=[self._micro_batch(rows[i : i + size]) for i in range(0, len(rows), size)],
+            micro_batches=[self._micro_batch(rows[i : i + size]) for i in self._own(range(0, len(rows), size))],
             position={"data": self.fingerprint, **position},
             tokens=sum(len(row.ids) for row in rows),
             labels=sum(int((row.labels[1:] != IGNORED).sum()) for row in rows),
             passes=self.stream.passes(position),
             lost=self.stream.lost(position),
         )
+
+    def _own(self, micro_batches: range) -> range:
+        """This rank's; what cannot be dealt out evenly, as the last held-out rows, is for each to go through."""
+        each, rest = divmod(len(micro_batches), self.ranks)
+        return micro_batches if rest else micro_batches[self.rank * each : (self.rank + 1) * each]
 
     def _micro_batch(self, rows: Sequence[Row]) -> MicroBatch:
         """int64 [rows, tokens] each: ``input_ids``, ``labels``, and what keeps documents and padding apart.

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from penstock.doctor import contention, crossing, device, disk, mounts, optimizer, overhead, system, work
+from penstock.doctor import between, contention, crossing, device, disk, mounts, optimizer, overhead, system, work
 from penstock.doctor.disk import DiskRates, Scratch
 from penstock.doctor.findings import Seen, findings
 from penstock.doctor.mounts import Mount
 from penstock.doctor.pace import Load, Span, rate
 from penstock.doctor.system import System
 from penstock.errors import BudgetError, ConfigError, StoreError
-from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine
+from penstock.hardware.machine import Between, Crossing, Device, Drive, Host, Machine
 from penstock.optim import agreement, kernels
 from penstock.schedule.ir.lanes import Lane
 from penstock.state import numa
@@ -66,8 +66,11 @@ def check_paths(paths: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(real)
 
 
-def examine(paths: Sequence[Path], effort: Effort, where: torch.device, working: Working) -> Machine:
-    """Measure this machine, with ``paths`` as its disks and ``where`` as what computes.
+def examine(
+    paths: Sequence[Path], effort: Effort, where: torch.device, working: Working, ranks: Sequence[int] = ()
+) -> Machine:
+    """Measure this machine, with ``paths`` as its disks and ``where`` as what computes. ``ranks``: numbers of processes
+    that compute on its processors, to measure what they send each other.
 
     Raises:
         ConfigError: a directory cannot be measured.
@@ -94,6 +97,7 @@ def examine(paths: Sequence[Path], effort: Effort, where: torch.device, working:
             slower = contention.measure(lanes, span, effort.rounds, gpu=where.type == "cuda")
         with working("What an op costs besides its work"):
             machine = replace(machine, contention=slower, overhead=overhead.hand_over())
+    machine = replace(machine, between=tuple(_between(host, count, effort, working) for count in ranks))
     facts = Seen(
         system=seen,
         disks=[(each.path, each.mount, each.rates) for each in disks],
@@ -200,6 +204,18 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working) -
 def _crossing(effort: Effort, where: torch.device, working: Working) -> Crossing:
     with working("Gradients to the optimizer and weights back, cast on either side"):
         return crossing.measure(where, effort.seconds, effort.rounds, threads=numa.thread_count(where))
+
+
+def _between(host: Host, ranks: int, effort: Effort, working: Working) -> Between:
+    with working(f"What {ranks} ranks send each other"):
+        return between.measure(ranks, cores=host.cores, seconds=min(effort.seconds, 0.1), rounds=effort.rounds)
+
+
+def numbers_of_ranks(where: torch.device) -> tuple[int, ...]:
+    """As many ranks as there are cores for: 2, 4, 8; 2 in any case. None beside a GPU, where each rank has its own."""
+    if where.type != "cpu":
+        return ()
+    return (2, *(count for count in (4, 8) if count <= system.look().cores))
 
 
 def _lanes(where: torch.device, scratch: Scratch | None, closing: ExitStack) -> dict[Lane, Load]:

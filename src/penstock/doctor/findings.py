@@ -77,6 +77,14 @@ def _of_host(machine: Machine, seen: Seen) -> Iterator[str]:
             "where the optimizer state lives changes the numbers. Plans say where they put it; please report it with "
             "the GPU's name and the versions of its driver and torch"
         )
+    for ranks in machine.between:
+        if ranks.other_bits:
+            yield (
+                f"{', '.join(ranks.other_bits)}: {ranks.ranks} processes of this machine compute other bits from the "
+                "same numbers, so a run's bits depend on the number of ranks. Give all of them the same environment "
+                "(OMP_NUM_THREADS, PENSTOCK_KERNELS, ATEN_CPU_CAPABILITY); if they have it, please report it with the "
+                "processor's name and the version of torch"
+            )
     if system.quota is not None:
         yield f"a cgroup limits this process to the time of {system.quota:g} cores"
 

@@ -39,7 +39,8 @@ class LoopArguments(StreamConfig):
     | ``plan`` | the machine to plan for. ``"auto"``: the profile that ``penstock doctor`` has stored for this machine
     with this kind of device and the budget's directories. With a profile, placement, chunk size and depths are those
     that are predicted to be fastest, and ``Engine.prediction`` tells what was predicted. None, or where none is stored:
-    state is placed by an order of preference, and nothing is predicted. Changes no result |
+    state is placed by an order of preference, and nothing is predicted. Of several ranks, rank 0's counts. Changes no
+    result |
     | ``blocks`` | the submodules to run one by one; None: found |
     | ``compile`` | whether blocks are compiled by ``torch.compile``, all of a class at once; a text names its backend.
     Each shape of micro-batch is compiled for itself, so give few. Changes results (compiled code rounds elsewhere), but

@@ -17,7 +17,8 @@ from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
 from penstock.engine.timing import time_stages
 from penstock.engine.visiting import VisitingWeights
-from penstock.errors import BudgetError, ModelError
+from penstock.errors import BudgetError, ConfigError, ModelError
+from penstock.hardware.sharing import crowding, of_each_rank
 from penstock.optim.agreement import KINDS, other_bits
 from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.planner.costs import machine_costs
@@ -28,10 +29,9 @@ from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.meaning import Needs, prove
-from penstock.schedule.place import Placement
+from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
@@ -175,6 +175,11 @@ class Planning:
         self._shared = resources
         self._asked = settings
         self._schedule = settings.schedule
+        ranks, whole = resources.ranks, resources.machine
+        threads = max(ranks.told("threads", resources.threads))
+        self._machine = None if whole is None else of_each_rank(whole, ranks.size, threads)
+        """as each rank sees it; None: nothing is predicted"""
+        self._crowded = 1.0 if whole is None else crowding(whole, ranks.size, threads)
         self._repeats = expected_repeats(settings)
         self._over: list[bool] = []
         self._plans: dict[bool, Ready] = {}
@@ -204,7 +209,7 @@ class Planning:
         if train and not any(stage.gradients for stage in stages):
             raise ModelError(NOTHING_TRAINS)
         request = self._request(stages, micro_batches, train=train)
-        times = _slowest([p.times for p in probed])
+        times = self._times([p.times for p in probed])
         plan = self._fit(request, times)
         if ranks.size > 1:
             ranks.agree("schedule", hashlib.sha256(str(plan.schedule).encode()).hexdigest()[:16])
@@ -249,9 +254,9 @@ class Planning:
 
     def _predict(self, plan: Plan, times: StageTimes) -> Simulation:
         shared = self._shared
-        assert shared.machine is not None
+        assert self._machine is not None
         costs = machine_costs(
-            shared.machine,
+            self._machine,
             plan.program,
             plan.settings.form,
             times,
@@ -260,7 +265,7 @@ class Planning:
             grad_dtype=plan.settings.grad_dtype,
             narrow=plan.narrow,
         )
-        return simulate(World.of(plan.schedule), costs)
+        return simulate(Mesh(data=shared.ranks.size).everyone().in_step(plan.schedule), costs)
 
     def close(self) -> None:
         """Give the runner's memory back; the plans stay."""
@@ -313,14 +318,38 @@ class Planning:
             step_temporaries=0 if self._shared.device.type == "cpu" else DEVICE_TEMPORARIES,
         )
 
+    def _times(self, own: Sequence[StageTimes | None]) -> StageTimes | None:
+        """Times of the stages on the slowest rank, while all compute: each was measured while the others waited."""
+        slowest = _slowest(self._shared.ranks.told("stage times", _slowest(own)))
+        if slowest is None or self._shared.ranks.size == 1:
+            return slowest
+        return StageTimes(
+            forward=tuple(self._crowded * seconds for seconds in slowest.forward),
+            backward=tuple(self._crowded * seconds for seconds in slowest.backward),
+        )
+
     def _fit(self, request: Request, times: StageTimes | None) -> Plan:
         if isinstance(self._schedule, Schedule) and request.train:
             return own_plan(request, self._schedule, self.placed)
-        plan = self._best(request, times)
+        plan = self._best(request, times) if request.ranks == 1 else self._best_of_all(request, times)
         size = request.ranks
         check_world(Mesh(data=size).everyone().world(plan.schedule))
         prove(plan.schedule, Needs.of(plan.program, plan.settings, size))
         return plan
+
+    def _best_of_all(self, request: Request, times: StageTimes | None) -> Plan:
+        """The plan for all ranks, which rank 0 makes: the others wait, rather than take its cores for the same."""
+        found: Settings | BudgetError | ConfigError | None = None
+        if self._shared.ranks.rank == 0:
+            try:
+                found = self._best(request, times).settings
+            except (BudgetError, ConfigError) as error:
+                found = type(error)(str(error))
+        found = self._shared.ranks.told("settings of the plan", found)[0]
+        if not isinstance(found, Settings):
+            assert found is not None
+            raise self._shared.ranks.of_all(found)
+        return request.plan(found)
 
     def _best(self, request: Request, times: StageTimes | None) -> Plan:
         """The plan for a request; what is resident stays where it is if it can."""
@@ -342,11 +371,12 @@ class Planning:
             return self._plan(request, times, None)
 
     def _plan(self, request: Request, times: StageTimes | None, keep: Placement | None) -> Plan:
-        machine = self._shared.machine
-        if machine is None or times is None:
+        if self._machine is None or times is None:
             return fit(request, keep)
         shared = self._shared
-        return best(request, machine, times, shared.rate, keep, io_threads=shared.io_threads, repeats=self._repeats)
+        return best(
+            request, self._machine, times, shared.rate, keep, io_threads=shared.io_threads, repeats=self._repeats
+        )
 
     def _probe_all(self, largest: Mapping[batch.Shapes, Mapping[str, Any]], *, train: bool) -> None:
         """Probe what has not been probed yet. Of several ranks one after the other does, with weights from all."""

@@ -11,10 +11,10 @@ import torch
 import xxhash
 from torch import nn
 
+from penstock.config.step import check_strands
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.progress import Progress
-from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale, format_of
@@ -119,7 +119,7 @@ def open_resources(
     optimizer = StreamedOptimizer(settings.optimizer, trained)
     strands = ranks.size if settings.strands is None else settings.strands
     description = start.describe_model(groups, buffers, precision, settings.optimizer, ranks.share, strands)
-    _check_strands(strands, settings, ranks)
+    check_strands(strands, ranks.size)
     names = [[name, *parameter] for group in description["groups"] for name, *parameter in group["parameters"]]
     ranks.agree_on_each({"model": type(model).__name__, "parameters of the model": _digest(names)})
     commits = Commits(
@@ -138,7 +138,7 @@ def open_resources(
     with ExitStack() as undo:
         undo.callback(commits.close)
         guard(model, blocks=[block.module for block in found])  # now: whatever fails from here on, it has no values
-        _check_strands(description.get("strands", 1), settings, ranks)
+        check_strands(description.get("strands", 1), ranks.size)
         progress = Progress(
             seed=settings.seed,
             trained=[name for name, _ in trained],
@@ -194,20 +194,6 @@ def open_resources(
         )
         undo.pop_all()
         return resources
-
-
-def _check_strands(strands: int, settings: WrapArguments, ranks: Ranks) -> None:
-    """Raises:
-    ConfigError: these ranks, or this schedule, cannot add up so many.
-    """
-    each, rest = divmod(strands, ranks.size)
-    if rest or each & (each - 1):
-        raise ConfigError(
-            f"strands={strands} with {ranks.size} rank{'s' * (ranks.size > 1)}: must be {ranks.size} times a power of "
-            "two, so that each rank has whole branches of their sum"
-        )
-    if strands > 1 and settings.schedule == "horizontal":
-        raise ConfigError(f"strands={strands} needs schedule='vertical', which adds them up on the device")
 
 
 def _resume(groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, progress: Progress, path: Path) -> None:

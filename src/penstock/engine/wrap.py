@@ -22,7 +22,8 @@ from penstock.engine.turns import alone
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import check_device, find_profile, on_directories
-from penstock.ranks.group import join
+from penstock.hardware.sharing import knows_ranks
+from penstock.ranks.group import Ranks, join
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.store.owner import RUN_FILE, Owner, owner_in
@@ -41,6 +42,12 @@ def wrap(model: nn.Module, asked: WrapArguments) -> Engine:
     Raises:
         ConfigError, BudgetError, ModelError, StoreError: see their messages.
     """
+    return wrap_among(None, model, asked)
+
+
+def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> Engine:
+    """The same for ranks that have ``joined`` already; None: those of ``asked.mesh``. The engine ends what they do
+    together."""
     check_model(model)
     if asked.weights is not None and not start.built_on_meta(model):
         raise ConfigError("weights has no effect: the model has values already. Build it on the meta device")
@@ -57,14 +64,14 @@ def wrap(model: nn.Module, asked: WrapArguments) -> Engine:
     owner = None if asked.run is None else _owner(Path(asked.run))
     with alone(model, "this model"):
         check_unguarded(model)
-        ranks = join(asked.mesh, device)
+        ranks = join(asked.mesh, device) if joined is None else joined
         try:
             with ranks.together():
                 if ranks.size > 1:
                     _check_shared(asked, budget)
                     ranks.agree_on_each(_said(asked, budget, precision))
-                    budget = budget.of_rank(ranks.rank, ranks.size)
-                machine = _machine(asked.plan, device, budget) if ranks.size == 1 else None
+                machine = _machine_of_all(asked.plan, device, budget, ranks)
+                budget = budget.of_rank(ranks.rank, ranks.size)
                 settings = replace(asked, budget=budget, precision=precision, loss_fn=asked.loss_fn or _model_loss)
                 return Engine(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
         except BaseException:
@@ -75,10 +82,8 @@ def wrap(model: nn.Module, asked: WrapArguments) -> Engine:
 def _check_shared(asked: WrapArguments, budget: Budget) -> None:
     """Refuse what several ranks cannot do yet."""
     for wrong, what, instead in (
-        (asked.schedule != "vertical", f"schedule={shown(asked.schedule)}", "'vertical'"),
+        (isinstance(asked.schedule, Schedule), f"schedule={shown(asked.schedule)}", "'vertical' or 'horizontal'"),
         (budget.durability == "interval", "budget.durability='interval'", "'step', or 'none'"),
-        (isinstance(asked.plan, Machine), "plan=Machine(...)", "'auto' or None: nothing is predicted"),
-        (asked.run is not None, f"run={str(asked.run)!r}", "None"),
     ):
         if wrong:
             raise ConfigError(f"{what} is not there yet for several ranks: give {instead}, or train with one")
@@ -124,6 +129,21 @@ def _say_that_nothing_is_kept() -> None:
         "state is in memory alone (no budget.disk): a kill costs what was not saved by engine.save "
         "(budget.durability='none' says that this is meant)"
     )
+
+
+def _machine_of_all(
+    plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, ranks: Ranks
+) -> Machine | None:
+    """The machine that all ranks are on, as rank 0 knows it."""
+    found = _machine(plan, device, budget) if ranks.rank == 0 else None
+    if ranks.size > 1 and found is not None and not knows_ranks(found):
+        log.warning(
+            "nothing is predicted: the profile of %s does not tell how fast ranks send to each other, which penstock "
+            "doctor measures",
+            found.name,
+        )
+        found = None
+    return ranks.told("machine", found)[0]
 
 
 def _machine(plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget) -> Machine | None:

@@ -126,12 +126,26 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Between(Network):
+    """What ``ranks`` processes of this machine, which all compute on its processors, send each other in collectives.
+
+    ``contention``: of the lane ``net`` and others, as ``Machine.contention``, while all ranks do the same.
+    ``other_bits``: what they compute otherwise than each other: optimizers, as ``Device.other_bits``, and ``product``.
+    """
+
+    ranks: int
+    contention: Mapping[str, float] = field(default_factory=dict)
+    other_bits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """One machine (one rank's view of it).
 
     ``contention["a+b"]``: see ``penstock.sim.costs.Costs.contention``, for the pairs that the rates above do not tell:
     on a machine without a GPU, ``compute``, ``cpu``, ``h2d`` and ``d2h`` share cores and memory.
     ``crossing``: None in a profile that does not tell; ``penstock.hardware.crossing`` derives it then.
+    ``between``: for each number of ranks that was measured; none where nobody has (``penstock.hardware.sharing``).
     ``overhead``: seconds that an op costs besides its work. ``warnings``: what doctor found wrong, in words.
     """
 
@@ -141,6 +155,7 @@ class Machine:
     drives: tuple[Drive, ...] = ()
     crossing: Crossing | None = None
     network: Network | None = None
+    between: tuple[Between, ...] = ()
     contention: Mapping[str, float] = field(default_factory=dict)
     overhead: float = 0.0
     warnings: tuple[str, ...] = ()
@@ -185,7 +200,8 @@ def load_machine(path: Path) -> Machine:
 _PARTS: dict[str, type] = {"host": Host, "device": Device, "network": Network, "crossing": Crossing}
 _MAY_BE_NULL = {"network", "crossing"}
 _KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
-_WHOLE = {"cores", "memory", "lockable", "free", "node", "nodes"}
+_LISTS: dict[str, type] = {"drives": Drive, "between": Between}
+_WHOLE = {"cores", "memory", "lockable", "free", "node", "nodes", "ranks"}
 _MAY_BE_ZERO = {"latency", "overhead", "free", "lockable", "node", "contention"}
 _MOST = {"latency": 1e6, "overhead": 1e6, "contention": 1e6}
 _MOST_OF_OTHERS = 1e21
@@ -213,10 +229,12 @@ def _build(kind: type, data: Any, where: str, at: str) -> Any:
 def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
     if name in _PARTS:
         return None if value is None and name in _MAY_BE_NULL else _build(_PARTS[name], value, where, at)
-    if name == "drives":
-        return tuple(_build(Drive, drive, where, f"{at}[{i}]") for i, drive in enumerate(_list(value, where, at)))
+    if name in _LISTS:
+        return tuple(_build(_LISTS[name], one, where, f"{at}[{i}]") for i, one in enumerate(_list(value, where, at)))
     if name == "other_bits":
-        return None if value is None else tuple(str(item) for item in _list(value, where, at))
+        if value is None and kind is Device:
+            return None
+        return tuple(str(item) for item in _list(value, where, at))
     if name == "warnings":
         return tuple(str(item) for item in _list(value, where, at))
     if name in ("flops", "optimizer", "contention"):

@@ -4,7 +4,9 @@ They should: both are ``formula``, in operations that round once (docs/numerics.
 on where a plan puts the optimizer state, and it has to say so.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import get_args
 
 import torch
@@ -47,6 +49,18 @@ def other_bits(
             )
         )
     )
+
+
+def digests(threads: int) -> dict[str, str]:
+    """A checksum of what some steps on the CPU leave, by ``"adamw.bf16"``: to compare with another process's."""
+    cpu, found = torch.device("cpu"), {}
+    for kind in KINDS:
+        for precision, dtype in PRECISIONS.items():
+            digest = hashlib.blake2b(digest_size=16)
+            for tensor in _taken(kind, dtype, cpu, partial(kernels.step, threads=threads)):
+                digest.update(tensor.view(torch.uint8).numpy().tobytes())
+            found[f"{kind}.{precision}"] = digest.hexdigest()
+    return found
 
 
 def _taken(

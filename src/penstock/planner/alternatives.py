@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.errors import BudgetError
-from penstock.planner.fit import Request
+from penstock.planner.fit import Request, provision
 from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.proposals import Proposals
 from penstock.planner.question import Question
 from penstock.planner.search import Choice, search
 from penstock.planner.update_mode import steps_early
-from penstock.schedule.lower.provision import Provision
 from penstock.schedule.place import Settings
 from penstock.sim.costs import Costs
 
@@ -154,6 +153,6 @@ def _estimated(question: Question, like: Settings) -> tuple[Settings, float] | N
 
 
 def _held_bytes(request: Request, settings: Settings) -> int:
-    provision = Provision(request.route, settings)
-    uses = ((g, use) for g in provision.streamed() for use in range(len(request.route.uses[g])))
-    return sum(provision.held_count(g, use) for g, use in uses) * settings.chunk * provision.widest_gradient
+    found = provision(request.route, settings, request.ranks)
+    uses = ((g, use) for g in found.streamed() for use in range(len(request.route.uses[g])))
+    return sum(found.held_count(g, use) for g, use in uses) * settings.chunk * found.widest_gradient

@@ -18,6 +18,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
     return {
         "model": {"name": task.shape.name, "parameters": f.parameters},
         "machine": task.machine.name,
+        "ranks": task.ranks,
         "fits": f.beyond_machine is None,
         "step": {
             "seconds": f.step_seconds,
@@ -61,7 +62,9 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             {"sequences": p.batch, "tokens": p.tokens, "tokens_per_second": dict(p.tokens_per_second)}
             for p in report.curve
         ],
-        "roofline": {
+        "roofline": None
+        if task.ranks > 1
+        else {
             "compute_tokens_per_second": report.roofline.compute_tokens_per_second,
             "disk_seconds": report.roofline.disk_seconds,
             "host_seconds": report.roofline.host_seconds,

@@ -34,10 +34,10 @@ class PlanReport:
     | attribute | meaning |
     |---|---|
     | ``forecast`` | the plan's step: time, tokens/s, MFU, bottleneck, bytes, memory, wear |
-    | ``curve`` | vertical and horizontal over the global batch, by the linear program |
+    | ``curve`` | vertical and horizontal over the global batch, by the linear program; of several ranks nothing |
     | ``roofline`` | what compute, disk, host and link allow with all state on disk |
     | ``alternatives`` | how a step comes to its numbers (waiting, speculating, a delay), and other ways |
-    | ``advice`` | what would make it faster, best first |
+    | ``advice`` | what would make it faster, best first; of several ranks nothing |
     | ``notes`` | what to know about the machine's profile and the budget |
     | ``weighed`` | what a step takes by durability, where there is a choice; None: there is none |
     """
@@ -49,6 +49,8 @@ class PlanReport:
     @cached_property
     def curve(self) -> tuple[Point, ...]:
         f = self.forecast
+        if f.task.ranks > 1:  # batches and advice are weighed for one rank alone
+            return ()
         batch = f.micro_batch_size * f.micro_batches
         return tuple(curve(f.task, f.micro_batch_size, until=4 * batch, also=batch))
 
@@ -64,6 +66,8 @@ class PlanReport:
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
         f = self.forecast
+        if f.task.ranks > 1:
+            return ()
         return advice(f.task, f.micro_batch_size, f.choice)
 
     def __repr__(self) -> str:
@@ -180,7 +184,7 @@ def _settled(task: Task, batch: int | None, split: tuple[int, int] | None) -> tu
     if not undecided(task):
         named = settled(task)
         choice, size = _found(named, batch, split)
-        may = task.budget.may_keep_every_step(task.precision)
+        may = task.ranks == 1 and task.budget.may_keep_every_step(task.precision)
         return named, choice, size, weigh(task, size, choice.request.micro_batches) if may else None
     named = settled(task, "step")
     try:

@@ -148,8 +148,8 @@ _FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
 def _rate(
     task: Task, family: Family, batch: int, micro_batch_size: int, *, most_ops: int | None = MOST_OPS
 ) -> float | None:
-    delay, strands = (None, None) if family == "horizontal" else (task.delay, task.strands)  # only vertical has them
-    task = replace(task, families=(family,), delay=delay, strands=strands)
+    delay = None if family == "horizontal" else task.delay  # only vertical has one
+    task = replace(task, families=(family,), delay=delay)
     question = task.question(micro_batch_size, batch // micro_batch_size)
     seconds = estimate(replace(question, most_ops=most_ops), family)
     return None if seconds is None else batch * task.sequence_length / seconds

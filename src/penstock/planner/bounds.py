@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.planner.phases import BEFORE_GRADIENTS
-from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
+from penstock.schedule.ir.lanes import STREAM_LANES, Lane
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import group_op
 from penstock.schedule.place import Depths, Settings
@@ -25,21 +25,24 @@ def limits_of(costs: Costs, depths: Depths) -> NDArray[np.float64]:
 
     Then each pool of n buffers: all the time that buffers are held in a phase is at most n times the phase. A buffer of
     weights is held from its upload to the end of the visit, one of gradients from the backward until it is down, one of
-    state from its read to its write. What else these lanes do counts along, so that with few buffers this is too much.
+    state from its read to its write; with several ranks, whole weights from their gather on, and whole gradients until
+    they are exchanged. What else these lanes do counts along, so that with few buffers this is too much.
     """
-    rows = np.eye(len(LOCAL_LANES))
-    for i, a in enumerate(LOCAL_LANES):
-        for j, b in enumerate(LOCAL_LANES):
+    rows = np.eye(len(STREAM_LANES))
+    for i, a in enumerate(STREAM_LANES):
+        for j, b in enumerate(STREAM_LANES):
             if a != b:
                 u, v = (1 / (1 + costs.contention.get(pair, 0.0)) for pair in ((a, b), (b, a)))
                 rows[i, j] = min((1 - u) / v, 1.0)
     held: tuple[tuple[int, tuple[Lane, ...]], ...] = (
         (depths.weights, ("h2d", "compute")),
+        (depths.weights, ("net", "compute")),
         (depths.gradients, ("compute", "d2h")),
+        (depths.gradients, ("compute", "net")),
         (depths.state, ("read", "cpu", "write")),
         (depths.stage_in, ("read", "h2d")),
     )
-    pools = [[(lane in lanes) / count for lane in LOCAL_LANES] for count, lanes in held]
+    pools = [[(lane in lanes) / count for lane in STREAM_LANES] for count, lanes in held]
     return np.concatenate((rows, np.array(pools)))
 
 
@@ -83,7 +86,7 @@ class StepBound:
     def _together(self, home: int) -> tuple[Constraint, Constraint]:
         """Those of several phases."""
         nothing, before = np.zeros(len(self.limits)), [*range(BEFORE_GRADIENTS), home]
-        late = self.limits[:, LOCAL_LANES.index("write")] * self.buffered
+        late = self.limits[:, STREAM_LANES.index("write")] * self.buffered
         return Constraint(times=[0], loads=[0, home], less=late), Constraint(times=before, loads=before, less=nothing)
 
     def seconds(self, load: Load) -> float:

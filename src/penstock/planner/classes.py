@@ -54,6 +54,8 @@ def _looks(request: Request, phases: Phases, g: int, tied: set[int]) -> object:
 def _homes(request: Request, g: int, tied: set[int]) -> Iterator[Home]:
     budget, split, trainable = request.budget, request.form.split, request.program.groups[g].trainable
     tiers: tuple[Tier, ...] = ("device", "host", "disk") if request.bottom == "disk" else ("device", "host")
+    if request.ranks > 1:  # their parts live below the device
+        tiers = tiers[1:]
     bottom = budget.state or request.bottom
     for weights in tiers:
         for state in tiers if trainable else ("host" if bottom == "device" else bottom,):

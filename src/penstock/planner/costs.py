@@ -57,7 +57,9 @@ def machine_costs(
 
     A transfer takes its bytes over the lane's rate, compute what ``times`` say, an optimizer step its parameters over
     the measured rate; a gradient that is rounded on its way what doctor has measured of that (``crossing``); sums and
-    norms on the host are bound by memory like the step, and take its bytes per second.
+    norms on the host are bound by memory like the step, and take its bytes per second. A collective takes what a rank
+    sends over the network's rate, and its latency as often as there is something to send. Of several ranks: the
+    machine as each of them sees it (``hardware.sharing``).
 
     Raises:
         ConfigError: the machine has no rate for this optimizer.
@@ -96,6 +98,14 @@ def machine_costs(
         share = {"ND": FP32 / touched, "AD": 3 * FP32 / touched}.get(word.kind, 1.0)
         return groups[word.group].trainable * share / device
 
+    def messages(op: Op) -> int:
+        word = op.id
+        if word.kind == "GW" and word.group < len(groups):
+            return (groups[word.group].trainable > 0) + (groups[word.group].frozen > 0)
+        if word.kind == "SG":
+            return 1 + (word.chunk == 0)  # before the first chunk ranks tell each other which gradients there are
+        return op.lane in ("net", "send")
+
     def seconds(op: Op) -> float:
         lane = op.lane
         if lane == "compute":
@@ -109,7 +119,7 @@ def machine_costs(
             return machine.overhead + op.nbytes / steps[word.group in narrow]
         if word.kind == "DG" and word.group in narrow:
             return machine.overhead + op.nbytes / rounded_down
-        return machine.overhead + op.nbytes / rates[lane] + (latency if lane in ("net", "send") else 0.0)
+        return machine.overhead + op.nbytes / rates[lane] + latency * messages(op)
 
     workers = max(1, io_threads // 2)
     return Costs(

@@ -81,13 +81,18 @@ def kill_seconds(task: Task, choice: Choice) -> float | None:
 
 def undecided(task: Task) -> bool:
     """Whether the planner is to choose between durable steps and state in memory."""
+    return task.ranks == 1 and _open(task)
+
+
+def _open(task: Task) -> bool:
     return task.budget.durability is None and task.budget.may_keep_every_step(task.precision)
 
 
 def settled(task: Task, chosen: Durability = "step") -> Task:
-    """The task with the durability that its run will have. ``chosen``: where it is ``undecided``."""
+    """The task with the durability that its run will have. ``chosen``: where it is ``undecided``. Of several ranks
+    every step is durable where it can be."""
     budget = task.budget
-    if undecided(task):
+    if _open(task):
         budget = _named(budget, chosen)
     elif budget.durability is None and budget.disk_paths and budget.slots == 2:  # state is pinned in memory
         budget = _named(budget, "interval")

@@ -16,6 +16,7 @@ from penstock.config import Budget, Family, StreamConfig, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
 from penstock.schedule.ir.ops import Schedule, peak_bytes
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh, ProcessGroup
 from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, narrow_groups
 from penstock.schedule.lower.route import Route
@@ -119,6 +120,10 @@ class Request(StreamConfig):
         """``peak_bytes`` of device and host together."""
         fixed, (device, host) = self.fixed(settings.place), _pooled(self.route, settings, self.ranks)
         return device + peak_bytes((), fixed, "device"), host + peak_bytes((), fixed, "host")
+
+    def world(self, schedule: Schedule) -> World:
+        """What is simulated of a schedule that all ranks have."""
+        return _ranks(self.ranks).in_step(schedule)
 
     @cached_property
     def route(self) -> Route:

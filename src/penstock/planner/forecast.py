@@ -12,7 +12,7 @@ from penstock.planner.phase_costs import PhaseCosts
 from penstock.planner.phase_memory import peaks_outside_steps
 from penstock.planner.search import Choice
 from penstock.planner.task import Task
-from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
+from penstock.schedule.ir.lanes import STREAM_LANES, Lane
 from penstock.schedule.place import FP32, Depths
 
 MODEL_FLOP = 6
@@ -50,7 +50,8 @@ class Wear:
 class Forecast:
     """A chosen plan and what follows from it. Seconds, bytes, tokens per second.
 
-    ``micro_batch_size``: sequences in a micro-batch; ``tokens``: of a step.
+    ``micro_batch_size``: sequences in a micro-batch; ``tokens``: of a step, of all ranks. What is said of lanes, memory
+    and disk is of one rank.
     """
 
     task: Task
@@ -93,13 +94,13 @@ class Forecast:
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s of a large matrix product in the plan's precision."""
-        return self.task.machine.device.flops[self.task.precision]
+        """FLOP/s of a large matrix product in the plan's precision, of all ranks."""
+        return self.task.ranks * self.task.machine.device.flops[self.task.precision]
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: 6 FLOP per parameter and token, 4 of frozen ones, over what the device could do."""
-        padded = sum(group.frozen for group in self.choice.plan.program.groups)
+        padded = self.task.ranks * sum(group.frozen for group in self.choice.plan.program.groups)
         frozen = min(padded, self.parameters)
         flop = MODEL_FLOP * (self.parameters - frozen) + FROZEN_FLOP * frozen
         return flop * self.tokens_per_second / self.peak_flops
@@ -111,7 +112,7 @@ class Forecast:
         nbytes, work, busy = simulation.bytes_per_lane(), simulation.work(0), simulation.busy(0)
         return {
             lane: LaneForecast(nbytes=nbytes.get(lane, 0), work=work[lane], busy=busy[lane])
-            for lane in LOCAL_LANES
+            for lane in STREAM_LANES
             if work.get(lane)
         }
 
@@ -133,9 +134,9 @@ class Forecast:
         loads = PhaseCosts(self.choice.request, plan.settings, costs)
         own = loads.of(plan.settings.place)
         own[1] += own[-1]  # what may fall into any phase up to the epilogue
-        shared = own @ limits_of(costs, Depths())[: len(LOCAL_LANES)].T * (own > 0)
+        shared = own @ limits_of(costs, Depths())[: len(STREAM_LANES)].T * (own > 0)
         return {
-            phase: (LOCAL_LANES[int(np.argmax(row))], float(row.max()))
+            phase: (STREAM_LANES[int(np.argmax(row))], float(row.max()))
             for phase, row in zip(loads.probes.phases.names, shared[:-1], strict=True)
         }
 
@@ -158,6 +159,7 @@ class Forecast:
             host_bytes=task.budget.host_bytes,
             slots=task.budget.slots,
             scratch=self.scratch_bytes,
+            ranks=task.ranks,
         )
         return {"train": train} | {str(phase): sizes for phase, sizes in outside.items()}
 
@@ -204,7 +206,7 @@ class Forecast:
         steps = None if tbw is None or not written else len(ratings) * tbw * _TB / each
         return Wear(
             written_bytes=written,
-            per_parameter=written / self.parameters,
+            per_parameter=self.task.ranks * written / self.parameters,
             tbw=tbw,
             steps=steps,
             days=None if steps is None else steps * self.choice.expected_seconds / _DAY,
@@ -218,6 +220,6 @@ def forecast(task: Task, choice: Choice, micro_batch_size: int) -> Forecast:
         task=task,
         choice=choice,
         micro_batch_size=micro_batch_size,
-        tokens=profile.tokens * choice.request.micro_batches,
+        tokens=task.ranks * profile.tokens * choice.request.micro_batches,
         parameters=profile.parameters,
     )

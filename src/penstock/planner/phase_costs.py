@@ -19,14 +19,14 @@ from penstock.planner.bounds import Load
 from penstock.planner.classes import GroupClass, Home
 from penstock.planner.fit import Request
 from penstock.planner.probes import Facts, Probes
-from penstock.schedule.ir.lanes import LOCAL_LANES
+from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import group_op, single_op, stage_op
 from penstock.schedule.lower.provision import narrow_groups
 from penstock.schedule.place import Placement, Settings, chunk_count
 from penstock.sim.costs import Costs
 
-_LANE = {lane: i for i, lane in enumerate(LOCAL_LANES)}
+_LANE = {lane: i for i, lane in enumerate(STREAM_LANES)}
 _PARTS = ("trainable", "frozen")
 T = TypeVar("T", bound=Tier)
 
@@ -59,7 +59,8 @@ class Prices:
                 at = row, _LANE[ident.lane]
                 load[(0, *at)] += count * self._costs.seconds(Op(id=ident, nbytes=nbytes))
                 if part != "whole":
-                    load[(1 + _PARTS.index(part), *at)] += count * self._costs.seconds(Op(id=ident))
+                    further = Op(id=group_op(kind, real, 1))
+                    load[(1 + _PARTS.index(part), *at)] += count * self._costs.seconds(further)
             self._groups[key] = load
         return self._groups[key]
 
@@ -99,7 +100,7 @@ class Prices:
         return load
 
     def none(self) -> Load:
-        return np.zeros((len(self.probes.phases.names) + 1, len(LOCAL_LANES)))
+        return np.zeros((len(self.probes.phases.names) + 1, len(STREAM_LANES)))
 
     def _add(self, load: Load, row: int, op: Op, count: float) -> None:
         load[row, _LANE[op.lane]] += count * self._costs.seconds(op)

@@ -50,6 +50,7 @@ def peaks_outside_steps(
     slots: int,
     scratch: int = 0,
     from_meta: bool = True,
+    ranks: int = 1,
 ) -> dict[Phase, Peaks]:
     """Bytes that each tier holds at most in each phase outside of steps.
 
@@ -64,6 +65,7 @@ def peaks_outside_steps(
             (``Request.scratch_bytes``).
         from_meta: whether the engine initialises the model. The check that everything was filled takes one byte for
             each element of a parameter; the group's largest is taken to be all of it.
+        ranks: that have such a program, of parts: groups are made, and visit the device, whole.
 
     Returns:
         ``load``: a fresh start (``engine.start.fill``, ``_write_group``): a group in fp32, then written to its home.
@@ -91,11 +93,12 @@ def peaks_outside_steps(
     def peaks(device: int, host: int, more_disk: int = 0) -> Peaks:
         return {"device": device, "host": host, "disk": base["disk"] + more_disk}
 
-    filling = max(g.numel * FP32 + max(BOUNCE, g.numel if from_meta else 0) for g in program.groups)
+    whole = [ranks * g.numel for g in program.groups]
+    filling = max(numel * FP32 + max(BOUNCE, numel if from_meta else 0) for numel in whole)
     placing = _moving(sizes, first, wanted)
     return {
         "load": peaks(start["device"], start["host"] + filling),
-        "probe": peaks(start["device"] + _probing(program, form, first, parts), start["host"] + BOUNCE),
+        "probe": peaks(start["device"] + _probing(program, form, first, parts, ranks), start["host"] + BOUNCE),
         "place": peaks(placing["device"], placing["host"] + (BOUNCE if first != wanted else 0)),
         "save": peaks(step["device"], step["host"] + BOUNCE, saved + scratch),
         "resume": peaks(max(start["device"], step["device"]), max(start["host"], step["host"]) + BOUNCE, scratch),
@@ -133,12 +136,12 @@ def _moving(sizes: Sequence[int], now: Sequence[Tier], wanted: Sequence[Tier]) -
     return most
 
 
-def _probing(program: Program, form: Format, first: Sequence[Tier], parts: Sequence[Array]) -> int:
+def _probing(program: Program, form: Format, first: Sequence[Tier], parts: Sequence[Array], ranks: int) -> int:
     """Device bytes of one micro-batch on its way through the model and back, with the weights of a stage at a time."""
     there = {p.group for p, tier in zip(parts, first, strict=True) if not p.state and tier == "device"}
 
     def weights(groups: Sequence[int]) -> int:
-        return sum(program.groups[g].numel * form.weight_bytes for g in groups if g not in there)
+        return ranks * sum(program.groups[g].numel * form.weight_bytes for g in groups if g not in there)
 
     most = alive = 0
     for stage in program.stages:

@@ -84,7 +84,7 @@ class Phases:
             if kind in ("F", "E", "B"):
                 now = self._computed[kind, ident.stage, ident.micro_batch]
                 yield op, self.compute_row(now)
-            elif kind in ("RW", "UW"):
+            elif kind in ("RW", "UW", "GW"):
                 assert ident.visit is not None
                 yield op, self.load_row(self._at[ident.visit])
             elif kind in ("RC", "UC"):

@@ -169,7 +169,7 @@ class PlacementLP:
         by_tier["disk"] = 0.0
         if group.trainable and g in self.request.route.gradient_visits:
             if state == "device":
-                by_tier["device"] += group.trainable * FP32
+                by_tier["device"] += group.trainable * FP32 * self._provisions[gradients].device_sums
             else:
                 held = chunk_count(group.trainable, self.s.chunk) * self.s.chunk * self._widest_gradient
                 by_tier["host"] += held * self._uses_held(g, home, gradients)
@@ -185,10 +185,12 @@ class PlacementLP:
         return max(map(found.gradient_bytes, self.request.route.gradient_visits), default=FP32)
 
     def _uses_held(self, g: int, home: Home, gradients: Waits) -> float:
-        """How many gradients of a group are held in host memory: one for each stage that uses it, or a share."""
+        """How many gradients of a group are held in host memory: one for each stage that uses it, or a share; or as
+        many sums of strands as there are of that."""
         provision, late, waits = self._provisions[gradients], self.loads.late(g), self._waits(home)
         return sum(
-            late * provision.held(g, use, waits=True) + (1 - late) * provision.held(g, use, waits=waits)
+            (late * provision.held(g, use, waits=True) + (1 - late) * provision.held(g, use, waits=waits))
+            * provision.sums(g, use)
             for use in range(len(self.request.route.uses[g]))
         )
 
@@ -202,7 +204,8 @@ class PlacementLP:
     @cached_property
     def _provisions(self) -> dict[Waits, Provision]:
         return {
-            q: provision(self.request.route, self._settings(self.checkpoint_tiers[-1], q)) for q in self.gradient_tiers
+            q: provision(self.request.route, self._settings(self.checkpoint_tiers[-1], q), self.request.ranks)
+            for q in self.gradient_tiers
         }
 
     def _settings(self, checkpoints: Tier, gradients: Waits) -> Settings:

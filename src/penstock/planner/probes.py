@@ -25,6 +25,8 @@ from penstock.planner.fit import Request, settings_of, tied_groups
 from penstock.planner.phases import Phases
 from penstock.planner.sample import Sample, without_activations, without_weights
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.lower.update import partials_of
 from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
 from penstock.schedule.place import Depths, Placement, Settings
 from penstock.schedule.program import GroupSpec, Program
@@ -94,7 +96,17 @@ class Probes:
 
     def alone(self, home: Home, gradients: Tier, *, late: bool) -> Facts:
         """The ops that there is one of, where all groups live at one home."""
-        return self._of_groups(home, gradients, late, True, 2 if self._one_by_one else 1).alone
+        found = self._of_groups(home, gradients, late, True, 2 if self._one_by_one else 1).alone
+        return {
+            (row, kind, part, self._partials if kind == "AN" else n): count
+            for (row, kind, part, n), count in found.items()
+        }
+
+    @cached_property
+    def _partials(self) -> int:
+        """Bytes of the partial sums of all groups' squares, of which the sample has fewer."""
+        ranks = Mesh(data=self.request.ranks).everyone()
+        return ranks.sent(partials_of(ranks, self.request.route))
 
     def _of_groups(self, home: Home, gradients: Tier, late: bool, deep: bool, count: int) -> Probe:
         key = (home, gradients, late, deep, count)
@@ -107,7 +119,7 @@ class Probes:
                 checkpoints="device",
             )
             settings = replace(self._settings, place=place, delay=float(late), depths=Depths(weights=1 + deep))
-            self._found[key] = _probe(self._bare, replace(settings, micro_batches=count), self._one_by_one)
+            self._found[key] = self._probe(self._bare, replace(settings, micro_batches=count))
         return self._found[key]
 
     def _of_stages(self, checkpoints: Tier, count: int) -> Probe:
@@ -115,8 +127,11 @@ class Probes:
         if key not in self._found:
             place = replace(_in_host_memory(self._empty), checkpoints=checkpoints)
             settings = replace(self._settings, micro_batches=count, place=place)
-            self._found[key] = _probe(self._empty, settings, self._one_by_one)
+            self._found[key] = self._probe(self._empty, settings)
         return self._found[key]
+
+    def _probe(self, program: Program, settings: Settings) -> Probe:
+        return _probe(program, settings, self._one_by_one, self.request.ranks)
 
     @cached_property
     def _bare(self) -> Program:
@@ -131,7 +146,7 @@ class Probes:
         place = _in_host_memory(self.request.program)
         largest = max(max(g.trainable, g.frozen) for g in self.request.program.groups)
         settings = settings_of(self.request, place, largest, Depths())
-        # sums of strands are a few additions on the device, which the simulator counts
+        # strands on the device are a few additions more, which the simulator counts; on the host there are as many
         return replace(settings, wait=self.wait, speculate=self.speculate, delay=0.0, strands=1)
 
     @cached_property
@@ -151,13 +166,15 @@ def _in_host_memory(program: Program) -> Placement:
 
 
 @lru_cache(maxsize=4096)
-def _probe(program: Program, settings: Settings, one_by_one: bool) -> Probe:
+def _probe(program: Program, settings: Settings, one_by_one: bool, ranks: int) -> Probe:
     """The facts of a program's schedule, whose groups have one chunk for each of their parts."""
+    shards = Mesh(data=ranks).everyone()
     if one_by_one:
-        route, schedule = horizontal_route(program, settings.micro_batches), horizontal(program, settings)
+        route = horizontal_route(program, settings.micro_batches)
+        schedule = horizontal(program, settings, shards=shards)
     else:
         route = vertical_route(program, settings.micro_batches, train=settings.train)
-        schedule = vertical(program, settings)
+        schedule = vertical(program, settings, shards=shards)
     groups: dict[int, Counter[Fact]] = defaultdict(Counter)
     stages: dict[int, Counter[Fact]] = defaultdict(Counter)
     alone: Counter[Fact] = Counter()

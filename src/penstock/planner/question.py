@@ -49,8 +49,7 @@ class Question:
         Raises:
             ConfigError: what is forced cannot be.
         """
-        late = bool(self.request.delay) or (self.request.strands or 1) > 1
-        families = [f for f in self.families if f == "vertical" or not late] or list(self.families)
+        families = [f for f in self.families if f == "vertical" or not self.request.delay] or list(self.families)
         free = self.request.early is None and self.request.may_speculate
         means = (False, True) if free else (self.request.speculates,)
         forced = replace(self.request, family=families[0])
@@ -88,6 +87,7 @@ class Question:
             disk=request.bottom == "disk",
             host_bytes=request.budget.host_bytes,
             slots=request.budget.slots,
+            ranks=request.ranks,
         )
 
     def costs_of(self, request: Request) -> Costs:

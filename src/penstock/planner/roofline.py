@@ -15,7 +15,7 @@ from penstock.hardware.crossing import Reads, step_rate
 from penstock.planner.bounds import bound, limits_of
 from penstock.planner.costs import Disk
 from penstock.planner.question import Question
-from penstock.schedule.ir.lanes import LOCAL_LANES
+from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.place import BF16, FP32, Depths, Format
 
 
@@ -73,10 +73,10 @@ def roofline(question: Question, tokens: int) -> Roofline:
     read, write = moved_per_parameter(request.form)
     turns = at_once = None
     if disk is not None:
-        load = np.zeros((1, len(LOCAL_LANES)))
-        load[0, LOCAL_LANES.index("read")] = parameters * read / disk.read
-        load[0, LOCAL_LANES.index("write")] = parameters * write / disk.write
-        turns, at_once = float(load.sum()), bound(load, limits_of(question.costs, Depths())[: len(LOCAL_LANES)])
+        load = np.zeros((1, len(STREAM_LANES)))
+        load[0, STREAM_LANES.index("read")] = parameters * read / disk.read
+        load[0, STREAM_LANES.index("write")] = parameters * write / disk.write
+        turns, at_once = float(load.sum()), bound(load, limits_of(question.costs, Depths())[: len(STREAM_LANES)])
     down = parameters * (BF16 if request.may_cast_on_device else FP32) / machine.device.d2h
     ways: tuple[Reads, ...] = ("fp32",) if request.grad_dtype == "fp32" else ("rounded", "bf16")
     return Roofline(

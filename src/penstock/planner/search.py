@@ -33,7 +33,6 @@ from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Pattern
 from penstock.planner.update_mode import DELAY_STEP, REPEATS, steps_early
 from penstock.schedule.collection import no_collection
-from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import ALIGN
 from penstock.shape.model import StageTimes
@@ -286,7 +285,7 @@ class _Search:
             self.misplaced = why
             return False
         plan = proposal.request.plan(settings)
-        simulation = simulate(World.of(plan.schedule), self.q.costs_of(proposal.request))
+        simulation = simulate(proposal.request.world(plan.schedule), self.q.costs_of(proposal.request))
         self.ops += len(plan.schedule.ops)
         self.seen.add(key)
         expected = self.q.expected(simulation.time, proposal.settings)

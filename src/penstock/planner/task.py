@@ -9,6 +9,7 @@ from penstock.hardware.machine import Machine
 from penstock.planner.fit import Request
 from penstock.planner.question import Question
 from penstock.planner.update_mode import check_update_mode, expected_repeats, no_speculation
+from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.place import BOUNCE, Format
 from penstock.shape.model import ModelProfile, ModelShape, stage_times
 
@@ -33,7 +34,8 @@ class Task(StepConfig):
     """A model, a machine, a budget, and what is asked of a step.
 
     ``precision``: the one that counts. ``families``: schedules that may be chosen. ``disk_free``: bytes on disk that
-    may be used.
+    may be used. ``ranks``: that share the model's state; machine, budget, disk and micro-batches are those of one of
+    them.
     """
 
     shape: ModelShape
@@ -45,6 +47,7 @@ class Task(StepConfig):
     moments: int
     families: tuple[Family, ...]
     disk_free: int
+    ranks: int = 1
     profiles: dict[int, ModelProfile] = field(default_factory=dict, compare=False, repr=False)
     """those made so far, by sequences in a micro-batch"""
 
@@ -93,13 +96,14 @@ class Task(StepConfig):
         """
         profile = self.profile(micro_batch_size)
         request = Request(
-            program=profile.program,
+            program=Mesh(data=self.ranks).everyone().part(profile.program),
             budget=self.step_budget,
             form=self.form,
             micro_batches=micro_batches,
             wait=self.needs_norm,
-            **fields_of(self),
+            **fields_of(self) | {"strands": None if self.strands is None else max(1, self.strands // self.ranks)},
             family=self.families[0],
+            ranks=self.ranks,
             inputs=micro_batches * profile.tokens * TOKEN_BYTES,
             step_temporaries=0 if self.machine.device.kind == "cpu" else DEVICE_TEMPORARIES,
         )

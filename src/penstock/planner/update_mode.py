@@ -53,7 +53,7 @@ def check_update_mode(asked: StreamConfig, budget: Budget, form: Format, *, wait
     """Refuse what is asked for and cannot be.
 
     Raises:
-        ConfigError: ``speculate=True`` where nothing can; a delay or strands with the horizontal schedule.
+        ConfigError: ``speculate=True`` where nothing can; a delay with the horizontal schedule.
     """
     if asked.speculate and (why := no_speculation(budget, form, wait=wait)) is not None:
         raise ConfigError(f"speculate=True cannot be: {why}")
@@ -61,8 +61,6 @@ def check_update_mode(asked: StreamConfig, budget: Budget, form: Format, *, wait
         raise ConfigError(
             f"delay={asked.delay:g} needs schedule='vertical': horizontal goes to every block several times"
         )
-    if (asked.strands or 1) > 1 and horizontal:
-        raise ConfigError(f"strands={asked.strands} needs schedule='vertical', which adds them up on the device")
 
 
 def expected_repeats(config: StepConfig) -> float:

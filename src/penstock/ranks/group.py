@@ -2,9 +2,10 @@
 
 import pickle
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed as dist
@@ -16,8 +17,11 @@ from penstock.ranks.share import WHOLE, Share
 from penstock.ranks.watch import Place, Watch
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 AXIS = "dp_shard"
 """The name of the one axis of a mesh, as torchtitan has it."""
+_PATIENCE = timedelta(days=7)
+"""that a rank has with others which prepare data, or load a model; one that is gone is noticed at once"""
 _LOOK = 0.1
 """seconds after which who waits looks whether there is still somebody to wait for"""
 
@@ -35,6 +39,7 @@ class Ranks:
     """
 
     share: Share = WHOLE
+    _of_all: BaseException | None = None
 
     @property
     def rank(self) -> int:
@@ -60,8 +65,27 @@ class Ranks:
         """
         return [value]
 
+    def once(self, what: str, work: Callable[[], T]) -> T:
+        """What rank 0 does for all: each gets what it returns, a small value that pickles."""
+        found = work() if self.rank == 0 else None
+        return cast(T, self.told(what, found)[0])
+
+    def after_first(self, what: str, work: Callable[[], T]) -> T:
+        """What all ranks do, rank 0 before the others, which find what it has made."""
+        if self.rank == 0:
+            found = work()
+            self.told(what, None)
+            return found
+        self.told(what, None)
+        return work()
+
     def lend(self, tensor: torch.Tensor, owner: int) -> None:
         """Make a tensor on the CPU what it is on rank ``owner``."""
+
+    def of_all(self, error: E) -> E:
+        """An error that all ranks are about to raise alike: it ends nothing for the others."""
+        self._of_all = error
+        return error
 
     @property
     def failure(self) -> RankError | None:
@@ -91,7 +115,8 @@ class Ranks:
         except NonFiniteError:  # all ranks have found the same
             raise
         except BaseException as error:
-            self.fail(error)
+            if error is not self._of_all:
+                self.fail(error)
             raise
 
     def agree(self, what: str, value: Any) -> None:
@@ -159,7 +184,9 @@ class Together(Ranks):
             try:
                 if device.type == "cuda":
                     torch.cuda.set_device(device)
-                group = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
+                group = dist.new_group(
+                    list(members), backend=backend, use_local_synchronization=True, timeout=_PATIENCE
+                )
                 assert isinstance(group, dist.ProcessGroup)
                 made.append(group)
             except BaseException as error:  # noqa: BLE001 - it is raised below

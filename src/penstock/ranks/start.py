@@ -23,12 +23,17 @@ def torchrun_mesh(device: str | None = None) -> DeviceMesh:
     addresses of processes that are dead for those of the others (torch 2.13).
 
     Raises:
-        ConfigError: this process was not started by torchrun, or there are fewer GPUs than processes.
+        ConfigError: this process was not started by torchrun, or not all are on one machine, or there are fewer GPUs
+            than processes.
     """
     missing = [name for name in _GIVEN if name not in os.environ]
     if missing:
         raise ConfigError(f"{missing[0]} is not set: start this with torchrun --nproc-per-node N")
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) != size:
+        raise ConfigError(
+            f"{size} processes on several machines are not there yet: start all on one (torchrun --nnodes 1)"
+        )
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         if local >= torch.cuda.device_count():

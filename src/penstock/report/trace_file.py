@@ -183,12 +183,14 @@ def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def read_traces(folder: Path) -> list[MeasuredStep]:
-    """The steps of all trace files of a run, by number; of a step that a resumed run has done again, the later one.
+    """The steps of all trace files of a run, by number; of a step that a resumed run has done again, the later one. Of
+    several ranks those of the first.
 
     Raises:
         ConfigError: there is no trace, none has an op in it, or a file is damaged.
     """
-    paths = sorted(folder.glob("trace*.json"), key=_first_step)
+    found = (path for path in folder.glob("trace*.json") if not path.stem.startswith("trace-rank-"))
+    paths = sorted(found, key=_first_step)
     steps = {step.step: step for path in paths for step in read_trace(path)}
     if not steps:
         if paths:

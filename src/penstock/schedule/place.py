@@ -132,6 +132,30 @@ def strand_sums(micro_batches: int, strands: int) -> Mapping[int, Sequence[tuple
     return found
 
 
+@lru_cache(maxsize=1 << 10)
+def strand_firsts(micro_batches: int, strands: int) -> Mapping[int, int]:
+    """Each strand that has any micro-batch -> the first of them."""
+    ends = strand_ends(micro_batches, strands)
+    return dict(zip(ends.values(), (0, *(last + 1 for last in ends)), strict=False))
+
+
+@lru_cache(maxsize=1 << 10)
+def most_sums(micro_batches: int, strands: int, *, staged: bool = False) -> int:
+    """The most sums that there are at once: those that wait for another one, and the one that is being made. It is at
+    most one more than the binary logarithm of the strands.
+
+    ``staged``: a strand of one micro-batch that is added to another one at once takes no buffer of a sum.
+    """
+    now = most = 0
+    ends, firsts = strand_ends(micro_batches, strands), strand_firsts(micro_batches, strands)
+    for last, pairs in strand_sums(micro_batches, strands).items():
+        at_once = staged and bool(pairs) and firsts[ends[last]] == last
+        now += not at_once
+        most = max(most, now)
+        now -= len(pairs) - at_once
+    return most
+
+
 @lru_cache(maxsize=1 << 14)
 def delayed_share(first: int, count: int, share: float) -> frozenset[int]:
     """Which of ``count`` chunks are delayed, when ``first`` others come before them: as evenly spread as can be.
@@ -253,8 +277,8 @@ class Settings:
     """Where that is done to a gradient that is complete on the device: there, so that it crosses in bf16, or by those
     who read it. Changes no bit, and nothing at all in fp32. What is summed on the host is rounded there."""
     strands: int = 1
-    """In how many strands the gradient of a visit is summed, a power of two, which are then added up in pairs. Only for
-    the vertical schedule."""
+    """In how many strands the gradients of all micro-batches are summed, a power of two, which are then added up in
+    pairs: on the device where one visit has all of them, else on the host."""
 
     @property
     def casts_on_device(self) -> bool:

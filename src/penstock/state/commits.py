@@ -16,12 +16,14 @@ from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays, parts_of
 from penstock.state.buffers import Buffers
+from penstock.state.parts import layout_of
 from penstock.state.record import check_stored
 from penstock.state.slots import Slots
 from penstock.store.directory import make_directory
 from penstock.store.facts import facts_of
 from penstock.store.layout import Layout
 from penstock.store.owner import Owner, check_owner
+from penstock.store.parts import require_part
 from penstock.store.store import Store
 
 Progress = Mapping[str, Any]
@@ -74,10 +76,7 @@ class Commits:
         store, resumed = None, None
         parts = [part for group in groups for part in parts_of(group, form, dtype)]
         if budget.disk_paths:
-            sizes = [(p.name, p.nbytes) for p in parts] + buffers.sizes()
-            entries = [(name, nbytes, budget.slots) for name, nbytes in sizes]
-            layout = Layout.build(entries, {p.name: p.grid for p in parts})
-            store, resumed = self._open(layout, model, io_threads)
+            store, resumed = self._open(layout_of(model, budget.slots), model, io_threads)
         elif (need := sum(p.nbytes for p in parts)) > (have := budget.host_bytes + budget.device_bytes):
             raise BudgetError(
                 f"weights and optimizer state take {format_size(need)}, and the budget gives {format_size(have)} of "
@@ -122,7 +121,7 @@ class Commits:
         store = Store.open(paths, io_threads=io_threads)
         try:
             store.require_owner(self._owner)
-            _require_rank(store, model)
+            require_part(store, self.ranks.rank, self.ranks.size)
             if self.ranks.size > 1:
                 model["world"] = store.model.get("world")
                 self.ranks.agree("run, whose parts their stores have", model["world"])
@@ -254,15 +253,3 @@ class Commits:
                 self.store.close()
         finally:
             self.arrays.close()
-
-
-def _require_rank(store: Store, model: Mapping[str, Any]) -> None:
-    """Raises:
-    StoreError: the store has another rank's part of the state, or one of another number of ranks.
-    """
-    had, asked = ((found.get("rank", 0), found.get("ranks", 1)) for found in (store.model, model))
-    if had != asked:
-        raise StoreError(
-            f"{store.paths[0]} has the part of rank {had[0]} of {had[1]}, and this is rank {asked[0]} of {asked[1]}: "
-            "go on with as many ranks as the run began with, on the same directories in the same order"
-        )

@@ -9,17 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.errors import ConfigError
-from penstock.optim.precision import DTYPES, format_of
+from penstock.optim.precision import DTYPES
 from penstock.schedule.place import Format, page_up
-from penstock.schedule.program import GroupSpec
-from penstock.state.arrays import StateArrays, fetch, numpy_bytes, parts_of
+from penstock.state.arrays import fetch, numpy_bytes, parts_of
 from penstock.state.buffers import Transfer
 from penstock.state.memory import HostSlab
+from penstock.state.parts import Parts, form_of, groups_of
 from penstock.state.record import check_kept
-from penstock.state.slots import Slots, whole_commit
+from penstock.state.slots import whole_commit
+from penstock.store.parts import opened_parts
 from penstock.store.snapshot import SnapshotReader
-from penstock.store.store import Store
 
 _BUFFER = "buffer."
 
@@ -94,27 +93,22 @@ class Committed:
 
 
 @contextmanager
-def committed(paths: Sequence[Path]) -> Iterator[Committed]:
-    """The values of a store's last commit, without an engine and without its model.
+def committed(stores: Sequence[Sequence[Path]]) -> Iterator[Committed]:
+    """The values of the last commit of a run, without an engine and without its model.
+
+    ``stores``: the directories of each rank's store, by rank.
 
     Raises:
         ConfigError: there is none yet.
-        StoreError: the store is in use, damaged, or was stopped within a step.
+        StoreError: a store is in use, damaged, of another run, or was stopped within a step.
     """
-    with Store.open(paths, writable=False) as store:
-        last = whole_commit(store, paths[0])
-        model, slots = store.model, Slots.of(store)
-        if model.get("ranks", 1) > 1:
-            raise ConfigError(
-                f"{paths[0]} has the part of rank {model['rank']} of {model['ranks']}: parts cannot be put together yet"
-            )
-        groups, form, dtype = _groups(model), _form(model), DTYPES[model["precision"]]
-        arrays = StateArrays(groups, form, dtype, torch.device("cpu"), store, slots, host_bytes=0)
-        try:
-            buffers = {name: _buffer(slots.read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
-            yield Committed(step=int(last["step"]), precision=model["precision"], values=Values(arrays, model, buffers))
-        finally:
-            arrays.close()
+    with opened_parts(stores) as opened:
+        last, *_ = [whole_commit(store, store.paths[0]) for store in opened]
+        model, parts = opened[0].model, Parts(opened)
+        read = parts.arrays[0].slots.read  # buffers are the same on all
+        buffers = {name: _buffer(read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
+        values = Values(parts, model, buffers)
+        yield Committed(step=int(last["step"]), precision=model["precision"], values=values)
 
 
 @contextmanager
@@ -136,26 +130,15 @@ class _SnapshotArrays:
     """The arrays of a snapshot."""
 
     def __init__(self, reader: SnapshotReader, model: Mapping[str, Any]) -> None:
-        self.form, dtype = _form(model), DTYPES[model["precision"]]
+        self.form, dtype = form_of(model), DTYPES[model["precision"]]
         self._reader = reader
-        self._parts = {part.name: part for group in _groups(model) for part in parts_of(group, self.form, dtype)}
+        self._parts = {part.name: part for group in groups_of(model) for part in parts_of(group, self.form, dtype)}
 
     def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
         fetch(self._parts[name], self._read, offset, flat)
 
     def _read(self, name: str, start: int, out: torch.Tensor) -> None:
         self._reader.read(name, start * out.itemsize, numpy_bytes(out))
-
-
-def _groups(model: Mapping[str, Any]) -> list[GroupSpec]:
-    return [
-        GroupSpec(index=g, name=group["name"], trainable=group["trainable"], frozen=group["frozen"])
-        for g, group in enumerate(model["groups"])
-    ]
-
-
-def _form(model: Mapping[str, Any]) -> Format:
-    return format_of(model["precision"], len(model["optimizer"]) - 1)
 
 
 def _buffer(read: Transfer, name: str, shape: Sequence[int], kind: str) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Facts about a store, without opening it: nothing is locked, made or written, and no file of data is read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,21 @@ from penstock.store.records import CommitLog
 
 @dataclass(frozen=True, kw_only=True)
 class StoreFacts:
-    """``owner``: the run that the store belongs to. ``record``: the newest commit, None before the first. ``missing``:
-    directories whose part is not there: their drives are not mounted, or the making of the store was interrupted.
-    ``passing``: what is in it is needed for one step only.
+    """``owner``: the run that the store belongs to. ``records``: the commits that it has, by number: the newest and, if
+    it can be read, the one before; None is what there was before the first. ``missing``: directories whose part is not
+    there: their drives are not mounted, or the making of the store was interrupted. ``passing``: what is in it is
+    needed for one step only.
     """
 
     owner: Owner | None
-    record: dict[str, Any] | None
+    records: Mapping[int, dict[str, Any] | None]
     missing: tuple[Path, ...]
     passing: bool
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The newest commit; None before the first."""
+        return self.records[max(self.records)]
 
     @property
     def step(self) -> int | None:
@@ -56,7 +62,44 @@ def facts_of(paths: Sequence[Path]) -> StoreFacts | None:
     log = CommitLog(paths[0], manifest.store, writable=False)
     return StoreFacts(
         owner=manifest.owner,
-        record=log.last,
+        records=log.records,
         missing=tuple(path for path in paths if path not in there),
         passing=manifest.passing,
     )
+
+
+def facts_of_all(stores: Sequence[Sequence[Path]]) -> StoreFacts | None:
+    """Ask the stores of all ranks of a run, of which each has its part of every step. None: there is none at all.
+
+    A commit counts if all have it. Stores that are not there are ``missing``.
+
+    Raises:
+        StoreError: as ``facts_of``; or they are not of one run, or have no commit in common.
+    """
+    for _ in range(_LOOKS):
+        each = [facts_of(paths) for paths in stores]
+        found = [(paths, facts) for paths, facts in zip(stores, each, strict=True) if facts is not None]
+        if not found:
+            return None
+        numbers = set[int].intersection(*(set(facts.records) for _, facts in found))
+        if numbers:
+            break
+    (first, facts), *others = found
+    absent = [paths[0] for paths, facts in zip(stores, each, strict=True) if facts is None]
+    for paths, other in others:
+        if other.owner != facts.owner:
+            raise StoreError(f"{first[0]} and {paths[0]} have parts of two runs: put back what was there")
+    if not numbers:
+        raise StoreError(
+            f"{first[0]} and the stores of the other ranks have no commit in common: put back what was there"
+        )
+    return StoreFacts(
+        owner=facts.owner,
+        records={number: facts.records[number] for number in numbers},
+        missing=(*(path for _, one in found for path in one.missing), *absent),
+        passing=facts.passing,
+    )
+
+
+_LOOKS = 3
+"""Times that stores are looked at which have no commit in common: one after the other, while their run may commit."""

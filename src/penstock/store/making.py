@@ -68,10 +68,10 @@ def fill(
     *,
     passing: bool,
     owner: Owner | None,
+    names: Sequence[Path],
 ) -> None:
     """Reserve the data, describe it, and give the data its name last: a store that has data is complete."""
     identity = uuid.uuid4().hex
-    names = tuple(str(path.resolve()) for path in paths)
     sizes = file_sizes(layout, len(paths), stripe)
     for path, size in zip(paths, sizes, strict=True):
         packed.allocate(path / PARTIAL, size)
@@ -80,7 +80,7 @@ def fill(
         manifest = Manifest(
             store=identity,
             index=index,
-            directories=names,
+            directories=tuple(str(name.resolve()) for name in names),
             stripe=stripe,
             layout=layout,
             model=model,

@@ -159,13 +159,7 @@ class CommitLog:
             _blank_file(directory / name, text)
 
     def _find(self) -> _Entry:
-        found: list[_Entry] = []
-        faults: dict[Path, StoreError] = {}
-        for path in self._paths:
-            try:
-                found.append(self._read(path))
-            except StoreError as e:  # one of the two may be blank, or torn by a crash while it was written
-                faults[path] = e
+        found, faults = self._readable()
         if not found:
             said = "; ".join(map(str, faults.values()))
             raise StoreError(f"no commit record can be read: {said}: start from a snapshot")
@@ -174,6 +168,23 @@ class CommitLog:
             if not _blank(path):
                 log.warning("%s. Going on from the other commit record, %s", fault, self._place(newest))
         return newest
+
+    def _readable(self) -> tuple[list[_Entry], dict[Path, StoreError]]:
+        """The records that there are; and what is wrong with the others."""
+        found: list[_Entry] = []
+        faults: dict[Path, StoreError] = {}
+        for path in self._paths:
+            try:
+                found.append(self._read(path))
+            except StoreError as e:  # one of the two may be blank, or torn by a crash while it was written
+                faults[path] = e
+        return found, faults
+
+    @property
+    def records(self) -> dict[int, dict[str, Any] | None]:
+        """Each record that can be read, by its number: the newest and, if it is there, the one before."""
+        found, _ = self._readable()
+        return {entry.sequence: entry.record for entry in found}
 
     def _read(self, path: Path) -> _Entry:
         entry = read_as(path, "commit", _Entry)
@@ -228,12 +239,12 @@ class CommitLog:
         return self._newest.sequence
 
     def take_back(self, sequence: int) -> None:
-        """Make the record before the newest one, which has this number, the newest.
+        """Make the record before the newest one, which has this number, the newest. Opened to be read alone, the log
+        passes the newest over, which stays where it is.
 
         Raises:
             StoreError: it is not there, or the newest one cannot be removed.
         """
-        assert self.writable, "opened to be read alone"
         newest, path = self._newest, self.path
         before = self._read(self._paths[(newest.sequence + 1) % 2])
         if before.sequence != sequence or newest.sequence != sequence + 1:
@@ -241,12 +252,13 @@ class CommitLog:
                 f"{path} is commit {newest.sequence}, and the one to go back to, {sequence}, is not the one before: go "
                 "on from a snapshot"
             )
-        try:
-            _overwrite(path, b"")
-        except OSError as e:
-            raise store_error(f"{path}: a commit cannot be taken back: {e.strerror}", e) from e
+        if self.writable:
+            try:
+                _overwrite(path, b"")
+            except OSError as e:
+                raise store_error(f"{path}: a commit cannot be taken back: {e.strerror}", e) from e
+            log.warning("%s: commit %d is taken back: not all ranks have it", path, newest.sequence)
         self._newest = before
-        log.warning("%s: commit %d is taken back: not all ranks have it", path, newest.sequence)
 
     def settle(self) -> None:
         """Make sure that a record whose writing has failed is not there after all. Before anything is written that it

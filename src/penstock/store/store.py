@@ -124,6 +124,7 @@ class Store:
         direct: bool | None = None,
         passing: bool = False,
         owner: Owner | None = None,
+        names: Sequence[Path] | None = None,
     ) -> "Store":
         """Reserve the space for ``layout`` in ``paths`` and open it; nothing of it can be read before it is written.
 
@@ -135,6 +136,7 @@ class Store:
             direct: True insists on O_DIRECT, False does without, None prefers it and warns.
             passing: what is stored is needed for one step only; says what to do where it is damaged.
             owner: the run that the store is to belong to.
+            names: what the directories will be called, if they are moved once it is whole.
 
         Raises:
             StoreError: a directory is missing, not writable, full, in use, or has a store already; nothing is left.
@@ -144,7 +146,7 @@ class Store:
         with _reported("creating a store"), ExitStack() as undo:
             locks = [claim(path, undo) for path in paths]
             check_room(paths, layout, stripe)
-            fill(paths, layout, stripe, model, passing=passing, owner=owner)
+            fill(paths, layout, stripe, model, passing=passing, owner=owner, names=names or paths)
             store = _attach(paths, locks, io_threads=io_threads, direct=direct, made=True)
             undo.pop_all()
         return store
@@ -397,7 +399,8 @@ class Store:
         self._digests.load(pages)
 
     def take_back(self, sequence: int) -> None:
-        """Go back to the commit before the last one, which has this number: nothing may have been written since.
+        """Go back to the commit before the last one, which has this number: nothing may have been written since. What
+        is opened to be read alone stays as it is, and is read as of that commit.
 
         Raises:
             StoreError: it cannot be read, or the last one cannot be taken back.

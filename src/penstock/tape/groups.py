@@ -13,7 +13,8 @@ from torch import nn
 
 from penstock.compat.torch import gradient_hooks
 from penstock.errors import ModelError
-from penstock.schedule.program import ALIGN, LARGE_END, VIEW_ALIGN, GroupSpec, round_up
+from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.program import LARGE_END, VIEW_ALIGN, GroupSpec, round_up
 from penstock.tape.blocks import Block
 
 
@@ -75,6 +76,7 @@ def lay_out(index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]
     """Place parameters in a flat buffer: trainable ones first, each part padded to ``ALIGN`` elements for each of the
     ``ranks`` that share it."""
     slices: list[ParamSlice] = []
+    ranks_group = Mesh(data=ranks).everyone()
     offset = 0
     sizes = {True: 0, False: 0}
     for trainable in (True, False):
@@ -87,7 +89,7 @@ def lay_out(index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]
                     )
                 )
                 offset += round_up(p.numel(), VIEW_ALIGN)
-        offset = start + round_up(offset - start, ALIGN * ranks)
+        offset = start + ranks_group.padded(offset - start)
         sizes[trainable] = offset - start
     spec = GroupSpec(index=index, name=name, trainable=sizes[True], frozen=sizes[False])
     return ParamGroup(spec=spec, slices=tuple(slices))

@@ -4,9 +4,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol, TextIO
 
+from penstock.cli.launch import process_count, this_process
 from penstock.cli.showing.meter import LaneUse, Meter
 from penstock.config import format_size
 from penstock.report.sentence import format_time
@@ -81,8 +82,35 @@ class PlainDisplay:
         write_now(2, "Stopped at once, in the middle of a step.\n")
 
 
+class NoDisplay:
+    """That of a rank which leaves the view to the first one."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def working(self, text: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin(self, meter: Meter) -> None:
+        pass
+
+    def update(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def notice(self, text: str) -> None:
+        pass
+
+    def last_words(self) -> None:
+        pass
+
+
 def choose_display(out: TextIO) -> Display:
     """The live view on a terminal that can redraw, else plain lines."""
+    if this_process():
+        return NoDisplay()
     if can_redraw(out):
         from penstock.cli.showing.terminal import TerminalDisplay  # rich is only worth importing where it draws
 
@@ -195,4 +223,5 @@ def clock(seconds: float) -> str:
 
 def fail(text: str) -> None:
     """An error for the user: one message, no traceback."""
-    print(f"penstock: {text}", file=sys.stderr, flush=True)
+    whose = f", rank {this_process()}" if process_count() > 1 else ""
+    print(f"penstock{whose}: {text}", file=sys.stderr, flush=True)

@@ -19,7 +19,8 @@ LINKS: tuple[Lane, ...] = ("h2d", "d2h", "read", "write")
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What is known before the first step. ``given``: the budget, in bytes, of the tiers that have one.
+    """What is known before the first step. ``given``: the budget, in bytes, of the tiers that have one. ``ranks``: that
+    train together; what is given, planned and measured of memory and links is then one rank's.
 
     ``first``: steps that an earlier stretch of the run has already done, of the ``steps`` in all. ``yardstick``: what
     the machine can do and bear.
@@ -29,6 +30,7 @@ class Outline:
     first: int = 0
     parameters: int
     given: Mapping[Tier, int]
+    ranks: int = 1
     yardstick: Yardstick = field(default_factory=Yardstick)
 
     @property
@@ -54,7 +56,8 @@ class Meter:
     """Collects steps. Rates are over the last ten, peaks and sums over the stretch since the run was begun or resumed,
     but for what counts in the whole run: ``written``, ``clipped``, ``skipped``, ``repeated``.
 
-    ``state_bytes`` and ``disk_bytes`` are the plan's: all of the state, and what of it is kept on disk. ``predicted``
+    ``state_bytes`` and ``disk_bytes`` are the plan's: all of the state, and what of it (of all ranks) is kept on disk.
+    ``predicted``
     is its step time and ``bottleneck`` what was predicted to bound it, if it was planned for a machine. All are known
     once the first step has been planned, ``planned_peak`` of memory with them.
     """
@@ -76,7 +79,7 @@ class Meter:
     tokens: int = 0
     seconds: float = 0.0
     written: int = 0
-    """bytes to disk; of steps that a kill has undone it is not known"""
+    """bytes to disk, of all ranks; of steps that a kill has undone it is not known"""
     truncated: int = 0
     """tokens of streamed documents that were left out so far, of a run that could not say so before its first step"""
     flops: float = 0.0
@@ -99,7 +102,7 @@ class Meter:
 
     def planned(self, plan: Plan) -> None:
         """Take in the training plan's sizes."""
-        self.state_bytes, self.disk_bytes = plan.state_bytes, plan.disk_bytes
+        self.state_bytes, self.disk_bytes = plan.state_bytes, self.outline.ranks * plan.disk_bytes
         self.planned_peak = {"device": plan.device_bytes, "host": plan.host_bytes}
 
     def forecast(self, seconds: float, bottleneck: str) -> None:

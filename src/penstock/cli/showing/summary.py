@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
 
+from penstock.cli.launch import how_to_start
 from penstock.cli.showing.display import clock, counts, format_flops
 from penstock.cli.showing.meter import Meter
 from penstock.config import TrainConfig, format_size
@@ -32,7 +33,7 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     if stopped:
         lines.append(
             f"Stopped after step {meter.done} of {outline.steps}, as asked. That step is whole and the state intact: "
-            f"penstock resume {shlex.quote(str(folder))} goes on."
+            f"{how_to_start(outline.ranks)} resume {shlex.quote(str(folder))} goes on."
         )
     last = meter.losses[-max(len(meter.losses) // 10, 1) :]  # one micro-batch is noisy: the mean of the last tenth
     loss = f"loss     {meter.losses[0]:.4f} -> {fmean(last):.4f}" + (f", mean of {len(last)}" if len(last) > 1 else "")
@@ -42,9 +43,11 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     if meter.truncated:
         lines.append(f"data     {meter.truncated:,} tokens left out, of documents longer than a sequence")
     lines.append(f"speed    {_speed(meter)}")
+    ranks = "" if outline.ranks == 1 else f" to {outline.ranks} ranks; what follows is of the first"
     lines.append(
-        f"state    {format_size(meter.state_bytes)}: weights, gradients and optimizer state of "
-        f"{outline.parameters / 1e6:.1f}M parameters, {meter.state_bytes / outline.given_bytes:.1f}x the memory given"
+        f"state    {format_size(outline.ranks * meter.state_bytes)}: weights, gradients and optimizer state of "
+        f"{outline.parameters / 1e6:.1f}M parameters, {meter.state_bytes / outline.given_bytes:.1f}x the memory "
+        f"given{ranks}"
     )
     lines.append(
         f"memory   {format_size(outline.given_bytes)} given, {format_size(meter.peak_bytes)} taken at the peak: "

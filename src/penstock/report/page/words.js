@@ -33,6 +33,7 @@ const SENTENCES = {
   UW: "weights of {group} up to the device{for}",
   AD: "gradient of {group}: two sums added up, on the device",
   DG: "gradient of {group} down to host memory",
+  UG: "gradient of {group} up to the device, to be exchanged",
   AG: "gradient of {group} added to what is there",
   NG: "sum of squares of {group}'s gradient",
   ND: "sum of squares of {group}'s gradient, on the device",

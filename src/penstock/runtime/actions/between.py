@@ -40,10 +40,11 @@ class Between:
         g, size, c = op.id.group, self._ranks.size, self._to.bound.chunk(op)
         if c.start == 0:
             self._tell(op)
-        own = self._to.bound.program.groups[g].trainable
-        gradient = self._to.view(op.reads[0], size * own).view(size, own)
         into, out = self._to.view(op.writes[1], 2 * size * c.numel).view(2, size, c.numel)
-        into.copy_(gradient[:, c.start : c.start + c.numel])
+        if op.reads[0] != op.writes[1]:  # else it is there already, summed on the host
+            own = self._to.bound.program.groups[g].trainable
+            gradient = self._to.view(op.reads[0], size * own).view(size, own)
+            into.copy_(gradient[:, c.start : c.start + c.numel])
         self._ranks.exchange(out, into)
         add_up(tuple(out), self._to.view(op.writes[0], c.numel))
         self._sent(into[0])

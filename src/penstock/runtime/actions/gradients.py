@@ -20,12 +20,15 @@ class Gradients:
         self._stepping = stepping
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
-        return {"DG": self.down, "AG": self.add, "WG": self.put_aside, "RG": self.fetch}
+        return {"DG": self.down, "AG": self.add, "UG": self.lift, "WG": self.put_aside, "RG": self.fetch}
 
     def down(self, op: Op) -> None:
         """From the device to a host buffer, rounded on the device where the op has a buffer for that."""
         c, target = self._to.bound.chunk(op), self._to.gradient(op, op.writes[0])
         of_group = op.reads[0].chunk < 0  # else it is of the chunk alone, which ranks have added up
+        if of_group and self._to.bound.share.size > 1:
+            self._all_parts_down(op)
+            return
         source = self._to.view(op.reads[0], c.numel, offset=c.start * FP32 if of_group else 0)
         if target.dtype == source.dtype:
             self._to.copy(target, source)
@@ -35,11 +38,27 @@ class Gradients:
         copy_cast(target, source, staging)
         self._to.moved += target.numel() * target.itemsize
 
+    def _all_parts_down(self, op: Op) -> None:
+        """Of a whole group's gradient [ranks, own], the chunk of each rank's part [ranks, chunk], to be summed."""
+        c, size = self._to.bound.chunk(op), self._to.bound.share.size
+        own = self._to.bound.program.groups[op.id.group].trainable
+        parts = self._to.view(op.reads[0], size * own).view(size, own)
+        target = self._to.view(op.writes[0], size * c.numel).view(size, c.numel)
+        for into, part in zip(target, parts, strict=True):
+            self._to.copy(into, part[c.start : c.start + c.numel])
+
     def add(self, op: Op) -> None:
-        """One host buffer to another, which the op writes."""
+        """One host buffer to another, which the op writes: of visits that several ranks have not exchanged yet, all
+        ranks' parts of the chunk."""
         c, (into,) = self._to.bound.chunk(op), op.writes
         (what,) = (name for name in op.reads if name != into)
-        self._stepping.add(self._to.view(into, c.numel), self._to.view(what, c.numel))
+        numel = c.numel if op.id.visit is None else self._to.bound.whole(c.numel)
+        self._stepping.add(self._to.view(into, numel), self._to.view(what, numel))
+
+    def lift(self, op: Op) -> None:
+        """All ranks' parts of a chunk up to where they are exchanged."""
+        numel = self._to.bound.whole(self._to.bound.chunk(op).numel)
+        self._to.copy(self._to.view(op.writes[0], numel), self._to.view(op.reads[0], numel))
 
     def put_aside(self, op: Op) -> None:
         """To disk, where it waits."""

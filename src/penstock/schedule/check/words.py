@@ -108,7 +108,7 @@ def _made(schedule: Schedule, step: Op, reader: Op) -> list[Op]:
 # ---- rule 7: one group, or one stage and micro-batch, has its ops in the order that their words mean
 
 
-_ORDERED = frozenset(("B", "I", "W", "DG", "AG", "SG", "AR", "OP", "OD", "WW", "WS", "UN", "GN"))
+_ORDERED = frozenset(("B", "I", "W", "DG", "AG", "UG", "SG", "AR", "OP", "OD", "WW", "WS", "UN", "GN"))
 
 
 class _Order:
@@ -133,7 +133,7 @@ class _Order:
                 kind = "E" if word.kind == "E" else "B"
                 self._visits[visit(kind, word.stage)].append(op)
                 self._visits[visit(kind, word.stage, word.micro_batch)].append(op)
-            elif word.kind in ("DG", "AG", "SG", "AR"):
+            elif word.kind in ("DG", "AG", "UG", "SG", "AR"):
                 self._sums[word.group].append(op)
             elif word.kind == "OP":
                 self._stepped[word.group] = op
@@ -145,7 +145,7 @@ class _Order:
             case "B" | "I" | "W":
                 first = self._by_id.get(word.of("I" if word.kind == "W" else "F"))
                 return [first] if first else []
-            case "DG" | "AG" | "SG" | "AR":
+            case "DG" | "AG" | "UG" | "SG" | "AR":
                 if word.use:
                     return []
                 return self._visits.get(word.visit, []) if word.visit else self._backwards(word.group)

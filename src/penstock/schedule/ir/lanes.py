@@ -6,3 +6,5 @@ Lane = Literal["compute", "h2d", "d2h", "read", "write", "cpu", "net", "send", "
 LANES: tuple[Lane, ...] = get_args(Lane)
 LOCAL_LANES: tuple[Lane, ...] = LANES[:6]
 """Those that a rank needs no other rank for."""
+STREAM_LANES: tuple[Lane, ...] = LANES[:7]
+"""Those of a step whose groups stream, on one rank or on several that share them."""

@@ -9,7 +9,8 @@ An op's *id* is a short word that says everything about it; no two ops of a sche
 | ``UW5.1@F3`` | h2d | the same chunk up to the device |
 | ``DG5.1@B3`` | d2h | gradient chunk down to host memory, in bf16 if it takes a buffer for that on the device |
 | ``AD5.1@B2`` | compute | add strand 1 of the gradient to the one before it, on the device |
-| ``AG5.1@B2`` | cpu | add it to the chunk that is already there |
+| ``AG5.1@B2`` ``AG5.1@sum2`` | cpu | add it, or that of another stage, to the chunk that is already there |
+| ``UG5.1@B3`` | h2d | the chunk of all ranks' parts up again, when all micro-batches are in it, to be exchanged |
 | ``NG5.1`` ``ND5`` ``NORM`` | cpu, compute, cpu | partial sums of squares (host, device); the global norm |
 | ``WG5.1`` ``RG5.1`` | write, read | gradient chunk to disk and back, while it waits for the norm |
 | ``RS5.1`` ``OP5.1`` ``WS5.1`` | read, cpu, write | optimizer state chunk in, step, out |

@@ -15,14 +15,13 @@ down. Lanes, dependencies and pools keep that order, so the first op of it that 
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 
 from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer
 from penstock.schedule.lower.emitter import Emitter, Touched
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.route import Visit
-from penstock.schedule.place import Chunk, chunks, strand_ends
+from penstock.schedule.place import Chunk, chunks, strand_ends, strand_firsts
 
 
 class Builder:
@@ -61,16 +60,24 @@ class Builder:
     def gradient_buffer(self, g: int, visit: Visit, strand: int = 0) -> Buffer:
         """What a visit adds a group's gradient to. Of several strands, the first has the sum of all in the end."""
         of_visit = visit.name if self._is_of_visit(g) else None
-        first = self.s.strands == 1 or strand in (0, next(iter(self.strand_ends(visit).values())))
-        return group_buffer("G", g, visit=of_visit, use=-1 if first else strand)
+        return group_buffer("G", g, visit=of_visit, use=-1 if self.is_first(strand) else strand)
 
-    def strand_ends(self, visit: Visit) -> Mapping[int, int]:
-        """As ``place.strand_ends``, of a visit's micro-batches."""
-        return strand_ends(len(visit.micro_batches), self.s.strands)
+    def is_first(self, strand: int) -> bool:
+        """Whether a strand is the first that has a micro-batch; strand 0 stands for it."""
+        return not strand or strand == next(iter(strand_firsts(self.s.micro_batches, self.s.strands)))
+
+    def strand_of(self, m: int) -> tuple[int, bool]:
+        """The strand of a micro-batch, and whether that begins it."""
+        ends = strand_ends(self.s.micro_batches, self.s.strands)
+        return next(strand for last, strand in ends.items() if m <= last), m == 0 or m - 1 in ends
 
     def _is_of_visit(self, g: int) -> bool:
         """Whether each visit has a device gradient of a group of its own, or all have one."""
         return self.s.place.state[g] != "device" or self.seat.sharding.apart
+
+    def strands_on_device(self, g: int) -> bool:
+        """Whether a group's strands are added up on the device: of one visit, or where all visits have one gradient."""
+        return self.s.strands > 1 and (self.route.at_once == self.s.micro_batches or not self._is_of_visit(g))
 
     def touched(self, index: int, m: int) -> Touched:
         """What the next op of visit ``index``, for micro-batch ``m``, reads of weights and adds to of gradients. The
@@ -80,23 +87,27 @@ class Builder:
         if m == of_all[0]:
             self._of_visit = self._of_groups(index)
         weights, gradients, fresh, done = self._of_visit
-        begins = m == of_all[0]
+        takes = [*fresh] if m == of_all[0] else []
         if self.s.strands > 1 and gradients:
-            strand, begins = self._strand_of(index, m)
-            visit = self.visits[index]
-            gradients = [self.gradient_buffer(name.group, visit, strand) for name in gradients]
-            fresh = [(name, self.provision.gradients_pool[name.group]) for name in gradients]
+            gradients, takes = self._in_strands(self.visits[index], gradients, m)
         return Touched(
-            takes=[*fresh] if begins else [],
+            takes=takes,
             reads=weights + gradients,
             writes=[*gradients],
             gives=[*done] if m == of_all[-1] else [],
         )
 
-    def _strand_of(self, index: int, m: int) -> tuple[int, bool]:
-        """The strand of a visit's micro-batch, and whether that begins it."""
-        ends = self.strand_ends(self.visits[index])
-        return next(strand for last, strand in ends.items() if m <= last), m == 0 or m - 1 in ends
+    def _in_strands(self, visit: Visit, gradients: list[Buffer], m: int) -> tuple[list[Buffer], list[Take]]:
+        """What a visit's op for micro-batch ``m`` adds to where there are several strands, and what of that begins."""
+        strand, begins = self.strand_of(m)
+        of_strand: list[Buffer] = []
+        fresh: list[Take] = []
+        for name in gradients:
+            on_device = self.strands_on_device(name.group)
+            of_strand.append(self.gradient_buffer(name.group, visit, strand) if on_device else name)
+            if begins or not on_device:  # each visit of one micro-batch begins its own
+                fresh.append((of_strand[-1], self.provision.gradients_pool[name.group]))
+        return of_strand, fresh
 
     def _of_groups(self, index: int) -> tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]]:
         """Weights, gradients, those of these that begin, and those of the weights that end with a visit."""

@@ -216,7 +216,7 @@ FAMILIES: dict[str, Family] = {
     "zero-infinity": _streamed(
         "weights and state on disk, checkpoints in host memory, micro-batch by micro-batch, steps after the global "
         "norm (Rajbhandari et al., arXiv 2104.07857)",
-        Streaming(order="horizontal", wait=True),
+        Streaming(order="horizontal", wait=True, sharding=FULLY),
     ),
     "superoffload": _streamed(
         "zero-offload that does not wait for the norm (a step that should not have been is taken back), with the "

@@ -35,15 +35,26 @@ class ProcessGroup:
 
         return replace(program, groups=tuple(map(self.part_of, program.groups)))
 
+    def padded(self, numel: int) -> int:
+        """Elements of a group's buffer with the padding by which each rank has an even part of them."""
+        return round_up(numel, ALIGN * self.size)
+
     def part_of(self, group: GroupSpec) -> GroupSpec:
         """A param group as each rank has it."""
-        trainable, frozen = (round_up(self.share(n), ALIGN) for n in (group.trainable, group.frozen))
+        trainable, frozen = (self.padded(n) // self.size for n in (group.trainable, group.frozen))
         return replace(group, trainable=trainable, frozen=frozen)
 
     def world(self, schedule: Schedule) -> World:
         """The world of these ranks alone, who all do the same."""
         groups = {self.name: self.members} if self.size > 1 else {}
         return World(name=schedule.name, ranks=(schedule,) * self.size, groups=groups)
+
+    def in_step(self, schedule: Schedule) -> World:
+        """What stands for ``world`` where an op takes as long on each rank: one of them, whose collectives begin when
+        it arrives, as all others do then.
+        """
+        groups = {self.name: (0,)} if self.size > 1 else {}
+        return World(name=schedule.name, ranks=(schedule,), groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True)

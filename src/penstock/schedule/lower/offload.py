@@ -14,6 +14,9 @@ Bytes per parameter and step, M micro-batches, bf16 weights and Adam, next to wh
 | all on disk, vertical | 2 + 2 + 12 read (last block 2 + 12), 12 + 2 written | the same |
 | the same with delay ratio a | (2 - a) x 2 + 12 read: new weights go up from the step's own buffer | the same |
 
+Several ranks that go micro-batch by micro-batch sum gradients of all ranks' parts, M x 4 down and 4 up, and exchange
+them once. ZeRO-Infinity exchanges them M times, and sums its part alone.
+
 What stays on the device between two visits is not moved: see ``stay``. The checkpoint between the last block and the
 head is used at once and never leaves. That before the last block leaves for all micro-batches but two in the vertical
 schedule, and for none in the horizontal one.
@@ -29,6 +32,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import fixed_bytes
 from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.seat import SUMMED, Sharding
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import FP32, Depths, Placement, Settings
 from penstock.schedule.program import ALIGN, Program, round_up
@@ -40,7 +44,7 @@ _MOST_CHUNKS = 64
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
     """An order of visits and what it chooses where a request says nothing. ``device_share``: of the blocks whose state
-    lives on the device."""
+    lives on the device. ``sharding``: when several ranks exchange gradients."""
 
     order: Literal["vertical", "horizontal"]
     weights: Tier = "disk"
@@ -49,22 +53,23 @@ class Streaming:
     wait: bool = False
     delay: float = 0.0
     device_share: float = 0.0
+    sharding: Sharding = SUMMED
 
 
 def lower_program(request: Request, streaming: Streaming) -> World:
     """The schedules of one step. Of several ranks all do the same, with an even part of every group's weights and state
     (ZeRO-3): each brings its part to the device, all gather the whole for each visit, and scatter the sum of their
-    gradients. Nothing lives on the device then.
+    gradients, once a step or after each visit. Nothing lives on the device then.
 
     Raises:
         ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
     """
     s, ranks, program = settings(request, streaming), Mesh(data=request.ranks).everyone(), _part(request)
-    builder = vertical if streaming.order == "vertical" else horizontal
-    at_once = s.micro_batches if streaming.order == "vertical" else 1
-    fixed = fixed_bytes(program, s.form, s.place, at_once)
-    schedule = builder(program, s, fixed, request.family, ranks)
-    return ranks.world(schedule)
+    name = request.family
+    if streaming.order == "vertical":
+        return ranks.world(vertical(program, s, fixed_bytes(program, s.form, s.place, s.micro_batches), name, ranks))
+    fixed = fixed_bytes(program, s.form, s.place, 1)
+    return ranks.world(horizontal(program, s, fixed, name, ranks, streaming.sharding))
 
 
 def settings(request: Request, streaming: Streaming) -> Settings:

@@ -31,6 +31,7 @@ from penstock.schedule.place import (
     Settings,
     chunk_count,
     delayed_share,
+    most_sums,
     page_up,
 )
 from penstock.schedule.program import Program
@@ -91,9 +92,13 @@ def narrow_groups(route: Route, settings: Settings) -> frozenset[int]:
 EXCHANGE = "exchange"
 """The pool of what ranks send each other of a chunk of their gradients, and of what they receive."""
 
+SUMS = "gradient_sums"
+"""The pool of what one of several ranks has summed on the host of a chunk's gradient, of all ranks' parts of it."""
+
 STAGED: Mapping[str, str] = {
     "stage_in": "stage_in",
     "gradients_out": "stage_out",
+    "sums_out": "stage_out",
     "gradients_in": "stage_out",
     "state": "state",
     "new_weights": "stage_out",
@@ -143,6 +148,11 @@ class Provision:
         """Bytes of a group's gradient on the device, before each rank has its part of the sum."""
         return self.seat.shards.size * self._groups[g].trainable * FP32
 
+    @property
+    def all_parts(self) -> int:
+        """Bytes of a chunk of a gradient of every rank's part."""
+        return self.seat.shards.size * self.s.chunk * FP32
+
     def moves(self, g: int) -> bool:
         """Whether a group's weights are brought to the device, or put together there, for each visit."""
         return self.s.place.weights[g] != "device"
@@ -168,19 +178,42 @@ class Provision:
         route, visits = self.route, self.route.gradient_visits[g]
         stays = waits and self.s.place.gradients == "host"
         last = use == 0 and (stays or len(route.uses[g]) > 1 or route.last_visit[g] > visits[-1])
-        return last or (g, route.uses[g][use]) in route.summed
+        return last or (self._summed(g, use) and not self.sums_all_parts)
+
+    def sums(self, g: int, use: int) -> int:
+        """How many buffers a chunk takes where the host gradient of a group's ``use``-th stage is held: more than one
+        where several strands are summed there. Several ranks' sums are in a pool of their own, ``SUMS``."""
+        return self._most_sums if self._summed(g, use) and not self.sums_all_parts else 1
+
+    @property
+    def sums_all_parts(self) -> bool:
+        """Whether gradients that are summed on the host are of all ranks' parts, which are exchanged after that."""
+        return self.seat.sharding.reduce == "scatter-late"
+
+    def _summed(self, g: int, use: int) -> bool:
+        """Whether the gradient of a group's ``use``-th stage is summed on the host."""
+        return (g, self.route.uses[g][use]) in self.route.summed
+
+    @cached_property
+    def device_sums(self) -> int:
+        """How many gradients of a group there are on the device at once, where its strands are summed there."""
+        return most_sums(self.s.micro_batches, self.s.strands)
+
+    @cached_property
+    def _most_sums(self) -> int:
+        return most_sums(self.s.micro_batches, self.s.strands, staged=True)
 
     def trained_count(self, g: int) -> int:
         """Number of chunks of a group that are stepped; they come first."""
         return chunk_count(self._groups[g].trainable, self.s.chunk)
 
     def held_count(self, g: int, use: int) -> int:
-        """How many chunks of a group's gradient of its ``use``-th stage are held."""
+        """How many buffers are held of chunks of a group's gradient of its ``use``-th stage."""
         if (g, use) not in self._held_counts:
             late = len(self.delayed.get(g, ()))
             on_time = self.trained_count(g) - late
             held = late * self.held(g, use, waits=True) + on_time * self.held(g, use, waits=self.s.waits(g))
-            self._held_counts[g, use] = held
+            self._held_counts[g, use] = self.sums(g, use) * held
         return self._held_counts[g, use]
 
     def _delayed(self) -> dict[int, frozenset[int]]:
@@ -280,19 +313,17 @@ class Provision:
         chunk what is sent and received, and the sum: one goes down while one is made."""
         part = {g: self._groups[g].trainable * FP32 for g in self.streamed()}
         sizes = tuple((g, self.whole_gradient(g)) for g in part)
-        # Sums of strands that wait for another one, and the one that is made.
-        sums = min(self.s.strands, self.s.micro_batches).bit_length()
-        for pool, members in _by_class(self.route, "gradients", sizes, self.s.depths.gradients, sums):
+        of_visit = self.device_sums if self.route.at_once == self.s.micro_batches else 1
+        for pool, members in _by_class(self.route, "gradients", sizes, self.s.depths.gradients, of_visit):
             self.gradients_pool |= dict.fromkeys(members, pool.name)
             yield pool
         if self.seat.shards.size > 1 and part:
-            chunk = self.s.chunk * FP32
-            yield Pool(name=self.gradient_parts_pool, tier="device", size=chunk, count=2)
-            yield Pool(name=EXCHANGE, tier="device", size=2 * self.seat.shards.size * chunk, count=1)
+            yield Pool(name=self.gradient_parts_pool, tier="device", size=self.s.chunk * FP32, count=2)
+            yield Pool(name=EXCHANGE, tier="device", size=2 * self.all_parts, count=1)
         for g in sorted(self.route.gradient_visits.keys() - part.keys()):
             assert len(self.route.uses[g]) == 1, "a tied group cannot keep its state on the device"
             name = self.gradients_pool[g] = f"gradients.of{g}"
-            yield Pool(name=name, tier="device", size=self._groups[g].trainable * FP32, count=sums)
+            yield Pool(name=name, tier="device", size=self._groups[g].trainable * FP32, count=self.device_sums)
 
     def _activations(self) -> Iterator[Pool]:
         """Checkpoints and their gradients on the device (torch's allocator owns the memory), and away from it."""
@@ -342,10 +373,8 @@ class Provision:
         streamed = list(self.streamed())
         uses = [(g, use) for g in streamed for use in range(len(route.uses[g]))]
         on_disk = any(self._from_disk(g) for g in route.readers)
-        out = any(
-            (g, route.uses[g][use]) in route.summed or self.held_count(g, use) < self.trained_count(g)
-            for g, use in uses
-        )
+        summed, apart = [(g, use) for g, use in uses if self._summed(g, use)], self.sums_all_parts
+        out = (summed and not apart) or any(self.held_count(g, use) < self.trained_count(g) for g, use in uses)
         waiting = any(self.s.waits(g) for g in streamed) or any(self.delayed.values())
         back = place.gradients == "disk" and waiting
         state = any(place.state_on_disk(g, form) for g in streamed)
@@ -356,6 +385,10 @@ class Provision:
             yield Pool(name="casts", tier="device", size=self.s.chunk * BF16, count=1)
         if self.held_pool == "gradients_held":
             yield from self._held("gradients_held")
+        if summed and apart:
+            count = sum(self.trained_count(g) for g, _ in summed) * self._most_sums
+            yield Pool(name=SUMS, tier="host", size=self.all_parts, count=count)
+            yield self._staged("sums_out", self.all_parts)
         yield from (
             self._staged(name, self.s.chunk * width)
             for name, width, wanted in (

@@ -7,9 +7,12 @@
 | ``weight-sharded`` | weights, state | gathered for each use | all-reduced after the backward |
 | ``zero1`` | state | gathered after the step | reduce-scattered after the backward |
 | ``zero2`` | state, gradients | gathered after the step | reduce-scattered during the backward |
-| ``fsdp``, also with pipelines; streams | all three | gathered for each use | reduce-scattered during the backward |
+| ``fsdp``, also with pipelines; ``zero-infinity`` | all three | gathered for each use | reduce-scattered during the
+backward |
+| streams | all three | gathered for each use | reduce-scattered when all micro-batches are in them |
 
-ZeRO and ZeRO-R are arXiv 1910.02054. Groups that stream are shared by the last row or not at all (``not_streamed``).
+ZeRO and ZeRO-R are arXiv 1910.02054. Groups that stream are shared by the last two rows or not at all
+(``not_streamed``): the two differ where several visits make a gradient.
 """
 
 from dataclasses import dataclass
@@ -35,6 +38,9 @@ class Sharding:
 
 FULLY = Sharding(weights=True, state=True, reduce="scatter-early")
 """ZeRO-3"""
+
+SUMMED = Sharding(weights=True, state=True, reduce="scatter-late")
+"""ZeRO-3 whose gradients cross once a step, however many micro-batches there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +76,7 @@ def not_streamed(seat: Seat, place: Placement) -> str:
     alone = seat.shards.size == 1
     if seat != Seat(shards=seat.shards, sharding=seat.sharding):
         return "a rank that streams computes a micro-batch at a time, whole, and steps within its visits"
-    if seat.sharding != (Sharding() if alone else FULLY):
+    if seat.sharding not in ((Sharding(),) if alone else (FULLY, SUMMED)):
         return "groups that stream are cut over ranks as ZeRO-3 cuts them, and those of one rank are not"
     if not alone and "device" in (*place.weights, *place.state):
         return "of groups that stream, parts that ranks share live below the device"

@@ -3,7 +3,9 @@
 Buffers, per group ``g`` and chunk ``c``:
 
     H{g}.{c}u{k}   host gradient of the k-th stage that uses the group, in backward order; u0 receives the total
-    t{tag}         a further micro-batch's gradient on its way into H (horizontal only)
+    H{g}.{c}u{k}@{visit}  a further strand of it, which begins with that visit (horizontal only)
+    L{g}.{c}u{k}   the same two with several ranks: this rank's gradient of all ranks' parts, before it is exchanged
+    t{tag}         a further micro-batch's gradient on its way into H or L (horizontal only)
     g{tag}         on the device, with several ranks: this rank's part of the sum of all ranks' gradients
     T{tag}         on the device, with several ranks: all ranks' gradients of that part, before they are added up
     R{g}.{c}       gradient read back from disk
@@ -13,8 +15,13 @@ Buffers, per group ``g`` and chunk ``c``:
     h{g}.{c}       delayed chunks: the H{g}.{c}u0 that the step before has left in host memory
     r{g}.{c}       the same, left on disk and read back
 
-The order of additions is the same in every schedule: micro-batches in order within a stage, then stages in
-backward order. That is why the schedule does not change the numbers.
+The order of additions is the same in every schedule: micro-batches in order within a strand, strands in pairs, then
+stages in backward order. That is why the schedule does not change the numbers.
+
+Where each visit has one micro-batch, its gradient goes down chunk by chunk, and strands are summed on the host. A
+strand that ends is added to the one before it at once, so few sums are alive (``place.most_sums``). Several ranks need
+all of a group for that, not only their part: when the last micro-batch is in it, each chunk goes up once more, for the
+exchange that there is one of in a step.
 
 A delayed chunk is stepped when its group is needed for the first time in the next step, by ``Loads``. The ids of its
 ops are those of any step: each chunk has one in every step, with this step's gradient or the one before's. Once all of
@@ -23,12 +30,14 @@ since that overwrites what the commit before names.
 """
 
 from penstock.schedule.ir.ops import Take
-from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer, group_op, single_op
+from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer, group_op, single_op, visit
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.device_steps import DeviceSteps
 from penstock.schedule.lower.emitter import Touched
-from penstock.schedule.lower.provision import EXCHANGE
-from penstock.schedule.place import FP32, NORM_BYTES, Chunk, strand_sums
+from penstock.schedule.lower.mesh import ProcessGroup
+from penstock.schedule.lower.provision import EXCHANGE, SUMS
+from penstock.schedule.lower.route import Route, Visit
+from penstock.schedule.place import FP32, NORM_BYTES, Chunk, strand_firsts, strand_sums
 from penstock.schedule.program import ALIGN
 
 
@@ -49,7 +58,9 @@ class Updates:
         self._commit: list[OpId] = []  # the op that commits the step before, once there is one
         self._added: dict[int, OpId] = {}  # group -> the last addition of strands of the visit
         self._final: dict[Buffer, OpId] = {}  # H buffer u0 -> op that completes it
-        self._down: dict[Buffer, OpId] = {}  # H buffer -> op that last wrote it
+        self._down: dict[Buffer, OpId] = {}  # host buffer of a gradient -> op that last wrote it
+        self._shared = self.b.seat.sharding.reduce != "none"
+        self._sums_all_parts = self.b.provision.sums_all_parts
         self.written: dict[tuple[int, int], OpId] = {}
         """(group, chunk) stepped so far whose weights live on disk -> op that has written them there"""
 
@@ -66,10 +77,16 @@ class Updates:
     def gradients_down(self, index: int) -> None:
         """Emit what follows the compute ops of visit ``index``: gradients to the host, and what they complete."""
         visit = self.b.visits[index]
-        for g in self.b.route.gradients(visit.kind, visit.stage):
-            if self.s.place.state[g] != "device":
-                self._group_down(g, index, self._added.pop(g, visit.ops()[-1]))
-        route = self.b.route
+        route, stage = self.b.route, visit.stage
+        down = [g for g in route.gradients(visit.kind, stage) if self.s.place.state[g] != "device"]
+        summed = [g for g in down if (g, stage) in route.summed]
+        for g in summed:  # of all groups before any is stepped: a sum must not wait for a buffer that a step gives back
+            self._group_into_sum(g, visit)
+        for g in down:
+            if g not in summed:
+                self._group_down(g, visit, self._added.pop(g, visit.ops()[-1]))
+            elif self._sums_all_parts and route.last_made[g, stage] == index:
+                self._sum_down(g, visit)
         for g in route.trained(visit.kind, visit.stage):
             completed = route.gradient_visits[g][-1] == index
             stepped = route.last_visit[g] == index and not self._waits(g)
@@ -92,59 +109,140 @@ class Updates:
                     self._step_on_time(g, c, first)
 
     def strand_made(self, index: int, m: int) -> None:
-        """Emit what follows a micro-batch that ends a strand: the sums that are complete with it."""
+        """Emit what follows a micro-batch that ends a strand: the sums on the device that are complete with it."""
         visit = self.b.visits[index]
-        for into, what in strand_sums(len(visit.micro_batches), self.s.strands).get(m, ()):
-            for g in self.b.route.gradients(visit.kind, visit.stage):
+        for into, what in strand_sums(self.s.micro_batches, self.s.strands).get(m, ()):
+            for g in filter(self.b.strands_on_device, self.b.route.gradients(visit.kind, visit.stage)):
                 total, part = (self.b.gradient_buffer(g, visit, strand) for strand in (into, what))
                 ident = group_op("AD", g, what, visit=visit.name)
                 self._added[g] = self.b.emit(ident, reads=[total, part], writes=[total], gives=[part])
 
-    def _group_down(self, g: int, index: int, after: OpId) -> None:
-        visit = self.b.visits[index]
-        use = self.b.route.uses[g].index(visit.stage)
-        source = self.b.gradient_buffer(g, visit)
-        trained, width = self.b.trained_chunks(g), self.b.provision.gradient_bytes(g)
-        shared = self.b.seat.sharding.reduce != "none"
+    def _group_into_sum(self, g: int, of: Visit) -> None:
+        """Emit the way of the gradient of a visit's one micro-batch into its sum in host memory."""
+        trained = self.b.trained_chunks(g)
         for c in trained:
-            part, from_all = source, after
-            if shared:
-                part = group_buffer("g", g, c.index, visit=visit.name)
-                from_all = self._from_all(g, c, source, part, after, visit.name, last=c is trained[-1])
-            name, pool = self.host_gradient(g, c, use)
-            first = name not in self._down
-            target = name if first else group_buffer("t", g, c.index, visit=visit.name)
-            if not first:
-                pool = "gradients_out"
-            cast = [group_buffer("c", g, c.index, visit=visit.name)] if width < FP32 else []
-            down = self.b.emit(
-                group_op("DG", g, c.index, visit=visit.name),
-                after=[from_all],
-                takes=[(target, pool), *((name, "casts") for name in cast)],
-                reads=[part],
-                writes=[target, *cast],
-                gives=[*cast, *([part] if shared or c is trained[-1] else [])],
-                nbytes=c.numel * width,
-            )
-            if not first:
-                adds = group_op("AG", g, c.index, visit=visit.name)
-                down = self._add(adds, name, target, after=[down, self._down[name]], numel=c.numel)
-            self._down[name] = down
+            self._into_sum(g, c, of, last=c is trained[-1])
+
+    def _group_down(self, g: int, of: Visit, after: OpId) -> None:
+        """Emit the way of a gradient of all micro-batches to host memory; of several ranks, that of all of them."""
+        trained, source = self.b.trained_chunks(g), self.b.gradient_buffer(g, of)
+        for c in trained:
+            last = c is trained[-1]
+            if self._shared:
+                part, done = self._from_all(g, c, source, after, of.name, last=last)
+                self._chunk_down(g, c, of.name, part, done, last=True)
+            else:
+                self._chunk_down(g, c, of.name, source, after, last=last)
+
+    def _sum_down(self, g: int, of: Visit) -> None:
+        """The same of several ranks' sums in host memory, after the last visit of a stage."""
+        of_all = visit(of.kind, of.stage)
+        for c in self.b.trained_chunks(g):
+            part, done = self._sum_from_all(g, c, of_all)
+            self._chunk_down(g, c, of_all, part, done, last=True)
+
+    def _chunk_down(self, g: int, c: Chunk, of: VisitId, source: Buffer, after: OpId, *, last: bool) -> None:
+        """Emit the way of a chunk's gradient, complete for one stage, from the device to the host. ``last``: that of
+        ``source``, which is given back."""
+        width = self.b.provision.gradient_bytes(g)
+        name, pool = self.host_gradient(g, c, self._use(g, of))
+        cast = [group_buffer("c", g, c.index, visit=of)] if width < FP32 else []
+        self._down[name] = self.b.emit(
+            group_op("DG", g, c.index, visit=of),
+            after=[after],
+            takes=[(name, pool), *((rounded, "casts") for rounded in cast)],
+            reads=[source],
+            writes=[name, *cast],
+            gives=[*cast, *([source] if last else [])],
+            nbytes=c.numel * width,
+        )
+
+    def _use(self, g: int, of: VisitId) -> int:
+        """Which of a group's stages a visit is of, in backward order."""
+        return self.b.route.uses[g].index(of.stage)
+
+    def _into_sum(self, g: int, c: Chunk, of: Visit, *, last: bool) -> None:
+        """Emit the way of a chunk of one micro-batch's gradient down and into the sum of its strand, and the sums of
+        strands that are complete with it. What is added to another strand at once has no sum of its own."""
+        (m,) = of.micro_batches
+        source, after, numel = self.b.gradient_buffer(g, of), of.ops()[-1], c.numel
+        sums, through = self.b.provision.held_pool, "gradients_out"
+        if self._sums_all_parts:
+            numel, sums, through = self.b.seat.shards.size * numel, SUMS, "sums_out"
+        elif self._shared:  # each visit's are exchanged
+            source, after = self._from_all(g, c, source, after, of.name, last=last)
+            last = True
+        strand, begins = self.b.strand_of(m)
+        pairs = strand_sums(self.s.micro_batches, self.s.strands).get(m, ())
+        total, staged = self._sum_buffer(g, c, of.name, strand), not begins or bool(pairs)
+        into = group_buffer("t", g, c.index, visit=of.name) if staged else total
+        self._down[into] = self.b.emit(
+            group_op("DG", g, c.index, visit=of.name),
+            after=[after],
+            takes=[(into, through if staged else sums)],
+            reads=[source],
+            writes=[into],
+            gives=[source] if last else [],
+            nbytes=numel * FP32,
+        )
+        if not begins:
+            self._add(group_op("AG", g, c.index, visit=of.name), total, into, numel=numel)
+        firsts = strand_firsts(self.s.micro_batches, self.s.strands)
+        for earlier, later in pairs:
+            begun = visit(of.kind, of.stage, firsts[later])
+            part = into if begins and later == strand else self._sum_buffer(g, c, of.name, later)
+            before = self._sum_buffer(g, c, of.name, earlier)
+            self._add(group_op("AG", g, c.index, visit=begun), before, part, numel=numel)
+
+    def _sum_buffer(self, g: int, c: Chunk, of: VisitId, strand: int = 0) -> Buffer:
+        """The host buffer of a strand's sum of one stage's gradients. In the end the first one's has the sum of all."""
+        first = strand_firsts(self.s.micro_batches, self.s.strands).get(strand, 0)
+        begun = visit(of.kind, of.stage, first) if first else None
+        return group_buffer("L" if self._sums_all_parts else "H", g, c.index, use=self._use(g, of), visit=begun)
 
     def _from_all(
-        self, g: int, c: Chunk, source: Buffer, part: Buffer, after: OpId, visit: VisitId, *, last: bool
-    ) -> OpId:
-        """Emit the exchange of all ranks' gradients of their parts' chunks ``c``: each gets the sum of its own."""
-        op, through = Touched(reads=[source]), group_buffer("T", g, c.index, visit=visit)
-        op.make(part, self.b.provision.gradient_parts_pool)
-        op.make(through, EXCHANGE)
-        op.gives += [through, *([source] if last else [])]
-        ranks = self.b.seat.shards
-        ident = group_op("SG", g, c.index, visit=visit)
-        return self.b.collective(ident, ranks, ranks.size * c.numel * FP32, op, after=[after])
+        self, g: int, c: Chunk, source: Buffer, after: OpId, of: VisitId, *, last: bool
+    ) -> tuple[Buffer, OpId]:
+        """Emit the exchange of all ranks' gradients of their parts' chunks ``c``, from the whole group's on the device:
+        each gets the sum of its own. Returns its buffer, and the op."""
+        through = group_buffer("T", g, c.index, visit=of)
+        op = Touched(reads=[source], gives=[source] if last else [], takes=[(through, EXCHANGE)])
+        return self._exchange(g, c, op, through, after, of)
 
-    def _add(self, ident: OpId, into: Buffer, what: Buffer, *, after: list[OpId], numel: int) -> OpId:
-        return self.b.emit(ident, after=after, reads=[into, what], writes=[into], gives=[what], nbytes=3 * numel * FP32)
+    def _sum_from_all(self, g: int, c: Chunk, of: VisitId) -> tuple[Buffer, OpId]:
+        """The same from the sum of all micro-batches in host memory."""
+        through, whole = group_buffer("T", g, c.index, visit=of), self._sum_buffer(g, c, of)
+        up = self.b.emit(
+            group_op("UG", g, c.index, visit=of),
+            after=[self._down[whole]],
+            takes=[(through, EXCHANGE)],
+            reads=[whole],
+            writes=[through],
+            gives=[whole],
+            nbytes=self.b.seat.shards.size * c.numel * FP32,
+        )
+        return self._exchange(g, c, Touched(reads=[through]), through, up, of)
+
+    def _exchange(
+        self, g: int, c: Chunk, op: Touched, through: Buffer, after: OpId, of: VisitId
+    ) -> tuple[Buffer, OpId]:
+        part, ranks = group_buffer("g", g, c.index, visit=of), self.b.seat.shards
+        op.make(part, self.b.provision.gradient_parts_pool)
+        op.writes.append(through)
+        op.gives.append(through)
+        ident = group_op("SG", g, c.index, visit=of)
+        return part, self.b.collective(ident, ranks, ranks.size * c.numel * FP32, op, after=[after])
+
+    def _add(self, ident: OpId, into: Buffer, what: Buffer, *, numel: int) -> None:
+        """Emit the addition of a gradient in host memory to another one."""
+        self._down[into] = self.b.emit(
+            ident,
+            after=[self._down[into], self._down[what]],
+            reads=[into, what],
+            writes=[into],
+            gives=[what],
+            nbytes=3 * numel * FP32,
+        )
 
     def _complete_use(self, g: int, index: int) -> int:
         """Which of a group's stages after the first, if any, has all of its gradient with visit ``index``; else 0."""
@@ -154,8 +252,7 @@ class Updates:
     def _add_use(self, g: int, c: Chunk, use: int) -> None:
         """Add the gradient of one more stage to the total, as soon as it is whole: it holds its buffer no longer."""
         total, part = (group_buffer("H", g, c.index, use=k) for k in (0, use))
-        after = [self._down[total], self._down[part]]
-        self._down[total] = self._add(group_op("AG", g, c.index, use=use), total, part, after=after, numel=c.numel)
+        self._add(group_op("AG", g, c.index, use=use), total, part, numel=c.numel)
 
     def _complete(self, g: int, c: Chunk) -> None:
         """The gradient of a chunk is whole: its partial norm, and to disk if it waits there."""
@@ -190,9 +287,8 @@ class Updates:
 
     def _partials(self, after: list[OpId]) -> OpId:
         """Emit the gather of all ranks' partial sums of squares, which each then adds up in the same order."""
-        groups, ranks = self.b.program.groups, self.b.seat.shards
-        amount = sum(ranks.size * groups[g].trainable // ALIGN * NORM_BYTES for g in self.b.route.gradient_visits)
-        return self.b.collective(single_op("AN"), ranks, amount, Touched(), after=after)
+        ranks, route = self.b.seat.shards, self.b.route
+        return self.b.collective(single_op("AN"), ranks, partials_of(ranks, route), Touched(), after=after)
 
     def _before_step(self, g: int) -> list[OpId]:
         """What a group's step waits for besides its gradient: the norm if it waits, and who reads its weights last."""
@@ -293,3 +389,9 @@ class Updates:
         if self.s.place.weights[g] == "disk":
             self.written[g, c.index] = last
         return last
+
+
+def partials_of(ranks: ProcessGroup, route: Route) -> int:
+    """Bytes of all ranks' partial sums of squares of a step's gradients."""
+    groups = route.program.groups
+    return sum(ranks.size * groups[g].trainable // ALIGN * NORM_BYTES for g in route.gradient_visits)

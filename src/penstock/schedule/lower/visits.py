@@ -4,7 +4,8 @@
 twice a step whatever the number of micro-batches (the last block's once), gradients leave it once.
 
 *Horizontal*: each micro-batch goes through all blocks before the next one starts (ZeRO-Infinity). Weights move to the
-device 2M times a step, but for what stays there in between (``stay``), and gradients are summed in host memory.
+device 2M times a step, but for what stays there in between (``stay``), and gradients are summed in host memory. Several
+ranks exchange them when all micro-batches are in that sum, once a step as in the vertical order.
 """
 
 from penstock.schedule.collection import no_collection
@@ -16,7 +17,7 @@ from penstock.schedule.lower.mesh import ALONE, ProcessGroup
 from penstock.schedule.lower.provision import Fixed, Provision
 from penstock.schedule.lower.rank import lower_rank
 from penstock.schedule.lower.route import Route, Visit
-from penstock.schedule.lower.seat import FULLY, ONE_RANK, Seat
+from penstock.schedule.lower.seat import ONE_RANK, SUMMED, Seat, Sharding
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
 
@@ -50,26 +51,32 @@ def vertical(
     """The vertical schedule of one step (or, with ``settings.train`` off, of one evaluation). ``shards``: the ranks of
     which each has such a program, with its parts of the groups."""
     route = vertical_route(program, settings.micro_batches, train=settings.train)
-    return _lower(route, settings, fixed, name if settings.train else "evaluate", shards)
+    return _lower(route, settings, fixed, name if settings.train else "evaluate", streaming_seat(shards))
 
 
 def horizontal(
-    program: Program, settings: Settings, fixed: Fixed = (), name: str = "horizontal", shards: ProcessGroup = ALONE
+    program: Program,
+    settings: Settings,
+    fixed: Fixed = (),
+    name: str = "horizontal",
+    shards: ProcessGroup = ALONE,
+    sharding: Sharding = SUMMED,
 ) -> Schedule:
-    """The horizontal schedule of one training step. ``shards``: as of ``vertical``."""
+    """The horizontal schedule of one training step. ``shards``: as of ``vertical``; ``sharding``: when they exchange
+    gradients, if there are several."""
     assert settings.train, "an evaluation has one micro-batch order: use vertical()"
     assert not settings.delay, "only the vertical schedule delays steps"
-    assert settings.strands == 1, "only the vertical schedule sums in strands"
-    return _lower(horizontal_route(program, settings.micro_batches), settings, fixed, name, shards)
+    seat = streaming_seat(shards, sharding)
+    return _lower(horizontal_route(program, settings.micro_batches), settings, fixed, name, seat)
 
 
-def streaming_seat(shards: ProcessGroup) -> Seat:
+def streaming_seat(shards: ProcessGroup, sharding: Sharding = SUMMED) -> Seat:
     """The seat of a rank that streams its part of what ``shards`` have together."""
-    return Seat(shards=shards, sharding=FULLY) if shards.size > 1 else ONE_RANK
+    return Seat(shards=shards, sharding=sharding) if shards.size > 1 else ONE_RANK
 
 
 @no_collection()
-def _lower(route: Route, settings: Settings, fixed: Fixed, name: str, shards: ProcessGroup) -> Schedule:
+def _lower(route: Route, settings: Settings, fixed: Fixed, name: str, seat: Seat) -> Schedule:
     settings.place.check(route.program, settings.form)
-    provision = Provision(route, settings, streaming_seat(shards))
+    provision = Provision(route, settings, seat)
     return lower_rank(Builder(provision, Emitter(provision.pools.values())), name, fixed)

@@ -75,14 +75,14 @@ class _Step(ComputeRules, ArrayRules, WaitingRules, BetweenRules):
             "RC": self._read_checkpoint,
             "UC": self._come_back,
         }
-        if needs.ranks > 1:
-            self._kinds |= {"GW": self._gather, "SG": self._exchange, "AN": self._gather_norm}
+        if needs.shared:
+            self._kinds |= {"GW": self._gather, "UG": self._lift, "SG": self._exchange, "AN": self._gather_norm}
 
     def run(self, op: Op) -> None:
         what = self._kinds.get(op.id.kind)
         if what is None:
             raise refused(op, f"is for other ranks than {'one' if self.needs.ranks == 1 else 'those that train'}")
-        check_fields(op, self.needs.program, shared=self.needs.ranks > 1)
+        check_fields(op, self.needs.program, shared=self.needs.shared)
         self.pool_of |= {name: self.pools[pool] for name, pool in op.takes}
         what(op)
         for name in op.gives:
@@ -101,7 +101,7 @@ class _Step(ComputeRules, ArrayRules, WaitingRules, BetweenRules):
                 raise self._lacks(f"OD{g}" if self.place.state[g] == "device" else f"OP{g}.{c}")
             if (g, c) not in self.partials:
                 raise self._lacks(f"NG{g}.{c}")
-            if self.needs.ranks > 1 and not self.gathered:
+            if self.needs.shared and not self.gathered:
                 raise self._lacks("AN")
             want = NOW if (g, c) in self.late else AFTER
             if self.on_disk[g, c] != want and self.place.state_on_disk(g, self.form):

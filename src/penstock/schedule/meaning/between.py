@@ -8,7 +8,7 @@ from penstock.schedule.program import ALIGN
 
 
 class BetweenRules(Ground):
-    """Rules of GW, SG and AN. All ranks do the same, so what is true of this one's part is true of the whole."""
+    """Rules of GW, UG, SG and AN. All ranks do the same, so what is true of this one's part is true of the whole."""
 
     def _gather(self, op: Op) -> None:
         g = op.id.group
@@ -20,24 +20,38 @@ class BetweenRules(Ground):
         self._sends(op, self.needs.program.groups[g].numel * self.form.weight_bytes)
         self._put(op, name, part, "device", self._whole_bytes(g, self.form.weight_bytes))
 
+    def _lift(self, op: Op) -> None:
+        """All ranks' parts of a chunk from the host to where they are exchanged."""
+        c = self._chunk(op, trained=True)
+        value = self._all_parts(op, self._at(op, op.reads, "the gradient of all ranks' parts"))
+        name = self._at(op, op.writes, "what is sent")
+        self._moves(op, self.needs.ranks * c.numel * FP32)
+        self._put(op, name, value, "device", op.nbytes)
+
     def _exchange(self, op: Op) -> None:
         c, g, ranks = self._chunk(op, trained=True), op.id.group, self.needs.ranks
-        whole = self._value(op, self._at(op, op.reads, "the gradient on the device"), Gradient)
-        if (whole.group, whole.chunk) != (g, -1):
-            raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
+        source = self._at(op, op.reads, "the gradient on the device")
+        self._at(op, op.writes, "the sum, and what is sent and received", count=2)
+        part, through = op.writes
+        if source == through:  # what is sent is there, and not taken from the gradient of a whole group
+            total = self._all_parts(op, source).sum
+        else:
+            whole = self._value(op, source, Gradient)
+            if (whole.group, whole.chunk) != (g, -1):
+                raise refused(op, f"takes {source}, which is a gradient of something else")
+            total = whole.sum
         stage = -1 if op.id.visit is None else op.id.visit.stage
-        if whole.sum != self.sums.whole([stage], self.schedule.micro_batches, self.needs.strands):
+        if total != self.sums.whole([stage], self.schedule.micro_batches, self.needs.strands):
             raise refused(
                 op,
-                f"adds up over ranks what is {self.sums.told(whole.sum)}: it has to be the sum of all micro-batches of "
+                f"adds up over ranks what is {self.sums.told(total)}: it has to be the sum of all micro-batches of "
                 "one stage, or the numbers depend on the order of the schedule",
             )
-        self._at(op, op.writes, "the sum, and what is sent and received", count=2)
         self._sends(op, c.numel * FP32)
-        self._room(op, op.writes[1], "device", 2 * ranks * c.numel * FP32)
-        if op.writes[1] not in op.gives:
-            raise refused(op, f"keeps {op.writes[1]}, which is of no use to anybody after it")
-        self._put(op, op.writes[0], Gradient(g, c.index, whole.sum), "device", c.numel * FP32)
+        self._room(op, through, "device", 2 * ranks * c.numel * FP32)
+        if through not in op.gives:
+            raise refused(op, f"keeps {through}, which is of no use to anybody after it")
+        self._put(op, part, Gradient(g, c.index, total), "device", c.numel * FP32)
 
     def _gather_norm(self, op: Op) -> None:
         self._look_at_partials(op)

@@ -13,7 +13,7 @@ from penstock.schedule.program import Program
 _COMPUTES = frozenset(("F", "E", "B"))
 _MOVES_NOTHING = _COMPUTES | {"AD", "ND", "OD", "NORM", "CM"}
 _OF_GROUPS = frozenset(("ND", "OD", "GW"))
-_FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "GW", "SG"))
+_FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "UG", "GW", "SG"))
 """All other ops of groups are of chunks, and done once in a step."""
 
 

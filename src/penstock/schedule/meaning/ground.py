@@ -13,6 +13,7 @@ from penstock.schedule.meaning.values import (
     LEFT,
     NOW,
     SHOWN,
+    AllParts,
     Gradient,
     Needs,
     Outside,
@@ -130,6 +131,13 @@ class Ground:
     def _gradient(self, op: Op, name: str) -> Gradient:
         """The gradient of an op's chunk in host memory."""
         value = self._value(op, name, Gradient)
+        if value[:2] != chunk_of(op):
+            raise refused(op, f"takes {name}, which is a gradient of something else")
+        return value
+
+    def _all_parts(self, op: Op, name: str) -> AllParts:
+        """The gradient of an op's chunk, of all ranks' parts."""
+        value = self._value(op, name, AllParts)
         if value[:2] != chunk_of(op):
             raise refused(op, f"takes {name}, which is a gradient of something else")
         return value

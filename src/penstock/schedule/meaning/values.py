@@ -34,6 +34,15 @@ class Gradient(NamedTuple):
     sum: int
 
 
+class AllParts(NamedTuple):
+    """A chunk of every rank's part of a group's gradient, as one of several ranks has summed it, before they exchange
+    theirs. ``sum``: as of ``Gradient``."""
+
+    group: int
+    chunk: int
+    sum: int
+
+
 class State(NamedTuple):
     """Those arrays of a chunk's optimizer state that live on disk."""
 
@@ -59,8 +68,8 @@ class Kept(NamedTuple):
     parts: int
 
 
-Value = Weights | Gradient | State | Activation | Kept
-V = TypeVar("V", Weights, Gradient, State, Activation, Kept)
+Value = Weights | Gradient | AllParts | State | Activation | Kept
+V = TypeVar("V", Weights, Gradient, AllParts, State, Activation, Kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +90,11 @@ class Needs:
     """that do the same, each with its part of every group: ``program`` has those of one"""
     strands: int = 1
     """of one rank"""
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks have parts of every group."""
+        return self.ranks > 1
 
     @staticmethod
     def of(program: Program, settings: Settings, ranks: int = 1) -> "Needs":
@@ -132,6 +146,7 @@ class Outside:
 SHOWN: dict[type, str] = {
     Weights: "weights",
     Gradient: "a gradient",
+    AllParts: "a gradient of all ranks' parts",
     State: "optimizer state",
     Activation: "an activation",
     Kept: "a checkpoint",

@@ -5,11 +5,12 @@ from penstock.schedule.meaning.ground import Ground
 from penstock.schedule.meaning.values import (
     LEFT,
     Activation,
+    AllParts,
     Gradient,
     Kept,
     refused,
 )
-from penstock.schedule.place import BF16, FP32, page_up
+from penstock.schedule.place import BF16, FP32, Chunk, page_up
 
 
 class WaitingRules(Ground):
@@ -17,9 +18,12 @@ class WaitingRules(Ground):
 
     def _down(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
-        width, cast = self._width(g), g in self.narrow
         source = self._value(op, self._at(op, op.reads, "the gradient on the device"), Gradient)
-        if (source.group, source.chunk) != (g, -1 if self.needs.ranks == 1 else c.index):
+        if self.needs.shared and (source.group, source.chunk) == (g, -1):
+            self._all_parts_down(op, c, source)
+            return
+        width, cast = self._width(g), g in self.narrow
+        if (source.group, source.chunk) != (g, c.index if self.needs.shared else -1):
             raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
         name = self._at(op, op.writes, "the gradient", count=1 + cast)
         if cast:
@@ -32,11 +36,22 @@ class WaitingRules(Ground):
         self._moves(op, c.numel * width)
         self._put(op, name, Gradient(g, c.index, source.sum), "host", op.nbytes)
 
+    def _all_parts_down(self, op: Op, c: Chunk, source: Gradient) -> None:
+        """What has not been exchanged is summed first, of all ranks' parts and in fp32."""
+        self._moves(op, self.needs.ranks * c.numel * FP32)
+        name = self._at(op, op.writes, "the gradient")
+        self._put(op, name, AllParts(op.id.group, c.index, source.sum), "host", op.nbytes)
+
     def _add(self, op: Op) -> None:
         c = self._chunk(op, trained=True)
-        self._moves(op, 3 * c.numel * FP32)
         into = self._at(op, op.writes, "the sum")
         what = self._at(op, tuple(name for name in op.reads if name != into), "what is added")
+        if self.needs.shared and op.id.visit is not None:  # what is summed of visits is exchanged after that
+            self._moves(op, 3 * self.needs.ranks * c.numel * FP32)
+            whole, more = self._all_parts(op, into), self._all_parts(op, what)
+            self.values[into] = AllParts(*whole[:2], self.sums.added(whole.sum, more.sum))
+            return
+        self._moves(op, 3 * c.numel * FP32)
         total, part = self._gradient(op, into), self._gradient(op, what)
         if LEFT in (total.sum, part.sum) or op.id.group in self.narrow:
             raise refused(op, "adds to a gradient that is whole already")
@@ -59,7 +74,7 @@ class WaitingRules(Ground):
                 self._measured(op, c)
 
     def _norm(self, op: Op) -> None:
-        if self.needs.ranks > 1:
+        if self.needs.shared:
             self.outside.look(op, "norm of all")
             if not self.gathered:
                 raise refused(op, "needs the parts of all ranks, which no op AN has gathered yet")

@@ -1,0 +1,120 @@
+"""What a run says and writes down about each step: ``metrics.jsonl``, trackers, the display, what was predicted.
+
+Of several ranks the first does that for all. The figures of memory and links are its own.
+"""
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from penstock.cli.kept_files import KEPT_KEY
+from penstock.cli.metrics import METRICS_KEY, MetricsFile
+from penstock.cli.run_folder import write_prediction
+from penstock.cli.settings import plain
+from penstock.cli.showing.metrics import metrics_of, with_figures
+from penstock.cli.stretch import Stretch
+from penstock.cli.trackers import start_trackers
+from penstock.data.batches import Step
+from penstock.data.stream import Prepared
+from penstock.engine.engine import Engine
+from penstock.report.prediction import Prediction
+from penstock.report.trace_file import Ran
+from penstock.report.waits import held_up
+from penstock.schedule.ir.lanes import Lane
+from penstock.sim.result import Simulation
+from penstock.state.stats import StepStats
+
+log = logging.getLogger("penstock")
+
+
+class NoAccount:
+    """That of a rank which leaves all of it to the first one."""
+
+    def __init__(self, stretch: Stretch) -> None:
+        self._kept = stretch.kept
+
+    def beside(self) -> dict[str, Any]:
+        """What the commit of the next step has beside the place in the data."""
+        return {KEPT_KEY: self._kept}
+
+    def stepped(self, stats: StepStats) -> None:
+        """A step is done."""
+
+    def wrote(self, stats: StepStats, data: Step, held_out: float | None) -> None:
+        """And evaluated, if it is followed by an evaluation (``held_out``: the mean loss)."""
+
+    def ends(self, how: Literal["done", "stopped"]) -> None:
+        """The run is over: ``"done"``, or ``"stopped"``."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        pass
+
+
+class Account(NoAccount):
+    """That of the first rank. While it is open, the display shows the run."""
+
+    def __init__(self, stretch: Stretch, missed: Mapping[str, Any] | None) -> None:
+        """``missed``: a line of metrics that was added when the run went on: trackers are to have it, too."""
+        super().__init__(stretch)
+        self._stretch = stretch
+        self._known: Simulation | None = None
+        self._held: dict[Lane, float] = {}
+        config, display = stretch.config, stretch.display
+        with ExitStack() as stack:
+            self._metrics = stack.enter_context(MetricsFile(stretch.folder, done=stretch.first))
+            stretch.meter.go_on(self._metrics.earlier())
+            self._trackers = start_trackers(config.trackers, stretch.folder, plain(config), done=stretch.first)
+            stack.callback(self._trackers.close, "failed")  # whatever ends the run ends them
+            if missed is not None:
+                self._trackers.log(missed["step"], missed)
+            display.begin(stretch.meter)
+            stack.callback(display.end)
+            self._stack = stack.pop_all()
+
+    def beside(self) -> dict[str, Any]:
+        return super().beside() | {METRICS_KEY: self._metrics.unflushed}
+
+    def stepped(self, stats: StepStats) -> None:
+        stretch = self._stretch
+        self._held = _held_up(stretch.engine)
+        stretch.meter.planned(stretch.engine.plan)
+        self._foretell()
+        if slow := stretch.pace.check(stats, self._known):
+            log.warning(slow)
+
+    def wrote(self, stats: StepStats, data: Step, held_out: float | None) -> None:
+        stretch, meter = self._stretch, self._stretch.meter
+        meter.add(stats, held_out, self._held)
+        if not isinstance(stretch.train.stream, Prepared):
+            meter.truncated = data.lost
+        line = with_figures(metrics_of(stats, held_out), meter, self._held) | data.metrics()
+        self._metrics.write(line)
+        self._trackers.log(stats.step, line)
+        stretch.display.update()
+
+    def ends(self, how: Literal["done", "stopped"]) -> None:
+        self._trackers.close(how)
+
+    def _foretell(self) -> None:
+        """Write down what is predicted of this plan's steps, when it is not known yet."""
+        stretch, simulation = self._stretch, self._stretch.engine.prediction
+        if simulation is None or simulation is self._known:
+            return
+        self._known = simulation
+        prediction = Prediction.of(simulation, budget=stretch.meter.outline.given)
+        write_prediction(stretch.folder, prediction)
+        stretch.meter.forecast(prediction.time, prediction.bottleneck)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, tb)
+
+
+def _held_up(engine: Engine) -> dict[Lane, float]:
+    """Seconds that each lane held up the step that was just done."""
+    ran = [Ran(id=e.op, lane=e.lane, start=e.start, end=e.end, nbytes=e.bytes) for e in engine.trace]
+    return held_up(ran, engine.plan.schedule)

@@ -1,0 +1,66 @@
+"""Several processes of one command, as torchrun starts them: how many, which one this is, and its place among them."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.ranks.group import Ranks
+
+log = logging.getLogger("penstock")
+
+
+def process_count() -> int:
+    """The processes that torchrun has started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if _under_torchrun() else 1
+
+
+def this_process() -> int:
+    """The number of this one among them."""
+    return int(os.environ.get("RANK", 0)) if _under_torchrun() else 0
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def in_words(ranks: int) -> str:
+    """Who trains, for messages."""
+    return "one process" if ranks == 1 else f"{ranks} ranks"
+
+
+def how_to_start(ranks: int) -> str:
+    """The beginning of a command line for so many."""
+    return "penstock" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m penstock"
+
+
+@contextmanager
+def launched(device: str | None) -> Iterator["Ranks"]:
+    """The ranks of this command, and this one's place among them. What fails within fails on all of them.
+
+    ``device``: as the settings have it; each rank gets one of that kind.
+
+    Raises:
+        ConfigError: torchrun has started them on several machines, or there are too few GPUs.
+        RankError: another rank has failed.
+    """
+    from penstock.engine.device import resolve_device
+    from penstock.ranks.group import ALONE, join
+    from penstock.ranks.start import torchrun_mesh
+
+    if process_count() == 1:
+        yield ALONE
+        return
+    kind = resolve_device(device).type
+    ranks = join(torchrun_mesh(kind), resolve_device(device))
+    said = logging.StreamHandler()
+    said.setFormatter(logging.Formatter(f"rank {ranks.rank}: %(message)s"))
+    log.addHandler(said)
+    try:
+        with ranks.together():
+            yield ranks
+    finally:
+        log.removeHandler(said)
+        ranks.close()

@@ -1,0 +1,215 @@
+"""``penstock reshard``: the state of a run for another number of ranks.
+
+New stores are written beside the old ones, in a folder of each directory that the budget names. Once all of them are
+whole, ``run.json`` says so, and from then on the old ones go and the new ones take their place. Whatever is interrupted
+the same command finishes.
+"""
+
+import os
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from penstock.cli.claim import RUN_LOCK
+from penstock.cli.launch import how_to_start, in_words
+from penstock.cli.own_store import require_own_stores
+from penstock.cli.run_folder import settings_of, write_settings
+from penstock.cli.run_record import Resharding, RunRecord
+from penstock.cli.showing.progress import progress
+from penstock.cli.words import Words
+from penstock.config import TrainConfig
+from penstock.config.budget import is_of_rank
+from penstock.config.step import check_strands
+from penstock.errors import ConfigError, StoreError
+from penstock.store.directory import DirectoryLock, is_there, make_directory, sync_directory
+from penstock.store.manifest import DATA, Manifest
+from penstock.store.store import Store
+
+_STAGED = "resharded-"
+"""The beginning of the name of the folder of new stores; the run's id follows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Words):
+    """penstock reshard: cuts the state of a run for another number of ranks, which then goes on with the same bits
+
+      penstock reshard RUN --ranks N   RUN is the folder that penstock train wrote
+
+    | option | meaning |
+    |---|---|
+    | ``ranks`` | how many are to train it from now on; 1: one process |
+    | ``strands`` | how the gradients of a step are summed from now on (docs/numerics.md), where the ranks cannot share
+    the strands that the run has; changes its numbers from the next step on |
+
+    Reads the last commit and checks every checksum; needs room for a second copy of the state. Interrupted at any
+    moment it loses nothing, and is finished by the same command. The run must not be training.
+    """
+
+    command: ClassVar[str] = "penstock reshard"
+    takes: ClassVar[str] = "a run's folder"
+    operands: ClassVar[tuple[str, ...]] = ("folder",)
+
+    folder: Path
+    ranks: int
+    strands: int | None = None
+
+    def __post_init__(self) -> None:
+        for key, value in (("ranks", self.ranks), ("strands", self.strands)):
+            if value is not None and not 1 <= value <= _MOST:
+                raise ConfigError(f"--{key} {value}: must be from 1 to {_MOST:,}")
+
+
+_MOST = 1 << 12
+
+
+def run(arguments: Arguments) -> int:
+    """Cut a run's state anew, and say what was done. Returns the exit code.
+
+    Raises:
+        ConfigError: there is no run, it keeps no state on disk, or these ranks cannot sum its gradients.
+        StoreError: it is training, its state is damaged, or a drive is full or fails.
+    """
+    folder = arguments.folder
+    config = settings_of(folder)
+    lock = DirectoryLock(folder, name=RUN_LOCK)
+    try:
+        record = RunRecord.read(folder)
+        if record is None or record.pending is not None:
+            raise ConfigError(f"{folder} has not begun to train: start it with {how_to_start(arguments.ranks)} train")
+        return _run(arguments, config, record)
+    finally:
+        lock.release()
+
+
+def _run(arguments: Arguments, config: TrainConfig, record: RunRecord) -> int:
+    folder, ranks, under_way = arguments.folder, arguments.ranks, record.resharding
+    if under_way is not None and under_way.replaces:
+        if ranks != under_way.ranks or arguments.strands not in (None, under_way.strands):
+            record.require_settled(folder)
+        _put_in_place(folder, config, record)
+    else:
+        if under_way is not None:
+            record = _taken_back(folder, config, record)
+        if not _write(arguments, config, record):
+            print(f"{folder} is one of {in_words(ranks)}: it is left as it was")
+            return 0
+    print(f"{folder} goes on with {in_words(ranks)}: {how_to_start(ranks)} resume {shlex.quote(str(folder))}")
+    return 0
+
+
+def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool:
+    """Make the new stores, and put them in place; False: they would be as the old ones."""
+    from penstock.state.reshard import reshard
+
+    folder, ranks = arguments.folder, arguments.ranks
+    if not config.budget.disk_paths:
+        raise ConfigError(f"{folder} keeps no state on disk (budget.disk): there is nothing to cut")
+    old, _ = require_own_stores(folder, config.budget)
+    manifests = [Manifest.read(path) for paths in old for path in paths]
+    had = int(manifests[0].model.get("strands", 1))
+    if (ranks, arguments.strands or had) == (record.ranks, had):
+        return False
+    strands, ids = _strands(arguments, config, had), {found.store for found in manifests}
+    targets = config.budget.stores(ranks)
+    for path in _flat(targets):
+        if is_there(path / DATA) and Manifest.read(path).store not in ids:
+            raise ConfigError(f"{path} holds the state of another run, and is where this one's would go: move it away")
+    record = replace(record, resharding=Resharding(ranks=ranks, strands=strands, replaces=()))
+    record.write(folder)
+    new = _staged(config, ranks, record)
+    try:
+        for path in _flat(new):
+            make_directory(path.parent)
+        with progress("written") as bar:
+            reshard(old, new, names=targets, strands=strands, show=bar.show)
+    except BaseException:
+        _taken_back(folder, config, record)
+        raise
+    record = replace(record, resharding=Resharding(ranks=ranks, strands=strands, replaces=tuple(sorted(ids))))
+    record.write(folder)
+    _put_in_place(folder, config, record)
+    return True
+
+
+def _strands(arguments: Arguments, config: TrainConfig, had: int) -> int:
+    """How many strands the run has from now on.
+
+    Raises:
+        ConfigError: the ranks cannot share them, or they cannot be dealt a step's micro-batches.
+    """
+    strands, ranks = arguments.strands or had, arguments.ranks
+    try:
+        check_strands(strands, ranks)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. Give --strands {ranks}, which changes the run's numbers from here on") from None
+    count = config.sequences_per_step // (config.micro_batch_size or 1)
+    if count % ranks:
+        raise ConfigError(f"the {count} micro-batches of a step cannot be dealt out evenly to {in_words(ranks)}")
+    return strands
+
+
+def _taken_back(folder: Path, config: TrainConfig, record: RunRecord) -> RunRecord:
+    """A reshard whose stores are not whole is as if it had not begun."""
+    assert record.resharding is not None, "one has"
+    _clear(_staged(config, record.resharding.ranks, record))
+    settled = replace(record, resharding=None)
+    settled.write(folder)
+    return settled
+
+
+def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
+    """Remove the old stores, and move the new ones where they belong. Can be broken off anywhere and done again."""
+    asked = record.resharding
+    assert asked is not None, "there are new stores"
+    for paths in config.budget.stores(record.ranks):
+        for path in paths:
+            if is_there(path / DATA) and Manifest.read(path).store in asked.replaces:
+                Store.delete([path])
+    targets = _flat(config.budget.stores(asked.ranks))
+    new = _staged(config, asked.ranks, record)
+    for target, staged in zip(targets, _flat(new), strict=True):
+        if not is_there(staged):
+            continue
+        if is_there(target / DATA) and is_there(staged / DATA):
+            raise StoreError(f"{target} holds the state of another run, and is where this one's goes: move it away")
+        make_directory(target)
+        for item in sorted(staged.iterdir(), key=lambda item: item.name == DATA):  # with which it is a store: the last
+            os.replace(item, target / item.name)
+        sync_directory(target)
+        staged.rmdir()
+    _clear(new)
+    for path in _flat(config.budget.stores(record.ranks)):
+        if is_of_rank(path) and path not in targets:
+            with suppress(OSError):  # something else is in it: not ours to remove
+                path.rmdir()
+    if config.strands is not None:
+        write_settings(folder, replace(config, strands=asked.strands))
+    replace(record, ranks=asked.ranks, resharding=None).write(folder)
+
+
+def _clear(staged: Sequence[Sequence[Path]]) -> None:
+    """Remove what was staged of new stores."""
+    for path in _flat(staged):
+        if is_there(path):
+            Store.delete([path])
+            path.rmdir()
+    for path in dict.fromkeys(path.parent for path in _flat(staged)):
+        if is_there(path):
+            path.rmdir()
+
+
+def _staged(config: TrainConfig, ranks: int, record: RunRecord) -> list[list[Path]]:
+    """Where new stores are written: in the directories that the budget names, on the drives where they belong."""
+    stores, folder = config.budget.stores(ranks), f"{_STAGED}{record.owner.id[:8]}"
+    return [[_base(path) / folder / f"rank-{rank}" for path in paths] for rank, paths in enumerate(stores)]
+
+
+def _base(path: Path) -> Path:
+    return path.parent if is_of_rank(path) else path
+
+
+def _flat(stores: Sequence[Sequence[Path]]) -> list[Path]:
+    return [path for paths in stores for path in paths]

@@ -1,0 +1,225 @@
+"""What ranks on this machine send each other, how that and other lanes slow each other, and whether they compute the
+same bits: in processes of their own.
+
+    python -m penstock.doctor.between SECONDS ROUNDS        one of them, as ``torchrun`` would start it
+
+Each does what the engine's net lane does, at its sizes: it gathers a group from all parts, and exchanges chunks of a
+gradient and adds them up. All do so at once, so that a rate is of one rank while the others have it, too.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+
+import torch
+
+from penstock.doctor import work
+from penstock.doctor.contention import LEAST
+from penstock.errors import ConfigError
+from penstock.hardware.machine import Between
+from penstock.optim import agreement
+from penstock.ranks.group import Ranks, join
+from penstock.ranks.order import add_up
+from penstock.ranks.start import torchrun_mesh
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.place import FP32
+
+_LARGE, _SMALL = 1 << 22, 1 << 10
+"""elements that a collective is of in all: 16 MiB, of which a block of a small model has a few; and next to none"""
+_PATIENCE = 120.0
+"""seconds after which the measurement is given up"""
+
+
+def measure(ranks: int, *, cores: int, seconds: float, rounds: int) -> Between:
+    """What so many ranks send each other, each with its share of the ``cores`` as its threads.
+
+    Raises:
+        ConfigError: a process failed; quotes the end of what it said.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    plain = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}  # of another start
+    environment = plain | {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, str(seconds), str(rounds)],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = []
+    try:
+        said = [process.communicate(timeout=_PATIENCE) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{ranks} ranks on this machine do not reach each other within {_PATIENCE:.0f} s") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    failed = [error for process, (_, error) in zip(processes, said, strict=True) if process.returncode]
+    if failed:
+        raise ConfigError(f"{ranks} ranks on this machine cannot be measured: {failed[0][-1000:]}")
+    found = json.loads(said[0][0].splitlines()[-1])
+    return Between(**found | {"other_bits": tuple(found["other_bits"])})
+
+
+def look(ranks: Ranks, seconds: float, rounds: int) -> Between:
+    """What this rank and all others, who come here too, find together."""
+    cpu = torch.device("cpu")
+    gather, exchange = _gathering(ranks, _LARGE), _exchanging(ranks, _LARGE)
+    small = _gathering(ranks, _SMALL)
+    calls = _calls(ranks, lambda: (gather(), exchange()), seconds)  # as many on each
+    latency, large = [], []
+    slower: dict[str, list[float]] = {}
+    with ExitStack() as closing:
+        lanes: dict[Lane, Callable[[], None]] = {
+            "compute": work.layer(cpu).workers[0],
+            "cpu": work.Steps(cpu, threads=torch.get_num_threads()).load("adamw").workers[0],
+            "h2d": work.copies("h2d", cpu, closing).workers[0],
+        }
+        for _ in range(rounds):
+            latency.append(_each(ranks, small, 10 * calls))
+            alone = _each(ranks, gather, calls) + 2 * _each(ranks, exchange, calls)
+            large.append(alone / 3)
+            for lane, other in lanes.items():
+                net, its = _beside(ranks, lambda: (gather(), exchange(), exchange()), calls, other, seconds)
+                slower.setdefault(f"net+{lane}", []).append(net / alone - 1)
+                slower.setdefault(f"{lane}+net", []).append(its - 1)
+    contention = {pair: round(statistics.median(found), 3) for pair, found in slower.items()}
+    contention |= {pair.replace("h2d", "d2h"): value for pair, value in contention.items() if "h2d" in pair}
+    wait = statistics.median(latency)
+    sent = _LARGE * FP32 * (ranks.size - 1) / ranks.size
+    return Between(
+        ranks=ranks.size,
+        bandwidth=sent / max(statistics.median(large) - wait, 1e-9),
+        latency=wait,
+        contention={pair: value for pair, value in contention.items() if value >= LEAST},
+        other_bits=other_bits(ranks),
+    )
+
+
+def other_bits(ranks: Ranks) -> tuple[str, ...]:
+    """What ranks compute otherwise than each other from the same numbers: optimizers and precisions, or ``product``.
+
+    Ranks may, where one has other kernels or threads than another: an environment of its own is enough.
+    """
+    digests = agreement.digests(torch.get_num_threads()) | {"product": _product()}
+    found = ranks.told("bits", digests)
+    return tuple(name for name in digests if len({theirs[name] for theirs in found}) > 1)
+
+
+def _product() -> str:
+    """A checksum of a matrix product whose sums are long enough to be cut up."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=generator) for shape in ((64, 4096), (4096, 64)))
+    return hashlib.blake2b((a @ b).numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _gathering(ranks: Ranks, numel: int) -> Callable[[], None]:
+    part = torch.ones(numel // ranks.size)
+    out = torch.zeros(part.numel() * ranks.size)
+    return lambda: ranks.gather(out, part)
+
+
+def _exchanging(ranks: Ranks, numel: int) -> Callable[[], None]:
+    """As the engine exchanges a chunk of a gradient."""
+    chunk = numel // ranks.size
+    gradient, own = torch.ones(ranks.size, chunk), torch.zeros(chunk)
+    into, out = torch.zeros(2, ranks.size, chunk)
+
+    def one() -> None:
+        into.copy_(gradient)
+        ranks.exchange(out, into)
+        add_up(tuple(out), own)
+
+    return one
+
+
+def _calls(ranks: Ranks, one: Callable[[], object], seconds: float) -> int:
+    """How many calls take that long, after one that does not count; the same number on all ranks."""
+    one()
+    began = time.perf_counter()
+    one()
+    took = time.perf_counter() - began
+    return max(2, round(seconds / max(ranks.told("seconds", took))))
+
+
+def _each(ranks: Ranks, one: Callable[[], object], calls: int) -> float:
+    """Seconds of a call, of the slowest rank."""
+    ranks.told("start", None)
+    began = time.perf_counter()
+    for _ in range(calls):
+        one()
+    return max(ranks.told("seconds", (time.perf_counter() - began) / calls))
+
+
+def _beside(
+    ranks: Ranks, one: Callable[[], object], calls: int, other: Callable[[], None], seconds: float
+) -> tuple[float, float]:
+    """Seconds of a call while another thread of each rank does something else, and how many times longer that takes
+    than while nothing is sent: the mean of all ranks."""
+    stop, ends = threading.Event(), list[float]()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            other()
+            ends.append(time.perf_counter())
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    ranks.told("start", None)
+    thread.start()
+    try:
+        time.sleep(seconds)
+        ranks.told("alone", None)
+        before = time.perf_counter()
+        took = _each(ranks, one, calls)
+        after = time.perf_counter()
+    finally:
+        stop.set()
+        thread.join()
+    alone = [end for end in ends if end <= before]
+    beside = [end for end in ends if before < end <= after]
+    pace = _pace(alone), _pace(beside)
+    found = pace[1] / pace[0] if all(pace) else 1.0
+    return took, statistics.mean(ranks.told("slower", found))
+
+
+def _pace(ends: Sequence[float]) -> float:
+    """Seconds from one end to the next; 0 where there are not two."""
+    return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else 0.0
+
+
+def main(words: Sequence[str]) -> None:
+    seconds, rounds = float(words[0]), int(words[1])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    ranks = join(torchrun_mesh("cpu"), torch.device("cpu"))
+    try:
+        with ranks.together():
+            found = look(ranks, seconds, rounds)
+            ranks.told("end", None)
+    finally:
+        ranks.close()
+    print(json.dumps(asdict(found)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

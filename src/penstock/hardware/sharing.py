@@ -1,0 +1,141 @@
+"""A machine as each of several ranks sees it, which train on it together: what they share is cut evenly.
+
+All ranks do the same at the same time: they have equal parts of everything, the same schedule, and meet in each
+collective. So where one rank's lane is busy, that lane is busy on all of them, and of what lanes of one kind share each
+rank has an equal part. What a rank sees is therefore a machine of its own that is slower:
+
+| | of R ranks, of t threads each, on a machine of C cores, each has |
+|---|---|
+| host memory | 1 / R of it |
+| optimizer steps on the host | 1 / R of all cores' rate, or t / C if that is less |
+| copies in memory | one thread's rate, or 1 / R of what the machine copies at once if that is less |
+| compute on the processors | its own t threads, where R t <= C, else C / (R t) of their speed |
+| a GPU, and its link | its own |
+| a drive | what is left of it where n ranks have their folders on it: 1 / n |
+| collectives | as they were measured between as many processes (``Between``), or as the profile says of a ``Network`` |
+
+A lane that slows another one does so as on the whole machine, where each of them is as busy: ``Machine.contention``.
+
+A lower bound of a step is what it is for one rank, the busiest lane's work at these rates. That ranks get out of step,
+and change places on the cores, is not counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.errors import ConfigError
+from penstock.hardware.machine import Between, Device, Drive, Host, Machine, Network
+
+_LINK = ("grad_bf16", "grad_fp32", "weights_bf16", "weights_fp32")
+_STEPS = ("step", "step_grad_bf16", "step_grad_rounded", "step_no_copy")
+
+
+def knows_ranks(machine: Machine) -> bool:
+    """Whether a profile tells what collectives take."""
+    return bool(machine.between) or machine.network is not None
+
+
+def of_each_rank(machine: Machine, ranks: int, threads: int | None = None) -> Machine:
+    """The machine as the slowest of ``ranks`` sees it; of one, as it is. ``threads``: of each; None: the cores are
+    shared out.
+
+    Raises:
+        ConfigError: the profile does not tell what collectives take.
+    """
+    if ranks == 1:
+        return machine
+    if not knows_ranks(machine):
+        raise ConfigError(
+            f"the profile of {machine.name} does not tell how fast ranks send to each other: measure the machine anew "
+            "with penstock doctor"
+        )
+    cores = machine.host.cores
+    threads = max(1, cores // ranks) if threads is None else threads
+    part = min(1 / ranks, threads / cores)
+    device = machine.device
+    link = _reached(machine, ranks, max(device.h2d, device.d2h)) if device.kind == "cpu" else 1.0
+    crossing = machine.crossing
+    if crossing is not None:
+        factors = dict.fromkeys(_LINK, link) | dict.fromkeys(_STEPS, part)
+        crossing = replace(crossing, **{name: getattr(crossing, name) * by for name, by in factors.items()})
+    found = _between(machine, ranks)
+    return replace(
+        machine,
+        host=_host(machine.host, ranks, part),
+        device=_device(machine, ranks, part, link),
+        drives=_slowest([drives_of(machine.drives, rank, ranks) for rank in range(ranks)]),
+        crossing=crossing,
+        network=Network(bandwidth=found.bandwidth, latency=found.latency),
+        between=(),
+        contention={**machine.contention, **(found.contention if isinstance(found, Between) else {})},
+    )
+
+
+def crowding(machine: Machine, ranks: int, threads: int) -> float:
+    """How many times longer what was measured of one rank that computed alone takes while all do, with ``threads``
+    each."""
+    if machine.device.kind != "cpu":
+        return 1.0
+    return max(1.0, ranks * threads / machine.host.cores)
+
+
+def drives_of(drives: Sequence[Drive], rank: int, ranks: int) -> tuple[Drive, ...]:
+    """What a rank has of the drives, as ``Budget.of_rank`` deals their directories out."""
+    if not drives or len(drives) >= ranks:
+        return tuple(drives[rank::ranks])
+    drive, users = drives[rank % len(drives)], len(range(rank % len(drives), ranks, len(drives)))
+    rates = ("read", "write", "read_both", "write_both")
+    less = {name: getattr(drive, name) / users for name in rates}
+    return (replace(drive, free=drive.free // users, tbw=None if drive.tbw is None else drive.tbw / users, **less),)
+
+
+def _slowest(dealt: Sequence[tuple[Drive, ...]]) -> tuple[Drive, ...]:
+    """What takes the longest to read and write as much."""
+    if not all(dealt):
+        return ()
+    return max(dealt, key=lambda own: (1 / min(d.read for d in own) + 1 / min(d.write for d in own)) / len(own))
+
+
+def _reached(machine: Machine, copiers: int, alone: float) -> float:
+    """The share of ``alone`` that each of so many threads reaches, which all copy in host memory."""
+    device = machine.device
+    at_once = max(machine.host.copy, device.h2d_both + device.d2h_both)
+    return min(1.0, at_once / (copiers * alone))
+
+
+def _host(host: Host, ranks: int, part: float) -> Host:
+    return replace(
+        host,
+        cores=max(1, host.cores // ranks),
+        memory=host.memory // ranks,
+        lockable=host.lockable // ranks,
+        copy=host.copy / ranks,
+        optimizer={name: rate * part for name, rate in host.optimizer.items()},
+    )
+
+
+def _device(machine: Machine, ranks: int, part: float, link: float) -> Device:
+    device = machine.device
+    if device.kind != "cpu":
+        return device
+    both = _reached(machine, 2 * ranks, max(device.h2d_both, device.d2h_both))
+    return replace(
+        device,
+        memory=device.memory // ranks,
+        flops={name: rate * part for name, rate in device.flops.items()},
+        h2d=device.h2d * link,
+        d2h=device.d2h * link,
+        h2d_both=device.h2d_both * both,
+        d2h_both=device.d2h_both * both,
+        optimizer={name: rate * part for name, rate in device.optimizer.items()},
+    )
+
+
+def _between(machine: Machine, ranks: int) -> Network:
+    """What was measured between so many; else between the nearest number, of which these have as much in all."""
+    if not machine.between:
+        assert machine.network is not None
+        return machine.network
+    near = min(machine.between, key=lambda found: (abs(found.ranks - ranks), found.ranks))
+    more = ranks / near.ranks
+    return replace(near, ranks=ranks, bandwidth=near.bandwidth / more, latency=near.latency * more)

@@ -1,0 +1,65 @@
+"""The stores of all ranks of a run as one: what each is laid out for, and all arrays of whole groups out of them."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from penstock.optim.precision import DTYPES, format_of
+from penstock.ranks.share import Share
+from penstock.schedule.place import Format, page_up
+from penstock.schedule.program import GroupSpec
+from penstock.state.arrays import StateArrays, parts_of
+from penstock.state.slots import Slots
+from penstock.store.layout import Layout
+from penstock.store.store import Store
+
+
+def form_of(model: Mapping[str, Any]) -> Format:
+    """Of the arrays that a store or a snapshot has. ``model``: ``engine.start.describe_model``, here as elsewhere."""
+    return format_of(model["precision"], len(model["optimizer"]) - 1)
+
+
+def groups_of(model: Mapping[str, Any]) -> list[GroupSpec]:
+    """The whole groups."""
+    return [
+        GroupSpec(index=g, name=group["name"], trainable=group["trainable"], frozen=group["frozen"])
+        for g, group in enumerate(model["groups"])
+    ]
+
+
+def buffers_of(model: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(name, bytes in whole pages) of each of the model's buffers."""
+    return [(name, page_up(prod(shape) * getattr(torch, kind[6:]).itemsize)) for name, shape, kind in model["buffers"]]
+
+
+def layout_of(model: Mapping[str, Any], slots: int) -> Layout:
+    """That of the store of one rank, which ``model`` names."""
+    share = Share(rank=model.get("rank", 0), size=model.get("ranks", 1))
+    form, dtype = form_of(model), DTYPES[model["precision"]]
+    parts = [part for group in groups_of(model) for part in parts_of(share.part(group), form, dtype)]
+    sizes = [(part.name, part.nbytes) for part in parts] + buffers_of(model)
+    return Layout.build([(*size, slots) for size in sizes], {part.name: part.grid for part in parts})
+
+
+class Parts:
+    """All arrays of whole groups, out of the stores of all ranks.
+
+    ``groups``: by index. ``share``: how they are cut. ``arrays``: what each rank has.
+    """
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        """``stores``: by rank, each as of the same commit, or new."""
+        model = stores[0].model
+        self.form, dtype = form_of(model), DTYPES[model["precision"]]
+        self.groups = {group.index: group for group in groups_of(model)}
+        self.share = Share(size=len(stores))
+        own, cpu = [self.share.part(group) for group in self.groups.values()], torch.device("cpu")
+        self.arrays = [StateArrays(own, self.form, dtype, cpu, s, Slots.of(s), host_bytes=0) for s in stores]
+
+    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
+        """As ``StateArrays.fetch``."""
+        group = self.groups[self.arrays[0].parts[name].group]
+        for piece in self.share.pieces(group, offset, flat.numel()):
+            self.arrays[piece.rank].fetch(name, piece.start, flat[piece.first : piece.first + piece.numel])

@@ -1,0 +1,126 @@
+"""The state of a run, cut for another number of ranks: copied into new stores, every byte checked as it is read.
+
+Every group's trained and frozen part is one range of elements, padded for each rank. What differs with the number of
+ranks is the padding, which is zeros, and who has which elements: whoever trains goes on with the same bits.
+"""
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.optim import kernels
+from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.program import VIEW_ALIGN, round_up
+from penstock.state.arrays import numpy_bytes
+from penstock.state.memory import BOUNCE, HostSlab
+from penstock.state.parts import Parts, buffers_of, layout_of
+from penstock.state.slots import Slots, whole_commit
+from penstock.store.parts import opened_parts
+from penstock.store.store import Store
+
+
+def reshard(
+    old: Sequence[Sequence[Path]],
+    new: Sequence[Sequence[Path]],
+    *,
+    names: Sequence[Sequence[Path]],
+    strands: int,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write what the last commit of a run names into new stores, for as many ranks as these are.
+
+    ``old``, ``new``: the directories of each rank's store, by rank; the new ones have none yet. ``names``: what these
+    will be called. ``strands``: that the new ones say. ``show``: told the bytes that are written, of so many in all.
+    Needs 16 MiB of memory.
+
+    Raises:
+        ConfigError: nothing has been committed.
+        StoreError: a store is in use, damaged, or was stopped within a step; or a drive is full or fails.
+    """
+    with opened_parts(old) as opened, ExitStack() as stack:
+        record, *_ = [whole_commit(store, store.paths[0]) for store in opened]
+        slots = max(extent.slots for extent in opened[0].layout.extents)
+        made = []
+        models = described(opened[0].model, len(new), strands)
+        for paths, called, model in zip(new, names, models, strict=True):
+            layout = layout_of(model, slots)
+            made.append(Store.create(paths, layout, model=model, owner=opened[0].owner, names=called))
+            stack.callback(made[-1].close)
+        source, target = Parts(opened), Parts(made)
+        total = sum(part.nbytes for arrays in target.arrays for part in arrays.parts.values())
+        done = 0
+        for rank, (arrays, store) in enumerate(zip(target.arrays, made, strict=True)):
+            for nbytes in _arrays(source, target, rank, frozenset(record["stale"])):
+                done += nbytes
+                show(done, total)
+            for name, nbytes in buffers_of(store.model):
+                _buffer(source, arrays.slots, name, nbytes)
+            store.commit({**record, "slots": arrays.slots.record(), "stale": []})
+
+
+def described(model: Mapping[str, Any], ranks: int, strands: int) -> list[dict[str, Any]]:
+    """What the stores of so many ranks are made for, by rank. ``model``: what another number's is made for."""
+    padded = Mesh(data=ranks).everyone().padded
+    groups = []
+    for group in model["groups"]:
+        before, ends = group["trainable"], {True: 0, False: group["trainable"]}
+        for _, shape, offset, trainable in group["parameters"]:
+            ends[trainable] = max(ends[trainable], offset + round_up(prod(shape), VIEW_ALIGN))
+        trained, frozen = padded(ends[True]), padded(ends[False] - before)
+        places = [
+            [name, shape, offset if trainable else offset - before + trained, trainable]
+            for name, shape, offset, trainable in group["parameters"]
+        ]
+        groups.append({**group, "trainable": trained, "frozen": frozen, "parameters": places})
+    kept = {key: value for key, value in model.items() if key not in ("rank", "ranks", "world", "strands")}
+    made = {**kept, "groups": groups} | ({"strands": strands} if strands > 1 else {})
+    if ranks == 1:
+        return [made]
+    world = uuid.uuid4().hex
+    return [{**made, "rank": rank, "ranks": ranks, "world": world} for rank in range(ranks)]
+
+
+def _arrays(source: Parts, target: Parts, rank: int, stale: frozenset[str]) -> Iterator[int]:
+    """Fill all arrays of one rank; yields the bytes of each piece. ``stale``: weights that follow from their master."""
+    arrays = target.arrays[rank]
+    bounce, master = HostSlab(BOUNCE), HostSlab(BOUNCE)
+    try:
+        for name, part in arrays.parts.items():
+            arrays.begin(name)
+            for start, piece in arrays.pieces(name, bounce):
+                piece.zero_()
+                whole, had = target.groups[part.group], source.groups[part.group]
+                frozen = start >= part.trainable
+                each, first = (part.numel - part.trainable, part.trainable) if frozen else (part.trainable, 0)
+                at = rank * each + start - first  # of all that is trained, or frozen
+                left = (had.frozen if frozen else had.trainable) - at
+                values = piece[: max(min(left, piece.numel()), 0)]
+                assert at + piece.numel() <= (whole.frozen if frozen else whole.trainable)
+                if name in stale and not frozen:
+                    exact = master.bytes[: values.numel() * 4].view(torch.float32)
+                    source.fetch(f"master.{part.group}", at, exact)
+                    kernels.cast(values, exact)
+                else:
+                    source.fetch(name, at + frozen * had.trainable, values)
+                arrays.write(name, start, piece)
+                yield piece.nbytes
+            arrays.flip(name)
+    finally:
+        bounce.close()
+        master.close()
+
+
+def _buffer(source: Parts, into: Slots, name: str, nbytes: int) -> None:
+    slab = HostSlab(nbytes)
+    try:
+        pages = numpy_bytes(slab.bytes[:nbytes])
+        source.arrays[0].slots.read(name, 0, pages)
+        into.write(name, 0, pages)
+        into.flip((name,))
+    finally:
+        slab.close()

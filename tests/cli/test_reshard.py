@@ -1,0 +1,196 @@
+"""``penstock reshard``: the run goes on with the same bits, and what is interrupted anywhere loses nothing."""
+
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.cli.run_record import RunRecord
+from penstock.state.values import committed
+from tests import warm
+from tests.conftest import Campaign
+from tests.runs import write_run
+
+STRANDS = ("--strands", "4", "--batch.sequences", "16")
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from penstock.cli import main
+from tests.faults import intercepted
+last, count = int(sys.argv.pop(1)), 0
+def hook(call, go):
+    global count
+    count += 1
+    if count == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return go()
+with intercepted(Path("run"), hook):
+    code = main()
+print("calls", count)
+sys.exit(code)
+"""
+
+
+FULL = """
+import errno, sys
+from pathlib import Path
+from penstock.cli import main
+from tests.faults import error, intercepted
+def hook(call, go):
+    return error(errno.ENOSPC)(call, go) if call.name == "posix_fallocate" else go()
+with intercepted(Path("run"), hook):
+    sys.exit(main())
+"""
+
+
+def penstock(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    return warm.run(["-m", "penstock", *words], cwd=folder, timeout=100)
+
+
+def losses(folder: Path) -> list[Any]:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [[line["step"], line["loss"], line["grad_norm"]] for line in lines]
+
+
+def parameters(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
+    disk = folder / "run" / "store"
+    with committed([[disk]] if ranks == 1 else [[disk / f"rank-{rank}"] for rank in range(ranks)]) as found:
+        assert found.step == 2
+        return {name: found.values.parameter(name) for name in found.values.parameters}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of one process, in four strands, after two of its steps."""
+    folder = tmp_path_factory.mktemp("begun")
+    write_run(folder, run=Path("run"))
+    done = penstock(folder, "train", "config.yaml", *STRANDS, "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_run_is_cut_for_other_ranks_and_back(begun: Path, tmp_path: Path) -> None:
+    wanted = parameters(begun, 1)
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    for ranks in (4, 2, 1):
+        done = penstock(tmp_path, "reshard", "run", "--ranks", str(ranks))
+        assert done.returncode == 0, done.stderr
+        assert f"--nproc-per-node {ranks}" in done.stdout or ranks == 1
+        found = parameters(tmp_path, ranks)
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        names = {f"rank-{rank}" for rank in range(ranks)}
+        assert {path.name for path in (tmp_path / "run" / "store").iterdir() if path.is_dir()} == (
+            names if ranks > 1 else set()
+        )
+    shutil.copytree(begun, tmp_path / "other")
+    for folder in (tmp_path, tmp_path / "other"):
+        done = penstock(folder, "resume", "run", "--steps", "4")
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == losses(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "8"], "strands=4 with 8 ranks: must be 8 times a power of two"),
+        (["--ranks", "3", "--strands", "3"], "the 8 micro-batches of a step cannot be dealt out evenly to 3 ranks"),
+        (["--ranks", "0"], "--ranks 0: must be from 1"),
+        ([], "penstock reshard needs --ranks. Try: penstock reshard --help"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(begun: Path, words: list[str], said: str) -> None:
+    before = (begun / "run" / "run.json").read_bytes()
+    done = penstock(begun, "reshard", "run", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert (begun / "run" / "run.json").read_bytes() == before
+
+
+def test_what_is_not_this_runs_stays_where_it_is(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    store = tmp_path / "run" / "store"
+    shutil.copytree(store, tmp_path / "aside")
+    assert penstock(tmp_path, "reshard", "run", "--ranks", "2").returncode == 0
+    shutil.move(store / "rank-0", tmp_path / "foreign")
+    shutil.rmtree(store)
+    shutil.copytree(tmp_path / "aside", store)
+    shutil.copy(begun / "run" / "run.json", tmp_path / "run" / "run.json")
+    shutil.move(tmp_path / "foreign", store / "rank-0")
+    (store / "resharded").mkdir()
+    (store / "resharded" / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    refused = penstock(tmp_path, "reshard", "run", "--ranks", "2")
+    assert refused.returncode == 2
+    assert "rank-0 holds the state of another run" in refused.stderr
+    assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before
+    shutil.rmtree(store / "rank-0")
+    done = penstock(tmp_path, "reshard", "run", "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    assert (store / "resharded" / "notes.txt").read_text() == "mine"
+    for rank in range(2):
+        manifest = json.loads((store / f"rank-{rank}" / "manifest.json").read_text())
+        assert manifest["body"]["directories"] == [str(store / f"rank-{rank}")]
+
+
+@pytest.mark.parametrize("fault", ["full", "damaged"])
+def test_what_fails_is_taken_back(begun: Path, tmp_path: Path, fault: str) -> None:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    store = tmp_path / "run" / "store"
+    before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    data = store / "penstock.store"
+    if fault == "damaged":
+        data.write_bytes(bytes(byte ^ 1 for byte in before[data]))
+    words = ["reshard", "run", "--ranks", "2"]
+    failed = warm.run(["-c", FULL, *words], cwd=tmp_path) if fault == "full" else penstock(tmp_path, *words)
+    assert failed.returncode == 1, failed.stderr
+    assert ("free some space" if fault == "full" else "damaged") in failed.stderr
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None
+    assert record.resharding is None
+    data.write_bytes(before[data])
+    assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before
+
+
+def test_what_is_interrupted_anywhere_is_finished(begun: Path, tmp_path: Path, campaign: Campaign) -> None:
+    wanted, rng, undone = parameters(begun, 1), Random(0), 0
+    last = 1 << 30
+    for case in range(campaign.cases(4, 60)):
+        folder = tmp_path / str(case)
+        shutil.copytree(begun, folder)
+        old, new = (1, 2) if case % 2 == 0 else (2, 4)  # rank-0 is then in the place of rank-0
+        if old == 2:
+            assert penstock(folder, "reshard", "run", "--ranks", "2").returncode == 0
+        words = ["reshard", "run", "--ranks", str(new)]
+        found = warm.run(["-c", KILLED, str(rng.randint(1, last) if case else last), *words], cwd=folder, timeout=100)
+        if case == 0:
+            last = int(found.stdout.split()[-1])
+            assert found.returncode == 0, found.stderr
+        else:
+            assert found.returncode == -signal.SIGKILL, found.stderr
+        record = RunRecord.read(folder / "run")
+        assert record is not None
+        if record.resharding is not None:
+            refused = penstock(folder, "resume", "run")
+            assert refused.returncode == 1
+            assert "penstock reshard was interrupted" in refused.stderr
+        if record.resharding is not None and not record.resharding.replaces and rng.random() < 0.5:
+            assert penstock(folder, "reshard", "run", "--ranks", str(old)).returncode == 0
+            undone += 1
+            ranks = old
+        else:
+            done = penstock(folder, *words)
+            assert done.returncode == 0, done.stderr
+            ranks = new
+        kept = parameters(folder, ranks)
+        assert all(torch.equal(kept[name], tensor) for name, tensor in wanted.items())
+        left = [path for path in (folder / "run" / "store").rglob("*") if path.name.startswith("resharded")]
+        assert not left
+        shutil.rmtree(folder)
+    campaign.found(f"{case} reshards killed at one of {last} system calls, {undone} of them undone: no byte was lost")

@@ -1,0 +1,93 @@
+"""A machine as each of several ranks sees it: together they have what there is, and no rank more than alone."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import Budget
+from penstock.errors import ConfigError
+from penstock.hardware.machine import Between, Machine, Network
+from penstock.hardware.sharing import crowding, drives_of, knows_ranks, of_each_rank
+from tests.machines import drive, gpu, host
+
+RANKS = st.integers(2, 9)
+BETWEEN = (
+    Between(ranks=2, bandwidth=1e9, latency=1e-3, contention={"net+cpu": 0.5}),
+    Between(ranks=4, bandwidth=6e8, latency=3e-3),
+)
+
+
+def machine(*, drives: int = 0, cores: int = 8, kind: str = "cpu") -> Machine:
+    device = gpu(kind=kind, flops={"fp32": 1e12}, h2d=9e9, d2h=8e9, h2d_both=6e9, d2h_both=5e9)
+    return Machine(
+        name="box",
+        host=host(cores=cores),
+        device=device,
+        drives=tuple(drive(path=f"/d{i}") for i in range(drives)),
+        between=BETWEEN,
+        contention={"cpu+h2d": 0.3, "net+cpu": 0.1},
+    )
+
+
+@given(RANKS, st.integers(1, 12), st.integers(1, 16))
+def test_ranks_have_no_more_together_than_there_is(ranks: int, threads: int, cores: int) -> None:
+    whole = machine(cores=cores)
+    own = of_each_rank(whole, ranks, threads)
+    assert ranks * own.host.memory <= whole.host.memory
+    for name, rate in whole.host.optimizer.items():
+        assert ranks * own.host.optimizer[name] <= rate * (1 + 1e-9)
+    at_once = max(whole.host.copy, whole.device.h2d_both + whole.device.d2h_both)
+    for alone, each in ((whole.device.h2d, own.device.h2d), (whole.device.d2h, own.device.d2h)):
+        assert each <= alone
+        assert ranks * each <= at_once * (1 + 1e-9) * max(1, alone / max(whole.device.h2d, whole.device.d2h))
+    assert own.device.h2d_both + own.device.d2h_both <= at_once / ranks * (1 + 1e-9)
+    computed = ranks * own.device.flops["fp32"]
+    assert computed <= whole.device.flops["fp32"] * (1 + 1e-9)
+    assert crowding(whole, ranks, threads) == max(1, ranks * threads / cores)
+
+
+def test_a_gpu_is_each_rank_s_own() -> None:
+    whole = machine(kind="cuda")
+    assert of_each_rank(whole, 4).device == whole.device
+    assert crowding(whole, 4, 64) == 1
+
+
+@given(RANKS, st.integers(1, 9))
+def test_drives_are_dealt_as_directories_are(ranks: int, count: int) -> None:
+    """Ranks that share a drive have it together, and what the slowest rank has nobody undercuts."""
+    whole = machine(drives=count)
+    budget = Budget(device="1GiB", host="1GiB", disk=[d.path for d in whole.drives])
+    dealt = [drives_of(whole.drives, rank, ranks) for rank in range(ranks)]
+    for rank, own in enumerate(dealt):
+        folders = [str(path.parent) for path in budget.of_rank(rank, ranks).disk_paths]
+        assert [d.path for d in own] == folders
+    for d in whole.drives:
+        shares = [part.read for own in dealt for part in own if part.path == d.path]
+        assert sum(shares) == pytest.approx(d.read)
+    slowest = of_each_rank(whole, ranks).drives
+    assert slowest in dealt
+    pace = [len(own) * min(d.write for d in own) for own in dealt]
+    assert len(slowest) * min(d.write for d in slowest) == pytest.approx(min(pace))
+
+
+@given(RANKS)
+def test_what_was_measured_counts_and_else_the_nearest_with_as_much_in_all(ranks: int) -> None:
+    own = of_each_rank(machine(), ranks)
+    near = BETWEEN[0] if ranks <= 3 else BETWEEN[1]
+    assert own.network is not None
+    assert own.network.bandwidth * ranks == pytest.approx(near.bandwidth * near.ranks)
+    assert own.network.latency / ranks == pytest.approx(near.latency / near.ranks)
+    assert own.contention["net+cpu"] == near.contention.get("net+cpu", 0.1)
+    assert own.contention["cpu+h2d"] == 0.3
+
+
+def test_a_profile_that_does_not_tell_is_refused_and_one_rank_needs_none() -> None:
+    before = replace(machine(), between=())
+    assert not knows_ranks(before)
+    assert of_each_rank(before, 1) is before
+    with pytest.raises(ConfigError, match="does not tell how fast ranks send to each other"):
+        of_each_rank(before, 2)
+    linked = replace(before, network=Network(bandwidth=1e11, latency=1e-5))
+    assert of_each_rank(linked, 2).network == linked.network

@@ -1,0 +1,112 @@
+"""``penstock train`` on several ranks: the numbers of one process, one folder, one story."""
+
+import filecmp
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import warm
+from tests.ranks.launched import Launched, launched
+from tests.runs import write_run
+
+STRANDS = ("--strands", "2", "--batch.sequences", "8")
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(run: Path) -> list[Any]:
+    """What no number of ranks changes."""
+    keys = ("step", "loss", "grad_norm", "validation_loss", "data_tokens", "loss_tokens", "lr", "clipped")
+    return [[line.get(key) for key in keys] for line in lines(run)]
+
+
+def penstock(folder: Path, *words: str | Path) -> str:
+    done = warm.run(["-m", "penstock", *words], cwd=folder, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def trained(size: int, folder: Path, *words: str) -> None:
+    for code, _, errors in launched(size, words, folder):
+        assert code == 0, errors
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    penstock(folder, "train", write_run(folder), *STRANDS)
+    penstock(folder, "export", "run", "out")
+    return folder
+
+
+STOPPED = """
+import os, signal, sys
+from penstock.cli import main
+from penstock.engine.engine import Engine
+step = Engine.step
+def stopped(engine, *args, **given):
+    if (engine.step_count, os.environ["RANK"]) in ((0, "1"), (2, "0")):
+        os.kill(os.getpid(), signal.SIGTERM if engine.step_count == 0 else signal.SIGKILL)
+    return step(engine, *args, **given)
+Engine.step = stopped
+sys.exit(main())
+"""
+
+
+def test_two_ranks_do_what_one_process_does_and_go_on(alone: Path, tmp_path: Path) -> None:
+    """One of them is asked to end, and both do after the same step; one is killed in a step, and the other says so."""
+    write_run(tmp_path, run=tmp_path / "run")
+    ended = Launched(2, ["-c", STOPPED, "train", "config.yaml", *STRANDS], tmp_path).outcomes()
+    assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2
+    assert "Stopped after step 1 of 4" in ended[0][1]
+    assert "torchrun --nproc-per-node 2 -m penstock resume" in ended[0][1]
+    refused = warm.run(["-m", "penstock", "resume", "run"], cwd=tmp_path, timeout=100)
+    assert refused.returncode == 2
+    assert "has the state of 2 ranks" in refused.stderr
+    killed, (code, _, errors) = Launched(2, ["-c", STOPPED, "resume", "run"], tmp_path).outcomes()
+    assert (killed[0], code) == (-signal.SIGKILL, 1)
+    assert "penstock, rank 1: rank 0 was killed" in errors
+    (code, said, errors), (other, quiet, _) = launched(2, ["train", "config.yaml", *STRANDS, "--resume"], tmp_path)
+    assert (code, other, quiet) == (0, 0, ""), errors
+    assert "to 2 ranks; what follows is of the first" in said
+    assert numbers(tmp_path / "run") == numbers(alone / "run")
+    penstock(tmp_path, "export", "run", "out")
+    names = sorted(path.name for path in (alone / "out").iterdir())
+    assert filecmp.cmpfiles(alone / "out", tmp_path / "out", names, shallow=False) == (names, [], [])
+    assert "Every checksum is right." in penstock(tmp_path, "verify", "run")
+    penstock(tmp_path, "report", "run")
+    assert "rank 0 of 2" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_what_one_rank_finds_wrong_all_say(alone: Path, tmp_path: Path) -> None:
+    write_run(tmp_path, run=tmp_path / "run")
+    found = launched(2, ["train", "config.yaml", "--batch.sequences", "6"], tmp_path)
+    assert [code for code, _, _ in found] == [2, 2]
+    for _, _, errors in found:
+        assert "the 3 micro-batches of a step cannot be dealt out evenly to 2 ranks" in errors
+    assert not (tmp_path / "run").exists()
+    refused = warm.run(["-m", "penstock", "train", "config.yaml", "--strands", "3"], cwd=tmp_path, timeout=100)
+    assert "strands=3 with 1 rank: must be 1 times a power of two" in refused.stderr
+    assert not (tmp_path / "run").exists()
+    found = launched(2, ["train", alone / "config.yaml", *STRANDS], tmp_path)
+    assert [code for code, _, _ in found] == [2, 1]
+    for rank, (_, _, errors) in enumerate(found):
+        assert f"penstock, rank {rank}: " in errors
+        assert "the folder already holds" in errors
+        assert len(errors.splitlines()) == 1
+
+
+def test_what_a_start_has_made_is_taken_back_by_all(tmp_path: Path) -> None:
+    """What does not fit in smaller pieces either is found out when all have their stores."""
+    write_run(tmp_path, run=tmp_path / "run")
+    words = ["train", "config.yaml", *STRANDS, "--micro_batch_size", "4", "--budget.device", "300KiB"]
+    for code, _, errors in launched(2, words, tmp_path):
+        assert code == 2
+        assert "budget" in errors
+    assert not (tmp_path / "run").exists()
