@@ -38,7 +38,6 @@ from penstock.state.record import check_param_groups
 from penstock.state.stats import StepStats
 from penstock.state.values import Values
 from penstock.store.owner import Owner
-from penstock.store.snapshot import SnapshotReader
 
 log = logging.getLogger("penstock")
 
@@ -336,30 +335,41 @@ class Engine:
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write a snapshot: parameters, optimizer state, step, random state, settings of the optimizer; exact.
 
+        Of several ranks each writes its part, and all of them make one snapshot, at one path.
+
         Raises:
-            StoreError: the path exists (and ``overwrite`` is not set), or the disk is full or fails.
+            StoreError: the path exists (and ``overwrite`` is not set), or the disk is full or fails; of several ranks
+                on all of them, and they can go on.
         """
-        self._check_usable()
-        self._check_alone("engine.save")
-        self._rest()
-        meta = {"model": self._resources.description, **self._progress.record()}
-        snapshots.save(Path(path), self._resources.arrays, self._resources.buffers, meta, overwrite=overwrite)
+        with self._ranks.together():
+            self._check_usable()
+            self._agree_on_snapshot("save", path, overwrite=overwrite)
+            self._rest()
+            described = {key: value for key, value in self._resources.description.items() if key != "world"}
+            meta = {"model": described, **self._progress.record()}
+            arrays, buffers = self._resources.arrays, self._resources.buffers
+            snapshots.save(Path(path), arrays, buffers, meta, overwrite=overwrite, ranks=self._ranks)
 
     @in_turn
     def load(self, path: str | Path) -> None:
-        """Take over a snapshot. Training goes on exactly as it would have where it was saved.
+        """Take over a snapshot. Training goes on exactly as it would have where it was saved, be it by another number
+        of ranks.
 
         Raises:
-            StoreError: the snapshot is missing, damaged, or made for another model, precision or optimizer; or the disk
-                failed on the way. Only in the last case has anything changed: load again then.
+            StoreError: the snapshot is missing, damaged, or made for another model, precision, optimizer or number of
+                strands; or the disk failed on the way. Only in the last case has anything changed: load again then,
+                with one rank; several have to be started again.
             ConfigError: it was saved by a run with another seed.
         """
-        self._durability.check_open()
-        self._check_alone("engine.load")
-        self._rest()
-        with snapshots.opened(Path(path), self._resources.description) as snapshot:
-            self._progress.check(snapshot.meta, str(path))
-            check_param_groups(snapshot.meta["param_groups"], self.optimizer.param_groups, str(path))
+        with self._ranks.together():
+            self._durability.check_open()
+            self._agree_on_snapshot("load", path)
+            self._rest()
+            self._load(Path(path))
+
+    def _load(self, path: Path) -> None:
+        with snapshots.opened(path, self._resources.description, self._ranks) as snapshot:
+            self._ranks.jointly("account of the snapshot", partial(self._check_account, snapshot.meta, str(path)))
             actions: Actions = {
                 Action.MARK: partial(self._durability.mark, f"loading {path} did not begin"),
                 Action.RESTORE: partial(self._restore, snapshot),
@@ -367,12 +377,23 @@ class Engine:
             }
             self._durability.follow(Event.LOAD, actions, f"loading {path}")
 
-    def _restore(self, snapshot: SnapshotReader) -> Event:
+    def _check_account(self, meta: Mapping[str, Any], where: str) -> None:
+        self._progress.check(meta, where)
+        check_param_groups(meta["param_groups"], self.optimizer.param_groups, where)
+
+    def _restore(self, snapshot: snapshots.Saved) -> Event:
         snapshots.restore(snapshot, self._resources.arrays, self._resources.buffers)
+        self._ranks.told("restored state", None)  # which is that of one step once all have theirs
         self._progress.adopt(snapshot.meta)
         for mine, saved in zip(self.optimizer.param_groups, snapshot.meta["param_groups"], strict=True):
             mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
         return Event.LOADED
+
+    def _agree_on_snapshot(self, call: str, path: str | Path, **settings: Any) -> None:
+        """All ranks make the same ``call`` after the same step."""
+        if self._ranks.size > 1:
+            asked = {"call": call, "step": self.step_count, "path of the snapshot": str(Path(path).resolve())}
+            self._ranks.agree_on_each(asked | settings)
 
     def close(self) -> None:
         """Bring what is in memory to the store and give everything back. The model's parameters stay placeholders.
@@ -414,13 +435,9 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, _OF_ALL):
+        if error is not None and not isinstance(error, _OF_ALL) and not self._ranks.is_of_all(error):
             self._ranks.fail(error)
         self.close()
-
-    def _check_alone(self, what: str) -> None:
-        if self._ranks.size > 1:
-            raise ConfigError(f"{what} is not there yet for several ranks: every step is in their stores (budget.disk)")
 
     def _check_usable(self) -> None:
         self._durability.check_usable()

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.compat.torch import store_of
-from penstock.errors import ConfigError, NonFiniteError, RankError
+from penstock.errors import ConfigError, NonFiniteError, RankError, StoreError
 from penstock.ranks.share import WHOLE, Share
 from penstock.ranks.watch import Place, Watch
 
@@ -79,8 +79,36 @@ class Ranks:
         self.told(what, None)
         return work()
 
+    def jointly(self, what: str, work: Callable[[], T]) -> T:
+        """What each rank does for itself, and which counts once all have done it. What one finds wrong all raise, and
+        can go on together.
+
+        Raises:
+            StoreError, ConfigError: this rank's own; or else that of the first other one, which it names.
+        """
+        found: list[T] = []
+        own: StoreError | ConfigError | None = None
+        try:
+            try:
+                found.append(work())
+            except (StoreError, ConfigError) as error:
+                own = error
+            failures = self.told(what, None if own is None else (type(own), str(own)))
+            if own is not None:
+                raise self.of_all(own)
+            for rank, failure in enumerate(failures):
+                if failure is not None:
+                    raise self.of_all(failure[0](f"rank {rank}: {failure[1]}"))
+            return found[0]
+        finally:
+            del own  # its traceback holds this frame, which would hold it
+
     def lend(self, tensor: torch.Tensor, owner: int) -> None:
         """Make a tensor on the CPU what it is on rank ``owner``."""
+
+    def is_of_all(self, error: BaseException) -> bool:
+        """Whether an error is the last that all ranks have raised alike."""
+        return error is self._of_all
 
     def of_all(self, error: E) -> E:
         """An error that all ranks are about to raise alike: it ends nothing for the others."""
@@ -115,7 +143,7 @@ class Ranks:
         except NonFiniteError:  # all ranks have found the same
             raise
         except BaseException as error:
-            if error is not self._of_all:
+            if not self.is_of_all(error):
                 self.fail(error)
             raise
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,7 +10,7 @@ from penstock.optim.precision import DTYPES, format_of
 from penstock.ranks.share import Share
 from penstock.schedule.place import Format, page_up
 from penstock.schedule.program import GroupSpec
-from penstock.state.arrays import StateArrays, parts_of
+from penstock.state.arrays import Part, StateArrays, parts_of
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
 from penstock.store.store import Store
@@ -41,6 +41,23 @@ def layout_of(model: Mapping[str, Any], slots: int) -> Layout:
     parts = [part for group in groups_of(model) for part in parts_of(share.part(group), form, dtype)]
     sizes = [(part.name, part.nbytes) for part in parts] + buffers_of(model)
     return Layout.build([(*size, slots) for size in sizes], {part.name: part.grid for part in parts})
+
+
+class Elements(NamedTuple):
+    """Elements of a whole group: ``numel`` from ``start`` on, none of its padding at the end."""
+
+    start: int
+    numel: int
+
+
+def found_in(group: GroupSpec, part: Part, rank: int, start: int, numel: int) -> Elements:
+    """Where elements of one rank's part, all trained or all frozen, are in a ``group`` that was cut for another number
+    of ranks: what is trained, and what is frozen, is one range of elements, whoever has them. The rest is zeros."""
+    frozen = start >= part.trainable
+    each, first = (part.numel - part.trainable, part.trainable) if frozen else (part.trainable, 0)
+    at = rank * each + start - first
+    left = (group.frozen if frozen else group.trainable) - at
+    return Elements(at + (group.trainable if frozen else 0), max(min(left, numel), 0))
 
 
 class Parts:

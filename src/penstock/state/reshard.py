@@ -18,7 +18,7 @@ from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.program import VIEW_ALIGN, round_up
 from penstock.state.arrays import numpy_bytes
 from penstock.state.memory import BOUNCE, HostSlab
-from penstock.state.parts import Parts, buffers_of, layout_of
+from penstock.state.parts import Parts, buffers_of, found_in, layout_of
 from penstock.state.slots import Slots, whole_commit
 from penstock.store.parts import opened_parts
 from penstock.store.store import Store
@@ -94,19 +94,14 @@ def _arrays(source: Parts, target: Parts, rank: int, stale: frozenset[str]) -> I
             arrays.begin(name)
             for start, piece in arrays.pieces(name, bounce):
                 piece.zero_()
-                whole, had = target.groups[part.group], source.groups[part.group]
-                frozen = start >= part.trainable
-                each, first = (part.numel - part.trainable, part.trainable) if frozen else (part.trainable, 0)
-                at = rank * each + start - first  # of all that is trained, or frozen
-                left = (had.frozen if frozen else had.trainable) - at
-                values = piece[: max(min(left, piece.numel()), 0)]
-                assert at + piece.numel() <= (whole.frozen if frozen else whole.trainable)
-                if name in stale and not frozen:
+                found = found_in(source.groups[part.group], part, rank, start, piece.numel())
+                values = piece[: found.numel]
+                if name in stale and start < part.trainable:
                     exact = master.bytes[: values.numel() * 4].view(torch.float32)
-                    source.fetch(f"master.{part.group}", at, exact)
+                    source.fetch(f"master.{part.group}", found.start, exact)
                     kernels.cast(values, exact)
                 else:
-                    source.fetch(name, at + frozen * had.trainable, values)
+                    source.fetch(name, found.start, values)
                 arrays.write(name, start, piece)
                 yield piece.nbytes
             arrays.flip(name)

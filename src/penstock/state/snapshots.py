@@ -1,70 +1,209 @@
-"""Snapshots of a run: every array and buffer, streamed chunk by chunk between its home and the snapshot's file."""
+"""Snapshots of a run: every array and buffer, streamed chunk by chunk between its home and the snapshot's file. Of
+several ranks each has a file of its own, with its part, and all of them are one snapshot."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from numpy import uint8
+from numpy.typing import NDArray
+
+from penstock.documents.typed import shown
 from penstock.errors import StoreError
+from penstock.optim.precision import DTYPES
+from penstock.ranks.group import ALONE, Ranks
+from penstock.ranks.share import Share
 from penstock.schedule.place import page_up
-from penstock.state.arrays import StateArrays, numpy_bytes
+from penstock.state.arrays import StateArrays, numpy_bytes, parts_of
 from penstock.state.buffers import Buffers
 from penstock.state.memory import BOUNCE, HostSlab
-from penstock.store.snapshot import SnapshotReader, SnapshotWriter
+from penstock.state.parts import form_of, found_in, groups_of
+from penstock.state.record import check_kept
+from penstock.state.reshard import described
+from penstock.store.layout import Layout
+from penstock.store.packed import store_error
+from penstock.store.snapshot import PartWriter, SnapshotReader, SnapshotWriter, layout_of, size_of
+from penstock.store.snapshot_parts import PART_OF, SnapshotParts, part_folder, write_ranks
+from penstock.store.snapshot_place import SnapshotPlace
+
+_NOT_COMPARED = frozenset({"world"})
+"""What a description has that a snapshot may have otherwise: a run's stores belong to each other, and it to any run."""
 
 
-def save(path: Path, arrays: StateArrays, buffers: Buffers, meta: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Write a snapshot; it appears under ``path`` whole or not at all. Needs 8 MiB of memory.
+def save(
+    path: Path,
+    arrays: StateArrays,
+    buffers: Buffers,
+    meta: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    ranks: Ranks = ALONE,
+) -> None:
+    """Write a snapshot; it appears under ``path`` whole or not at all. Needs 8 MiB of memory on each rank.
 
     What is on disk is shared with the store's file where the file system can (reflink), and copied elsewhere. The
     snapshot's content is the same.
 
     Raises:
-        StoreError: the path exists and may not be overwritten, or the disk is full or fails.
+        StoreError: the path exists and may not be overwritten, or the disk is full or fails; of several ranks on all,
+            and what was there before still is.
     """
     entries = [(name, page_up(part.nbytes)) for name, part in arrays.parts.items()] + buffers.sizes()
     grids = {name: part.grid for name, part in arrays.parts.items()}
+    if ranks.size == 1:
+        with SnapshotWriter(path, entries, dict(meta), overwrite=overwrite, grids=grids) as writer:
+            _fill(writer, arrays, buffers)
+            writer.finish()
+        return
+    layout = layout_of(entries, grids)
+    with ExitStack() as undo:
+        place = ranks.jointly("place of the snapshot", lambda: _place(path, layout, undo, ranks, overwrite=overwrite))
+        found = None if place is None else (place.partial, uuid.uuid4().hex)
+        found = ranks.told("folder of the snapshot", found)[0]
+        assert found is not None, "the first rank has made one"
+        folder, name = found
+        own = part_folder(folder, ranks.rank)
+        account = {**meta, PART_OF: name}
+        ranks.jointly("part of the snapshot", lambda: _write_part(own, layout, account, arrays, buffers))
+        ranks.jointly("snapshot", lambda: None if place is None else _put(place, name, ranks.size))
+
+
+def _place(path: Path, layout: Layout, undo: ExitStack, ranks: Ranks, *, overwrite: bool) -> SnapshotPlace | None:
+    """The place of a snapshot of several ranks, whose parts are all as large; the first of them has it."""
+    if ranks.rank:
+        return None
+    place = SnapshotPlace(path, ranks.size * size_of(layout), overwrite=overwrite)
+    undo.callback(place.abort)
+    return place
+
+
+def _put(place: SnapshotPlace, name: str, ranks: int) -> None:
+    """All parts are there, and durable."""
+    write_ranks(place.partial, name, ranks)
+    place.finish()
+
+
+def _write_part(folder: Path, layout: Layout, meta: Mapping[str, Any], arrays: StateArrays, buffers: Buffers) -> None:
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise store_error(f"{folder} cannot be created: {error.strerror}", error) from error
+    writer = PartWriter(folder, layout, meta)
+    try:
+        _fill(writer, arrays, buffers)
+        writer.seal()
+    finally:
+        writer.close()
+
+
+def _fill(writer: PartWriter, arrays: StateArrays, buffers: Buffers) -> None:
     bounce = HostSlab(BOUNCE)
     try:
-        with SnapshotWriter(path, entries, dict(meta), overwrite=overwrite, grids=grids) as writer:
-            for name in arrays.parts:
-                if not _adopted(writer, name, arrays):
-                    for start, piece in arrays.pieces(name, bounce):
-                        arrays.read(name, start, piece)
-                        writer.write(name, start * piece.itemsize, numpy_bytes(piece))
-            buffers.write(writer.write)
-            writer.finish()
+        for name in arrays.parts:
+            if not _adopted(writer, name, arrays):
+                for start, piece in arrays.pieces(name, bounce):
+                    arrays.read(name, start, piece)
+                    writer.write(name, start * piece.itemsize, numpy_bytes(piece))
+        buffers.write(writer.write)
     finally:
         bounce.close()
 
 
-def _adopted(writer: SnapshotWriter, name: str, arrays: StateArrays) -> bool:
+def _adopted(writer: PartWriter, name: str, arrays: StateArrays) -> bool:
     """True if the snapshot has taken an array over by reference: it is on disk, and the file system can."""
     if arrays.store is None or arrays.tier_of(name) != "disk":
         return False
     return writer.adopt(name, arrays.store.lend(name, arrays.slots.current(name)))
 
 
+class Saved(Protocol):
+    """What one rank takes over of a snapshot. ``meta``: how far the run had got."""
+
+    @property
+    def meta(self) -> Mapping[str, Any]: ...
+
+    def read(self, name: str, offset: int, buffer: NDArray[uint8]) -> None:
+        """As ``SnapshotReader.read``, of this rank's part."""
+
+
 @contextmanager
-def opened(path: Path, description: Mapping[str, Any]) -> Iterator[SnapshotReader]:
-    """A snapshot that is whole, and made for what ``description`` describes.
+def opened(path: Path, description: Mapping[str, Any], ranks: Ranks = ALONE) -> Iterator[Saved]:
+    """This rank's part of a snapshot that is whole, and made for what ``description`` describes. Of whatever number of
+    ranks it is: what is trained is cut anew for these.
 
     Raises:
-        StoreError: it is missing, damaged, or made for another model, precision or optimizer.
+        StoreError: it is missing, damaged, or made for another model, precision, optimizer or number of strands; of
+            several ranks on all.
     """
-    with SnapshotReader(path) as reader:
-        for key, mine in description.items():
-            saved = reader.meta.get("model")
-            if not isinstance(saved, Mapping) or saved.get(key) != mine:
-                raise StoreError(
-                    f"{path}: the snapshot was made with another {key} than this engine: load it with the model, "
-                    "precision and optimizer that it was saved with"
-                )
+    with ExitStack() as stack:
+        yield ranks.jointly("snapshot to load", lambda: _opened(path, description, ranks, stack))
+
+
+def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, stack: ExitStack) -> Saved:
+    parts = SnapshotParts.of(path)
+    if parts.ranks == ranks.size:
+        own = stack.enter_context(parts.open(ranks.rank))
+        _require_like(own.meta.get("model"), description, path)
+        own.verify()
+        return own
+    readers = [stack.enter_context(parts.open(rank)) for rank in range(parts.ranks)]
+    check_kept(readers[0].meta, str(path))
+    model = readers[0].meta["model"]
+    _require_like(described(model, ranks.size, model.get("strands", 1))[ranks.rank], description, path)
+    for reader in readers[ranks.rank :: ranks.size]:  # all of them have been read by some rank when all have done this
         reader.verify()
-        yield reader
+    return _CutAnew(readers, ranks.share)
 
 
-def restore(snapshot: SnapshotReader, arrays: StateArrays, buffers: Buffers) -> None:
+def _require_like(saved: Any, description: Mapping[str, Any], path: Path) -> None:
+    if not isinstance(saved, Mapping):
+        saved = {}
+    for key, mine in {"strands": 1, **description}.items():
+        found = saved.get(key, 1 if key == "strands" else None)
+        if key in _NOT_COMPARED or found == mine:
+            continue
+        if key == "strands":
+            raise StoreError(
+                f"{path}: the snapshot's gradients were summed in {shown(found)} strands, and this engine's are in "
+                f"{mine}: give strands={shown(found)} to go on with the same numbers"
+            )
+        raise StoreError(
+            f"{path}: the snapshot was made with another {key} than this engine: load it with the model, "
+            "precision and optimizer that it was saved with"
+        )
+
+
+class _CutAnew:
+    """A snapshot of another number of ranks, as one of these has it."""
+
+    def __init__(self, readers: Sequence[SnapshotReader], share: Share) -> None:
+        """``readers``: of its parts, by rank. ``share``: what is to be read."""
+        self.meta = readers[0].meta
+        self._readers = readers
+        self._rank = share.rank
+        self._had = Share(size=len(readers))
+        model = self.meta["model"]
+        form, dtype = form_of(model), DTYPES[model["precision"]]
+        self._groups = {group.index: group for group in groups_of(model)}
+        own = [share.part(group) for group in groups_of(described(model, share.size, 1)[share.rank])]
+        self._parts = {part.name: part for group in own for part in parts_of(group, form, dtype)}
+
+    def read(self, name: str, offset: int, buffer: NDArray[uint8]) -> None:
+        part = self._parts.get(name)
+        if part is None:  # a buffer, which is the same on all
+            self._readers[0].read(name, offset, buffer)
+            return
+        size, group = part.dtype.itemsize, self._groups[part.group]
+        found = found_in(group, part, self._rank, offset // size, buffer.size // size)
+        buffer[found.numel * size :] = 0
+        for piece in self._had.pieces(group, found.start, found.numel):
+            into = buffer[piece.first * size : (piece.first + piece.numel) * size]
+            self._readers[piece.rank].read(name, piece.start * size, into)
+
+
+def restore(snapshot: Saved, arrays: StateArrays, buffers: Buffers) -> None:
     """Overwrite all arrays, wherever they are at home, and the buffers.
 
     Raises:

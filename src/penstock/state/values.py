@@ -4,12 +4,14 @@ snapshot alone."""
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from penstock.optim.precision import DTYPES
+from penstock.ranks.share import Share
 from penstock.schedule.place import Format, page_up
 from penstock.state.arrays import fetch, numpy_bytes, parts_of
 from penstock.state.buffers import Transfer
@@ -19,6 +21,7 @@ from penstock.state.record import check_kept
 from penstock.state.slots import whole_commit
 from penstock.store.parts import opened_parts
 from penstock.store.snapshot import SnapshotReader
+from penstock.store.snapshot_parts import opened_snapshot
 
 _BUFFER = "buffer."
 
@@ -118,27 +121,36 @@ def kept(snapshot: Path) -> Iterator[Committed]:
     Raises:
         StoreError: it is missing or damaged.
     """
-    with SnapshotReader(snapshot) as reader:
-        check_kept(reader.meta, str(snapshot))
-        model = reader.meta["model"]
-        buffers = {name: _buffer(reader.read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
-        values = Values(_SnapshotArrays(reader, model), model, buffers)
-        yield Committed(step=int(reader.meta["step"]), precision=model["precision"], values=values)
+    with opened_snapshot(snapshot) as readers:
+        meta, read = readers[0].meta, readers[0].read  # buffers are the same on all
+        check_kept(meta, str(snapshot))
+        model = meta["model"]
+        buffers = {name: _buffer(read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
+        values = Values(_SnapshotArrays(readers, model), model, buffers)
+        yield Committed(step=int(meta["step"]), precision=model["precision"], values=values)
 
 
 class _SnapshotArrays:
-    """The arrays of a snapshot."""
+    """The arrays of whole groups, out of a snapshot's parts."""
 
-    def __init__(self, reader: SnapshotReader, model: Mapping[str, Any]) -> None:
+    def __init__(self, readers: Sequence[SnapshotReader], model: Mapping[str, Any]) -> None:
+        """``readers``: by rank."""
         self.form, dtype = form_of(model), DTYPES[model["precision"]]
-        self._reader = reader
-        self._parts = {part.name: part for group in groups_of(model) for part in parts_of(group, self.form, dtype)}
+        self._readers = readers
+        self._share = Share(size=len(readers))
+        self._groups = {group.index: group for group in groups_of(model)}
+        own = [self._share.part(group) for group in self._groups.values()]
+        self._parts = {part.name: part for group in own for part in parts_of(group, self.form, dtype)}
 
     def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
-        fetch(self._parts[name], self._read, offset, flat)
+        part = self._parts[name]
+        for piece in self._share.pieces(self._groups[part.group], offset, flat.numel()):
+            read = partial(_read, self._readers[piece.rank])
+            fetch(part, read, piece.start, flat[piece.first : piece.first + piece.numel])
 
-    def _read(self, name: str, start: int, out: torch.Tensor) -> None:
-        self._reader.read(name, start * out.itemsize, numpy_bytes(out))
+
+def _read(reader: SnapshotReader, name: str, start: int, out: torch.Tensor) -> None:
+    reader.read(name, start * out.itemsize, numpy_bytes(out))
 
 
 def _buffer(read: Transfer, name: str, shape: Sequence[int], kind: str) -> torch.Tensor:

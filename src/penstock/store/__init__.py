@@ -12,6 +12,8 @@ journal.py    text files that grow with a run: metrics and traces
 store.py      `Store`: what the executor reads and writes during training
 whole.py      folders that appear whole or not at all
 snapshot.py   `SnapshotWriter`, `SnapshotReader`: what `engine.save` and `engine.load` use
+snapshot_place.py  the folder of a snapshot, until it is whole
+snapshot_parts.py  what a snapshot is made of: one process's, or a part of each rank
 
 Imports only config and errors from the rest of the package, and never torch: buffers are numpy arrays or memoryviews.
 May import: ``errors``, ``files``, ``documents``, ``config``.

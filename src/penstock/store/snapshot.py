@@ -4,7 +4,6 @@ Every block of an extent has a checksum (xxh3), which is checked whenever any of
 extents.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,19 +13,17 @@ from typing import Any
 
 import xxhash
 
-from penstock.config import format_size
 from penstock.errors import StoreError
 from penstock.store import digests, packed
 from penstock.store.digests import Digests, Numbers
 from penstock.store.layout import ALIGN, Extent, Grid, Layout
 from penstock.store.packed import PackedFile
 from penstock.store.records import read_as, write_document
+from penstock.store.snapshot_place import MANIFEST, SnapshotPlace
 from penstock.store.store import Lent
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
-from penstock.store.whole import WholeFolder
 
 DATA = "penstock.snapshot"
-MANIFEST = "snapshot.json"
 
 _VERIFIED = 8 << 20
 
@@ -47,68 +44,43 @@ class _Progress:
                 self.block.reset()
 
 
-class SnapshotWriter:
-    """Writes a snapshot next to where it will be, and puts it there in ``finish``. A context manager that aborts
-    unless ``finish`` was called.
+def layout_of(entries: Iterable[tuple[str, int]], grids: Mapping[str, Grid] | None = None) -> Layout:
+    """Of a snapshot, or of one rank's part of it, with these extents (name, bytes).
+
+    ``grids``: how they are cut into blocks with a checksum each; those without are cut at each MiB.
+    """
+    return Layout.build(((name, nbytes, 1) for name, nbytes in entries), grids)
+
+
+def size_of(layout: Layout) -> int:
+    """Bytes of its file of data."""
+    return digests.area(layout, slots=1).end
+
+
+class PartWriter:
+    """Writes the two files of a snapshot, or of one rank's part of it, into a folder that others put in place.
 
     Each extent is written front to back, or adopted; different extents may be written by different threads at once. Its
     space is reserved at the start, also for what is adopted: the store takes new blocks for that as it goes on.
     """
 
     def __init__(
-        self,
-        path: Path,
-        entries: Iterable[tuple[str, int]],
-        meta: dict[str, Any],
-        *,
-        overwrite: bool = False,
-        grids: Mapping[str, Grid] | None = None,
-        io_threads: int = 4,
-        direct: bool | None = None,
+        self, folder: Path, layout: Layout, meta: Mapping[str, Any], *, io_threads: int = 4, direct: bool | None = None
     ) -> None:
-        """Reserve the space of all ``entries`` (name, bytes); ``meta`` is anything that JSON has.
-
-        ``grids``: how extents are cut into blocks with a checksum each; those without are cut at each MiB.
+        """Reserve the space; ``meta`` is anything that JSON has.
 
         Raises:
-            StoreError: ``path`` exists (and is no snapshot that may be overwritten), or the disk has no room.
+            StoreError: the disk has no room, or fails.
         """
-        self._path = Path(path).resolve()  # a link to an older one goes on leading there
-        self._overwrite = overwrite
-        self._meta = meta
-        self.layout = Layout.build(((name, nbytes, 1) for name, nbytes in entries), grids)
-        self._area = digests.area(self.layout, slots=1)
-        self._digests = Digests(self.layout)
-        self._progress = {e.name: _Progress() for e in self.layout.extents}
-        self._check_target()
-        self._folder = WholeFolder(self._path, private=True)
-        with ExitStack() as undo:
-            undo.callback(self._folder.abort)
-            self._check_room()
-            packed.allocate(self._folder.partial / DATA, self._area.end)
-            file = PackedFile(self._folder.partial / DATA, direct=direct)
-            undo.pop_all()
-        self._files = StripedFiles([file], stripe=ALIGN, io_threads=io_threads)
-        self._open = True
+        self.layout = layout
+        self._place = folder
+        self._meta = dict(meta)
+        self._area = digests.area(layout, slots=1)
+        self._digests = Digests(layout)
+        self._progress = {e.name: _Progress() for e in layout.extents}
+        packed.allocate(folder / DATA, self._area.end)
+        self._files = StripedFiles([PackedFile(folder / DATA, direct=direct)], stripe=ALIGN, io_threads=io_threads)
         self._sharing = True  # until the file system has refused
-
-    def _check_target(self) -> None:
-        if not os.path.lexists(self._path):
-            return
-        if not self._overwrite:
-            raise StoreError(f"{self._path} exists: give another path, remove it, or say overwrite=True")
-        if not (self._path / MANIFEST).is_file():
-            raise StoreError(
-                f"{self._path} is not a snapshot, so it is not overwritten: give another path, or remove it"
-            )
-
-    def _check_room(self) -> None:
-        free = packed.free_bytes(self._folder.partial)
-        if self._area.end > free:
-            raise StoreError(
-                f"{self._path}: the snapshot needs {format_size(self._area.end)}, {format_size(free)} are free: "
-                "free some space, or give another path"
-            )
 
     def write(self, name: str, offset: int, buffer: Buffer) -> None:
         """Write the next bytes of extent ``name``; ``offset`` is where the last write to it ended.
@@ -146,6 +118,56 @@ class SnapshotWriter:
         progress.done = extent.stride
         return True
 
+    def seal(self) -> None:
+        """Make everything durable, and say what it is.
+
+        Raises:
+            StoreError: the drive failed.
+        """
+        for extent in self.layout.extents:
+            done = self._progress[extent.name].done
+            assert done == extent.stride, f"{extent.name}: {done} of {extent.stride} bytes were written"
+        table = byte_view(self._digests.copy())
+        self._files.write(self._area.offset, table)
+        self._files.flush()
+        digest = xxhash.xxh3_64_hexdigest(table)
+        body = {"meta": self._meta, "layout": self.layout.to_json(), "digests": digest}
+        write_document(self._place / MANIFEST, "snapshot", body)
+
+    def close(self) -> None:
+        """Close the files, which stay."""
+        self._files.close()
+
+
+class SnapshotWriter(PartWriter):
+    """Writes a snapshot next to where it will be, and puts it there in ``finish``. A context manager that aborts
+    unless ``finish`` was called.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entries: Iterable[tuple[str, int]],
+        meta: dict[str, Any],
+        *,
+        overwrite: bool = False,
+        grids: Mapping[str, Grid] | None = None,
+        io_threads: int = 4,
+        direct: bool | None = None,
+    ) -> None:
+        """Reserve the space of all ``entries`` (name, bytes); ``grids``: as ``layout_of``.
+
+        Raises:
+            StoreError: ``path`` exists (and is no snapshot that may be overwritten), or the disk has no room.
+        """
+        layout = layout_of(entries, grids)
+        with ExitStack() as undo:
+            self._whole = SnapshotPlace(path, size_of(layout), overwrite=overwrite)
+            undo.callback(self._whole.abort)
+            super().__init__(self._whole.partial, layout, meta, io_threads=io_threads, direct=direct)
+            undo.pop_all()
+        self._open = True
+
     def finish(self) -> None:
         """Make everything durable and rename it to its place.
 
@@ -153,32 +175,23 @@ class SnapshotWriter:
             StoreError: the drive failed, or something else has taken the place. The snapshot is then aborted, and what
                 was at the path before is still there.
         """
-        for extent in self.layout.extents:
-            done = self._progress[extent.name].done
-            assert done == extent.stride, f"{extent.name}: {done} of {extent.stride} bytes were written"
         try:
-            table = byte_view(self._digests.copy())
-            self._files.write(self._area.offset, table)
-            self._files.flush()
-            digest = xxhash.xxh3_64_hexdigest(table)
-            body = {"meta": self._meta, "layout": self.layout.to_json(), "digests": digest}
-            write_document(self._folder.partial / MANIFEST, "snapshot", body)
-            self._check_target()
-            self._folder.finish()
+            self.seal()
+            self._whole.finish()
         except BaseException:
             self.abort()
             raise
         self._open = False
-        self._files.close()
+        self.close()
 
     def abort(self) -> None:
         """Remove what has been written. Does nothing after ``finish``."""
         if self._open:
             self._open = False
             try:
-                self._files.close()
+                self.close()
             finally:
-                self._folder.abort()
+                self._whole.abort()
 
     def __enter__(self) -> "SnapshotWriter":
         return self

@@ -1,0 +1,73 @@
+"""The place of a snapshot: a folder that is written beside it, and put there when it is whole."""
+
+import os
+from pathlib import Path
+
+from penstock.config import format_size
+from penstock.errors import StoreError
+from penstock.store import packed
+from penstock.store.whole import WholeFolder
+
+MANIFEST = "snapshot.json"
+RANKS = "ranks.json"
+"""Of a snapshot of several ranks: who has a part of it. The manifest of each is in the part's own folder."""
+
+
+def is_snapshot(path: Path) -> bool:
+    """Whether a folder is one that ``engine.save`` has written, of one process or of several ranks."""
+    return (path / MANIFEST).is_file() or (path / RANKS).is_file()
+
+
+class SnapshotPlace:
+    """Where a snapshot is to be, and the folder in which it is written until then.
+
+    ``partial``: that folder, which appears at ``path`` in ``finish``, and is removed in ``abort``.
+    """
+
+    def __init__(self, path: Path, nbytes: int, *, overwrite: bool) -> None:
+        """``nbytes``: that all of it takes.
+
+        Raises:
+            StoreError: ``path`` exists (and is no snapshot that may be overwritten), or the disk has no room.
+        """
+        self.path = Path(path).resolve()  # a link to an older one goes on leading there
+        self._overwrite = overwrite
+        self._check_target()
+        self._folder = WholeFolder(self.path, private=True)
+        self.partial = self._folder.partial
+        try:
+            self._check_room(nbytes)
+        except BaseException:
+            self._folder.abort()
+            raise
+
+    def _check_target(self) -> None:
+        if not os.path.lexists(self.path):
+            return
+        if not self._overwrite:
+            raise StoreError(f"{self.path} exists: give another path, remove it, or say overwrite=True")
+        if not is_snapshot(self.path):
+            raise StoreError(
+                f"{self.path} is not a snapshot, so it is not overwritten: give another path, or remove it"
+            )
+
+    def _check_room(self, nbytes: int) -> None:
+        free = packed.free_bytes(self.partial)
+        if nbytes > free:
+            raise StoreError(
+                f"{self.path}: the snapshot needs {format_size(nbytes)}, {format_size(free)} are free: "
+                "free some space, or give another path"
+            )
+
+    def finish(self) -> None:
+        """Put it in its place; what was there before goes at the same instant.
+
+        Raises:
+            StoreError: something else has taken the place, or the drive failed. What was there before still is.
+        """
+        self._check_target()
+        self._folder.finish()
+
+    def abort(self) -> None:
+        """Remove what has been written. Does nothing after ``finish``."""
+        self._folder.abort()

@@ -1,0 +1,210 @@
+"""A snapshot of several ranks is one: whole or not there, taken over only whole and by the same run, of whatever number
+of ranks, and what goes wrong on one rank is said on all, which go on.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import ConfigError, StoreError
+from penstock.store import packed
+from tests.faults import Call, Nth, error, intercepted
+from tests.models import MODELS, Case
+from tests.ranks.test_bits import equal, results
+from tests.ranks.worlds import together
+from tests.training import budget, run_steps, steps_of, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DROPS, CASE = MODELS["gpt2"], MODELS["llama"]
+HOW: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 0.92, "strands": 4}
+
+
+def own(case: Case, mesh: DeviceMesh | None, count: int, first: int = 1) -> list[Any]:
+    """A rank's micro-batches of each step."""
+    rank, share = (0, 4) if mesh is None else (mesh.get_rank(), 4 // mesh.size())
+    steps = steps_of(case, count, first=first, lengths=(12, 8, 10, 12))
+    return [micro_batches[rank * share : (rank + 1) * share] for micro_batches in steps]
+
+
+def saved(mesh: DeviceMesh | None, path: Path, disk: Path | None = None) -> None:
+    """A snapshot after two steps; with a disk their delayed chunks are pending then."""
+    with wrap(DROPS, budget(disk), mesh=mesh, **HOW, **({"delay": 0.5} if disk else {})) as engine:
+        run_steps(engine, own(DROPS, mesh, 2))
+        engine.save(path)
+
+
+def gone_on(mesh: DeviceMesh | None, *paths: Path) -> list[dict[str, Any]]:
+    """What the steps after each snapshot find and leave, each by the same engine."""
+    with wrap(DROPS, budget(None), mesh=mesh, **HOW) as engine:
+        found = []
+        for path in paths:
+            engine.load(path)
+            found.append(results(engine, run_steps(engine, own(DROPS, mesh, 2, first=engine.step_count + 1))))
+        return found
+
+
+def saved_and_gone_on(mesh: DeviceMesh, folder: Path) -> list[dict[str, Any]]:
+    saved(mesh, folder / "two", folder / "store")
+    return gone_on(mesh, folder / "two", folder / "one")
+
+
+def test_any_number_of_ranks_goes_on_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    with wrap(DROPS, budget(None), **HOW) as engine:
+        run_steps(engine, own(DROPS, None, 2))
+        engine.save(tmp_path / "one")
+        wanted = results(engine, run_steps(engine, own(DROPS, None, 2, first=3)))
+    for found in together(2, saved_and_gone_on, tmp_path):
+        for one in found:
+            equal(one, wanted)
+    equal(gone_on(None, tmp_path / "two")[0], wanted)
+    for (one,) in together(4, gone_on, tmp_path / "two"):
+        equal(one, wanted)
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {"ranks.json", "rank-0", "rank-1"}
+    assert {path.name for path in (tmp_path / "two/rank-1").iterdir()} == {"snapshot.json", "penstock.snapshot"}
+    assert (tmp_path / "two").stat().st_mode & 0o77 == 0
+
+
+def said_of(call: Callable[[], None]) -> str:
+    with pytest.raises(StoreError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def of_part(call: Call) -> bool:
+    return "/rank-1/" in call.path
+
+
+FAULTS: dict[str, tuple[int, int, Callable[[Call], bool]]] = {
+    "no space for a part": (1, errno.ENOSPC, lambda call: call.name == "posix_fallocate"),
+    "a part cannot be written": (1, errno.EIO, lambda call: call.writes and of_part(call)),
+    "a part cannot be flushed": (1, errno.EIO, lambda call: call.flushes and of_part(call)),
+    "it cannot be put in its place": (0, errno.EIO, lambda call: call.name == "fsync" and call.path.endswith("/in")),
+    "who has a part cannot be said": (0, errno.ENOSPC, lambda call: call.writes and "ranks.json" in call.path),
+}
+
+
+def not_saved(mesh: DeviceMesh, folder: Path) -> tuple[dict[str, str], list[float]]:
+    """What each fault has said on this rank, and the losses of one step, taken before and after it is loaded anew."""
+    rank, said, losses = mesh.get_rank(), dict[str, str](), list[float]()
+    first, second = ([step] for step in own(CASE, mesh, 2))
+    with wrap(CASE, budget(None), mesh=mesh) as engine:
+        run_steps(engine, first)
+        engine.save(folder / "s")
+        losses += run_steps(engine, second).losses
+        said["there"] = said_of(lambda: engine.save(folder / "s"))
+        for name, (victim, code, which) in FAULTS.items():
+            hook = Nth(0 if rank == victim else -1, error(code), which)
+            with intercepted(folder, hook):
+                said[name] = said_of(lambda: engine.save(folder / "s", overwrite=True))
+            assert hook.struck == (rank == victim), name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packed, "free_bytes", lambda path: 65536)
+            said["room"] = said_of(lambda: engine.save(folder / "s", overwrite=True))
+        engine.load(folder / "s")
+        losses += run_steps(engine, second).losses
+        return said, losses
+
+
+def test_what_fails_on_one_rank_leaves_the_snapshot_before_and_all_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (first, (loss, again)), (second, losses) = together(2, not_saved, folder)
+    assert loss == again
+    assert losses == [loss, again]
+    for name, (victim, code, _) in FAULTS.items():
+        mine, theirs = (first, second) if victim == 0 else (second, first)
+        assert ("are needed for" if name == "no space for a part" else os.strerror(code)) in mine[name], name
+        assert theirs[name] == f"rank {victim}: {mine[name]}"
+    assert "exists: give another path" in first["there"]
+    assert "64 KiB are free" in first["room"]
+    assert [path.name for path in folder.iterdir()] == ["s"]
+
+
+def flipped(snapshot: Path, name: str) -> None:
+    data = bytearray((snapshot / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (snapshot / name).write_bytes(data)
+
+
+def swapped(snapshot: Path) -> None:
+    (snapshot / "rank-0").rename(snapshot / "aside")
+    (snapshot / "rank-1").rename(snapshot / "rank-0")
+    (snapshot / "aside").rename(snapshot / "rank-1")
+
+
+def mixed(snapshot: Path) -> None:
+    shutil.rmtree(snapshot / "rank-1")
+    shutil.copytree(snapshot.parent / "other" / "rank-1", snapshot / "rank-1")
+
+
+WRONGS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda snapshot: shutil.rmtree(snapshot / "rank-1"), "lacks the part of rank 1 of 2"),
+    "swapped": (swapped, "has the part of rank "),
+    "mixed": (mixed, "rank-1 is not a part of the snapshot that it lies in"),
+    "a bit": (lambda snapshot: flipped(snapshot, "rank-1/penstock.snapshot"), "is damaged"),
+    "who has it": (lambda snapshot: flipped(snapshot, "ranks.json"), "ranks.json is damaged"),
+    "nobody": (lambda snapshot: (snapshot / "ranks.json").unlink(), "is not a snapshot"),
+}
+
+
+def not_loaded(mesh: DeviceMesh, folder: Path) -> tuple[dict[str, str], list[float]]:
+    rank = mesh.get_rank()
+    first, second = ([step] for step in own(CASE, mesh, 2))
+    with wrap(CASE, budget(None), mesh=mesh) as engine:
+        engine.save(folder / "other")
+        run_steps(engine, first)
+        engine.save(folder / "s")
+        if rank == 0:
+            for name, (spoil, _) in WRONGS.items():
+                shutil.copytree(folder / "s", folder / name)
+                spoil(folder / name)
+        dist.barrier()
+        said = {name: said_of(lambda name=name: engine.load(folder / name)) for name in WRONGS}  # type: ignore[misc]
+        said["part"] = said_of(lambda: engine.load(folder / "s/rank-0"))
+        losses = run_steps(engine, second).losses
+        engine.load(folder / "s")
+        losses += run_steps(engine, second).losses
+        with pytest.raises(ConfigError) as caught:
+            engine.save(folder / "late") if rank == 0 else engine.step(first[0])
+        return said | {"alone": str(caught.value)}, losses
+
+
+def test_what_is_not_a_whole_snapshot_is_refused_by_all(tmp_path: Path) -> None:
+    (first, losses), (second, _) = together(2, not_loaded, tmp_path)
+    for name, (_, words) in WRONGS.items():
+        for rank, said in enumerate((first, second)):
+            assert words in said[name], (name, rank)
+    assert losses[0] == losses[1]
+    assert first["alone"] == second["alone"]
+    assert "the same call, and have others (rank 0: save; rank 1: step)" in first["alone"]
+    with wrap(CASE, budget(None)) as engine, pytest.raises(StoreError, match=r"in 2 strands.*: give strands=2"):
+        engine.load(tmp_path / "s")
+
+
+def left(mesh: DeviceMesh, folder: Path) -> int:
+    """The step that is found after a snapshot failed on all and nobody minded."""
+    rank, where = mesh.get_rank(), budget(folder / "store", weights="host", state="host")
+
+    def leave() -> None:
+        with wrap(CASE, where, mesh=mesh) as engine:
+            run_steps(engine, own(CASE, mesh, 1))
+            with intercepted(folder / "in", Nth(0 if rank else -1, error(errno.EIO))):
+                engine.save(folder / "in" / "s")
+
+    said_of(leave)
+    with wrap(CASE, where, mesh=mesh) as engine:
+        return engine.step_count
+
+
+def test_who_leaves_all_together_for_a_snapshot_that_failed_closes_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    assert together(2, left, tmp_path) == [1, 1]
