@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests import sampling, small_examples
 from tests.runs import write_run
@@ -21,6 +22,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when it is first imported: 
 # Two tests run at a time, on two cores; models are small, and threads that wait for each other only take time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+# How long an example takes says nothing where other processes have the cores; what must be soon says how soon.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 FINDINGS = pytest.StashKey[list[str]]()
 

@@ -20,7 +20,8 @@ from enum import IntFlag
 from pathlib import Path
 from typing import Any
 
-_HANGS = 120  # seconds
+from tests.patience import PATIENCE
+
 _CRASHED = 99
 KILL = -1
 """In the place of an errno: SIGKILL, before the call is made."""
@@ -118,7 +119,7 @@ def commands(folder: Path) -> Iterator[Commands]:
         assert server.stdin is not None
         server.stdin.close()
         server.kill()
-        server.wait(_HANGS)
+        server.wait(PATIENCE)
 
 
 # ---- in the server
@@ -162,7 +163,7 @@ def _carry_out(asked: dict[str, Any], shim: ctypes.CDLL) -> None:
     """The command, in the child; does not return."""
     from penstock.cli import main
 
-    signal.alarm(_HANGS)  # a command that hangs ends by SIGALRM
+    signal.alarm(int(PATIENCE))  # a command that hangs ends by SIGALRM
     output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

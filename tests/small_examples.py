@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.patience import PATIENCE
 from tests.warm_shell import commands
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +25,7 @@ def run(script: str, *words: str | Path) -> str:
             text=True,
             cwd=ROOT,
             env=os.environ | {"PATH": f"{place}{os.pathsep}{os.environ['PATH']}"},
-            timeout=300,
+            timeout=PATIENCE,
         )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout

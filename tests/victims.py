@@ -18,6 +18,7 @@ import torch
 from penstock.store import Store
 from tests.campaign import SETTINGS, digests, open_run, step_data
 from tests.faults import Call, Go, intercepted
+from tests.patience import PATIENCE
 from tests.training import state_of
 from tests.warm import server
 
@@ -69,7 +70,7 @@ class Victims:
         """Have the server import what processes need, which takes seconds."""
         process = self._context.Process(target=_nothing)
         process.start()
-        process.join(60)
+        process.join(PATIENCE)
 
     def run(self, store: Path, diary: Path, *, after: float | None = None, at: KillPoint | None = None) -> Diary:
         """A process that trains on ``store``; killed ``after`` so many seconds, or ``at`` an instant of a commit."""
@@ -94,14 +95,14 @@ class Victims:
         process.start()
         theirs.close()
         try:
-            assert ours.poll(60), "the process does not start"
+            assert ours.poll(PATIENCE), "the process does not start"
             ours.recv()
             assert process.pid is not None
             meanwhile(process.pid)
             if after is not None:
                 time.sleep(after)
                 process.kill()
-            process.join(60)
+            process.join(PATIENCE)
             assert process.exitcode is not None, "the process hangs"
             return process.exitcode
         finally:

@@ -19,6 +19,7 @@ from penstock.store import packed
 from tests.campaign import SETTINGS, digests, go_on, open_run, share, truth
 from tests.conftest import Campaign
 from tests.faults import Call, Go, Hook, Nth, fill, intercepted
+from tests.patience import PATIENCE
 from tests.training import assert_same_state, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,7 +35,7 @@ def deadline() -> Iterator[None]:
         raise TimeoutError("a deadlock?")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(120)
+    signal.alarm(int(PATIENCE))
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -172,7 +173,7 @@ def test_a_disk_that_the_kernel_throttles_in_mid_run(tmp_path: Path, campaign: C
     limit = harness.DiskLimit(read=1_000_000, write=1_000_000)
     with harness.disk_cgroup(limit, tmp_path) as group:
         command = [sys.executable, "-c", _THROTTLED, "fp32", str(tmp_path / "store"), f"{group}/cgroup.procs", "3"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     seconds, state = done.stdout.splitlines()
     assert state == str(sorted(digests(known.states[3]).items()))

@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from penstock.state.stats import StepStats
 from penstock.store import Store
 from tests.conftest import Campaign
 from tests.faults import Call, Go, fill, intercepted
+from tests.patience import until
 from tests.runs import write_run
 from tests.victims import Victims, victims_of_one_thread
 
@@ -72,13 +72,6 @@ def _numbers(run: Path) -> list[tuple[Any, ...]]:
     return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in lines]
 
 
-def _until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def _settings(folder: Path, run: Path) -> tuple[Path, Path]:
     """A settings file, and the run's folder that it names."""
     return write_run(folder, run=run, lines=400), run
@@ -115,13 +108,13 @@ def test_a_signal_ends_a_run_and_nothing_is_lost(sent: str, tmp_path: Path, camp
     config, run = _settings(tmp_path, tmp_path / "run")
 
     def send(pid: int) -> None:
-        _until(lambda: len(_numbers(run)) >= 2)
+        until(lambda: len(_numbers(run)) >= 2)
         if second is not None:  # in the middle of a step, which cannot end before it
             (tmp_path / "hold").touch()
-            _until((tmp_path / "held").exists)
+            until((tmp_path / "held").exists)
         os.kill(pid, first)
         if second is not None:
-            _until(lambda: "Stopping after this step" in (tmp_path / "err").read_text())
+            until(lambda: "Stopping after this step" in (tmp_path / "err").read_text())
             os.kill(pid, second)
 
     words = ["train", str(config), "--evaluate", "null", "--data.validation", "null", "--steps", "1000"]
@@ -163,7 +156,7 @@ def test_a_run_whose_folder_is_on_a_full_disk_says_so_and_goes_on_with_space_aga
     ]
 
     def crowd(pid: int) -> None:
-        _until(lambda: len(_numbers(run)) >= 2)
+        until(lambda: len(_numbers(run)) >= 2)
         fill(small_disk / "hog")
 
     with victims_of_one_thread():

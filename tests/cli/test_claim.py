@@ -27,6 +27,7 @@ from penstock.store.snapshot import SnapshotWriter
 from penstock.store.store import DATA, Store
 from penstock.store.transfer import aligned_bytes
 from tests.faults import Nth, error, intercepted
+from tests.patience import PATIENCE
 from tests.runs import settings_for
 
 LAYOUT = Layout.build([("weights.0", 4096, 1)])
@@ -304,7 +305,7 @@ def test_a_copy_of_a_run_goes_on_with_a_copy_of_its_state_alone(tmp_path: Path, 
 def _hold(config: TrainConfig, ready: Any, leave: Any) -> None:
     with claimed(config, "resume"):
         ready.set()
-        leave.wait(60)
+        leave.wait(PATIENCE)
 
 
 @contextmanager
@@ -315,12 +316,12 @@ def held(config: TrainConfig) -> Iterator[int]:
     process = context.Process(target=_hold, args=(config, ready, leave))
     process.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(PATIENCE)
         assert process.pid is not None
         yield process.pid
     finally:
         leave.set()
-        process.join(30)
+        process.join(PATIENCE)
 
 
 @pytest.mark.parametrize("start", ["new", "overwrite", "resume"])
@@ -352,9 +353,9 @@ def test_starts_in_one_folder_at_once_end_no_other(tmp_path: Path) -> None:
     processes = [context.Process(target=_start_over_and_over, args=(config, outcomes)) for _ in range(3)]
     for process in processes:
         process.start()
-    found = [outcomes.get(timeout=60) for _ in range(75)]
+    found = [outcomes.get(timeout=PATIENCE) for _ in range(75)]
     for process in processes:
-        process.join(30)
+        process.join(PATIENCE)
     assert set(found) <= {"done", "refused"}
     assert "done" in found
     facts = facts_of(config.budget.disk_paths)

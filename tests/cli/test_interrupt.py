@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 LOOP = """
 import sys, time
 from penstock.cli.showing.display import PlainDisplay
@@ -28,7 +30,7 @@ sys.exit(interrupt.exit_code)
 def test_one_signal_ends_the_loop_after_its_step(number: signal.Signals, code: int) -> None:
     with _loop("whole steps") as process:
         os.kill(process.pid, number)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     assert "stopped" in out
     assert "Stopping after this step" in err
@@ -42,7 +44,7 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
         time.sleep(0.1)
         assert process.poll() is None
         os.kill(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "stopped" not in out
     assert "in the middle of a step" in err
@@ -57,7 +59,7 @@ def test_a_terminal_that_closes_with_two_signals_at_once_is_one_request() -> Non
         time.sleep(0.2)
         assert process.poll() is None
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+        assert process.wait(timeout=PATIENCE) == 128 + signal.SIGTERM
 
 
 def test_a_hangup_that_is_ignored_stays_so() -> None:
@@ -72,7 +74,7 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
         time.sleep(0.2)
         assert process.poll() is None
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+        assert process.wait(timeout=PATIENCE) == 128 + signal.SIGTERM
 
 
 def test_a_run_whose_terminal_is_gone_still_ends_after_its_step(tmp_path: Path) -> None:

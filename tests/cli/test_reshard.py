@@ -15,6 +15,7 @@ from penstock.cli.run_record import RunRecord
 from penstock.state.values import committed
 from tests import warm
 from tests.conftest import Campaign
+from tests.patience import PATIENCE
 from tests.runs import write_run
 
 STRANDS = ("--strands", "4", "--batch.sequences", "16")
@@ -50,7 +51,7 @@ with intercepted(Path("run"), hook):
 
 
 def penstock(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    return warm.run(["-m", "penstock", *words], cwd=folder, timeout=100)
+    return warm.run(["-m", "penstock", *words], cwd=folder, timeout=PATIENCE)
 
 
 def losses(folder: Path) -> list[Any]:
@@ -168,7 +169,8 @@ def test_what_is_interrupted_anywhere_is_finished(begun: Path, tmp_path: Path, c
         if old == 2:
             assert penstock(folder, "reshard", "run", "--ranks", "2").returncode == 0
         words = ["reshard", "run", "--ranks", str(new)]
-        found = warm.run(["-c", KILLED, str(rng.randint(1, last) if case else last), *words], cwd=folder, timeout=100)
+        at = str(rng.randint(1, last) if case else last)
+        found = warm.run(["-c", KILLED, at, *words], cwd=folder, timeout=PATIENCE)
         if case == 0:
             last = int(found.stdout.split()[-1])
             assert found.returncode == 0, found.stderr

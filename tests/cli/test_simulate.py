@@ -15,6 +15,7 @@ from penstock.cli.simulate_arguments import Arguments
 from penstock.cli.words import read_words
 from penstock.hardware.profiles import shipped_machine
 from penstock.schedule.lower.families import FAMILIES
+from tests.patience import PATIENCE
 
 Simulate = Callable[..., dict[str, Any]]
 
@@ -492,7 +493,7 @@ def test_it_runs_in_a_process_of_its_own_without_torch(tmp_path: Path) -> None:
         f"code = main(['simulate', 'vertical', '--layers', '2', '--html', {str(tmp_path / 'page.html')!r}]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=PATIENCE)
 
 
 def test_a_pipeline_of_a_thousand_ranks_is_a_matter_of_seconds(simulate: Simulate) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from penstock.optim.spec import SGD, Override
 from penstock.report.prediction import parse_prediction
 from tests import warm
 from tests.engine.test_prediction import machine
+from tests.patience import PATIENCE, until
 
 
 @pytest.fixture(autouse=True)
@@ -80,13 +80,14 @@ def test_a_resumed_run_has_the_numbers_of_one_that_never_stopped(config: Path, t
 def test_ctrl_c_ends_after_the_step_and_the_run_can_go_on(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = warm.start(["-m", "penstock.cli", "train", config, "--steps", "10000", "--evaluate", "null"])
-    deadline = time.monotonic() + 120
-    while not ((run / "metrics.jsonl").exists() and len(_metrics(run)) >= 2):
+
+    def has_two_steps() -> bool:
         assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        return (run / "metrics.jsonl").exists() and len(_metrics(run)) >= 2
+
+    until(has_two_steps)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "Traceback" not in err
     done = len(_metrics(run))

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -24,6 +23,7 @@ from penstock.errors import ConfigError
 from tests import warm
 from tests.data_victim import batches, digest, train
 from tests.documents import chats, sentences, settings, tokenizer, write_jsonl
+from tests.patience import until
 
 STEPS, KILLED = 14, 6
 
@@ -244,9 +244,7 @@ def test_items_are_made_ahead_in_order_and_an_error_comes_in_its_place() -> None
     taken = []
     with ahead(items, 2) as found:
         assert next(found) == 0
-        deadline = time.monotonic() + 10
-        while len(made) < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: len(made) >= 4)
         assert len(made) == 4, "one was taken, two wait, and one is in hand"
         with pytest.raises(ConfigError, match="here"):
             taken += list(_noted(found, taken))

@@ -22,6 +22,7 @@ from penstock.hardware.profiles import find_profile, profile_folder
 from tests import warm
 from tests.hardware.test_profile import CROSSING
 from tests.machines import GIB, SMALL, drive, gpu, host
+from tests.patience import PATIENCE, until
 
 BRIEF = examine.Effort(seconds=0.005, rounds=1, disk=SMALL)
 
@@ -155,12 +156,10 @@ def test_an_end_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Sign
     folder = tmp_path / "data"
     folder.mkdir()
     process = warm.start(["-m", "penstock.cli", "doctor", "--path", str(folder)], env=_environment(tmp_path / "cache"))
-    deadline = time.monotonic() + 60
-    while not _open_files(process.pid, str(folder)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: _open_files(process.pid, str(folder)))
     time.sleep(0.5)  # in the middle of the first disk measurement
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert not list(folder.iterdir())
     assert not (tmp_path / "cache").exists()

@@ -2,7 +2,6 @@
 
 import errno
 import signal
-import time
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +16,7 @@ from penstock.store import packed
 from tests import warm
 from tests.faults import failing
 from tests.models import VOCABULARY, Case, causal_lm
+from tests.patience import PATIENCE
 from tests.training import Result, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -215,12 +215,18 @@ time.sleep(60)
 """
 
 _INTERRUPTED = """
+import signal
+signals, arrived = os.pipe()
+os.set_blocking(arrived, False)
+signal.set_wakeup_fd(arrived)
 def loss_fn(model, micro_batch):
-    if len(done) == 1:
+    if len(done) == 1 and not heard:
         say("in step 2")
-        time.sleep(0.5)
+        for _ in range(int(sys.argv[2])):
+            heard.append(os.read(signals, 1))
+            say("heard")
     return CASE.loss_fn(model, micro_batch)
-done = []
+done, heard = [], []
 with wrap(CASE, budget(Path(sys.argv[1])), loss_fn=loss_fn) as engine:
     try:
         for micro_batches in STEPS:
@@ -245,7 +251,7 @@ def test_a_run_killed_while_updating_goes_on_from_the_step_before(tmp_path: Path
     with child(_KILLED_IN_UPDATE, tmp_path / "store", "2") as process:
         wait_for(process, "updating")
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=PATIENCE)
     with wrap(CASE, budget(tmp_path / "store"), model=CASE.model(seed=5)) as engine:
         assert engine.step_count == 1
         rest = run_steps(engine, STEPS[1:])
@@ -257,7 +263,7 @@ def test_with_one_slot_a_run_killed_while_updating_is_not_continued(tmp_path: Pa
     with child(_KILLED_IN_UPDATE, tmp_path / "store", "1") as process:
         wait_for(process, "updating")
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=PATIENCE)
     with pytest.raises(StoreError, match=r"stopped in or before step 2.*Remove the directory.*load a snapshot"):
         wrap(CASE, budget(tmp_path / "store"))
 
@@ -267,7 +273,7 @@ def test_a_run_killed_between_steps_is_continued(tmp_path: Path) -> None:
     with child(_KILLED_BETWEEN_STEPS, tmp_path / "store") as process:
         wait_for(process, "between")
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=PATIENCE)
     with wrap(CASE, budget(tmp_path / "store"), model=CASE.model(seed=5)) as engine:
         rest = run_steps(engine, STEPS[2:])
     assert rest.losses == wanted.losses[2:]
@@ -276,10 +282,10 @@ def test_a_run_killed_between_steps_is_continued(tmp_path: Path) -> None:
 
 def test_ctrl_c_takes_effect_after_the_step(tmp_path: Path) -> None:
     wanted = undisturbed()
-    with child(_INTERRUPTED, tmp_path / "store") as process:
+    with child(_INTERRUPTED, tmp_path / "store", "1") as process:
         wait_for(process, "in step 2")
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert output.splitlines()[-1] == "interrupted after step 2"
     with wrap(CASE, budget(tmp_path / "store"), model=CASE.model(seed=5)) as engine:
@@ -290,12 +296,13 @@ def test_ctrl_c_takes_effect_after_the_step(tmp_path: Path) -> None:
 
 
 def test_a_second_ctrl_c_takes_effect_at_once(tmp_path: Path) -> None:
-    with child(_INTERRUPTED.replace("0.5", "60"), tmp_path / "store") as process:
+    """Before its forward goes on, which the child's first micro-batch does not until it has heard of two signals."""
+    with child(_INTERRUPTED, tmp_path / "store", "2") as process:
         wait_for(process, "in step 2")
         process.send_signal(signal.SIGINT)
-        time.sleep(2)  # two signals that wait to be delivered are one, and a busy machine delivers late
+        wait_for(process, "heard")  # two signals that wait to be delivered are one
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE)
     assert output.splitlines()[-1] == "interrupted after step 1"  # it was still in its forward: nothing is lost
     with wrap(CASE, budget(tmp_path / "store")) as engine:
         assert engine.step_count == 1

@@ -15,6 +15,7 @@ from torch import nn
 import penstock
 from penstock.errors import ConfigError, StoreError
 from tests.models import MODELS
+from tests.patience import PATIENCE
 from tests.training import assert_same, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,7 +114,7 @@ def waiting(inside: threading.Event, leave: threading.Event) -> Callable[[nn.Mod
     def loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
         found = CASE.loss_fn(model, micro_batch)
         inside.set()
-        assert leave.wait(60)
+        assert leave.wait(PATIENCE)
         return found
 
     return loss
@@ -125,7 +126,7 @@ def test_two_threads_do_not_use_one_engine_at_once_and_may_one_after_the_other(t
     wanted = train(CASE, budget(tmp_path / "wanted"), STEPS[:2])
     with wrap(case, budget(tmp_path / "found")) as engine, ThreadPoolExecutor(1, "the-other") as threads:
         step = threads.submit(engine.step, STEPS[0])
-        assert inside.wait(60)
+        assert inside.wait(PATIENCE)
         for call in (lambda: engine.step(STEPS[1]), lambda: engine.evaluate(STEPS[1]), engine.close):
             with pytest.raises(ConfigError, match="this engine is in use by thread 'the-other_0'"):
                 call()

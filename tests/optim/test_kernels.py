@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.optim import fallback, kernels, library
 from penstock.optim.formula import MOMENTS, Hyper, Kind, scalars
 from penstock.optim.norm import BLOCK
+from tests.patience import PATIENCE
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45, -1e-40, 1.1754942e-38, 3.4028235e38, -3.4028235e38)
@@ -240,7 +241,7 @@ def test_a_forked_child_gets_threads_of_its_own() -> None:
     child = context.Process(target=step_in_child, daemon=True)
     child.start()
     try:
-        assert queue.get(timeout=20)
+        assert queue.get(timeout=PATIENCE)
     finally:
         child.kill()
 

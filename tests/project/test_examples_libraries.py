@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import warm
 from tests.library_runs import one_thread
+from tests.patience import until
 
 STEPS = 8
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -42,11 +42,12 @@ def killed_after_a_checkpoint(example: ModuleType, folders: dict[str, Path]) -> 
     # What TRL imports has temporary files of its own, which a process that is killed leaves.
     environment = os.environ | {"TMPDIR": str(folders["run"].parent)}
     with warm.start([script, *flags, "--steps", str(STEPS)], env=environment, quiet=True) as process:
-        deadline = time.monotonic() + 120
-        while not (folders["run"] / "checkpoint-4" / "trainer_state.json").exists():
+
+        def has_a_checkpoint() -> bool:
             assert process.poll() is None, "it ended before its first checkpoint"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+            return (folders["run"] / "checkpoint-4" / "trainer_state.json").exists()
+
+        until(has_a_checkpoint)
         process.kill()
         assert process.wait() == -signal.SIGKILL
 

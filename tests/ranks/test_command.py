@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.patience import PATIENCE
 from tests.ranks.launched import Launched, launched
 from tests.runs import write_run
 
@@ -26,7 +27,7 @@ def numbers(run: Path) -> list[Any]:
 
 
 def penstock(folder: Path, *words: str | Path) -> str:
-    done = warm.run(["-m", "penstock", *words], cwd=folder, timeout=100)
+    done = warm.run(["-m", "penstock", *words], cwd=folder, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -66,7 +67,7 @@ def test_two_ranks_do_what_one_process_does_and_go_on(alone: Path, tmp_path: Pat
     assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2
     assert "Stopped after step 1 of 4" in ended[0][1]
     assert "torchrun --nproc-per-node 2 -m penstock resume" in ended[0][1]
-    refused = warm.run(["-m", "penstock", "resume", "run"], cwd=tmp_path, timeout=100)
+    refused = warm.run(["-m", "penstock", "resume", "run"], cwd=tmp_path, timeout=PATIENCE)
     assert refused.returncode == 2
     assert "has the state of 2 ranks" in refused.stderr
     killed, (code, _, errors) = Launched(2, ["-c", STOPPED, "resume", "run"], tmp_path).outcomes()
@@ -91,7 +92,7 @@ def test_what_one_rank_finds_wrong_all_say(alone: Path, tmp_path: Path) -> None:
     for _, _, errors in found:
         assert "the 3 micro-batches of a step cannot be dealt out evenly to 2 ranks" in errors
     assert not (tmp_path / "run").exists()
-    refused = warm.run(["-m", "penstock", "train", "config.yaml", "--strands", "3"], cwd=tmp_path, timeout=100)
+    refused = warm.run(["-m", "penstock", "train", "config.yaml", "--strands", "3"], cwd=tmp_path, timeout=PATIENCE)
     assert "strands=3 with 1 rank: must be 1 times a power of two" in refused.stderr
     assert not (tmp_path / "run").exists()
     found = launched(2, ["train", alone / "config.yaml", *STRANDS], tmp_path)

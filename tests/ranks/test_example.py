@@ -12,6 +12,7 @@ import pytest
 
 import penstock
 from penstock.errors import ConfigError
+from tests.patience import PATIENCE
 from tests.ranks.launched import Launched
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -45,7 +46,7 @@ def test_a_rank_that_is_killed_is_started_again_and_all_go_on(tmp_path: Path) ->
         workers = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True)
         os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
         (disk / "wait").unlink()
-        said, errors = run.communicate(timeout=100)
+        said, errors = run.communicate(timeout=PATIENCE)
     finally:
         run.terminate()  # which ends its workers
     assert run.returncode == 0, errors

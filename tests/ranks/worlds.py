@@ -1,7 +1,6 @@
 """Several ranks in processes of their own, as torchrun starts them, from the server that has imported torch."""
 
 import io
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,12 +13,11 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import RankError
+from tests.patience import PATIENCE, until
 from tests.warm import server
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_LONGEST = 120.0
-"""seconds that a world may take"""
 
 
 class RankFailedError(AssertionError):
@@ -51,17 +49,14 @@ class World:
     def joined(self) -> None:
         """Returns when all have joined torch's group. Until then whoever waits for one that is killed is torch's to
         tell, and torchrun's to end."""
-        until = time.monotonic() + _LONGEST
-        while self._store.add("joined", 0) < self.size:
-            assert time.monotonic() < until, "the ranks do not join"
-            time.sleep(0.01)
+        until(lambda: self._store.add("joined", 0) == self.size)
 
     def outcomes(self) -> list[Any]:
         """What each rank has returned; a ``RankFailedError`` where it has raised, None where it was killed."""
         found: list[Any] = [None] * self.size
         left = {end: rank for rank, end in enumerate(self._ends)}
         while left:
-            ready = wait(list(left), timeout=_LONGEST)
+            ready = wait(list(left), timeout=PATIENCE)
             assert ready, f"ranks {sorted(left.values())} do not end"
             for end in ready:
                 assert isinstance(end, Connection)
@@ -95,7 +90,7 @@ def _rank(rank: int, size: int, port: int, end: Connection, what: Callable[..., 
     try:
         try:
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_LONGEST)
+                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
             )
             mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
             store.add("joined", 1)

@@ -26,6 +26,7 @@ from penstock.state.memory import HostSlab
 from penstock.state.slots import Slots
 from penstock.store import Layout, Store
 from tests.faults import failing
+from tests.patience import PATIENCE, until
 
 GROUPS = (
     GroupSpec(index=0, name="ends", trainable=3 * ALIGN, frozen=0),
@@ -184,14 +185,14 @@ class Gate:
             return self._real(fd, buffers, offset)
         self.offsets.append(offset)
         self._arrived.release()
-        assert self._opened.wait(30)
+        assert self._opened.wait(PATIENCE)
         if self.error is not None:
             raise self.error
         return self._real(fd, buffers, offset)
 
     def wait_for(self, writes: int) -> None:
         for _ in range(writes):
-            assert self._arrived.acquire(timeout=30)
+            assert self._arrived.acquire(timeout=PATIENCE)
 
     def open(self) -> None:
         self._opened.set()
@@ -220,8 +221,8 @@ def test_what_is_committed_is_the_state_at_begin(
         run.background.begin(ORDER, run.commit)
         changes = [threads.submit(run.change_at_random, 10 * turn + i, pause) for i in range(3)]
         for change in changes:
-            change.result(timeout=60)
-        threads.submit(run.background.wait).result(timeout=60)
+            change.result(timeout=PATIENCE)
+        threads.submit(run.background.wait).result(timeout=PATIENCE)
         assert run.commits == turn + 1
         assert not same(run.state(), wanted)
         assert same(run.committed(), wanted)
@@ -235,7 +236,7 @@ def test_the_same_range_changed_by_many_threads_is_written_once(
     before, wanted = run.store.stats.bytes_written, run.state()
     run.background.begin(ORDER, run.commit)
     for future in [threads.submit(run.change_all) for _ in range(6)]:
-        future.result(timeout=60)
+        future.result(timeout=PATIENCE)
     run.background.wait()
     assert run.store.stats.bytes_written - before == sum(run.arrays.parts[name].nbytes for name in run.names)
     assert same(run.committed(), wanted)
@@ -326,7 +327,7 @@ def test_a_change_waits_for_the_copy_and_not_for_the_drive(
         gate = Gate(patch)
         run.background.begin(ORDER, run.commit)
         gate.wait_for(1)
-        threads.submit(run.change, "weights.3", 0, ALIGN).result(timeout=10)
+        threads.submit(run.change, "weights.3", 0, ALIGN).result(timeout=PATIENCE)
         gate.open()
         run.background.wait()
     assert same(run.committed(), wanted)
@@ -349,8 +350,8 @@ def test_a_change_writes_what_has_not_been_written_and_others_wait_for_it(
         assert not other.done()
         assert len(gate.offsets) == 2
         gate.open()
-        one.result(timeout=10)
-        other.result(timeout=10)
+        one.result(timeout=PATIENCE)
+        other.result(timeout=PATIENCE)
         run.background.wait()
     assert same(run.committed(), wanted)
 
@@ -366,14 +367,12 @@ def test_the_commit_waits_for_what_a_change_still_writes(
         run.background.begin(ORDER, run.commit)
         change = threads.submit(run.change, "moment1.0", 2 * ALIGN, ALIGN)
         gate.wait_for(1)
-        deadline = time.monotonic() + 10
         rest = sum(run.arrays.parts[name].nbytes for name in run.names) - ALIGN * 4
-        while run.store.stats.bytes_written < rest and time.monotonic() < deadline:
-            time.sleep(1e-3)
+        until(lambda: run.store.stats.bytes_written >= rest)
         time.sleep(0.05)
         assert run.commits == 0
         gate.open()
-        change.result(timeout=10)
+        change.result(timeout=PATIENCE)
         run.background.wait()
     assert same(run.committed(), wanted)
 
@@ -423,8 +422,8 @@ def test_close_gives_up_what_is_not_written(
     change = threads.submit(run.change, "master.0", 0, ALIGN)
     time.sleep(0.05)
     gate.open()
-    closing.result(timeout=10)
-    change.result(timeout=10)
+    closing.result(timeout=PATIENCE)
+    change.result(timeout=PATIENCE)
     assert len(gate.offsets) <= 2, "one of the thread, and perhaps one of the change"
     assert run.commits == 1
     assert same(run.committed(), wanted)
@@ -468,7 +467,7 @@ def test_an_error_is_told_at_the_next_call_and_only_once(
     with failing("pwritev", errno.EIO, monkeypatch):
         run.background.begin(ORDER, run.commit)
         assert run.background.thread is not None
-        run.background.thread.join(timeout=10)
+        run.background.thread.join(timeout=PATIENCE)
     calls: dict[str, Callable[[], None]] = {
         "begin": lambda: run.background.begin(ORDER, run.commit),
         "wait": run.background.wait,
@@ -494,7 +493,7 @@ def test_who_waits_for_a_piece_goes_on_when_its_write_fails(
         gate.error = OSError(errno.EIO, "Input/output error")
         gate.open()
         for change in changes:
-            change.result(timeout=10)
+            change.result(timeout=PATIENCE)
         with pytest.raises(StoreError, match="Input/output error"):
             run.background.wait()
 
@@ -574,7 +573,7 @@ def test_kernels_that_are_queued_change_nothing_that_is_written(
             threads.submit(change, torch.cuda.default_stream(), run.names[:half]),
         ]
         for future in changes:
-            future.result(timeout=60)
+            future.result(timeout=PATIENCE)
         run.background.wait()
         torch.cuda.synchronize()
         assert run.commits == turn + 1

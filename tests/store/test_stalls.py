@@ -17,6 +17,7 @@ from penstock.store.layout import ALIGN, Layout, Region
 from penstock.store.stalls import Stalls
 from penstock.store.store import Store
 from penstock.store.transfer import StripedFiles, aligned_bytes
+from tests.patience import PATIENCE
 
 LATE = 0.2
 SIZE = 64 * ALIGN
@@ -122,5 +123,5 @@ def test_a_process_does_not_wait_for_the_watcher_of_a_store_that_was_not_closed(
         "s = Store.create([Path(sys.argv[1])], Layout.build([('a', 4096, 1)]), model={});"
         "s.write('a', 0, aligned_bytes(4096))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], timeout=20, check=False)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], timeout=PATIENCE, check=False)
     assert done.returncode == 0
