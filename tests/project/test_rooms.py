@@ -13,14 +13,15 @@ import penstock
 SOURCES = Path(penstock.__file__).parent
 DESIGN = SOURCES.parent.parent / "docs" / "design.md"
 
-_STATE = {"compat", "config", "documents", "errors", "files", "optim", "ranks", "schedule", "store"}
+_STATE = {"accelerator", "compat", "config", "documents", "errors", "files", "optim", "ranks", "schedule", "store"}
 _ENGINE = _STATE | {"hardware", "loss", "planner", "runtime", "shape", "sim", "state", "tape"}
-_LOOPS = _ENGINE - {"planner", "ranks", "runtime", "shape", "sim"} | {"data", "engine"}
+_LOOPS = _ENGINE - {"accelerator", "planner", "ranks", "runtime", "shape", "sim"} | {"data", "engine"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
     "documents": set(),
     "compat": set(),
+    "accelerator": set(),
     "config": {"documents", "errors"},
     "schedule": {"config", "errors"},
     "sim": {"config", "errors", "schedule"},
@@ -35,9 +36,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"compat", "config", "errors", "schedule"},
     "data": {"compat", "config", "documents", "errors", "files", "tape"},
     "state": _STATE,
-    "runtime": {"config", "errors", "optim", "ranks", "schedule", "state", "store", "tape"},
+    "runtime": {"accelerator", "config", "errors", "optim", "ranks", "schedule", "state", "store", "tape"},
     "engine": _ENGINE,
-    "doctor": {"config", "errors", "hardware", "optim", "ranks", "runtime", "schedule", "state", "store"},
+    "doctor": {
+        "accelerator",
+        "config",
+        "errors",
+        "hardware",
+        "optim",
+        "ranks",
+        "runtime",
+        "schedule",
+        "state",
+        "store",
+    },
     "fabric": _LOOPS,
     "hf": _LOOPS,
     "cli": _LOOPS - {"compat", "tape"} | {"doctor", "hf", "planner", "ranks", "report", "shape", "sim"},

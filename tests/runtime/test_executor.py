@@ -225,6 +225,38 @@ def test_the_first_of_several_errors_is_the_one_that_surfaces() -> None:
     executor.close()
 
 
+class Failing(HostStreams):
+    """A device that has failed: it says so whenever it is waited for."""
+
+    failed = False
+
+    def synchronize(self) -> None:
+        if self.failed:
+            raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("executor_type", [Executor, SerialExecutor])
+def test_a_device_that_fails_after_an_op_did_hides_no_error_and_keeps_no_buffer(
+    executor_type: type[Executor] | type[SerialExecutor],
+) -> None:
+    pools, streams = Pools(RICH, CPU), Failing()
+    bad = RICH.ops[len(RICH.ops) // 2].id
+
+    def act(op: Op) -> None:
+        if op.id == bad:
+            streams.failed = True
+            raise Oops("broken")
+
+    executor = executor_type(RICH, pools, act, streams)
+    with pytest.raises(Oops) as caught:
+        executor.run()
+    assert caught.value.__notes__[1:] == ["and what was queued then failed: the device is gone"]
+    assert pools.in_use == reserved_bytes(RICH)
+    streams.failed, bad = False, ""
+    executor.run()
+    executor.close()
+
+
 def test_an_interrupt_while_the_caller_waits_for_other_lanes_surfaces_when_they_are_at_rest() -> None:
     """Ctrl-C arrives in the main thread, which waits between two compute ops: nothing may be left running."""
     pools = Pools(RICH, CPU)

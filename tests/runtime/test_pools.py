@@ -100,8 +100,8 @@ def _slabs(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> int:
     mapped: list[int] = []
 
     class Counted(HostSlab):
-        def __init__(self, nbytes: int, *, pin: bool = False) -> None:
-            super().__init__(nbytes, pin=pin)
+        def __init__(self, nbytes: int, *, beside: torch.device | None = None) -> None:
+            super().__init__(nbytes, beside=beside)
             mapped.append(nbytes)
 
     monkeypatch.setattr("penstock.runtime.pools.HostSlab", Counted)

@@ -15,6 +15,6 @@ findings.py    what is wrong, in words
 examine.py     all of it, in order: the entry
 
 Everything is measured with the code that the engine runs, on buffers of its sizes, so that a profile predicts the
-engine and not the hardware's data sheet. May import: ``errors``, ``config``, ``schedule``, ``hardware``, ``store``,
-``optim``, ``state``, ``ranks``, ``runtime``.
+engine and not the hardware's data sheet. May import: ``accelerator``, ``errors``, ``config``, ``schedule``,
+``hardware``, ``store``, ``optim``, ``state``, ``ranks``, ``runtime``.
 """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock import accelerator
 from penstock.doctor import work
 from penstock.doctor.pace import Span, rate, rates
 
@@ -23,9 +24,9 @@ def throughput(device: torch.device, seconds: float) -> dict[str, float]:
 
 def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     best = 0.0
-    for size in _SIZES[device.type]:
+    for size in _SIZES["cpu" if device.type == "cpu" else "cuda"]:
         too_long = best > 0 and 2 * size**3 / best > _LONGEST
-        if too_long or (device.type == "cuda" and 4 * 4 * size**2 > torch.cuda.mem_get_info(device)[0]):
+        if too_long or (device.type != "cpu" and 4 * 4 * size**2 > accelerator.of(device).memory(device)[0]):
             break
         load = work.product(device, dtype, size)
         for worker in load.workers:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from penstock import accelerator
 from penstock.doctor import between, contention, crossing, device, disk, mounts, optimizer, overhead, system, work
 from penstock.doctor.disk import DiskRates, Scratch
 from penstock.doctor.findings import Seen, findings
@@ -78,7 +79,7 @@ def examine(
     """
     real = check_paths(paths)
     seen = system.look()
-    device_free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else None
+    device_free = accelerator.of(where).memory(where)[0] if where.type != "cpu" else None
     with ExitStack() as closing:
         closing.enter_context(numa.near(where))  # threads that are started from here on are where the engine's will be
         disks = [_disk(path, len(real), effort, working, closing) for path in real]
@@ -94,7 +95,7 @@ def examine(
         lanes = _lanes(where, None if first is None else first.scratch, closing)
         with working("How lanes slow each other"):
             span = Span(warm=0.02, seconds=min(effort.seconds, 0.1), calls=2, at_most=1.0)
-            slower = contention.measure(lanes, span, effort.rounds, gpu=where.type == "cuda")
+            slower = contention.measure(lanes, span, effort.rounds, gpu=where.type != "cpu")
         with working("What an op costs besides its work"):
             machine = replace(machine, contention=slower, overhead=overhead.hand_over())
     machine = replace(machine, between=tuple(_between(host, count, effort, working) for count in ranks))
@@ -165,10 +166,9 @@ def _host(seen: System, effort: Effort, where: torch.device, working: Working) -
 
 def _lockable(seen: System, where: torch.device) -> int:
     """Bytes that may be page-locked. Some drivers of GPUs lock more than ``ulimit -l`` allows, so it is tried."""
-    if where.type == "cuda" and seen.lockable < _TRIED:
+    if where.type != "cpu" and seen.lockable < _TRIED:
         try:
-            with torch.cuda.device(where):
-                HostSlab(seen.lockable + (64 << 20), pin=True).close()
+            HostSlab(seen.lockable + (64 << 20), beside=where).close()
         except BudgetError:
             return seen.lockable
         return seen.memory
@@ -190,9 +190,9 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working) -
         different = agreement.other_bits(where)
     pci = numa.pci_address(where)
     return Device(
-        name=torch.cuda.get_device_name(where),
+        name=accelerator.of(where).name(where),
         kind="cuda",
-        memory=torch.cuda.mem_get_info(where)[1],
+        memory=accelerator.of(where).memory(where)[1],
         flops=flops,
         optimizer=steps,
         node=numa.gpu_node(pci) if pci is not None and host.nodes > 1 else None,

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import torch
 import torch.nn.functional as F
 
+from penstock import accelerator
 from penstock.doctor.pace import Load
 from penstock.optim import kernels
 from penstock.optim.crossing import copy_cast
@@ -42,7 +43,7 @@ def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
 def _both_sides(device: torch.device, closing: ExitStack) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Bytes of chunks in host memory, page-locked beside a GPU, and on the device."""
     with near(device):
-        host_slab = HostSlab(_ROUND * CHUNK * FP32, pin=device.type == "cuda")
+        host_slab = HostSlab(_ROUND * CHUNK * FP32, beside=device)
         device_slab = DeviceSlab(_ROUND * CHUNK * FP32, device)
         host_slab.bytes.fill_(1)
         device_slab.bytes.fill_(1)
@@ -55,10 +56,11 @@ def _moving(name: str, device: torch.device, move: Callable[[int], None], amount
     place = _round(_ROUND)
     if device.type == "cpu":
         return Load(name=name, workers=[lambda: move(next(place))], amount=amount)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    its = accelerator.of(device)
+    stream = its.stream(device)
 
     def queued() -> None:
-        with torch.cuda.device(device), torch.cuda.stream(stream):
+        with its.queued_on(stream):
             for _ in range(_QUEUED):
                 move(next(place))
         stream.synchronize()
@@ -85,7 +87,7 @@ def crossings(device: torch.device, closing: ExitStack) -> tuple[Load, ...]:
     host_wide, there_wide = ([piece.view(torch.float32) for piece in side] for side in (host, there))
     host_narrow, there_narrow = ([piece.view(torch.bfloat16)[:CHUNK] for piece in side] for side in (host, there))
     narrow = wide = None
-    if device.type == "cuda":
+    if device.type != "cpu":
         narrow, wide = (torch.empty(CHUNK, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
     moves: dict[str, Callable[[int], None]] = {
         "grad_bf16": lambda i: copy_cast(host_narrow[i], there_wide[i], narrow),
@@ -140,8 +142,8 @@ def layer(device: torch.device) -> Load:
 
 def wait_for(device: torch.device) -> None:
     """Return when what was queued on a GPU is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 class Steps:

@@ -8,6 +8,6 @@
     batch, labels                     what users hand over as micro-batches
     turns, interrupt                  calls come one after another; Ctrl-C ends a run between steps
 
-May import: ``errors``, ``files``, ``documents``, ``compat``, ``config``, ``schedule``, ``sim``, ``hardware``, ``loss``,
-``tape``, ``ranks``, ``shape``, ``planner``, ``store``, ``optim``, ``state``, ``runtime``.
+May import: ``accelerator``, ``errors``, ``files``, ``documents``, ``compat``, ``config``, ``schedule``, ``sim``,
+``hardware``, ``loss``, ``tape``, ``ranks``, ``shape``, ``planner``, ``store``, ``optim``, ``state``, ``runtime``.
 """

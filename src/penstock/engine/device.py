@@ -2,6 +2,7 @@
 
 import torch
 
+from penstock import accelerator
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind
 
@@ -13,19 +14,22 @@ def resolve_device(asked: torch.device | str | None) -> torch.device:
         ConfigError: it is neither the CPU nor a GPU that CUDA sees.
     """
     if asked is None:
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
+        asked = accelerator.found() or "cpu"
     try:
         device = torch.device(asked)
     except RuntimeError as error:
         raise ConfigError(f"device={asked!r} is no device: use 'cpu' or 'cuda'") from error
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.type != "cuda":
-        raise ConfigError(f"device={asked!r}: only 'cpu' and 'cuda' are supported")
+    if device.type not in accelerator.KINDS:
+        raise ConfigError(
+            f"device={asked!r}: only 'cpu' and 'cuda' are supported, and nobody has run Penstock on {device.type!r} yet"
+        )
     index: int | None = device.index
-    if not torch.cuda.is_available() or (index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={asked!r}: CUDA sees {torch.cuda.device_count()} GPUs. Use another, or device='cpu'")
-    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    count = accelerator.KINDS[device.type].count()
+    if (index or 0) >= count:
+        raise ConfigError(f"device={asked!r}: {device.type.upper()} sees {count} GPUs. Use another, or device='cpu'")
+    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
 
 
 def kind_of(device: torch.device) -> DeviceKind:

@@ -439,5 +439,8 @@ class Engine:
             self._ranks.fail(error)
         self.close()
 
+    def _around_call(self) -> contextlib.AbstractContextManager[None]:
+        return self._resources.streams.around_caller()
+
     def _check_usable(self) -> None:
         self._durability.check_usable()

@@ -280,9 +280,10 @@ class Planning:
                 Bound(schedule=ready.plan.schedule, program=ready.plan.program).check_rest()
             self.close()
             self._shared.arrays.settle(ready.plan.settings.place)
-            if self._shared.device.type == "cuda":
-                torch.cuda.empty_cache()  # what the probe and the move have freed makes room for the plan's slabs
-            if self._shared.device.type == "cuda" and "device" in ready.plan.settings.place.state:
+            if self._shared.device.type != "cpu":
+                # What the probe and the move have freed makes room for the plan's slabs.
+                torch.accelerator.empty_cache()
+            if self._shared.device.type != "cpu" and "device" in ready.plan.settings.place.state:
                 warn_of_other_bits(self._shared.device, self._shared.rate)
             self.runner = Runner(ready.plan, ready.facts, self._shared)
         return self.runner

@@ -19,7 +19,7 @@ from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale, format_of
 from penstock.ranks.group import ALONE, Ranks
-from penstock.runtime.streams import CudaStreams, HostStreams, streams_for
+from penstock.runtime.streams import DeviceStreams, HostStreams, streams_for
 from penstock.state import numa
 from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
@@ -57,7 +57,7 @@ class EngineResources:
     strands: int
     """of all ranks"""
     device: torch.device
-    streams: HostStreams | CudaStreams
+    streams: HostStreams | DeviceStreams
     scratch_paths: tuple[Path, ...]
     io_threads: int
     threads: int

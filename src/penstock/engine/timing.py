@@ -104,8 +104,8 @@ def _timed(
 
 
 def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _typical(stages: Sequence[Stage], program: Program, seconds: Sequence[float]) -> tuple[float, ...]:

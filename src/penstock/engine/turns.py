@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from penstock.errors import ConfigError
@@ -22,9 +22,11 @@ R = TypeVar("R")
 
 
 class Owned(Protocol):
-    """``_process``: the id of the one that made it."""
+    """``_process``: the id of the one that made it. ``_around_call``: what each of its calls is made within."""
 
     _process: int
+
+    def _around_call(self) -> AbstractContextManager[None]: ...
 
 
 Self = TypeVar("Self", bound=Owned)
@@ -84,7 +86,7 @@ def in_turn(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[S
     @functools.wraps(method)
     def call(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         check_process(self)
-        with alone(self):
+        with alone(self), self._around_call():
             return method(self, *args, **kwargs)
 
     return call

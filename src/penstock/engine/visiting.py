@@ -21,7 +21,7 @@ class VisitingWeights:
         self._ranks = ranks
         self._turn = turn
         self._slabs: dict[int, DeviceSlab] = {}
-        self._bounce = HostSlab(BOUNCE, pin=arrays.device.type == "cuda")
+        self._bounce = HostSlab(BOUNCE, beside=arrays.device)
 
     def load(self, g: int) -> None:
         arrays, name = self._arrays, f"weights.{g}"

@@ -1,4 +1,4 @@
 """Runs a schedule: the executor and its lanes, the buffer pools, what each op does, the serial oracle and the trace.
 
-May import: ``errors``, ``config``, ``schedule``, ``tape``, ``ranks``, ``store``, ``optim``, ``state``.
+May import: ``accelerator``, ``errors``, ``config``, ``schedule``, ``tape``, ``ranks``, ``store``, ``optim``, ``state``.
 """

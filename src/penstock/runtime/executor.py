@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from penstock.runtime.pools import Pools
-from penstock.runtime.streams import CudaStreams, HostStreams, Mark
+from penstock.runtime.streams import DeviceStreams, HostStreams, Mark, settle
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.state.numa import Binding
@@ -45,7 +45,7 @@ class Executor:
         schedule: Schedule,
         pools: Pools,
         act: Action,
-        streams: HostStreams | CudaStreams,
+        streams: HostStreams | DeviceStreams,
         *,
         io_workers: int = 2,
         binding: Binding | None = None,
@@ -136,9 +136,9 @@ class Executor:
         """Raise the first error, with every buffer given back."""
         error, self._error = self._error, None
         if error is not None:
-            self._streams.synchronize()
-            self.pools.reset()
             try:
+                settle(self._streams, error)
+                self.pools.reset()
                 raise error
             finally:
                 del error  # its traceback holds activations, and would hold this frame, which holds it

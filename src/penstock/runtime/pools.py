@@ -26,7 +26,7 @@ class Pools:
         assert not need["disk"]
         with ExitStack() as undo:
             with near(device):
-                self._host = HostSlab(need["host"], pin=device.type == "cuda")
+                self._host = HostSlab(need["host"], beside=device)
             undo.callback(self._host.close)
             self._device = DeviceSlab(need["device"], device)
             undo.pop_all()

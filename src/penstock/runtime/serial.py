@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from penstock.runtime.pools import Pools
-from penstock.runtime.streams import CudaStreams, HostStreams, Mark
+from penstock.runtime.streams import DeviceStreams, HostStreams, Mark, settle
 from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import Op, Schedule
 
@@ -16,7 +16,7 @@ class SerialExecutor:
         schedule: Schedule,
         pools: Pools,
         act: Callable[[Op], int],
-        streams: HostStreams | CudaStreams,
+        streams: HostStreams | DeviceStreams,
         order: Sequence[Op] | None = None,
     ) -> None:
         """``order``: one in which the ops can run; None: found."""
@@ -39,7 +39,7 @@ class SerialExecutor:
                     mark.moved = self._act(op)
             except BaseException as error:
                 error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
-                self._streams.synchronize()
+                settle(self._streams, error)
                 self.pools.reset()
                 raise
             self._streams.synchronize()

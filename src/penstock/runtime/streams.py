@@ -1,29 +1,30 @@
-"""When an op is really done: at once on the CPU, at an event on a CUDA stream.
+"""When an op is really done: at once on the CPU, at an event on a stream of an accelerator.
 
-On CUDA the lanes ``compute``, ``h2d``, ``d2h`` and ``net`` are streams. Such an op counts as complete as soon as it is
+There the lanes ``compute``, ``h2d``, ``d2h`` and ``net`` are streams. Such an op counts as complete as soon as it is
 queued; whoever depends on it, or reuses a buffer that it gave back, waits for its event: another stream by
 ``wait_event``, a host thread (``read``, ``write``, ``cpu``) by blocking.
 """
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from penstock import accelerator
 from penstock.schedule.ir.lanes import Lane
 
 
 @dataclass(kw_only=True, slots=True)
 class Mark:
-    """An op's place in time. ``start``/``end`` are perf_counter seconds on the CPU; on CUDA they come from events."""
+    """An op's place in time. ``start``/``end`` are perf_counter seconds of the host, or come from events."""
 
     lane: Lane
     start: float = 0.0
     end: float = 0.0
-    begun: "torch.cuda.Event | None" = None
-    done: "torch.cuda.Event | None" = None
+    begun: torch.Event | None = None
+    done: torch.Event | None = None
     moved: int = 0
     """bytes, as counted by whoever moved them"""
 
@@ -49,24 +50,29 @@ class HostStreams:
     def synchronize(self) -> None:
         """Nothing is ever queued."""
 
+    def around_caller(self) -> AbstractContextManager[None]:
+        """Nothing to do: there are no streams."""
+        return nullcontext()
 
-class CudaStreams:
+
+class DeviceStreams:
     """One stream per device lane; events order them against each other and against host threads."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # compute stays on the current stream: the model's own code and its allocations belong to it.
-        self.streams: dict[Lane, torch.cuda.Stream] = {
-            "compute": torch.cuda.current_stream(device),
-            "h2d": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-            "d2h": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-            "net": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+        self._its = its = accelerator.of(device)
+        self.streams: dict[Lane, torch.Stream] = {
+            "compute": its.current_stream(device),
+            "h2d": its.stream(device),
+            "d2h": its.stream(device),
+            "net": its.stream(device),
         }
         self.restart()
 
     def restart(self) -> None:
         """Start the clock anew: events tell time in fp32 milliseconds, which are exact only for a short while."""
-        self._origin = _event()
+        self._origin = self._its.event(timed=True)
         self._origin.record(self.streams["compute"])
         self._origin.synchronize()
         self._origin_time = time.perf_counter()
@@ -83,11 +89,11 @@ class CudaStreams:
             yield mark
             mark.end = time.perf_counter()
             return
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+        with self._its.queued_on(stream):
             for other in waits:
                 if other.done is not None and other.lane != lane:
                     stream.wait_event(other.done)
-            mark.begun, mark.done = _event(), _event()
+            mark.begun, mark.done = self._its.event(timed=True), self._its.event(timed=True)
             mark.begun.record(stream)
             yield mark
             mark.done.record(stream)
@@ -108,11 +114,28 @@ class CudaStreams:
         for stream in self.streams.values():
             stream.synchronize()
 
+    @contextmanager
+    def around_caller(self) -> Iterator[None]:
+        """Within, the caller's stream is ``compute``, whichever it was, and its device is ours. What the caller has
+        queued on its own stream comes before what is done within, and what it queues there later comes behind that."""
+        compute, own = self.streams["compute"], self._its.current_stream(self.device)
+        if own != compute:
+            compute.wait_stream(own)
+        try:
+            with self._its.queued_on(compute):
+                yield
+        finally:
+            if own != compute:
+                own.wait_stream(compute)
 
-def streams_for(device: torch.device) -> HostStreams | CudaStreams:
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+
+def streams_for(device: torch.device) -> HostStreams | DeviceStreams:
+    return HostStreams() if device.type == "cpu" else DeviceStreams(device)
 
 
-def _event() -> torch.cuda.Event:
-    # blocking: a host thread that waits sleeps, and leaves its core to the optimizer
-    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+def settle(streams: HostStreams | DeviceStreams, error: BaseException) -> None:
+    """Wait for what is queued, when a step has failed: a device that fails then, too, hides no first error."""
+    try:
+        streams.synchronize()
+    except RuntimeError as other:
+        error.add_note(f"and what was queued then failed: {other}")

@@ -8,6 +8,6 @@
     buffers, values    a model's persistent buffers; values by name, out of wherever they live
     snapshots, stats   whole copies of the state; what a step reports, and its commit keeps
 
-May import: ``errors``, ``files``, ``documents``, ``compat``, ``config``, ``schedule``, ``store``, ``optim``,
-``ranks``.
+May import: ``accelerator``, ``errors``, ``files``, ``documents``, ``compat``, ``config``, ``schedule``, ``store``,
+``optim``, ``ranks``.
 """

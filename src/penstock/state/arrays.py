@@ -448,9 +448,8 @@ class StateArrays:
     def _allocate(self, name: str, tier: Tier) -> tuple[HostSlab | DeviceSlab, torch.Tensor]:
         """Memory for an array, and its view as the array."""
         part = self.parts[name]
-        pin = self.device.type == "cuda"
         with near(self.device):
-            slab = HostSlab(part.nbytes, pin=pin) if tier == "host" else DeviceSlab(part.nbytes, self.device)
+            slab = HostSlab(part.nbytes, beside=self.device) if tier == "host" else DeviceSlab(part.nbytes, self.device)
         array = slab.bytes[: part.nbytes].view(part.dtype)
         if tier == "device":
             array.zero_()

@@ -24,6 +24,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from penstock import accelerator
 from penstock.state.arrays import StateArrays, numpy_bytes, parts_of
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.numa import near
@@ -46,11 +47,10 @@ class Background:
         assert arrays.store is not None
         assert arrays.slots.two
         self._arrays = arrays
-        cuda = arrays.device.type == "cuda"
         with near(arrays.device), ExitStack() as undo:
-            self._bounce = HostSlab(BOUNCE, pin=cuda)
+            self._bounce = HostSlab(BOUNCE, beside=arrays.device)
             undo.callback(self._bounce.close)
-            self._device = _DeviceCopies(arrays.device) if cuda else None
+            self._device = _DeviceCopies(arrays.device) if arrays.device.type != "cpu" else None
             undo.pop_all()
         self.guarded: _Pieces | None = None
         """the pieces that a change must look at; None when nothing is pending"""
@@ -324,26 +324,26 @@ class _DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # blocking: the thread sleeps in it, and leaves its core to the optimizer
-        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.bounce = HostSlab(BOUNCE, pin=True)  # last: nothing after it can fail and leave it
+        self._its = accelerator.of(device)
+        self._stream = self._its.stream(device)
+        self._begun = self._its.event()
+        self._copied = self._its.event()
+        self.bounce = HostSlab(BOUNCE, beside=device)  # last: nothing after it can fail and leave it
         """the slab of whoever is about to change an array; guarded by ``lock``"""
 
     def mark(self) -> None:
         """Let what is queued on the current stream now come before every copy from here on."""
-        self._begun.record(torch.cuda.current_stream(self._stream.device))
+        self._begun.record(self._its.current_stream(self._stream.device))
 
     def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.device(source.device), torch.cuda.stream(self._stream):
+        with self._its.queued_on(self._stream):
             self._stream.wait_event(self._begun)
             target.copy_(source, non_blocking=True)
             self._copied.record(self._stream)
         self._copied.synchronize()
 
     def copy_here(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        torch.cuda.current_stream(source.device).wait_event(self._begun)
+        self._its.current_stream(source.device).wait_event(self._begun)
         target.copy_(source)
 
     def close(self) -> None:

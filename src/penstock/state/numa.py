@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from penstock import accelerator
 
 _ROOT = Path("/")
 
@@ -60,11 +61,8 @@ def node_of(device: Path) -> int | None:
 
 
 def pci_address(device: torch.device) -> str | None:
-    """A GPU's address on the PCI bus, as sysfs writes it (``"0000:3b:00.0"``); None for the CPU."""
-    if device.type != "cuda":
-        return None
-    found: Any = torch.cuda.get_device_properties(device)  # torch's type information leaves these fields out
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    """A GPU's address on the PCI bus, as sysfs writes it (``"0000:3b:00.0"``); None for the CPU, and if it has none."""
+    return None if device.type == "cpu" else accelerator.of(device).pci_address(device)
 
 
 def gpu_node(pci: str, root: Path = _ROOT) -> int | None:

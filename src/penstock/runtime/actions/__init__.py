@@ -19,7 +19,7 @@ from penstock.runtime.actions.weights import Weights
 from penstock.runtime.bound import Bound, refuse_others
 from penstock.runtime.pools import Pools
 from penstock.runtime.stepping import Stepping
-from penstock.runtime.streams import CudaStreams, HostStreams
+from penstock.runtime.streams import DeviceStreams, HostStreams
 from penstock.schedule.ir.ops import Op
 from penstock.state.arrays import StateArrays
 from penstock.store.store import Store
@@ -47,7 +47,7 @@ class Actions:
         arrays: StateArrays,
         tape: Tape,
         scratch: Store | None,
-        streams: HostStreams | CudaStreams,
+        streams: HostStreams | DeviceStreams,
         stepping: Stepping,
         ranks: Ranks,
     ) -> None:

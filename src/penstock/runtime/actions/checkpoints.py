@@ -6,7 +6,7 @@ import torch
 
 from penstock.runtime.access import Access
 from penstock.runtime.bound import checkpoint_extent
-from penstock.runtime.streams import CudaStreams, HostStreams
+from penstock.runtime.streams import DeviceStreams, HostStreams
 from penstock.schedule.ir.ops import Op
 from penstock.tape.tape import Tape
 
@@ -14,7 +14,7 @@ from penstock.tape.tape import Tape
 class Checkpoints:
     """Moves what the tape has kept of a stage for a micro-batch: all of its tensors, one behind the other."""
 
-    def __init__(self, access: Access, tape: Tape, streams: HostStreams | CudaStreams) -> None:
+    def __init__(self, access: Access, tape: Tape, streams: HostStreams | DeviceStreams) -> None:
         self._to = access
         self._tape = tape
         self._streams = streams

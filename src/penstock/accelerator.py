@@ -1,0 +1,118 @@
+"""What each kind of accelerator does in its own way; all else is ``torch.accelerator`` and torch's streams and events.
+
+``KINDS`` has the kinds that can be computed on; one that is not among them is refused by its name, as nobody has run
+Penstock on it. ``cuda`` is NVIDIA's GPUs, and AMD's by ROCm, which torch calls the same. Tests add a simulated one.
+May import: nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+
+class Accelerator(Protocol):
+    """One kind of device beside the CPU. Streams and events of a kind are used with each other only."""
+
+    def count(self) -> int:
+        """Devices of this kind that can be used; 0 where there is no driver."""
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        """A new stream."""
+
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        """The calling thread's stream on a device."""
+
+    def queued_on(self, stream: torch.Stream) -> AbstractContextManager[None]:
+        """Within, the calling thread queues on this stream, and its device is the current one."""
+
+    def event(self, *, timed: bool = False) -> torch.Event:
+        """An event in which a host thread that waits for it sleeps, so that its core is left to the optimizer."""
+
+    def lock_pages(self, device: torch.device, address: int, nbytes: int) -> int:
+        """Page-lock host memory, so that the device copies from it and to it beside all else that is done; 0, or an
+        error's number."""
+
+    def unlock_pages(self, address: int) -> None:
+        """Undo ``lock_pages``."""
+
+    def name(self, device: torch.device) -> str:
+        """The device's name as its maker writes it."""
+
+    def memory(self, device: torch.device) -> tuple[int, int]:
+        """Bytes of the device's memory: those that nobody holds, and all."""
+
+    def pci_address(self, device: torch.device) -> str | None:
+        """The device's address on the PCI bus, as sysfs writes it (``"0000:3b:00.0"``); None if it has none."""
+
+
+class Cuda:
+    """NVIDIA's GPUs, and AMD's.
+
+    Streams and events are CUDA's own: ``torch.Event`` ignores ``blocking``, and CUDA's events do not go with a
+    ``torch.Stream``.
+    """
+
+    def count(self) -> int:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        return torch.cuda.current_stream(device)
+
+    @contextmanager
+    def queued_on(self, stream: torch.Stream) -> Iterator[None]:
+        assert isinstance(stream, torch.cuda.Stream)
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            yield
+
+    def event(self, *, timed: bool = False) -> torch.Event:
+        return torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+
+    def lock_pages(self, device: torch.device, address: int, nbytes: int) -> int:
+        with torch.cuda.device(device):  # else CUDA would begin to use the first GPU, whatever is computed on
+            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+            if code:
+                _forget_error(device)
+        return code
+
+    def unlock_pages(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def name(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
+    def memory(self, device: torch.device) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(device)
+
+    def pci_address(self, device: torch.device) -> str | None:
+        found: Any = torch.cuda.get_device_properties(device)  # torch's type information leaves these fields out
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def _forget_error(device: torch.device) -> None:
+    """Have CUDA forget what a call has failed with, which the next launch of a kernel would take for its own error.
+
+    That launch is made here: torch has no other way to ask for the last error, and looking at it is what clears it.
+    """
+    try:
+        torch.empty(1, device=device).fill_(0)
+    except RuntimeError:
+        return
+
+
+KINDS: dict[str, Accelerator] = {"cuda": Cuda()}
+"""By the type of torch's device."""
+
+
+def of(device: torch.device) -> Accelerator:
+    """What a device that is not the CPU does in its own way."""
+    return KINDS[device.type]
+
+
+def found() -> str | None:
+    """The kind that is on this machine and can be computed on."""
+    return next((kind for kind, its in KINDS.items() if its.count()), None)
