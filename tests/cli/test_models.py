@@ -58,9 +58,13 @@ def test_a_run_keeps_what_its_model_is_made_of_and_goes_on_without_the_source(co
     assert kept.config.architectures == ["LlamaForCausalLM"]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (run / "model" / name).read_bytes() == (tmp_path / "small" / name).read_bytes()
+    places = {"disk": "null", "weights": "host", "state": "host", "host": "64MiB"}
+    in_memory = [word for key, value in places.items() for word in (f"--budget.{key}", value)]
+    assert main(["train", str(config), "--run", str(tmp_path / "memory"), "--steps", "1", *in_memory]) == 0
     shutil.rmtree(tmp_path / "small")
-    assert main(["resume", str(run), "--steps", "2"]) == 0
-    assert losses(run) == losses(whole)
+    for folder in (run, tmp_path / "memory"):
+        assert main(["resume", str(folder), "--steps", "2"]) == 0
+        assert losses(folder) == losses(whole)
 
 
 def test_a_run_does_not_go_on_as_another_model(

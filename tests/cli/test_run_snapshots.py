@@ -11,6 +11,7 @@ from penstock.cli import main, run_snapshots
 from penstock.cli.run_snapshots import RunSnapshots, snapshots_of, step_kept
 from penstock.config import Budget
 from penstock.engine.engine import Engine
+from penstock.ranks.group import ALONE
 from penstock.store.snapshot import SnapshotReader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,7 +39,7 @@ def killed_after(step: int, words: list[str]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         RunSnapshots.write = write_and_die  # type: ignore[method-assign]
-        RunSnapshots.of = staticmethod(lambda _, folder: RunSnapshots(folder, seconds=1e-9))  # type: ignore[method-assign]
+        RunSnapshots.of = staticmethod(lambda _, folder, ranks: RunSnapshots(folder, ranks, seconds=1e-9))  # type: ignore[method-assign]
         main(words)
     finally:
         os._exit(0)
@@ -71,7 +72,7 @@ def test_a_damaged_snapshot_is_passed_over_and_a_run_may_say_that_it_keeps_none(
     assert "a snapshot in the run's folder every 5 min or step: a kill costs at most that" in said
     (run / "snapshot-9").mkdir()
     assert step_kept(run) == 1
-    assert RunSnapshots.of(Budget(device=1, host=1, disk="d"), run) is None
+    assert RunSnapshots.of(Budget(device=1, host=1, disk="d"), run, ALONE) is None
     assert run_snapshots.newest(run) == run / "snapshot-1"
     assert main([*words, "--overwrite", "--budget.durability", "none"]) == 0
     assert snapshots_of(run) == []

@@ -2,6 +2,7 @@
 
 import filecmp
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,49 @@ def test_what_a_start_has_made_is_taken_back_by_all(tmp_path: Path) -> None:
         assert code == 2
         assert "budget" in errors
     assert not (tmp_path / "run").exists()
+
+
+IN_MEMORY = ("--budget.disk", "null", "--budget.weights", "host", "--budget.state", "host", "--budget.host", "64MiB")
+OFTEN = """
+import os, signal, sys
+from penstock.cli import main
+from penstock.cli.run_snapshots import RunSnapshots
+from penstock.engine.engine import Engine
+RunSnapshots.of = staticmethod(lambda _, folder, ranks: RunSnapshots(folder, ranks, seconds=1e-9))
+step = Engine.step
+def stopped(engine, *args, **given):
+    if (engine.step_count, os.environ["RANK"]) == (2, "1"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(engine, *args, **given)
+Engine.step = stopped
+sys.exit(main())
+"""
+
+
+def test_ranks_without_a_disk_go_on_from_the_snapshot_in_their_runs_folder(alone: Path, tmp_path: Path) -> None:
+    """One is killed; the same number of them goes on, and so does one process."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    write_run(tmp_path, run=run)
+    words = ["train", "config.yaml", "--batch.sequences", "8", *IN_MEMORY]
+    (code, said, errors), killed = Launched(2, ["-c", OFTEN, *words], tmp_path).outcomes()
+    assert (code, killed[0]) == (1, -signal.SIGKILL)
+    assert "penstock, rank 0: rank 1 was killed" in errors
+    assert "a snapshot in the run's folder every 5 min or step" in said
+    assert [path.name for path in run.glob("snapshot-*")] == ["snapshot-2"]
+    shutil.copytree(run, copy)
+    refused = warm.run(["-m", "penstock", "reshard", "run", "--ranks", "1"], cwd=tmp_path, timeout=100)
+    assert "one process can go on with that: penstock resume run" in refused.stderr
+    trained(2, tmp_path, *words, "--resume")
+    penstock(tmp_path, "resume", "copy")
+    for folder in (run, copy):
+        assert numbers(folder) == numbers(alone / "run")
+        assert [path.name for path in folder.glob("snapshot-*")] == ["snapshot-4"]
+        assert "Every checksum is right." in penstock(tmp_path, "verify", folder)
+    assert (copy / "snapshot-4" / "snapshot.json").exists()
+    penstock(tmp_path, "export", "run", "out")
+    names = sorted(path.name for path in (alone / "out").iterdir())
+    assert filecmp.cmpfiles(alone / "out", tmp_path / "out", names, shallow=False) == (names, [], [])
+    (run / "snapshot-4" / "rank-1" / "penstock.snapshot").unlink()
+    damaged = warm.run(["-m", "penstock", "verify", "run"], cwd=tmp_path, timeout=100)
+    assert damaged.returncode == 2
+    assert "rank-1" in damaged.stderr

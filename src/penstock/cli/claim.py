@@ -131,8 +131,7 @@ class Claim:
 
     def _to_go_on(self, config: TrainConfig, record: RunRecord, before: TrainConfig) -> int | None:
         """The step to go on after; None: the run begins, with what its earlier beginning left to be replaced."""
-        keeps = bool(before.budget.disk_paths or snapshots_of(self.folder))
-        if record.pending is None and record.ranks != self._ranks and keeps:
+        if record.pending is None and record.ranks != self._ranks and before.budget.disk_paths:
             self._begin_with_others(record, before)
             return None
         facts = facts_of_all(self._stores)

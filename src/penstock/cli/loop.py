@@ -61,7 +61,7 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
         stop = _Stop(stretch.ranks, stack.enter_context(Interrupt(display.notice, display.last_words)))
         account = stack.enter_context(Account(stretch, missed) if stretch.ranks.rank == 0 else NoAccount(stretch))
         trace = stack.enter_context(TraceWriter(stretch.trace, steps=config.trace_steps)) if stretch.trace else None
-        snapshots = RunSnapshots.of(config.budget, stretch.folder)
+        snapshots = RunSnapshots.of(config.budget, stretch.folder, stretch.ranks)
         steps = stack.enter_context(closing(stretch.train.steps(engine.position)))
         for index, data in zip(range(first, config.step_count), steps, strict=False):
             stats = engine.step(data.micro_batches, position={**data.position, **account.beside()})

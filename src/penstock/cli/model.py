@@ -72,6 +72,16 @@ class _InStore:
         raise StoreError(f"{self._folder.parent}: the store went away while the run was started: start it again")
 
 
+class _InSnapshot:
+    """The source of a run that goes on from a snapshot, which brings all values once the engine is there."""
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        out.zero_()
+
+
 def run_model(config: ModelConfig, data: DataConfig) -> RunModel:
     """The causal language model that is asked for; no parameter has memory yet.
 
@@ -100,10 +110,11 @@ def run_model(config: ModelConfig, data: DataConfig) -> RunModel:
     return found
 
 
-def resumed_model(folder: Path, config: ModelConfig, data: DataConfig, *, own_code: bool) -> RunModel:
+def resumed_model(folder: Path, config: ModelConfig, data: DataConfig, *, in_store: bool, own_code: bool) -> RunModel:
     """The model of a run that goes on, as its own folder keeps it: the one that it came from may be gone.
 
-    ``own_code``: whether the command has said that code which is kept with it may run.
+    ``in_store``: whether its values are in a store; else a snapshot has them, which is loaded later. ``own_code``:
+    whether the command has said that code which is kept with it may run.
 
     Raises:
         ConfigError: there is none.
@@ -113,7 +124,7 @@ def resumed_model(folder: Path, config: ModelConfig, data: DataConfig, *, own_co
     _check_length(found.config, data)
     return RunModel(
         model=found.model,
-        weights=_InStore(folder) if config.path else None,
+        weights=None if not config.path else _InStore(folder) if in_store else _InSnapshot(),
         folder=found.folder,
         config=found.config,
         dtype=shell.dtype_of(found.config),

@@ -106,7 +106,11 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
 
     folder, ranks = arguments.folder, arguments.ranks
     if not config.budget.disk_paths:
-        raise ConfigError(f"{folder} keeps no state on disk (budget.disk): there is nothing to cut")
+        go_on = f"{how_to_start(ranks)} resume {shlex.quote(str(folder))}"
+        raise ConfigError(
+            f"{folder} keeps no state on disk (budget.disk): there is nothing to cut. If it has a snapshot, "
+            f"{in_words(ranks)} can go on with that: {go_on}"
+        )
     old, _ = require_own_stores(folder, config.budget)
     manifests = [Manifest.read(path) for paths in old for path in paths]
     had = int(manifests[0].model.get("strands", 1))

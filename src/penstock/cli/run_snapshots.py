@@ -1,7 +1,8 @@
 """Snapshots of a run without a disk tier, in its own folder: what a kill does not cost.
 
 ``snapshot-STEP`` is written every few minutes and at the end of a run, and appears whole or not at all; the ones before
-go when it is there. Which of them a run goes on from is asked of the folder alone.
+go when it is there. Which of them a run goes on from is asked of the folder alone. Several ranks write their parts of
+each; the first of them says when, and looks after the folder.
 """
 
 import logging
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import INTERVAL, Budget, parse_duration
 from penstock.engine.due import Due
 from penstock.errors import ConfigError, StoreError
-from penstock.store.snapshot import SnapshotReader
+from penstock.store.snapshot_parts import opened_snapshot
 from penstock.store.whole import remove_abandoned
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
+    from penstock.ranks.group import Ranks
 
 log = logging.getLogger("penstock")
 
@@ -43,7 +45,7 @@ def newest(folder: Path) -> Path | None:
     """The snapshot that the run in a folder goes on from; None: it has none."""
     for path in snapshots_of(folder):
         try:
-            with SnapshotReader(path):
+            with opened_snapshot(path):
                 return path
         except StoreError as error:
             log.warning("%s: passed over: %s", path, error)
@@ -77,8 +79,8 @@ def record_in(path: Path) -> dict[str, Any]:
     Raises:
         StoreError: it is missing or damaged.
     """
-    with SnapshotReader(path) as snapshot:
-        return snapshot.meta
+    with opened_snapshot(path) as parts:
+        return parts[0].meta
 
 
 def step_kept(folder: Path) -> int | None:
@@ -90,19 +92,28 @@ def step_kept(folder: Path) -> int | None:
 class RunSnapshots:
     """Writes the snapshots of one run."""
 
-    def __init__(self, folder: Path, *, seconds: float = _SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: "Ranks",
+        *,
+        seconds: float = _SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``ranks``: who train the run."""
         self._folder = folder
+        self._ranks = ranks
         self._due = Due(steps=None, seconds=seconds, clock=clock)
 
     @staticmethod
-    def of(budget: Budget, folder: Path) -> "RunSnapshots | None":
+    def of(budget: Budget, folder: Path, ranks: "Ranks") -> "RunSnapshots | None":
         """None: the run keeps its state on disk, or says that it may end with nothing."""
-        return None if budget.disk_paths or budget.durability == "none" else RunSnapshots(folder)
+        return None if budget.disk_paths or budget.durability == "none" else RunSnapshots(folder, ranks)
 
     def after(self, engine: "Engine") -> None:
         """A step has been done: write a snapshot where one is due. One that cannot be written is said, and due again
         after the next interval."""
-        if not self._due.after(engine.step_count):
+        if not self._ranks.once("snapshot that is due", lambda: self._due.after(engine.step_count)):
             return
         self._due.began()
         try:
@@ -120,9 +131,11 @@ class RunSnapshots:
         self.write(engine)
 
     def write(self, engine: "Engine") -> None:
-        remove_abandoned_snapshots(self._folder)
+        if self._ranks.rank == 0:
+            remove_abandoned_snapshots(self._folder)
         path = self._folder / f"snapshot-{engine.step_count}"
         engine.save(path, overwrite=True)
-        for old in snapshots_of(self._folder):
-            if old != path:
-                shutil.rmtree(old, ignore_errors=True)
+        if self._ranks.rank == 0:
+            for old in snapshots_of(self._folder):
+                if old != path:
+                    shutil.rmtree(old, ignore_errors=True)

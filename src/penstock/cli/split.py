@@ -52,11 +52,6 @@ def check_shared(config: TrainConfig, ranks: int) -> None:
             f"batch: the {sequences // size} micro-batches of a step cannot be dealt out evenly to {ranks} ranks: give "
             f"a multiple of {ranks * size} sequences"
         )
-    if not config.budget.disk_paths and config.budget.durability != "none":
-        raise ConfigError(
-            f"without a disk a run of {ranks} ranks keeps nothing, as there are no snapshots of several ranks yet: "
-            "give budget.disk a directory, or say that it is meant: budget.durability: none"
-        )
 
 
 def cut_batch(

@@ -44,7 +44,7 @@ from penstock.engine.device import kind_of, resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
-from penstock.errors import BudgetError, ConfigError
+from penstock.errors import BudgetError, ConfigError, StoreError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, save_profile
 from penstock.hardware.sharing import knows_ranks
@@ -56,6 +56,7 @@ from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
 from penstock.report.sentence import format_time
 from penstock.schedule.ir.ops import Schedule
+from penstock.state.record import check_kept
 from penstock.store.facts import facts_of_all
 
 
@@ -104,9 +105,11 @@ def _start(
     if new:
         model = run_model(config.model, config.data)
     else:
-        config = as_cut_before(config)
+        config = ranks.once("settings of the run before", lambda: _as_before(config, ranks.size))
+        check_shared(config, ranks.size)
         ranks.once("files of the run", lambda: _require_kept(config, run.folder, ranks.size))
-        model = resumed_model(model_folder(run.folder), config.model, config.data, own_code=own_code)
+        in_store = bool(config.budget.disk_paths)
+        model = resumed_model(model_folder(run.folder), config.model, config.data, in_store=in_store, own_code=own_code)
     if config.data.packing is True:
         check_keeps_apart(model.model)
     trained = _adapted(model, config.lora)
@@ -129,6 +132,24 @@ def _start(
     ranks.agree("data", data.identity.fingerprint)
     kept = ranks.once("what the run keeps", lambda: _keep(run.folder, data))
     return _train(config, display, run, make_engine, parameter_count(model.model), data, kept, cut, measure, weighed)
+
+
+def _as_before(config: TrainConfig, ranks: int) -> TrainConfig:
+    """The settings of a run that goes on, cut as it was so far. Where it goes on from a snapshot its gradients are
+    summed as they were, too, by whatever number of ``ranks``, if nothing else is asked for.
+
+    Raises:
+        ConfigError, StoreError: its settings, or its snapshot, cannot be read.
+    """
+    config = as_cut_before(config)
+    if config.strands is not None or config.budget.disk_paths:
+        return config
+    record = record_kept(Path(config.run))
+    if record is None:
+        return config
+    check_kept(record, f"the snapshot in {config.run}")
+    had = record["model"].get("strands", 1)
+    return config if had == ranks else replace(config, strands=had)
 
 
 def _require_kept(config: TrainConfig, folder: Path, ranks: int) -> None:
@@ -181,8 +202,12 @@ def _train(
         with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):
             engine = stack.enter_context(make_engine())
         run.state_made()
-        if not config.budget.disk_paths and (snapshot := newest(folder)) is not None:
-            engine.load(snapshot)
+        if not config.budget.disk_paths:
+            snapshot = ranks.once("snapshot to go on from", lambda: newest(folder))
+            if snapshot is not None:
+                engine.load(snapshot)
+            elif run.step is not None:
+                raise StoreError(f"{folder}: the snapshot went away while the run was started: start it again")
         cost = cost_of_a_kill(config.budget, None)
         display.say(space(config.budget, ranks.size) + ("" if cost is None else f"; {cost}{in_words(config, weighed)}"))
         config, batches, validation = _settle(config, display, engine, data, cut, ranks)

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from penstock.state.slots import Slots, whole_commit
 from penstock.store.directory import is_there
 from penstock.store.manifest import DATA, MANIFEST
 from penstock.store.parts import opened_parts
-from penstock.store.snapshot import SnapshotReader
+from penstock.store.snapshot_parts import opened_snapshot
 from penstock.store.store import Store
 
 
@@ -125,15 +126,16 @@ def _store(store: Store) -> list[str]:
 
 def _snapshot(path: Path) -> list[str]:
     """Read a snapshot; returns what is damaged."""
-    with SnapshotReader(path) as snapshot, progress("read") as bar:
-        extents = snapshot.layout.extents
+    with opened_snapshot(path) as parts, progress("read") as bar:
+        extents = [extent for part in parts for extent in part.layout.extents]
         total = sum(extent.stride for extent in extents)
         began, damage, done = time.perf_counter(), list[str](), 0
-        for nbytes, found in snapshot.parts():
+        for nbytes, found in chain.from_iterable(part.parts() for part in parts):
             done += nbytes
             damage += [str(found)] if found is not None else []
             bar.show(done, total)
-    _say(f"{path}: read", done, f"in {len(extents)} extents of step {snapshot.meta['step']}, the last snapshot,", began)
+        step = parts[0].meta["step"]
+    _say(f"{path}: read", done, f"in {len(extents)} extents of step {step}, the last snapshot,", began)
     return damage
 
 
