@@ -93,6 +93,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama-29m": lambda: _llama(512, 1344, 8, 8, 4096),
     "llama-45m": lambda: _llama(512, 1344, 12, 8, 8192),
     "llama-1.3b": lambda: _llama(2048, 5504, 24, 16, 32000),
+    "llama-3.4b": lambda: _llama(3072, 8192, 28, 24, 32000),
     "llama-tiny": lambda: _llama(64, 176, 4, 2, 256),
     "gpt-tiny": lambda: _llama(256, 704, 3, 4, 8192),
 }

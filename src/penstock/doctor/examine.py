@@ -18,7 +18,7 @@ from penstock.doctor.pace import Load, Span, rate
 from penstock.doctor.system import System
 from penstock.errors import BudgetError, ConfigError, StoreError
 from penstock.hardware.machine import Between, Crossing, Device, Drive, Host, Machine
-from penstock.optim import agreement, kernels
+from penstock.optim import agreement, kernels, library
 from penstock.schedule.ir.lanes import Lane
 from penstock.state import numa
 from penstock.state.memory import HostSlab
@@ -103,6 +103,7 @@ def examine(
         system=seen,
         disks=[(each.path, each.mount, each.rates) for each in disks],
         native=kernels.backend() == "native",
+        fused=where.type != "cuda" or library.fused() is not None,
         device_free=device_free,
     )
     return replace(machine, warnings=findings(machine, facts))

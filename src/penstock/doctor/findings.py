@@ -26,6 +26,8 @@ class Seen:
     disks: Sequence[tuple[Path, Mount, DiskRates]]
     native: bool
     """true if the optimizer has its native kernels"""
+    fused: bool = True
+    """true if it has those for the GPU, or there is no GPU"""
     device_free: int | None = None
     """bytes of a GPU's memory that nobody holds"""
 
@@ -49,6 +51,11 @@ def _of_host(machine: Machine, seen: Seen) -> Iterator[str]:
         yield (
             "the optimizer has no native kernels here and runs in plain torch, with the same results but several times "
             "slower: reinstall penstock where there is a C++17 compiler (or unset PENSTOCK_KERNELS)"
+        )
+    if not seen.fused:
+        yield (
+            "the GPU has no kernels of its own for the optimizer and runs it in plain torch, with the same results but "
+            "many times slower: pip install triton, and a C compiler beside it (or unset PENSTOCK_KERNELS)"
         )
     if machine.device.kind == "cuda" and host.lockable < host.memory / 2:
         yield (

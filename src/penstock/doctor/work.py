@@ -25,7 +25,7 @@ CHUNK = 2 << 20
 _ROUND = 16
 """Chunks that a copy walks through: 128 MiB on either side."""
 _QUEUED = 8
-"""Copies to or from a GPU that are queued before they are waited for, as lanes do."""
+"""Copies to or from a GPU, or steps on it, that are queued before they are waited for, as lanes do."""
 _STATES = 4
 """Chunks of optimizer state that are walked through; 128 MiB for AdamW in fp32."""
 _GRADIENT = 0.0010011944686993957
@@ -118,6 +118,7 @@ def product(device: torch.device, dtype: torch.dtype, size: int) -> Load:
     out = torch.empty(size, size, dtype=dtype, device=device)
 
     def one() -> None:
+        wait_for(device)  # a thread whose first call of CUDA is cuBLAS's is warned
         torch.mm(a, b.t(), out=out)
         wait_for(device)
 
@@ -173,8 +174,14 @@ class Steps:
         """
         hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
         place, count = _round(_STATES), itertools.count(1)
+        queued = 1 if self._device.type == "cpu" else _QUEUED
 
         def one() -> None:
+            for _ in range(queued):
+                step()
+            wait_for(self._device)
+
+        def step() -> None:
             gradient, master, first, second, copied = self.states[next(place)]
             kernels.step(
                 hyper,
@@ -186,6 +193,5 @@ class Steps:
                 grad_dtype=grad_dtype,
                 threads=self._threads,
             )
-            wait_for(self._device)
 
-        return Load(name=name, workers=[one], amount=CHUNK)
+        return Load(name=name, workers=[one], amount=queued * CHUNK)

@@ -7,9 +7,7 @@ multiply-add, and division by a Python number, which CUDA turns into a multiplic
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from penstock.optim.formula import Kind, Scalars
 from penstock.optim.norm import BLOCK
@@ -30,18 +28,16 @@ def step(
     moments: tuple[torch.Tensor, ...],
     out: torch.Tensor | None,
     grad_dtype: torch.dtype = torch.float32,
+    squares: torch.Tensor | None = None,
 ) -> None:
-    """``kernels.step`` without the norm."""
+    """``kernels.step``. ``squares``: [n / BLOCK] double on the device of the rest, receives the partials."""
+    if squares is not None:
+        squares.copy_(fold_squares(grad, grad_dtype))
     for part in _parts(master):
         p = _update(kind, s, _rounded(grad[part], grad_dtype), master[part], tuple(moment[part] for moment in moments))
         master[part].copy_(p)
         if out is not None:
             cast(out[part], p)
-
-
-def partial_norms(grad: torch.Tensor, partials: NDArray[np.float64], grad_dtype: torch.dtype = torch.float32) -> None:
-    """``kernels.partial_norms``. Waits for the device."""
-    partials[:] = fold_squares(grad, grad_dtype).cpu().numpy()
 
 
 def fold_squares(grad: torch.Tensor, grad_dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -67,11 +63,6 @@ def _fold(grad: torch.Tensor) -> torch.Tensor:
     while (half := v.shape[1] // 2) > 0:
         v = v[:, :half] + v[:, half:]
     return v[:, 0]
-
-
-def add(acc: torch.Tensor, x: torch.Tensor) -> None:
-    """``kernels.add``."""
-    acc.add_(x.float())
 
 
 def cast(dst: torch.Tensor, src: torch.Tensor) -> None:

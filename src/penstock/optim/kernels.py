@@ -1,10 +1,10 @@
-"""One optimizer step, gradient norms, sums and casts over flat tensors: native on the CPU, torch elsewhere.
+"""One optimizer step, gradient norms, sums and casts over flat tensors: native on the CPU, fused on a GPU, or torch.
 
 The bits of a result depend on nothing but its inputs: not on the number of threads, the instruction set, the device,
 or how a group is cut into chunks. ``formula`` and ``docs/numerics.md`` are the definition.
 
-Calls on CPU tensors release the GIL and run on ``threads`` threads of the library's own pool. On other devices, and
-without the library, ``fallback`` does the work with torch's threads and streams.
+Calls on CPU tensors release the GIL and run on ``threads`` threads of the library's own pool. On a GPU ``fused`` queues
+them on the current stream. On other devices, without the library, or without Triton, ``fallback`` does the work.
 """
 
 import ctypes
@@ -71,9 +71,19 @@ def step(
     values = scalars(hyper, count, grad_scale)
     native = _native_for(master)
     if native is None:
-        if partials is not None:
-            fallback.partial_norms(grad, partials, grad_dtype)
-        fallback.step(hyper.kind, values, grad=grad, master=master, moments=moments, out=out, grad_dtype=grad_dtype)
+        squares = None if partials is None else torch.empty(n // BLOCK, dtype=torch.float64, device=master.device)
+        _torch_for(master).step(
+            hyper.kind,
+            values,
+            grad=grad,
+            master=master,
+            moments=moments,
+            out=out,
+            grad_dtype=grad_dtype,
+            squares=squares,
+        )
+        if partials is not None and squares is not None:
+            partials[:] = squares.cpu().numpy()
         return
     first, second = (*(moment.data_ptr() for moment in moments), None, None)[:2]
     args = library.StepArgs(
@@ -102,9 +112,18 @@ def partial_norms(
     _check_partials(partials, n)
     native = _native_for(grad)
     if native is None:
-        fallback.partial_norms(grad, partials, grad_dtype)
+        partials[:] = _torch_for(grad).fold_squares(grad, grad_dtype).cpu().numpy()
     else:
         native.penstock_norms(code, grad.data_ptr(), partials.ctypes.data, n, threads)
+
+
+def fold_squares(grad: torch.Tensor, grad_dtype: torch.dtype = _FP32) -> torch.Tensor:
+    """``partial_norms`` that stay on the device of ``grad``, [n / BLOCK] double, and are not waited for."""
+    n = grad.numel()
+    _check("grad", grad, n, grad.device, _FP32, _BF16)
+    if n % BLOCK:
+        raise ValueError(f"grad has {n} elements: must be a multiple of {BLOCK}")
+    return _torch_for(grad).fold_squares(grad, grad_dtype)
 
 
 def add(acc: torch.Tensor, x: torch.Tensor, threads: int = 1) -> None:
@@ -114,7 +133,7 @@ def add(acc: torch.Tensor, x: torch.Tensor, threads: int = 1) -> None:
     _check("x", x, n, acc.device, _FP32, _BF16)
     native = _native_for(acc)
     if native is None:
-        fallback.add(acc, x)
+        acc.add_(x)
     else:
         native.penstock_add(_CODES[x.dtype], acc.data_ptr(), x.data_ptr(), n, threads)
 
@@ -126,13 +145,18 @@ def cast(dst: torch.Tensor, src: torch.Tensor, threads: int = 1) -> None:
     _check("src", src, n, dst.device, _FP32, _BF16, _FP16)
     native = _native_for(dst)
     if native is None:
-        fallback.cast(dst, src)
+        _torch_for(dst).cast(dst, src)
     else:
         native.penstock_cast(_CODES[dst.dtype], dst.data_ptr(), _CODES[src.dtype], src.data_ptr(), n, threads)
 
 
 def _native_for(tensor: torch.Tensor) -> ctypes.CDLL | None:
     return library.native() if tensor.device.type == "cpu" else None
+
+
+def _torch_for(tensor: torch.Tensor) -> library.TorchKernels:
+    """The implementation for a tensor that the native library does not compute with."""
+    return (library.fused() if tensor.device.type == "cuda" else None) or fallback
 
 
 def _read_code(grad: torch.Tensor, grad_dtype: torch.dtype) -> int:

@@ -1,18 +1,24 @@
-"""Finds and describes the native library: ``_kernels.so`` beside this file, built from ``native/`` by CMake."""
+"""Finds the kernels that this machine has: ``_kernels.so`` beside this file, built from ``native/`` by CMake, for the
+processor, and those of ``fused``, which Triton compiles at their first call, for a GPU."""
 
 import ctypes
 import functools
+import importlib
 import os
+import subprocess
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, cast
+
+import torch
 
 from penstock.errors import ConfigError
 from penstock.optim.formula import Kind
 from penstock.optim.formula import Scalars as ScalarValues
+from penstock.optim.norm import BLOCK
 
 ABI = 2  # penstock_abi() in native/api.cpp
 LEVELS = ("baseline", "avx2", "avx512")
@@ -20,6 +26,27 @@ Level = Literal["baseline", "avx2", "avx512"]
 KINDS: dict[Kind, int] = {"adamw": 0, "adam": 1, "sgd": 2, "momentum": 3, "nesterov": 4, "lion": 5}  # enum Kind
 
 _HOW_TO_BUILD = "pip install -e . builds it (needs a C++17 compiler), and says what fails with --verbose"
+
+
+class TorchKernels(Protocol):
+    """What ``fallback`` and ``fused`` have."""
+
+    def step(
+        self,
+        kind: Kind,
+        s: ScalarValues,
+        *,
+        grad: torch.Tensor,
+        master: torch.Tensor,
+        moments: tuple[torch.Tensor, ...],
+        out: torch.Tensor | None,
+        grad_dtype: torch.dtype = ...,
+        squares: torch.Tensor | None = ...,
+    ) -> None: ...
+
+    def fold_squares(self, grad: torch.Tensor, grad_dtype: torch.dtype = ...) -> torch.Tensor: ...
+
+    def cast(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
 
 
 class Scalars(ctypes.Structure):
@@ -42,6 +69,8 @@ class StepArgs(ctypes.Structure):
     ]
 
 
+_FOR_TRITON = "It needs triton, which pip install torch brings for a GPU, and a C compiler"
+
 _INT, _POINTER, _SIZE = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
 _SIGNATURES = {
     "penstock_step": (_INT, _INT, _INT, ctypes.POINTER(StepArgs), _SIZE, _INT),
@@ -61,9 +90,7 @@ def native() -> ctypes.CDLL | None:
     Raises:
         ConfigError: ``PENSTOCK_KERNELS`` is neither "native" nor "torch", or is "native" and there is no library.
     """
-    wanted = os.environ.get("PENSTOCK_KERNELS", "")
-    if wanted not in ("", "native", "torch"):
-        raise ConfigError(f"environment PENSTOCK_KERNELS={wanted!r}: must be 'native' or 'torch', or not set")
+    wanted = _wanted()
     if wanted == "torch":
         return None
     try:
@@ -78,6 +105,44 @@ def native() -> ctypes.CDLL | None:
             stacklevel=3,
         )
         return None
+
+
+@functools.cache
+def fused() -> TorchKernels | None:
+    """The kernels for GPUs; None when the environment asks for torch, or Triton is missing or cannot compile.
+
+    Warns, once, when they should be there and are not.
+
+    Raises:
+        ConfigError: ``PENSTOCK_KERNELS`` is neither "native" nor "torch", or is "native" and there are none.
+    """
+    wanted = _wanted()
+    if wanted == "torch":
+        return None
+    try:
+        kernels = cast(TorchKernels, importlib.import_module("penstock.optim.fused"))
+        kernels.fold_squares(torch.zeros(BLOCK, device="cuda"))
+    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        why = f"{type(error).__name__}: {error}"
+        if wanted == "native":
+            raise ConfigError(
+                f"PENSTOCK_KERNELS=native, but there are none for the GPU ({why}): {_FOR_TRITON}"
+            ) from error
+        warnings.warn(
+            f"optimizer steps on the GPU run in plain torch, with the same results but many times slower ({why}). "
+            f"{_FOR_TRITON}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+    return kernels
+
+
+def _wanted() -> str:
+    wanted = os.environ.get("PENSTOCK_KERNELS", "")
+    if wanted not in ("", "native", "torch"):
+        raise ConfigError(f"environment PENSTOCK_KERNELS={wanted!r}: must be 'native' or 'torch', or not set")
+    return wanted
 
 
 def _load(path: Path) -> ctypes.CDLL:

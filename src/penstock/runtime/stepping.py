@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.optim import kernels
-from penstock.optim.fallback import fold_squares
 from penstock.ranks.share import WHOLE, Share
 from penstock.runtime.context import Update
 from penstock.tape.groups import ParamGroup
@@ -89,7 +88,7 @@ class Stepping:
 
     def fold_squares(self, gradient: torch.Tensor) -> torch.Tensor:
         """The same of one on the device; they stay there."""
-        return fold_squares(gradient, self._grad_dtype)
+        return kernels.fold_squares(gradient, self._grad_dtype)
 
     def _runs_now(self, update: Update, g: int) -> list[tuple[int, int, int, int]]:
         """The group's runs in a step: (first element, end, index of hyper-parameters, number of the update).

@@ -1,0 +1,92 @@
+"""The GPU's kernels have the bits of the native ones: here in Triton's interpreter, on a GPU in ``test_kernels``."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.optim import fallback, kernels, library
+from penstock.optim.formula import Hyper, Kind, scalars
+from penstock.optim.norm import BLOCK
+from tests.optim.test_kernels import BF16, FP16, FP32, assert_same_bits, values
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets: infinities and NaNs
+
+
+@pytest.fixture(scope="module")
+def fused() -> Iterator[ModuleType]:
+    """The kernels, interpreted: Triton decides when they are defined."""
+    triton = pytest.importorskip("triton", reason="needs triton")
+    names = ("penstock.optim.fused_device", "penstock.optim.fused")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "interpret", True)
+        _, interpreted = (importlib.reload(importlib.import_module(name)) for name in names)
+        yield interpreted
+    for name in names:
+        importlib.reload(importlib.import_module(name))
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize(("grad_dtype", "out_dtype"), [(FP32, None), (FP32, FP16), (BF16, BF16)])
+def test_a_step_has_the_same_bits(
+    kind: Kind, grad_dtype: torch.dtype, out_dtype: torch.dtype | None, fused: ModuleType
+) -> None:
+    """Of values of every magnitude, denormals, infinities and NaNs, in a part of a block, too."""
+    rng, n = np.random.default_rng(3), 2 * BLOCK + 77
+    hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    grad, master = values(rng, n, wild=True), values(rng, n, wild=True)
+    moments = tuple(values(rng, n, wild=True).abs() for _ in range(hyper.moments))
+    found = []
+    for module in (fused, fallback):
+        first, *rest = [master.clone(), *(m.clone() for m in moments)]
+        out = None if out_dtype is None else torch.empty(n, dtype=out_dtype)
+        s = scalars(hyper, 2, 0.5)
+        module.step(kind, s, grad=grad, grad_dtype=grad_dtype, master=first, moments=tuple(rest), out=out)
+        found.append([first, *rest, *([] if out is None else [out])])
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_squares_are_folded_in_one_order_and_in_passing(dtype: torch.dtype, fused: ModuleType) -> None:
+    grad = values(np.random.default_rng(4), BLOCK, wild=False)
+    wanted = fallback.fold_squares(grad, dtype)
+    assert torch.equal(fused.fold_squares(grad, dtype), wanted)
+    squares, s = torch.empty_like(wanted), scalars(Hyper(kind="sgd", lr=0.1), 1)
+    fused.step("sgd", s, grad=grad, master=grad.clone(), moments=(), out=None, grad_dtype=dtype, squares=squares)
+    assert torch.equal(squares, wanted)
+
+
+@pytest.mark.parametrize("source", [FP32, BF16, FP16])
+@pytest.mark.parametrize("target", [FP32, BF16, FP16])
+def test_casts_have_the_native_bits(source: torch.dtype, target: torch.dtype, fused: ModuleType) -> None:
+    wild = values(np.random.default_rng(5), BLOCK + 1, wild=True).to(source)
+    found, wanted = torch.empty(len(wild), dtype=target), torch.empty(len(wild), dtype=target)
+    fused.cast(found, wild)
+    kernels.cast(wanted, wild)
+    assert_same_bits([found], [wanted])
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    library.fused.cache_clear()
+    yield
+    library.fused.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_missing_kernels_are_said_once_or_an_error_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "penstock.optim.fused", None)
+    with pytest.warns(RuntimeWarning, match="the GPU run in plain torch, with the same results but many times slower"):
+        assert library.fused() is None
+    library.fused.cache_clear()
+    monkeypatch.setenv("PENSTOCK_KERNELS", "native")
+    with pytest.raises(ConfigError, match="PENSTOCK_KERNELS=native, but there are none for the GPU"):
+        library.fused()
+    monkeypatch.setenv("PENSTOCK_KERNELS", "torch")
+    assert library.fused() is None
