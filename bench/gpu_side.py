@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("way", choices=["penstock", "compute", "fsdp2", "deepspeed", "superoffload"])
     parser.add_argument("--work", required=True, help="the job, as JSON (bench.workload.Work)")
     parser.add_argument("--report", required=True, help="file that takes one line of JSON a step")
+    parser.add_argument("--batch", type=int, action="append", required=True, help="sequences in a micro-batch; in turn")
     parser.add_argument("--device", default="60GiB", help="Penstock's device budget")
     parser.add_argument("--host", default="100GiB", help="Penstock's host budget")
     arguments = parser.parse_args()
@@ -181,7 +183,7 @@ def main() -> None:
         "MASTER_PORT": "29571",
     }
     work = Work.from_json(arguments.work)
-    report, tokens = Report(arguments.report), Tokens(work)
+    report = Report(arguments.report)
     with ExitStack() as closing:
         if arguments.way == "penstock":
             way = penstock_host(work, arguments.device, arguments.host)
@@ -191,11 +193,13 @@ def main() -> None:
             way = {"compute": compute, "fsdp2": fsdp2}[arguments.way](work)
         train_step = closing.enter_context(way)
         report.start()
-        for step in range(work.steps):
-            start = time.perf_counter()
-            loss = train_step(tokens.step(step))
-            torch.cuda.synchronize()
-            report.step(seconds=time.perf_counter() - start, loss=loss)
+        for batch in arguments.batch:
+            tokens = Tokens(replace(work, batch=batch))
+            for step in range(work.steps // len(arguments.batch)):
+                start = time.perf_counter()
+                loss = train_step(tokens.step(step))
+                torch.cuda.synchronize()
+                report.step(seconds=time.perf_counter() - start, loss=loss)
         memory = {"device_peak": torch.cuda.max_memory_allocated(), "device_reserved": torch.cuda.max_memory_reserved()}
         Path(arguments.report).with_suffix(".memory").write_text(json.dumps(memory))
 

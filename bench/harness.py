@@ -145,18 +145,18 @@ def joining(group: Path | None) -> Callable[[], None]:
     return join
 
 
-def run(side: Side, work: Work, *, group: Path | None, logs: Path, warm_up: int) -> Run:
-    """Run one side to its end in ``group`` and return what it reported.
+def run(side: Side, work: Work, *, group: Path | None, logs: Path, warm_up: int, patience: float | None = None) -> Run:
+    """Run one side to its end in ``group`` and return what it reported. ``patience``: seconds that it may take.
 
     Raises:
-        BenchError: the side failed or left fewer steps than asked; names its log and quotes its end.
+        BenchError: the side failed, took too long, or left fewer steps than asked; names its log and quotes its end.
     """
     logs.mkdir(parents=True, exist_ok=True)
     report, log = logs / f"{side.name}.jsonl", logs / f"{side.name}.log"
     report.unlink(missing_ok=True)
 
     with log.open("w") as output:
-        code = subprocess.run(
+        process = subprocess.Popen(
             [*side.command, "--work", work.to_json(), "--report", str(report)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": str(work.threads), "PYTHONUNBUFFERED": "1"} | dict(side.environment),
@@ -164,7 +164,12 @@ def run(side: Side, work: Work, *, group: Path | None, logs: Path, warm_up: int)
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             preexec_fn=joining(group),
-        ).returncode
+        )
+        try:
+            code = process.wait(patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
     steps = [Step(**json.loads(line)) for line in report.read_text().splitlines()] if report.exists() else []
     if code != 0 or len(steps) != work.steps:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
