@@ -33,6 +33,15 @@ def memory_of(root: Path, files: dict[str, str]) -> int:
     return system.look(tree(root, BASE | files)).memory
 
 
+def test_caches_that_processors_share_count_once(tmp_path: Path) -> None:
+    assert system.cache_size(tree(tmp_path, BASE)) == 0
+    for cpu in os.sched_getaffinity(0):
+        for level, size in (("index2", "2048K"), ("index3", "307200K")):
+            at = f"sys/devices/system/cpu/cpu{cpu}/cache/{level}"
+            tree(tmp_path, {f"{at}/shared_cpu_list": "0-15\n", f"{at}/size": f"{size}\n"})
+    assert system.cache_size(tmp_path) == 300 << 20
+
+
 def test_without_a_limit_memory_is_what_is_installed(tmp_path: Path) -> None:
     found = system.look(tree(tmp_path, BASE))
     assert (found.memory, found.installed, found.available) == (ALL_OF_IT, ALL_OF_IT, ALL_OF_IT // 2)

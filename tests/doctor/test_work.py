@@ -206,3 +206,11 @@ def test_the_pairs() -> None:
 
 def test_an_op_costs_something_and_not_much() -> None:
     assert 1e-7 < overhead.hand_over() < 0.02
+
+
+def test_what_is_measured_is_larger_than_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 MiB of them, as servers have: the rates of chunks that stay there are not those of memory."""
+    monkeypatch.setattr(work.system, "cache_size", lambda: 300 << 20)
+    assert sum(array.nbytes for state in work.Steps(CPU, threads=1).states for array in state) >= 600 << 20
+    monkeypatch.setattr(work.system, "cache_size", lambda: 0)
+    assert len(work.Steps(CPU, threads=1).states) == 4

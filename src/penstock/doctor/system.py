@@ -54,6 +54,17 @@ def cpu_name(root: Path = _ROOT) -> str:
     return platform.machine()
 
 
+def cache_size(root: Path = _ROOT) -> int:
+    """Bytes of the last-level caches of the processors that this process may use; 0 where the kernel does not tell."""
+    found: dict[str, int] = {}
+    for cpu in os.sched_getaffinity(0):
+        for cache in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index[3-9]"):
+            shared, size = _read(cache / "shared_cpu_list"), _read(cache / "size")
+            if shared and size and size.endswith("K"):
+                found[shared] = max(found.get(shared, 0), int(size[:-1]) * 1024)
+    return sum(found.values())
+
+
 def _meminfo(root: Path) -> dict[str, int]:
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock import accelerator
+from penstock.doctor import system
 from penstock.doctor.pace import Load
 from penstock.optim import kernels
 from penstock.optim.crossing import copy_cast
@@ -22,12 +23,14 @@ from penstock.state.numa import near
 
 CHUNK = 2 << 20
 """Elements of the largest chunk that plans have; 8 MiB of fp32."""
+_GROUP = 8 * CHUNK
+"""Elements of a step on a GPU, where the engine steps a whole param group at a time."""
 _ROUND = 16
-"""Chunks that a copy walks through: 128 MiB on either side."""
+"""Chunks that a copy walks through at least: 128 MiB on either side."""
 _QUEUED = 8
 """Copies to or from a GPU, or steps on it, that are queued before they are waited for, as lanes do."""
 _STATES = 4
-"""Chunks of optimizer state that are walked through; 128 MiB for AdamW in fp32."""
+"""Chunks of optimizer state that are walked through at least; 128 MiB for AdamW in fp32."""
 _GRADIENT = 0.0010011944686993957
 """Both halves of its fp32 are the bf16 nearest to it, so that its bytes are gradients of that size in either dtype."""
 
@@ -36,15 +39,21 @@ def _round(length: int) -> Iterator[int]:
     return itertools.cycle(range(length))
 
 
+def _beyond_cache(at_least: int, nbytes: int) -> int:
+    """Pieces of ``nbytes`` to walk through so that none is in a cache when its turn comes again."""
+    return max(at_least, -(-2 * system.cache_size() // nbytes))
+
+
 def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
-    return [flat[i * CHUNK * FP32 :][: CHUNK * FP32] for i in range(_ROUND)]
+    return [flat[at : at + CHUNK * FP32] for at in range(0, flat.numel(), CHUNK * FP32)]
 
 
 def _both_sides(device: torch.device, closing: ExitStack) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Bytes of chunks in host memory, page-locked beside a GPU, and on the device."""
+    nbytes = _beyond_cache(_ROUND, CHUNK * FP32) * CHUNK * FP32
     with near(device):
-        host_slab = HostSlab(_ROUND * CHUNK * FP32, beside=device)
-        device_slab = DeviceSlab(_ROUND * CHUNK * FP32, device)
+        host_slab = HostSlab(nbytes, beside=device)
+        device_slab = DeviceSlab(nbytes, device)
         host_slab.bytes.fill_(1)
         device_slab.bytes.fill_(1)
     closing.callback(host_slab.close)
@@ -53,7 +62,7 @@ def _both_sides(device: torch.device, closing: ExitStack) -> tuple[list[torch.Te
 
 def _moving(name: str, device: torch.device, move: Callable[[int], None], amount: float) -> Load:
     """The work of a lane between host and device: ``move(i)`` moves chunk i, which is ``amount``."""
-    place = _round(_ROUND)
+    place = _round(_beyond_cache(_ROUND, CHUNK * FP32))
     if device.type == "cpu":
         return Load(name=name, workers=[lambda: move(next(place))], amount=amount)
     its = accelerator.of(device)
@@ -100,10 +109,11 @@ def crossings(device: torch.device, closing: ExitStack) -> tuple[Load, ...]:
 
 def host_copies() -> Load:
     """Copies in host memory with torch's threads, which is how what lives there gets in and out of buffers; bytes."""
-    sources, targets = (HostSlab(_ROUND * CHUNK * FP32) for _ in range(2))
+    count = _beyond_cache(_ROUND, CHUNK * FP32)
+    sources, targets = (HostSlab(count * CHUNK * FP32) for _ in range(2))
     sources.bytes.fill_(1)
     targets.bytes.fill_(1)
-    place = _round(_ROUND)
+    place = _round(count)
 
     def one() -> None:
         part = slice((i := next(place)) * CHUNK * FP32, (i + 1) * CHUNK * FP32)
@@ -153,10 +163,13 @@ class Steps:
     def __init__(self, device: torch.device, *, threads: int) -> None:
         self._device = device
         self._threads = threads
-        self.states = [[self._array(value) for value in (_GRADIENT, 1.0, 0.0, 1e-6, 0.0)] for _ in range(_STATES)]
+        self._numel = CHUNK if device.type == "cpu" else _GROUP
+        values = (_GRADIENT, 1.0, 0.0, 1e-6, 0.0)
+        count = _beyond_cache(_STATES, len(values) * CHUNK * FP32) if device.type == "cpu" else _STATES
+        self.states = [[self._array(value) for value in values] for _ in range(count)]
 
     def _array(self, value: float) -> torch.Tensor:
-        return DeviceSlab(CHUNK * FP32, self._device).bytes[: CHUNK * FP32].view(torch.float32).fill_(value)
+        return DeviceSlab(self._numel * FP32, self._device).bytes[: self._numel * FP32].view(torch.float32).fill_(value)
 
     def load(
         self,
@@ -173,7 +186,7 @@ class Steps:
         ``grad_dtype``: what it is rounded to as it is read.
         """
         hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
-        place, count = _round(_STATES), itertools.count(1)
+        place, count, numel = _round(len(self.states)), itertools.count(1), self._numel
         queued = 1 if self._device.type == "cpu" else _QUEUED
 
         def one() -> None:
@@ -186,12 +199,12 @@ class Steps:
             kernels.step(
                 hyper,
                 next(count),
-                grad=gradient.view(grad)[:CHUNK],
+                grad=gradient.view(grad)[:numel],
                 master=master,
                 moments=(first, second)[: hyper.moments],
-                out=None if out is None else copied.view(out)[:CHUNK],
+                out=None if out is None else copied.view(out)[:numel],
                 grad_dtype=grad_dtype,
                 threads=self._threads,
             )
 
-        return Load(name=name, workers=[one], amount=queued * CHUNK)
+        return Load(name=name, workers=[one], amount=queued * numel)
