@@ -73,6 +73,15 @@ def smallest(r: Request, tier: str) -> int:
     return int(found[1])
 
 
+def test_larger_groups_have_larger_chunks_where_they_fit() -> None:
+    """An op costs the same whatever it moves, so a step of a larger model must not have more of them."""
+    programs = [transformer(4, block=numel) for numel in (8 << 10, 64 << 10)]
+    small, large = (fit(request(program=program, state="host", weights="host")) for program in programs)
+    assert len(large.schedule.ops) == len(small.schedule.ops)
+    tight = fit(request(program=programs[1], host=large.host_bytes - 1, state="host", weights="host"))
+    assert tight.settings.chunk < large.settings.chunk or tight.settings.depths != large.settings.depths
+
+
 VARIANTS = list(product((ADAM32, ADAM16), ("vertical", "horizontal"), (True, False)))
 
 
