@@ -142,7 +142,7 @@ def test_ranks_without_a_disk_go_on_from_the_snapshot_in_their_runs_folder(alone
     assert "a snapshot in the run's folder every 5 min or step" in said
     assert [path.name for path in run.glob("snapshot-*")] == ["snapshot-2"]
     shutil.copytree(run, copy)
-    refused = warm.run(["-m", "penstock", "reshard", "run", "--ranks", "1"], cwd=tmp_path, timeout=100)
+    refused = warm.run(["-m", "penstock", "reshard", "run", "--ranks", "1"], cwd=tmp_path, timeout=PATIENCE)
     assert "one process can go on with that: penstock resume run" in refused.stderr
     trained(2, tmp_path, *words, "--resume")
     penstock(tmp_path, "resume", "copy")
@@ -155,6 +155,6 @@ def test_ranks_without_a_disk_go_on_from_the_snapshot_in_their_runs_folder(alone
     names = sorted(path.name for path in (alone / "out").iterdir())
     assert filecmp.cmpfiles(alone / "out", tmp_path / "out", names, shallow=False) == (names, [], [])
     (run / "snapshot-4" / "rank-1" / "penstock.snapshot").unlink()
-    damaged = warm.run(["-m", "penstock", "verify", "run"], cwd=tmp_path, timeout=100)
+    damaged = warm.run(["-m", "penstock", "verify", "run"], cwd=tmp_path, timeout=PATIENCE)
     assert damaged.returncode == 2
     assert "rank-1" in damaged.stderr
