@@ -239,13 +239,16 @@ class Durability:
         Raises:
             StoreError: it could not be completed.
         """
-        if self._due is not None and self._due.after(step):
+        due, ranks = self._due, self._commits.ranks
+        if due is not None and ranks.once("commit that is due", lambda: due.after(step)):
             with holding(True):
                 self._flush(runner)
                 try:
                     self._write_in_background(runner.stepped)
-                except Exception as error:  # noqa: BLE001 - the step counts, whatever it is: the next one says so
-                    self._unwritten = error
+                except Exception as error:
+                    if ranks.size > 1:  # the others are waiting for this rank's part, and not for its next step
+                        raise
+                    self._unwritten = error  # the step counts, whatever it is: the next one says so
 
     @contextmanager
     def _due_again_if_it_fails(self) -> Iterator[None]:
@@ -264,7 +267,7 @@ class Durability:
         assert due is not None
 
         def commit() -> None:
-            self._commits.commit_written(record)
+            self._commits.commit_beside(record)
             due.committed()
 
         with self._due_again_if_it_fails():

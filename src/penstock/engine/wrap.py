@@ -68,7 +68,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
         try:
             with ranks.together():
                 if ranks.size > 1:
-                    _check_shared(asked, budget)
+                    _check_shared(asked)
                     ranks.agree_on_each(_said(asked, budget, precision))
                 machine = _machine_of_all(asked.plan, device, budget, ranks)
                 budget = budget.of_rank(ranks.rank, ranks.size)
@@ -79,14 +79,13 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
             raise
 
 
-def _check_shared(asked: WrapArguments, budget: Budget) -> None:
+def _check_shared(asked: WrapArguments) -> None:
     """Refuse what several ranks cannot do yet."""
-    for wrong, what, instead in (
-        (isinstance(asked.schedule, Schedule), f"schedule={shown(asked.schedule)}", "'vertical' or 'horizontal'"),
-        (budget.durability == "interval", "budget.durability='interval'", "'step', or 'none'"),
-    ):
-        if wrong:
-            raise ConfigError(f"{what} is not there yet for several ranks: give {instead}, or train with one")
+    if isinstance(asked.schedule, Schedule):
+        raise ConfigError(
+            f"schedule={shown(asked.schedule)} is not there yet for several ranks: give 'vertical' or 'horizontal', or "
+            "train with one"
+        )
 
 
 def _said(asked: WrapArguments, budget: Budget, precision: Precision) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -106,6 +107,11 @@ class Ranks:
     def lend(self, tensor: torch.Tensor, owner: int) -> None:
         """Make a tensor on the CPU what it is on rank ``owner``."""
 
+    def beside(self) -> "Ranks":
+        """The same ranks for another thread of each, where what it says does not meet what this one says. All ranks
+        come here."""
+        return self
+
     def is_of_all(self, error: BaseException) -> bool:
         """Whether an error is the last that all ranks have raised alike."""
         return error is self._of_all
@@ -197,12 +203,18 @@ class Together(Ranks):
         _made = max(made for _, made in found) + 1
         store = store_of(f"penstock/{'-'.join(map(str, members))}/{_made}")
         self._watch = Watch(store, self.rank, [place for place, _ in found])
+        self._members, self._device = members, device
         try:
             self._words = self._join(members, "gloo", device)
             self._data = self._join(members, "nccl" if device.type == "cuda" else "gloo", device)
         except BaseException as error:
             self._watch.tell(error)
             raise
+
+    def beside(self) -> Ranks:
+        other = copy(self)
+        other._words = self._join(self._members, "gloo", self._device)
+        return other
 
     def _join(self, members: Sequence[int], backend: str, device: torch.device) -> "dist.ProcessGroup":
         """Make a process group. Torch waits for all ranks, be they alive or not: so it does in a thread of its own."""

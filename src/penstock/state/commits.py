@@ -72,6 +72,8 @@ class Commits:
         self._owner = owner
         self.ranks = ranks
         """who commits together"""
+        self._beside = ranks.beside() if budget.durability == "interval" else ranks
+        """the same, for the thread that writes in the background"""
         self._any_strands = any_strands
         store, resumed = None, None
         parts = [part for group in groups for part in parts_of(group, form, dtype)]
@@ -211,12 +213,15 @@ class Commits:
             self.slots.committed()  # no commit promises anything: a step may overwrite what the one before it had read
 
     def _commit(self, progress: Progress, *, whole: bool, stale: Sequence[str]) -> None:
+        with self.ranks.together():
+            self._record(progress, self.ranks, whole=whole, stale=stale)
+
+    def _record(self, progress: Progress, ranks: Ranks, *, whole: bool, stale: Sequence[str]) -> None:
         assert self.store is not None
         record = {**progress, "whole": whole, "slots": self.slots.record(), "stale": list(stale)}
-        with self.ranks.together():
-            self.store.before_record = partial(self.ranks.agree, "step to commit", (progress["step"], whole))
-            self.store.commit(record)
-            self.ranks.agree("commit", self.store.commits.sequence)  # before anything is written over the one before
+        self.store.before_record = partial(ranks.agree, "step to commit", (progress["step"], whole))
+        self.store.commit(record)
+        ranks.agree("commit", self.store.commits.sequence)  # before anything is written over the one before
         self.slots.committed()
 
     def write_buffers(self) -> None:
@@ -226,6 +231,11 @@ class Commits:
     def commit_written(self, progress: Progress) -> None:
         """Commit a step all of whose state has been written, wherever it lives."""
         self._commit(progress, whole=True, stale=[])
+
+    def commit_beside(self, progress: Progress) -> None:
+        """The same in a thread of its own, while steps go on. What fails is for whoever waits for it to raise: all
+        ranks wait at the same places, and there it ends the others."""
+        self._record(progress, self._beside, whole=True, stale=[])
 
     def read_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
         """Fill ``pages`` with those of a model's buffer."""
