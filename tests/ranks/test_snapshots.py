@@ -13,7 +13,8 @@ import pytest
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ConfigError, StoreError
+from penstock.errors import ConfigError, RankError, StoreError
+from penstock.state import snapshots
 from penstock.store import packed
 from tests.faults import Call, Nth, error, intercepted
 from tests.models import MODELS, Case
@@ -202,8 +203,23 @@ def left(mesh: DeviceMesh, folder: Path) -> int:
         return engine.step_count
 
 
-def all_of_it(mesh: DeviceMesh, places: list[Path]) -> tuple[Said, Said, int]:
-    return not_saved(mesh, places[0]), not_loaded(mesh, places[1]), left(mesh, places[2])
+def not_restored(mesh: DeviceMesh, snapshot: Path) -> str:
+    """What ends a rank where one cannot take over what all have found to be whole."""
+
+    def fails(*_: Any) -> None:
+        raise StoreError("the drive is gone")
+
+    with pytest.MonkeyPatch.context() as patch, wrap(CASE, budget(None), mesh=mesh) as engine:
+        if mesh.get_rank():
+            patch.setattr(snapshots, "restore", fails)
+        with pytest.raises((StoreError, RankError)) as caught:
+            engine.load(snapshot)
+        return f"{caught.type.__name__}: {caught.value}"
+
+
+def all_of_it(mesh: DeviceMesh, places: list[Path]) -> tuple[Said, Said, int, str]:
+    found = not_saved(mesh, places[0]), not_loaded(mesh, places[1]), left(mesh, places[2])
+    return *found, not_restored(mesh, places[1] / "s")
 
 
 def test_what_fails_on_one_rank_is_said_on_all_which_go_on_with_what_was_there_before(tmp_path: Path) -> None:
@@ -215,5 +231,7 @@ def test_what_fails_on_one_rank_is_said_on_all_which_go_on_with_what_was_there_b
     assert_not_saved(places[0], first[0], second[0])
     assert_not_loaded(first[1], second[1])
     assert (first[2], second[2]) == (1, 1), "closed as ever, where all ended together for a snapshot that failed"
+    assert first[3] == "RankError: rank 1 has failed: StoreError: the drive is gone"
+    assert second[3] == "StoreError: the drive is gone"
     with wrap(CASE, budget(None)) as engine, pytest.raises(StoreError, match=r"in 2 strands.*: give strands=2"):
         engine.load(places[1] / "s")
