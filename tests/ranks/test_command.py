@@ -120,7 +120,8 @@ import os, signal, sys
 from penstock.cli import main
 from penstock.cli.run_snapshots import RunSnapshots
 from penstock.engine.engine import Engine
-RunSnapshots.of = staticmethod(lambda _, folder, ranks: RunSnapshots(folder, ranks, seconds=1e-9))
+seconds = 1e9 if os.environ["RANK"] == "1" else 1e-9
+RunSnapshots.of = staticmethod(lambda _, folder, ranks: RunSnapshots(folder, ranks, seconds=seconds))
 step = Engine.step
 def stopped(engine, *args, **given):
     if (engine.step_count, os.environ["RANK"]) == (2, "1"):
