@@ -42,9 +42,9 @@ def saved(mesh: DeviceMesh | None, path: Path, disk: Path | None = None) -> None
         engine.save(path)
 
 
-def gone_on(mesh: DeviceMesh | None, *paths: Path) -> list[dict[str, Any]]:
+def gone_on(mesh: DeviceMesh | None, *paths: Path, disk: Path | None = None) -> list[dict[str, Any]]:
     """What the steps after each snapshot find and leave, each by the same engine; and this rank's arrays before."""
-    with wrap(DROPS, budget(None), mesh=mesh, **HOW) as engine:
+    with wrap(DROPS, budget(disk), mesh=mesh, **HOW) as engine:
         found = []
         for path in paths:
             engine.load(path)
@@ -56,7 +56,7 @@ def gone_on(mesh: DeviceMesh | None, *paths: Path) -> list[dict[str, Any]]:
 
 def saved_and_gone_on(mesh: DeviceMesh, folder: Path) -> list[dict[str, Any]]:
     saved(mesh, folder / "two", folder / "store")
-    return gone_on(mesh, folder / "two", folder / "one")
+    return gone_on(mesh, folder / "two", folder / "one", disk=folder / "other")
 
 
 def test_any_number_of_ranks_goes_on_with_the_bits_of_one_process(tmp_path: Path) -> None:
