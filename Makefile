@@ -34,9 +34,9 @@ faults: $(READY)
 proofs: $(READY)
 	$(BIN)/python -m pytest --campaign tests/schedule/test_any_program.py
 
-# Every case of the products of settings of which `make test` runs a sample.
+# Every case of the products of settings of which `make test` runs a sample; those of faults `make faults` runs.
 products: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --campaign -m sampled
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --campaign -m sampled --ignore tests/campaigns
 	$(BIN)/python -m pytest --campaign tests/ranks/test_bits.py
 
 # Every type of model of the installed transformers, tiny, against a plain loop of torch; about half an hour of a core.

@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, settings
 from tests import sampling, small_examples
 from tests.runs import write_run
 
+gc.disable()  # until all tests are collected: what is imported stays, and to look through it takes a third of the time
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when it is first imported: nothing is looked up, or reported
 # Two tests run at a time, on two cores; models are small, and threads that wait for each other only take time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
@@ -64,6 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--campaign"):
         items[:], left_out = sampling.chosen(items)
         config.hook.pytest_deselected(items=left_out)
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -7,6 +7,7 @@ the files of the given folders are counted from the first line of ``main`` on.
 
 import ctypes
 import errno
+import gc
 import json
 import os
 import signal
@@ -126,6 +127,7 @@ def commands(folder: Path) -> Iterator[Commands]:
 
 
 def _serve() -> None:
+    gc.disable()  # there is no garbage among what is imported
     import torch
     import torch._dynamo
 
@@ -137,6 +139,8 @@ def _serve() -> None:
     import penstock.doctor.examine
     import penstock.report.picture  # noqa: F401
 
+    gc.freeze()
+    gc.enable()
     torch.set_num_threads(1)
     shim = ctypes.CDLL(None)
     shim.interposed_struck.restype = ctypes.c_char_p

@@ -24,11 +24,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Self
 
-_IMPORTED = [
-    *("tests.victims", "torch._dynamo", "penstock.cli.train", "penstock.cli.export"),
-    "transformers.models.llama.modeling_llama",  # the model of the settings files in the tests
-]
-
 
 def server() -> ForkServerContext:
     """Starts processes from a server that has imported what they need, which takes it seconds, once.
@@ -37,7 +32,7 @@ def server() -> ForkServerContext:
     """
     assert os.environ["OMP_NUM_THREADS"] == "1"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    context.set_forkserver_preload(["tests.warm_imports"])
     return context
 
 

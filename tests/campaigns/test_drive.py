@@ -81,6 +81,7 @@ def check_error(fault: str, nth: Nth, attempt: Attempt) -> None:
         assert found[5]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_fault_at_any_system_call_is_named_and_survived(

@@ -89,6 +89,8 @@ def test_a_flipped_bit_is_named_and_never_trained_on(
     with open_run(setting, trained := tmp_path / "trained") as engine:
         go_on(engine, DONE)
     kinds = stretches(trained)
+    if not campaign.full and name != next(iter(SETTINGS)):  # the others differ in order and number, not in kind
+        kinds = dict(rng.sample(sorted(kinds.items()), 3))
     hit: Counter[str] = Counter()
     for _ in range(campaign.cases(1, share(25))):
         for kind, places in kinds.items():

@@ -42,6 +42,7 @@ REFUSALS: dict[str, tuple[Callable[[], None], type[BaseException], str]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("memory", REFUSALS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_without_memory_a_step_fails_and_can_be_repeated(

@@ -221,7 +221,7 @@ def test_nothing_fits_that_takes_more_than_the_machine_has(config: Path, capsys:
     assert max(sizes["device"] for sizes in large.memory.values()) <= 40 << 30
     small = config.parent / "small.json"  # a settings file's budget may be more than a machine has
     small.write_text(replace(MACHINE, device=replace(MACHINE.device, memory=1 << 20)).to_json())
-    text = answered(capsys, config, "--machine", small)
+    text = answered(capsys, config, "--machine", small, "--delay", 0)
     assert "It fits into the budget, but not into the machine." in text
     assert "note: it does not fit into the machine: " in text
 
@@ -296,10 +296,8 @@ def test_several_ranks_share_the_budget_and_the_step_and_one_sends_nothing(
 ) -> None:
     path = config.parent / "ranks.json"
     path.write_text(replace(MACHINE, between=(Between(ranks=2, bandwidth=1e8, latency=1e-3),)).to_json())
-    one, two, four = (
-        json.loads(answered(capsys, config, "--machine", path, "--budget.host", "32MiB", "--ranks", ranks, "--json"))
-        for ranks in (1, 2, 4)
-    )
+    options = (config, "--machine", path, "--budget.host", "32MiB", "--delay", 0)
+    one, two, four = (json.loads(answered(capsys, *options, "--ranks", ranks, "--json")) for ranks in (1, 2, 4))
     for ranks, data in ((1, one), (2, two), (4, four)):
         assert data["ranks"] == ranks
         assert data["step"]["tokens"] == one["step"]["tokens"]
@@ -310,7 +308,7 @@ def test_several_ranks_share_the_budget_and_the_step_and_one_sends_nothing(
         assert data["step"]["seconds"] >= data["step"]["limit_seconds"]
     sent = [data["lanes"]["net"]["bytes"] * ranks / (ranks - 1) for ranks, data in ((2, two), (4, four))]
     assert sent[0] == pytest.approx(sent[1], rel=0.1)  # groups of a small model are padded
-    said = answered(capsys, config, "--machine", path, "--budget.host", "32MiB", "--ranks", 2)
+    said = answered(capsys, *options, "--ranks", 2)
     assert "2 ranks that share its state" in said
     assert "of each rank:" in said
 
@@ -364,8 +362,9 @@ def test_a_delay_that_pays_is_part_of_the_plan() -> None:
 
 def test_the_dtype_of_gradients_and_who_rounds_them_are_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "in bf16, rounded" not in answered(capsys, config)
-    found = re.search("gradients   in bf16, rounded (.+)", answered(capsys, config, "--grad_dtype", "bf16"))
-    plan = json.loads(answered(capsys, config, "--grad_dtype", "bf16", "--json"))["plan"]
+    options = (config, "--grad_dtype", "bf16", "--delay", 0)
+    found = re.search("gradients   in bf16, rounded (.+)", answered(capsys, *options))
+    plan = json.loads(answered(capsys, *options, "--json"))["plan"]
     assert plan["grad_dtype"] == "bf16"
     assert found is not None
     assert found[1] == {"device": "on the device", "host": "as the optimizer reads them"}[plan["cast"]]

@@ -150,6 +150,7 @@ def test_same_bits_when_some_groups_are_resident(
     assert_same(found, reference(precision, 1.75))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chunk", [4096, 8192])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("clip", "schedule"), [(1.75, "vertical"), (None, "horizontal")])

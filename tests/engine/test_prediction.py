@@ -33,6 +33,7 @@ def machine(folder: Path, **changes: Any) -> Machine:
     )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("where", [{}, {"weights": "host", "state": "host"}, {"state": "host", "checkpoints": "disk"}])
 def test_bytes_are_predicted_exactly_and_memory_is_not_exceeded(

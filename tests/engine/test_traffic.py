@@ -74,6 +74,7 @@ def moved(engine: penstock.Engine) -> dict[str, int]:
     return {lane: counted[lane] for lane in ("h2d", "d2h", "read", "write")}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("clip", [1e9, None])
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize(("precision", "weight"), [("fp32", 4), ("bf16", 2)])
@@ -191,6 +192,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("places", PLACES)
 def test_peaks_stay_within_plan_and_budget(places: str, schedule: str, tmp_path: Path) -> None:

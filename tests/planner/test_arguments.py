@@ -121,7 +121,10 @@ budget: {{device: 64MiB, host: 64MiB, disk: "{{run}}/store", slots: 1}}
 steps: 4
 batch: {{sequences: 4}}
 micro_batch_size: 2
+schedule: vertical
+delay: 0
 """
+"""Little to choose here, too."""
 
 
 @pytest.fixture

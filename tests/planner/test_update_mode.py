@@ -199,7 +199,7 @@ def test_where_only_the_vertical_schedule_can_the_other_is_left_out() -> None:
 def test_either_schedule_sums_in_strands(family: Family) -> None:
     asked = question(transformer(3), form=ADAM16, wait=True, family=family, micro_batches=4)
     for strands in (1, 4):
-        found = searched(forced(asked, strands=strands))
+        found = searched(forced(asked, strands=strands, delay=0.0))
         assert (found.request.family, found.plan.settings.strands) == (family, strands)
         on_device = any(op.id.kind == "AD" for op in found.plan.schedule.ops)
         sums = {name for op in found.plan.schedule.ops for name, _ in op.takes if name.kind == "H" and name.visit}

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import distributed as dist
 
 from tests import warm
+from tests.patience import PATIENCE
 
 
 class Launched:
@@ -31,7 +32,7 @@ class Launched:
 
     def outcomes(self) -> list[tuple[int, str, str]]:
         """(exit code, output, errors) of each."""
-        said = [process.communicate(100) for process in self.processes]
+        said = [process.communicate(PATIENCE) for process in self.processes]
         return [(process.wait(), *both) for process, both in zip(self.processes, said, strict=True)]
 
 

@@ -4,16 +4,18 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 import penstock
 from penstock.errors import ConfigError
+from tests import warm
 from tests.patience import PATIENCE
 from tests.ranks.launched import Launched
+from tests.warm_shell import commands
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -31,15 +33,16 @@ def test_a_rank_that_is_killed_is_started_again_and_all_go_on(tmp_path: Path) ->
     disk.mkdir()
     (disk / "wait").touch()
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--max-restarts", "1"]
-    run = subprocess.Popen(
-        [sys.executable, *torchrun, "tests/ranks/restarted.py", disk, "4"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # torchrun leaves its folder of logs there
-    )
-    try:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # torchrun leaves its folder of logs there
+    with (
+        TemporaryDirectory() as folder,
+        commands(Path(folder)) as place,  # with the python that the ranks are started by
+        warm.start(
+            [*torchrun, "--no-python", place / "python", "tests/ranks/restarted.py", disk, "4"],
+            cwd=ROOT,
+            env=environment,
+        ) as run,
+    ):
         while not ((disk / "two-0").exists() and (disk / "two-1").exists()):
             assert run.poll() is None, run.communicate()
             time.sleep(0.05)
@@ -47,8 +50,6 @@ def test_a_rank_that_is_killed_is_started_again_and_all_go_on(tmp_path: Path) ->
         os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
         (disk / "wait").unlink()
         said, errors = run.communicate(timeout=PATIENCE)
-    finally:
-        run.terminate()  # which ends its workers
     assert run.returncode == 0, errors
     assert said.splitlines() == ["step 1", "step 2", "step 3", "step 4"]
 

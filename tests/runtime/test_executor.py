@@ -95,6 +95,7 @@ def assert_rules_kept(schedule: Schedule, events: list[tuple[str, str]], in_flig
     assert free == {pool.name: pool.count for pool in schedule.pools}
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(8))
 def test_order_dependencies_and_pools_hold_whatever_the_timing(seed: int, workers: int) -> None:

@@ -60,6 +60,7 @@ def gradients_on_disk() -> Schedule:
         return by_lane(engine.plan.schedule, "d2h", "write", "read", "h2d", "compute", "cpu")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("own", [roundabout, lane_by_lane, gradients_on_disk])
 def test_what_is_committed_at_the_end_is_the_step(own: object, overlap: bool, tmp_path: Path) -> None:

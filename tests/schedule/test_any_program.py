@@ -37,9 +37,9 @@ T = TypeVar("T")
 Builder = Callable[[Program, Settings], Schedule]
 
 
-def proved(campaign: Campaign, strategy: st.SearchStrategy[T], holds: Callable[[T], None], few: int = 100) -> None:
+def proved(campaign: Campaign, strategy: st.SearchStrategy[T], holds: Callable[[T], None], few: int = 60) -> None:
     """``holds`` for examples of a strategy: the same few in each run, or many new ones in a campaign."""
-    count = campaign.cases(few, 200 * few)
+    count = campaign.cases(few, 300 * few)
     settings(max_examples=count, deadline=None, derandomize=not campaign.full, database=None)(given(strategy)(holds))()
 
 

@@ -241,6 +241,7 @@ def test_a_formula_gives_what_a_dry_run_gives(
     assert found == exact
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("rows", "length", "form", "kind"), [(1, 64, BF16, "cuda"), (4, 128, FP32, "cpu")])
 @pytest.mark.parametrize("name", ["llama grouped tied", "gpt2"])
 @pytest.mark.parametrize("tile", [250, 1024])

@@ -54,6 +54,7 @@ def stores(folder: Path, ranks: int) -> list[list[Path]]:
     return [[folder / f"rank-{rank}"] for rank in range(ranks)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("numbers", [{"precision": "fp32"}, {"precision": "bf16"}], ids=str)
 @pytest.mark.parametrize("ways", [(4, 2, 1), (3, 7, 1)], ids=str)
 def test_what_is_cut_otherwise_and_back_goes_on_with_the_same_bits(

@@ -97,6 +97,7 @@ def fill(store: Store, seed: int = 0) -> dict[tuple[str, int], npt.NDArray[np.ui
 # ---- blocks
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("reopened", [False, True])
 @pytest.mark.parametrize(("name", "slot"), [("weights", 0), ("weights", 1), ("moment", 1), ("other", 0)])
 def test_one_flipped_bit_is_found_and_named(store: Store, name: str, slot: int, reopened: bool) -> None:
