@@ -22,11 +22,12 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from bench.harness import (
@@ -46,7 +47,7 @@ from bench.workload import Work, write_initial_weights
 
 COMMAND = "python -m bench.ranks"
 EACH = DiskLimit(read=100 * MB, write=50 * MB)
-MODULE = "bench.ranks_run"
+OURS = (sys.executable, "-m", "bench.ranks_run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ def run(side: Side, case: Case, work: Work, limit: DiskLimit | None) -> tuple[li
     Raises:
         BenchError: a rank failed; quotes the end of what it said.
     """
-    steps = run_ranks(side, work, limit, ["--drives", str(side.ranks)] if case.disk else [])
+    steps = run_ranks(side, work, limit, [*OURS, *(("--drives", str(side.ranks)) if case.disk else ())])
     losses = {tuple(step["loss"] for step in of_rank) for of_rank in steps}
     if len(losses) != 1:
         raise BenchError(f"{side.name}: ranks report other losses: {losses}")
@@ -106,10 +107,16 @@ def run(side: Side, case: Case, work: Work, limit: DiskLimit | None) -> tuple[li
 
 
 def run_ranks(
-    side: Side, work: Work, limit: DiskLimit | None, words: Sequence[str], *, shared: bool = False
+    side: Side,
+    work: Work,
+    limit: DiskLimit | None,
+    command: Sequence[str],
+    *,
+    shared: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[list[dict[str, Any]]]:
-    """What each rank of ``bench.ranks_run`` says of each step. ``limit``: of each rank, or of all together if they have
-    a drive that is ``shared``.
+    """What each rank says of each step, in a line of JSON. ``command`` gets ``--work`` appended; ``{rank}`` in it is
+    the rank's number. ``limit``: of each rank, or of all together if they have a drive that is ``shared``.
 
     Raises:
         BenchError: a rank failed; quotes the end of what it said.
@@ -122,14 +129,15 @@ def run_ranks(
         for rank in range(side.ranks):
             own = stack.enter_context(disk_cgroup(None if shared else limit, Path(work.scratch), f"-{rank}"))
             group = together if shared else own
-            environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": side.ranks, "MASTER_PORT": port}
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": side.ranks, "MASTER_PORT": port}
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", MODULE, "--work", work.to_json(), *words],
+                    [*(word.replace("{rank}", str(rank)) for word in command), "--work", work.to_json()],
                     cwd=ROOT,
                     env=os.environ
                     | {"OMP_NUM_THREADS": str(side.threads), "MASTER_ADDR": "localhost", "OMP_WAIT_POLICY": "passive"}
-                    | {name: str(value) for name, value in environment.items()},
+                    | {name: str(value) for name, value in place.items()}
+                    | dict(environment),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -140,7 +148,7 @@ def run_ranks(
     failed = [error for process, (_, error) in zip(processes, said, strict=True) if process.returncode]
     if failed:
         raise BenchError(f"{side.name}: {failed[0][-3000:]}")
-    return [[json.loads(line) for line in out.splitlines()] for out, _ in said]
+    return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in said]
 
 
 def measure(case: Case, scratch: Path, *, rounds: int, steps: int) -> dict[str, list[float]]:

@@ -33,7 +33,7 @@ from bench.harness import (
     why_no_limit,
     write_section,
 )
-from bench.ranks import Side, run_ranks
+from bench.ranks import OURS, Side, run_ranks
 from bench.ranks_run import drives
 from bench.workload import Work, write_initial_weights
 from penstock.hardware.machine import Machine, load_machine
@@ -113,7 +113,7 @@ def measure(case: Case, profile: Machine, scratch: Path, steps: int) -> Row:
     words = ["--drives", str(count), "--profile", str(file)]
     words += [] if case.clip is None else ["--clip", str(case.clip)]
     side = Side(ranks=case.ranks, threads=1)
-    said = run_ranks(side, work, case.limit, words, shared=case.drives == "one")
+    said = run_ranks(side, work, case.limit, [*OURS, *words], shared=case.drives == "one")
     shutil.rmtree(scratch / "ranks", ignore_errors=True)
     lanes = ("h2d", "d2h", "net")
     return Row(

@@ -27,6 +27,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", required=True, help="the job, as JSON (bench.workload.Work)")
     parser.add_argument("--drives", type=int, default=0, help="weights and state on disk, in so many directories")
+    parser.add_argument("--device", default="512MiB", help="each rank's device budget")
+    parser.add_argument("--host", default="1GiB", help="the host budget of all ranks together")
     parser.add_argument("--profile", type=Path, help="a machine profile to plan for; without it nothing is predicted")
     parser.add_argument("--clip", type=float, help="the largest norm of the gradients")
     arguments = parser.parse_args()
@@ -39,7 +41,7 @@ def main() -> None:
     with penstock.wrap(
         build_initial(work),
         optimizer=penstock.AdamW(lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
-        budget=penstock.Budget(device="512MiB", host="1GiB", disk=disk),
+        budget=penstock.Budget(device=arguments.device, host=arguments.host, disk=disk),
         precision="fp32",
         clip_grad_norm=arguments.clip,
         device="cpu",

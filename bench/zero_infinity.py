@@ -1,6 +1,7 @@
 """Step time against DeepSpeed's ZeRO-Infinity when both train from one slow disk.
 
     python -m bench.zero_infinity
+    python -m bench.zero_infinity --ranks 2
 
 A GPT of 168M parameters (12 layers of 1024, vocabulary 8,192) in fp32, micro-batches of 4x128 tokens, activations
 recomputed and clipping off on both sides, parameters and optimizer state on disk. Both sides run in one cgroup
@@ -10,10 +11,14 @@ Required: 2.0x or more at 200/100 MB/s (read/write) with 4 and with 8 micro-batc
 DeepSpeed is installed from PyPI into an environment of its own the first time (``.bench/deepspeed``, or the place
 named by ``--venv`` or ``$PENSTOCK_BENCH_DEEPSPEED``). Without root or cgroup v1 the disk's rate is not held; the
 numbers are then printed, but nothing is required of them and nothing is recorded.
+
+``--ranks 2``: two processes on each side, with half of 8 micro-batches each and a drive of 100/50 MB/s each. Required:
+3x or more.
 """
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 from dataclasses import dataclass
@@ -36,6 +41,8 @@ from bench.harness import (
     why_no_limit,
     write_section,
 )
+from bench.ranks import OURS, run_ranks
+from bench.ranks import Side as RanksSide
 from bench.workload import Work, write_initial_weights
 
 COMMAND = "python -m bench.zero_infinity"
@@ -59,6 +66,10 @@ CASES = (
     Case(limit=DiskLimit(read=200 * MB, write=100 * MB), micro_batches=8, required=2.0),
     Case(limit=DiskLimit(read=100 * MB, write=50 * MB), micro_batches=8, required=3.0),
 )
+
+
+OF_RANKS = CASES[-1]
+"""The case of several ranks: each of them has the drive, all of them together the micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +111,8 @@ HEADER = (
 )
 
 
-def measure(case: Case, sides: tuple[Side, Side], arguments: argparse.Namespace, scratch: str) -> Outcome:
-    """Run both sides of a case in turn, with their files in ``scratch``."""
-    limited = why_no_limit() is None
-    work = Work(
+def _work(case: Case, arguments: argparse.Namespace, scratch: str) -> Work:
+    return Work(
         model="gpt-168m",
         micro_batches=case.micro_batches,
         batch=4,
@@ -112,6 +121,12 @@ def measure(case: Case, sides: tuple[Side, Side], arguments: argparse.Namespace,
         threads=arguments.threads,
         scratch=scratch,
     )
+
+
+def measure(case: Case, sides: tuple[Side, Side], arguments: argparse.Namespace, scratch: str) -> Outcome:
+    """Run both sides of a case in turn, with their files in ``scratch``."""
+    limited = why_no_limit() is None
+    work = _work(case, arguments, scratch)
     write_initial_weights(work)
     print(f"{case.micro_batches} micro-batches, disk {case.limit if limited else 'not held to a rate'}", flush=True)
     runs = alternate(
@@ -122,6 +137,65 @@ def measure(case: Case, sides: tuple[Side, Side], arguments: argparse.Namespace,
         logs=ROOT / ".bench" / "logs" / "zero_infinity" / case.name.replace("/", "-"),
     )
     return Outcome(case=case, limited=limited, runs=runs)
+
+
+def measure_ranks(ranks: int, arguments: argparse.Namespace, scratch: Path) -> dict[str, list[float]]:
+    """Seconds of each measured step of both sides, as long as on the slowest rank.
+
+    Raises:
+        BenchError: a rank failed, or the sides have other losses.
+    """
+    case, work = OF_RANKS, _work(OF_RANKS, arguments, str(scratch))
+    write_initial_weights(work)
+    python = deepspeed_venv.prepare(arguments.venv)
+    report = str(scratch / "deepspeed-{rank}.jsonl")
+    commands = {
+        "deepspeed": (str(python), "-m", "bench.peer_deepspeed", *_peer_flags(arguments), "--report", report),
+        "penstock": (*OURS, "--drives", str(ranks), "--device", arguments.device, "--host", arguments.host),
+    }
+    side = RanksSide(ranks=ranks, threads=max(1, arguments.threads // ranks))
+    limit = case.limit if why_no_limit() is None else None
+    found: dict[str, list[float]] = {name: [] for name in commands}
+    losses: dict[str, list[float]] = {}
+    for turn in range(arguments.rounds):
+        for name, command in commands.items():
+            environment = deepspeed_venv.environment(python) if name == "deepspeed" else {}
+            said = run_ranks(side, work, limit, command, environment=environment)
+            shutil.rmtree(scratch / "ranks", ignore_errors=True)
+            shutil.rmtree(scratch / "zero_stage_3", ignore_errors=True)
+            seconds = [max(steps[i]["seconds"] for steps in said) for i in range(work.steps)]
+            losses[name] = [statistics.mean(steps[i]["loss"] for steps in said) for i in range(work.steps)]
+            found[name] += seconds[1:]
+            print(f"  round {turn + 1}  {name}: {' '.join(f'{s:.1f}' for s in seconds)} s", flush=True)
+    for a, b in zip(losses["deepspeed"], losses["penstock"], strict=True):
+        if not abs(a - b) <= 1e-3 * abs(a):
+            raise BenchError(f"the sides have other losses: {losses}")
+    return found
+
+
+def describe_ranks(ranks: int, found: dict[str, list[float]], arguments: argparse.Namespace) -> tuple[str, float]:
+    """The section of the results file, and how many times as fast Penstock is."""
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    ratio = medians["deepspeed"] / medians["penstock"]
+    case = OF_RANKS
+    setting = (
+        f"{ranks} ranks of {max(1, arguments.threads // ranks)} threads; otherwise as above: DeepSpeed "
+        f"{deepspeed_venv.VERSION}, {_flags(arguments)}; medians of {len(found['penstock'])} steps; {machine()}"
+    )
+    row = (
+        f"| {case.limit} | {case.micro_batches} | {medians['deepspeed']:.1f} s | {medians['penstock']:.1f} s "
+        f"| **{ratio:.2f}x** | {case.required:.1f}x |"
+    )
+    lines = [
+        setting,
+        "",
+        "| each rank's disk | micro-batches of all | DeepSpeed step | Penstock step | ratio | required |",
+        "|---|---|---|---|---|---|",
+        row,
+        "",
+        f"Command: `{COMMAND} --ranks {ranks}`",
+    ]
+    return "\n".join(lines), ratio
 
 
 def describe(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
@@ -138,6 +212,10 @@ def describe(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
     return "\n".join([setting, "", HEADER, rule, *(o.row() for o in outcomes), "", f"Command: `{COMMAND}`"])
 
 
+def _peer_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
+    return ("--pipeline" if arguments.pipeline else "--no-pipeline", "--sub-group", str(arguments.sub_group))
+
+
 def _flags(arguments: argparse.Namespace) -> str:
     pipeline = "on" if arguments.pipeline else "off"
     return f"pipelined optimizer swapping {pipeline}, sub-groups of {arguments.sub_group:,} elements"
@@ -147,6 +225,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scratch", type=Path, default=SCRATCH, help="directory on the disk under test")
     parser.add_argument("--venv", type=Path, default=deepspeed_venv.default_place(), help="DeepSpeed's environment")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of each side")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--rounds", type=int, default=1, help="processes per side and case")
     parser.add_argument("--steps", type=int, default=3, help="steps per process, the first of which is warm-up")
@@ -161,8 +240,7 @@ def parse() -> argparse.Namespace:
 
 def measure_all(ours: Side, arguments: argparse.Namespace) -> list[Outcome]:
     """All cases asked for. What is measured so far is recorded after each, since a case takes many minutes."""
-    pipeline = "--pipeline" if arguments.pipeline else "--no-pipeline"
-    peer = deepspeed_venv.side(arguments.venv, pipeline, "--sub-group", str(arguments.sub_group))
+    peer = deepspeed_venv.side(arguments.venv, *_peer_flags(arguments))
     outcomes: list[Outcome] = []
     with TemporaryDirectory(dir=arguments.scratch.resolve(), prefix="penstock-bench-") as scratch:
         for case in CASES:
@@ -174,11 +252,29 @@ def measure_all(ours: Side, arguments: argparse.Namespace) -> list[Outcome]:
     return outcomes
 
 
+def main_of_ranks(arguments: argparse.Namespace) -> int:
+    try:
+        with TemporaryDirectory(dir=arguments.scratch.resolve(), prefix="penstock-bench-") as scratch:
+            found = measure_ranks(arguments.ranks, arguments, Path(scratch))
+    except BenchError as error:
+        print(f"bench.zero_infinity: {error}", file=sys.stderr)
+        return 2
+    text, ratio = describe_ranks(arguments.ranks, found, arguments)
+    print(text)
+    if why_no_limit() is not None:
+        return 0
+    if not arguments.no_record:
+        print(f"recorded in {write_section('zero_infinity of ranks', text, results_file())}")
+    return 0 if ratio >= OF_RANKS.required else 1
+
+
 def main() -> int:
     arguments = parse()
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     if reason := why_no_limit():
         print(f"the disk is not held to a rate: {reason}", file=sys.stderr)
+    if arguments.ranks > 1:
+        return main_of_ranks(arguments)
     ours = Side(
         name="penstock",
         command=(

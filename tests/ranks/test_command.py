@@ -91,7 +91,7 @@ def test_what_one_rank_finds_wrong_all_say(alone: Path, tmp_path: Path) -> None:
     found = launched(2, ["train", "config.yaml", "--batch.sequences", "6"], tmp_path)
     assert [code for code, _, _ in found] == [2, 2]
     for _, _, errors in found:
-        assert "the 3 micro-batches of a step cannot be dealt out evenly to 2 ranks" in errors
+        assert "3 micro-batches cannot be shared evenly by 2 ranks" in errors
     assert not (tmp_path / "run").exists()
     refused = warm.run(["-m", "penstock", "train", "config.yaml", "--strands", "3"], cwd=tmp_path, timeout=PATIENCE)
     assert "strands=3 with 1 rank: must be 1 times a power of two" in refused.stderr

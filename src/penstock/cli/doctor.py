@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from penstock.cli.launch import MOST_RANKS
 from penstock.cli.showing.display import choose_display
 from penstock.cli.words import Words, columns
 from penstock.config import format_size
@@ -15,8 +16,6 @@ from penstock.errors import ConfigError
 from penstock.hardware.crossing import faster_casts
 from penstock.hardware.machine import Between, Crossing, Device, Drive, Host, Machine
 from penstock.hardware.profiles import save_profile
-
-_MOST_RANKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +46,8 @@ class Arguments(Words):
     def __post_init__(self) -> None:
         if self.quick and self.sustained:
             raise ConfigError("--quick measures for a short time and --sustained for a long one: give one of them")
-        if wrong := [count for count in self.ranks if not 2 <= count <= _MOST_RANKS]:
-            raise ConfigError(f"--ranks {wrong[0]}: must be from 2 to {_MOST_RANKS}, the processes on this machine")
+        if wrong := [count for count in self.ranks if not 2 <= count <= MOST_RANKS]:
+            raise ConfigError(f"--ranks {wrong[0]}: must be from 2 to {MOST_RANKS}, the processes on this machine")
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
+MOST_RANKS = 64
+"""Processes on one machine that are planned for and measured."""
+
 
 def process_count() -> int:
     """The processes that torchrun has started; 1 without torchrun."""

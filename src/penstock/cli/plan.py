@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, get_args
 
+from penstock.cli.launch import MOST_RANKS
 from penstock.cli.settings import load
+from penstock.cli.split import dealt
 from penstock.cli.task import free_here, shipped_shape, task_of
 from penstock.cli.words import Words, help_of, read_words, split_words
 from penstock.config import Durability, TrainConfig, fields_of, parse_size
@@ -19,8 +21,6 @@ from penstock.hardware.profiles import check_device, machine_named, on_directori
 from penstock.planner.arguments import PlanSettings, check_drives
 from penstock.planner.ask import PlanReport, measured, plan, rated, report
 from penstock.planner.task import free_bytes, own_budget
-
-_MOST_RANKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class FileArguments(Words):
         check_drives(self.disk_free, self.tbw)
         if self.batch is not None and self.batch < 1:
             raise ConfigError(f"batch={self.batch}: must be a whole number of at least 1")
-        if not 1 <= self.ranks <= _MOST_RANKS:
-            raise ConfigError(f"ranks={self.ranks}: must be from 1 to {_MOST_RANKS}, the processes on one machine")
+        if not 1 <= self.ranks <= MOST_RANKS:
+            raise ConfigError(f"ranks={self.ranks}: must be from 1 to {MOST_RANKS}, the processes on one machine")
         keys = {key.replace("-", "_") for key, _ in self.settings}
         if self.batch is not None and (cut := {"micro_batches", "micro_batch_size"} & keys):
             raise ConfigError(
@@ -169,9 +169,9 @@ def _of_config(arguments: FileArguments) -> PlanReport:
     batch = arguments.batch
     if batch is None and config.micro_batch_size is not None:
         size, count = config.split
-        found = report(task, split=(size, _share(count, ranks, "micro-batches")))
+        found = report(task, split=(size, dealt(count, "micro-batches", ranks)))
     else:
-        found = report(task, batch=_share(batch or config.sequences_per_step, ranks, "sequences"))
+        found = report(task, batch=dealt(batch or config.sequences_per_step, "sequences", ranks))
     if config.plan is None:
         note = (
             "the file says plan: null, so that the run places state by a fixed order; this is the plan for plan: auto"
@@ -181,13 +181,6 @@ def _of_config(arguments: FileArguments) -> PlanReport:
         note = f"the shape of {config.model.source} is the published one, which ships as {shipped}: no hub was asked"
         found = replace(found, notes=(*found.notes, note))
     return found
-
-
-def _share(count: int, ranks: int, what: str) -> int:
-    each, rest = divmod(count, ranks)
-    if rest or not each:
-        raise ConfigError(f"{count} {what} cannot be shared evenly by {ranks} ranks: give a multiple of {ranks}")
-    return each
 
 
 def _machine(config: TrainConfig, asked: str | None) -> Machine:

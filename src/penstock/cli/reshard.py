@@ -19,10 +19,11 @@ from penstock.cli.own_store import require_own_stores
 from penstock.cli.run_folder import settings_of, write_settings
 from penstock.cli.run_record import Resharding, RunRecord
 from penstock.cli.showing.progress import progress
+from penstock.cli.split import dealt
 from penstock.cli.words import Words
 from penstock.config import TrainConfig
 from penstock.config.budget import is_of_rank
-from penstock.config.step import check_strands
+from penstock.config.step import STRANDS, check_strands
 from penstock.errors import ConfigError, StoreError
 from penstock.store.directory import DirectoryLock, is_there, make_directory, sync_directory
 from penstock.store.manifest import DATA, Manifest
@@ -58,11 +59,8 @@ class Arguments(Words):
 
     def __post_init__(self) -> None:
         for key, value in (("ranks", self.ranks), ("strands", self.strands)):
-            if value is not None and not 1 <= value <= _MOST:
-                raise ConfigError(f"--{key} {value}: must be from 1 to {_MOST:,}")
-
-
-_MOST = 1 << 12
+            if value is not None and not 1 <= value <= STRANDS:
+                raise ConfigError(f"--{key} {value}: must be from 1 to {STRANDS:,}")
 
 
 def run(arguments: Arguments) -> int:
@@ -149,9 +147,7 @@ def _strands(arguments: Arguments, config: TrainConfig, had: int) -> int:
         check_strands(strands, ranks)
     except ConfigError as error:
         raise ConfigError(f"{error}. Give --strands {ranks}, which changes the run's numbers from here on") from None
-    count = config.sequences_per_step // (config.micro_batch_size or 1)
-    if count % ranks:
-        raise ConfigError(f"the {count} micro-batches of a step cannot be dealt out evenly to {in_words(ranks)}")
+    dealt(config.sequences_per_step // (config.micro_batch_size or 1), "micro-batches", ranks)
     return strands
 
 

@@ -8,6 +8,7 @@ import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from penstock.config.step import STRANDS
 from penstock.errors import StoreError
 from penstock.store.owner import RUN_FILE, RUN_KIND, Owner
 from penstock.store.records import read_as, write_document
@@ -120,9 +121,5 @@ class _Written:
     resharding: Resharding | None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ranks <= _MOST_RANKS:
+        if not 1 <= self.ranks <= STRANDS:
             raise ValueError(f"ranks={self.ranks} is no number of ranks")
-
-
-_MOST_RANKS = 1 << 16
-"""More than any run has, and as many as can be counted through."""

@@ -46,12 +46,19 @@ def check_shared(config: TrainConfig, ranks: int) -> None:
         check_strands(config.strands, ranks)
     if ranks == 1:
         return
-    sequences, size = config.sequences_per_step, config.micro_batch_size or 1
-    if sequences // size % ranks:
-        raise ConfigError(
-            f"batch: the {sequences // size} micro-batches of a step cannot be dealt out evenly to {ranks} ranks: give "
-            f"a multiple of {ranks * size} sequences"
-        )
+    dealt(config.sequences_per_step // (config.micro_batch_size or 1), "micro-batches", ranks)
+
+
+def dealt(count: int, what: str, ranks: int) -> int:
+    """How many of a step's ``count`` each of the ranks has.
+
+    Raises:
+        ConfigError: they cannot all have as many.
+    """
+    each, rest = divmod(count, ranks)
+    if rest or not each:
+        raise ConfigError(f"batch: {count} {what} cannot be shared evenly by {ranks} ranks: give a multiple of {ranks}")
+    return each
 
 
 def cut_batch(
