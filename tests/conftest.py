@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import sampling, small_examples
+from tests.accelerator.elsewhere import PREFIX, pytest_runtest_protocol, pytest_runtest_setup
 from tests.runs import write_run
 
 gc.disable()  # until all tests are collected: what is imported stays, and to look through it takes a third of the time
@@ -28,6 +29,8 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # How long an example takes says nothing where other processes have the cores; what must be soon says how soon.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+__all__ = ["pytest_runtest_protocol", "pytest_runtest_setup"]  # of tests that need an accelerator
 
 FINDINGS = pytest.StashKey[list[str]]()
 
@@ -125,7 +128,7 @@ def nothing_is_left_behind(own_temporary_folder: Path) -> Iterator[None]:
     assert not left, "in the system's temporary folder"
 
 
-_STAYS = ("wandb-", "playwright", "org.chromium.", "torchinductor_")
+_STAYS = ("wandb-", "playwright", "org.chromium.", "torchinductor_", PREFIX)
 """What is gone when its process ends: wandb's service, and the browser of a whole file of tests. And what torch has
 compiled, for the next who asks for it."""
 

@@ -9,6 +9,7 @@ from penstock.engine import planning
 from penstock.optim import fallback, kernels
 from penstock.optim.agreement import KINDS, PRECISIONS, other_bits
 from penstock.optim.formula import Hyper, scalars
+from tests.accelerator import DEVICE
 
 CPU = torch.device("cpu")
 
@@ -46,7 +47,6 @@ def test_a_run_that_steps_on_the_device_says_once_where_bits_differ(
     planning.warn_of_other_bits.cache_clear()
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.accelerator
 def test_the_gpu_steps_with_the_hosts_bits() -> None:
-    assert other_bits(torch.device("cuda")) == ()
+    assert other_bits(torch.device(DEVICE)) == ()

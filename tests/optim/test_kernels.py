@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.optim import fallback, kernels, library
 from penstock.optim.formula import MOMENTS, Hyper, Kind, scalars
 from penstock.optim.norm import BLOCK
+from tests.accelerator import DEVICE
 from tests.patience import PATIENCE
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -308,18 +309,17 @@ def test_asking_for_torch_gives_torch_without_a_warning(monkeypatch: pytest.Monk
     assert kernels.backend() == "torch"
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.accelerator
 @given(case=cases())
 @settings(max_examples=60, deadline=None)
 def test_a_gpu_gives_the_same_bits(case: Case) -> None:
-    master, moments, out = (case.master.cuda(), tuple(m.cuda() for m in case.moments), None)
+    master, moments, out = (case.master.to(DEVICE), tuple(m.to(DEVICE) for m in case.moments), None)
     if case.out_dtype is not None:
-        out = torch.zeros(len(master), dtype=case.out_dtype, device="cuda")
+        out = torch.zeros(len(master), dtype=case.out_dtype, device=DEVICE)
     kernels.step(
         case.hyper,
         case.count,
-        grad=case.grad.cuda(),
+        grad=case.grad.to(DEVICE),
         master=master,
         moments=moments,
         out=out,

@@ -13,6 +13,7 @@ from penstock.optim import fallback, kernels, library
 from penstock.optim.crossing import copy_cast
 from penstock.optim.formula import MOMENTS, Kind
 from penstock.optim.norm import BLOCK, grad_norm
+from tests.accelerator import DEVICE
 from tests.optim.test_kernels import Case, assert_same_bits, cases, everyday_case, values
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -154,11 +155,7 @@ def test_what_does_not_fit_between_host_and_device_is_refused(staging: torch.Ten
         copy_cast(target, source, staging)
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.mark.cuda
-@needs_gpu
+@pytest.mark.accelerator
 @pytest.mark.parametrize("narrow", [BF16, FP16])
 def test_a_gpu_casts_to_the_same_bits(narrow: torch.dtype) -> None:
     """Every pattern's neighbourhood is in ``test_rounding_is_to_nearest_even_as_in_torch``; here, a sweep and ties."""
@@ -166,20 +163,19 @@ def test_a_gpu_casts_to_the_same_bits(narrow: torch.dtype) -> None:
     for source in (sweep, wild_case("sgd", None).grad):
         expected = torch.empty(len(source), dtype=narrow)
         kernels.cast(expected, source)
-        there = torch.empty(len(source), dtype=narrow, device="cuda")
-        kernels.cast(there, source.cuda())
+        there = torch.empty(len(source), dtype=narrow, device=DEVICE)
+        kernels.cast(there, source.to(DEVICE))
         assert_same_bits([there.cpu()], [expected])
         down = torch.empty(len(source), dtype=narrow).pin_memory()
-        copy_cast(down, source.cuda(), torch.empty_like(there))
+        copy_cast(down, source.to(DEVICE), torch.empty_like(there))
         up = torch.empty_like(there)
-        copy_cast(up, source.pin_memory(), torch.empty(len(source), device="cuda"))
-        torch.cuda.synchronize()
+        copy_cast(up, source.pin_memory(), torch.empty(len(source), device=DEVICE))
+        torch.accelerator.synchronize()
         assert_same_bits([down, up.cpu()], [expected, expected])
 
 
-@pytest.mark.cuda
-@needs_gpu
+@pytest.mark.accelerator
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_a_gpu_rounds_a_gradient_to_the_same_bits(kind: Kind) -> None:
     case = wild_case(kind, BF16)
-    assert_same(run(case, 1, BF16, "cuda"), run(case, 2, BF16))
+    assert_same(run(case, 1, BF16, DEVICE), run(case, 2, BF16))

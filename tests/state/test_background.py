@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import accelerator
 from penstock.config import Tier
 from penstock.errors import StoreError
 from penstock.schedule.place import Format, Placement
@@ -25,6 +26,7 @@ from penstock.state.background import Background
 from penstock.state.memory import HostSlab
 from penstock.state.slots import Slots
 from penstock.store import Layout, Store
+from tests.accelerator import DEVICE
 from tests.faults import failing
 from tests.patience import PATIENCE, until
 
@@ -538,23 +540,24 @@ def test_an_interrupt_in_a_change_is_raised_there_and_fails_the_write(
     assert same(run.committed(), wanted)
 
 
-# ---- a GPU
+# ---- an accelerator
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.accelerator
 @pytest.mark.parametrize("place", PLACES)
 def test_kernels_that_are_queued_change_nothing_that_is_written(
     place: str, make: Callable[..., Run], threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither those queued before ``begin``, which are part of the state, nor those after it; on two streams."""
-    run = make(place, "cuda")
+    run = make(place, DEVICE)
     slow(monkeypatch, 1e-3)
-    busy = torch.ones(2048, 2048, device="cuda")
-    side = torch.cuda.Stream()
+    its, device = accelerator.of(torch.device(DEVICE)), torch.device(DEVICE, 0)
+    width = 2048 if DEVICE == "cuda" else 32  # the simulated one is late by itself
+    busy = torch.ones(width, width, device=DEVICE)
+    main, side = its.current_stream(device), its.stream(device)
 
-    def change(stream: torch.cuda.Stream, names: Sequence[str]) -> None:
-        with torch.cuda.stream(stream):
+    def change(stream: torch.Stream, names: Sequence[str]) -> None:
+        with its.queued_on(stream):
             for name in names:
                 numel = run.arrays.parts[name].numel
                 for start in range(0, numel, ALIGN):
@@ -563,19 +566,19 @@ def test_kernels_that_are_queued_change_nothing_that_is_written(
     for turn in range(3):
         expected = {name: -array for name, array in run.state().items()}
         for _ in range(20):
-            busy = busy @ busy / 2048
+            busy = busy @ busy / width
         for name in run.names:
             run.arrays.array(name).neg_()  # on the device: queued behind the products
         run.background.begin(ORDER, run.commit)
         half = len(run.names) // 2
         changes = [
             threads.submit(change, side, run.names[half:]),
-            threads.submit(change, torch.cuda.default_stream(), run.names[:half]),
+            threads.submit(change, main, run.names[:half]),
         ]
         for future in changes:
             future.result(timeout=PATIENCE)
         run.background.wait()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         assert run.commits == turn + 1
         assert same(run.committed(), expected)
 

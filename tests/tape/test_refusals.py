@@ -12,6 +12,7 @@ from torch import nn
 import penstock
 from penstock.errors import ModelError
 from tests import models
+from tests.accelerator import DEVICE
 from tests.tape.test_rules import Layer, Stack, stack
 from tests.training import budget
 
@@ -298,9 +299,8 @@ def test_models_in_the_hands_of_others_are_refused_by_wrap(
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.accelerator
 def test_parameters_on_several_devices_are_refused(tmp_path: Path) -> None:
     model = Stack()
-    model.head.cuda()
+    model.head.to(DEVICE)
     assert "parameters are on several devices ('embed.weight' on cpu:0" in refused(model, tmp_path, steps=False)

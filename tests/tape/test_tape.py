@@ -8,6 +8,7 @@ from torch import nn
 
 from penstock.tape.blocks import Block
 from tests import models
+from tests.accelerator import DEVICE
 from tests.models import MODELS, Case, MicroBatch
 from tests.tape_reference import Bench, Gradients, horizontal, plain_step, relative_error, vertical
 
@@ -91,14 +92,13 @@ def test_grouped_experts_are_exact() -> None:
     assert all(torch.equal(gradients[name], g) for name, g in wanted.items())
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.accelerator
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral", "skips"])
 def test_gradients_on_a_gpu_equal_plain_accumulation_there(name: str) -> None:
-    case, cuda = MODELS[name], torch.device("cuda")
-    model = case.model().double().to(cuda)
+    case, device = MODELS[name], torch.device(DEVICE)
+    model = case.model().double().to(device)
     plain = copy.deepcopy(model)
-    micro_batches = [{k: t.to(cuda) for k, t in mb.items()} for mb in case.micro_batches(3, dtype=torch.float64)]
+    micro_batches = [{k: t.to(device) for k, t in mb.items()} for mb in case.micro_batches(3, dtype=torch.float64)]
     bench = Bench(case, model, moving=True)
     bench.probe(micro_batches[0])
     losses, gradients = bench.step(micro_batches, WEIGHTS)

@@ -50,11 +50,11 @@ class Background:
         with near(arrays.device), ExitStack() as undo:
             self._bounce = HostSlab(BOUNCE, beside=arrays.device)
             undo.callback(self._bounce.close)
-            self._device = _DeviceCopies(arrays.device) if arrays.device.type != "cpu" else None
+            self._device = DeviceCopies(arrays.device) if arrays.device.type != "cpu" else None
             undo.pop_all()
-        self.guarded: _Pieces | None = None
+        self.guarded: Pieces | None = None
         """the pieces that a change must look at; None when nothing is pending"""
-        self._last: _Pieces | None = None
+        self._last: Pieces | None = None
         self.thread: threading.Thread | None = None
         """what writes, or has written, the newest snapshot; until it is waited for"""
         self._running = threading.Lock()
@@ -78,7 +78,7 @@ class Background:
         self.wait()
         if self._device is not None:
             self._device.mark()
-        pieces = _Pieces(self._cut(order))
+        pieces = Pieces(self._cut(order))
         for name in pieces.names:
             self._arrays.begin(name)
         thread = threading.Thread(target=self._run, args=(pieces, done), name="penstock-background", daemon=True)
@@ -156,11 +156,11 @@ class Background:
             cut += sorted(mine, key=lambda piece: piece.start)
         return cut
 
-    def _run(self, pieces: "_Pieces", done: Callable[[], None]) -> None:
+    def _run(self, pieces: "Pieces", done: Callable[[], None]) -> None:
         with self._running:
             self._write_all(pieces, done)
 
-    def _write_all(self, pieces: "_Pieces", done: Callable[[], None]) -> None:
+    def _write_all(self, pieces: "Pieces", done: Callable[[], None]) -> None:
         try:
             for piece in pieces.all:
                 if pieces.take(piece, wait=False):
@@ -188,7 +188,7 @@ class Background:
             assert self._device is not None
             self._device.copy_beside(target, source)
 
-    def _write_now(self, pieces: "_Pieces", piece: "_Piece") -> None:
+    def _write_now(self, pieces: "Pieces", piece: "_Piece") -> None:
         """Write a piece in the thread that is about to change it, or wait until another has made it safe."""
         try:
             if not pieces.take(piece, wait=True):
@@ -216,7 +216,7 @@ class Background:
 
 @dataclass(kw_only=True, slots=True)
 class _Piece:
-    """A range of an array, ``numel`` elements from ``start``. Its state is changed by ``_Pieces`` only."""
+    """A range of an array, ``numel`` elements from ``start``. Its state is changed by ``Pieces`` only."""
 
     name: str
     start: int
@@ -232,7 +232,7 @@ class _Piece:
         return slab.bytes[: self.numel * dtype.itemsize].view(dtype)
 
 
-class _Pieces:
+class Pieces:
     """The pieces of one write, and how far it has got. Thread-safe.
 
     Every piece is taken once, by whoever writes it. After ``fail`` or ``stop`` none is taken any more, and nobody
@@ -314,7 +314,7 @@ class _Pieces:
             return error
 
 
-class _DeviceCopies:
+class DeviceCopies:
     """Copies out of a GPU's memory, each complete when the call returns.
 
     The writing thread copies on a stream of its own, so that it neither waits for the step's kernels nor holds them up;

@@ -1,0 +1,188 @@
+"""Whatever orders the engine's streams is missed when it is taken away: so the simulated device can be relied on.
+
+Each mutation takes one line from the engine. It is found whatever the timing was, and mostly the bits are still right.
+"""
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock import accelerator
+from penstock.runtime.actions.checkpoints import Checkpoints
+from penstock.runtime.executor import Executor
+from penstock.runtime.streams import DeviceStreams
+from penstock.state import background
+from penstock.state.memory import HostSlab
+from tests.accelerator import DEVICE, simulated, watching
+from tests.models import MODELS
+from tests.state.test_background import ORDER, Run
+from tests.training import budget, run_steps, steps_of, wrap
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.mutation,
+    pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator"),
+]
+
+CASE = MODELS["skips"]
+STEPS = steps_of(CASE, 2, lengths=(8, 8))
+
+Doing = Callable[[Path], None]
+
+
+def steps(where: penstock.Budget) -> None:
+    """Steps that are called on another stream than the engine was made on."""
+    device = torch.device(DEVICE, 0)
+    its = accelerator.of(device)
+    with wrap(CASE, where, device=DEVICE, precision="fp32", clip_grad_norm=1.0) as engine:
+        with its.queued_on(its.stream(device)):
+            for step in STEPS:
+                micro_batches = [{k: t.to(device, non_blocking=True) for k, t in mb.items()} for mb in step]
+                engine.step(micro_batches)
+                for micro_batch in micro_batches:
+                    micro_batch["tokens"].zero_()
+                engine.evaluate(STEPS[0])
+                for buffer in engine.model.buffers():
+                    buffer.clone()
+        run_steps(engine, STEPS[:1])
+
+
+def from_disk(path: Path) -> None:
+    steps(budget(path, checkpoints="disk", gradients="disk"))
+
+
+def written_behind(path: Path) -> None:
+    steps(budget(path, weights="device", state="device", durability="interval", interval=1))
+
+
+def changed_and_written(path: Path) -> None:
+    """A background write that begins while changes are queued."""
+    run = Run(path, "device", DEVICE)
+    for name in run.names:
+        run.arrays.array(name).neg_()
+    run.background.begin(ORDER, run.commit)
+    run.background.wait()
+    run.close()
+
+
+def written_by_who_changes(path: Path) -> None:
+    """The same, where all is changed on another stream before the write gets to it."""
+    device = torch.device(DEVICE, 0)
+    its, run = accelerator.of(device), Run(path, "device", DEVICE)
+    for name in run.names:
+        run.arrays.array(name).neg_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background.Background, "_run", lambda *_: None)
+        run.background.begin(ORDER, run.commit)
+    with its.queued_on(its.stream(device)):
+        for name in run.names:
+            run.background.before_change(name, 0, run.arrays.parts[name].numel)
+            run.arrays.array(name).neg_()
+    run.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """A line of a function, and what stands there instead."""
+
+    owner: Any
+    name: str
+    line: str
+    instead: str = "pass"
+    doing: Doing = from_disk
+    found: str = "not ordered after"
+    """in each finding"""
+
+
+MUTATIONS = {
+    "a stream waits for an op of another": Mutation(
+        owner=watching.PLAIN, name="run", line="stream.wait_event(other.done)"
+    ),
+    "a host thread waits for an op of a stream": Mutation(
+        owner=watching.PLAIN, name="run", line="other.done.synchronize()"
+    ),
+    "an op's event is recorded": Mutation(owner=watching.PLAIN, name="run", line="mark.done.record(stream)"),
+    "whoever takes a buffer waits for its last user": Mutation(
+        owner=Executor,
+        name="_drain",
+        line="waits += [self._slot_marks[slot] for slot in taken if slot in self._slot_marks]",
+    ),
+    "a checkpoint's memory is kept until it is down": Mutation(
+        owner=Checkpoints, name="down", line='self._streams.used_on("d2h", data)'
+    ),
+    "a checkpoint's memory is kept until it is used": Mutation(
+        owner=Checkpoints, name="up", line='self._streams.used_on("compute", tensor)'
+    ),
+    "what is copied from and to is page-locked": Mutation(
+        owner=HostSlab,
+        name="__init__",
+        line='if beside is not None and beside.type != "cpu":',
+        instead="if beside is not None and False:",
+        found="not page-locked",
+    ),
+    "a background write comes after what was queued before it": Mutation(
+        owner=background.DeviceCopies,
+        name="copy_beside",
+        line="self._stream.wait_event(self._begun)",
+        doing=changed_and_written,
+    ),
+    "who writes before he changes comes after what was queued before it": Mutation(
+        owner=background.DeviceCopies,
+        name="copy_here",
+        line="self._its.current_stream(source.device).wait_event(self._begun)",
+        doing=written_by_who_changes,
+    ),
+    "a background write has copied what may change": Mutation(
+        owner=background.DeviceCopies, name="copy_beside", line="self._copied.synchronize()", doing=written_behind
+    ),
+    "a step comes after what its caller has queued": Mutation(
+        owner=DeviceStreams, name="around_caller", line="compute.wait_stream(own)"
+    ),
+    "what a caller queues comes after the step": Mutation(
+        owner=DeviceStreams, name="around_caller", line="own.wait_stream(compute)"
+    ),
+}
+
+
+def mutated(mutation: Mutation) -> Callable[..., Any]:
+    plain = inspect.unwrap(getattr(mutation.owner, mutation.name))
+    source = textwrap.dedent(inspect.getsource(plain))
+    assert source.count(mutation.line) == 1, "the engine has changed: so must its mutation"
+    names = dict(vars(sys.modules[plain.__module__]))
+    exec(compile(source.replace(mutation.line, mutation.instead), plain.__code__.co_filename, "exec"), names)
+    made: Callable[..., Any] = names[plain.__name__]
+    return made
+
+
+def found_while(doing: Doing, path: Path) -> list[str]:
+    sim = simulated.start()
+    try:
+        doing(path)
+    except (ArithmeticError, OSError, RuntimeError, ValueError):  # of what was read too early
+        if not sim.findings():
+            raise
+    found = sim.findings()
+    sim.clear()
+    return found
+
+
+@pytest.mark.parametrize("doing", [from_disk, written_behind, changed_and_written, written_by_who_changes])
+def test_the_engine_leaves_nothing_to_chance(doing: Doing, tmp_path: Path) -> None:
+    assert found_while(doing, tmp_path / "store") == []
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_it_is_found_where_nothing_says_that(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation = MUTATIONS[name]
+    monkeypatch.setattr(mutation.owner, mutation.name, mutated(mutation))
+    found = found_while(mutation.doing, tmp_path / "store")
+    assert found
+    assert all(mutation.found in each for each in found), found
