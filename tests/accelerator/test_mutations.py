@@ -174,9 +174,11 @@ def found_while(doing: Doing, path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("microseconds", [None, 300.0], ids=["when waited for", "at random moments"])
 @pytest.mark.parametrize("doing", [from_disk, written_behind, changed_and_written, written_by_who_changes])
-def test_the_engine_leaves_nothing_to_chance(doing: Doing, tmp_path: Path) -> None:
-    assert found_while(doing, tmp_path / "store") == []
+def test_the_engine_leaves_nothing_to_chance(doing: Doing, microseconds: float | None, tmp_path: Path) -> None:
+    with simulated.patient(microseconds):
+        assert found_while(doing, tmp_path / "store") == []
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.cli import main, train
 from penstock.cli.model import RunModel, run_model
+from penstock.cli.out_of_memory import is_out_of_memory
 from penstock.hardware.profiles import save_profile
 from tests.engine.test_prediction import machine
 
@@ -74,6 +75,19 @@ def test_out_of_memory_says_what_to_lower_what_is_safe_and_how_to_go_on(
     assert message.endswith(again)
     assert main([*again.replace("SIZE", "12MiB").split()[1:]]) == 0
     assert json_lines(tmp_path / "run") == 4
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried 8 bytes",
+    ],
+)
+def test_whoever_says_it_running_out_of_memory_is_known(said: str) -> None:
+    assert is_out_of_memory(RuntimeError(said))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def json_lines(run: Path) -> int:

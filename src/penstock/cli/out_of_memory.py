@@ -13,8 +13,14 @@ from penstock.engine.device import resolve_device
 from penstock.errors import StoreError
 from penstock.store.facts import facts_of_all
 
-_TORCH = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
-"""What torch's allocators and CUDA's say in a plain RuntimeError."""
+_TORCH = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "Cannot allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""What torch's allocators, CUDA's and cuBLAS's say in a plain RuntimeError."""
 
 
 _PLACE = re.compile(r"^\[enforce fail at [^\]]*\] [^.]*\. ")

@@ -92,6 +92,20 @@ int64_t plain_attention(const Tensor&, const Tensor&, const Tensor&, const std::
                         std::optional<double>, bool) {
   return 0;  // by its formula: sdp::SDPBackend::math
 }
+// Torch asks devices that it does not know for convolutions of their own.
+const c10::OperatorHandle& handle(const char* name) {
+  static auto& all = immortal<std::map<std::string, c10::OperatorHandle>>();
+  auto entry = all.find(name);
+  if (entry == all.end()) entry = all.emplace(name, c10::Dispatcher::singleton().findSchemaOrThrow(name, "")).first;
+  return entry->second;
+}
+void convolution(const c10::OperatorHandle&, Stack* stack) { kernel(handle("aten::convolution"), stack); }
+void convolution_backward(const c10::OperatorHandle& op, Stack* stack) {
+  auto first = stack->end() - static_cast<long>(op.schema().arguments().size());
+  std::vector<int64_t> bias_sizes{first->toTensor().size(1)};
+  stack->insert(first + 3, IValue(bias_sizes));
+  kernel(handle("aten::convolution_backward"), stack);
+}
 at::Generator generator() { return default_generator(); }
 
 TORCH_LIBRARY(penstock_sim, m) { m.def("generator() -> Generator?", generator); }
@@ -116,6 +130,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", may_become);
   m.impl("_fused_sdp_choice", plain_attention);
   m.impl("native_dropout", native_dropout);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 
 const std::string& answer(std::string text) {
