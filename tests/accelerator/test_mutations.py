@@ -49,9 +49,9 @@ def steps(where: penstock.Budget) -> None:
                 engine.step(micro_batches)
                 for micro_batch in micro_batches:
                     micro_batch["tokens"].zero_()
-                engine.evaluate(STEPS[0])
-                for buffer in engine.model.buffers():
-                    buffer.clone()
+            engine.evaluate(STEPS[0])
+            for buffer in engine.model.buffers():
+                buffer.clone()
         run_steps(engine, STEPS[:1])
 
 
