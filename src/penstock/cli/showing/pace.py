@@ -8,7 +8,7 @@ from penstock.state.stats import StepStats
 SLOW = 3.0
 """Times its prediction that a step must take to be called slow; a prediction is 10% off at worst."""
 
-_LOST = 0.5
+LOST = 0.5
 """Seconds that it must have lost, too: tiny steps are late for any reason."""
 
 
@@ -27,7 +27,7 @@ class Pace:
             return None
         before = self._slow
         lost = stats.seconds - prediction.time
-        self._slow = stats.seconds > SLOW * prediction.time and lost > _LOST
+        self._slow = stats.seconds > SLOW * prediction.time and lost > LOST
         return _words(stats, prediction) if self._slow and not before else None
 
 
