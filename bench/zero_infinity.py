@@ -151,7 +151,7 @@ def measure_ranks(ranks: int, arguments: argparse.Namespace, scratch: Path) -> d
     report = str(scratch / "deepspeed-{rank}.jsonl")
     commands = {
         "deepspeed": (str(python), "-m", "bench.peer_deepspeed", *_peer_flags(arguments), "--report", report),
-        "penstock": (*OURS, "--drives", str(ranks), "--device", arguments.device, "--host", arguments.host),
+        "penstock": (*OURS, "--drives", str(ranks)),
     }
     side = RanksSide(ranks=ranks, threads=max(1, arguments.threads // ranks))
     limit = case.limit if why_no_limit() is None else None
@@ -179,7 +179,8 @@ def describe_ranks(ranks: int, found: dict[str, list[float]], arguments: argpars
     ratio = medians["deepspeed"] / medians["penstock"]
     case = OF_RANKS
     setting = (
-        f"{ranks} ranks of {max(1, arguments.threads // ranks)} threads; otherwise as above: DeepSpeed "
+        f"GPT-2 classes, 168M, fp32, micro-batches of 4x128, recompute and no clipping on both sides; {ranks} ranks of "
+        f"{max(1, arguments.threads // ranks)} threads; Penstock's budgets as in bench.ranks; DeepSpeed "
         f"{deepspeed_venv.VERSION}, {_flags(arguments)}; medians of {len(found['penstock'])} steps; {machine()}"
     )
     row = (
