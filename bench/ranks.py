@@ -26,9 +26,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 from bench.harness import (
     MB,
@@ -125,11 +125,17 @@ def run_ranks(
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     with ExitStack() as stack:
-        processes, together = [], stack.enter_context(disk_cgroup(limit if shared else None, Path(work.scratch)))
+        processes, outputs, together = (
+            [],
+            [],
+            stack.enter_context(disk_cgroup(limit if shared else None, Path(work.scratch))),
+        )
         for rank in range(side.ranks):
             own = stack.enter_context(disk_cgroup(None if shared else limit, Path(work.scratch), f"-{rank}"))
             group = together if shared else own
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": side.ranks, "MASTER_PORT": port}
+            # Files, as a rank that waits for somebody to read what it says would keep the others waiting.
+            outputs.append(tuple(stack.enter_context(TemporaryFile("w+")) for _ in range(2)))
             processes.append(
                 subprocess.Popen(
                     [*(word.replace("{rank}", str(rank)) for word in command), "--work", work.to_json()],
@@ -138,17 +144,22 @@ def run_ranks(
                     | {"OMP_NUM_THREADS": str(side.threads), "MASTER_ADDR": "localhost", "OMP_WAIT_POLICY": "passive"}
                     | {name: str(value) for name, value in place.items()}
                     | dict(environment),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
+                    stdout=outputs[-1][0],
+                    stderr=outputs[-1][1],
                     preexec_fn=joining(group),
                 )
             )
-        said = [process.communicate() for process in processes]
-    failed = [error for process, (_, error) in zip(processes, said, strict=True) if process.returncode]
+        codes = [process.wait() for process in processes]
+        said = [tuple(_all_of(file) for file in files) for files in outputs]
+    failed = [error for code, (_, error) in zip(codes, said, strict=True) if code]
     if failed:
         raise BenchError(f"{side.name}: {failed[0][-3000:]}")
     return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in said]
+
+
+def _all_of(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def measure(case: Case, scratch: Path, *, rounds: int, steps: int) -> dict[str, list[float]]:

@@ -54,7 +54,7 @@ def test_a_step_has_the_same_bits(
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_squares_are_folded_in_one_order_and_in_passing(dtype: torch.dtype, fused: ModuleType) -> None:
-    grad = values(np.random.default_rng(4), BLOCK, wild=False)
+    grad = values(np.random.default_rng(4), 3 * BLOCK, wild=False)
     wanted = fallback.fold_squares(grad, dtype)
     assert torch.equal(fused.fold_squares(grad, dtype), wanted)
     squares, s = torch.empty_like(wanted), scalars(Hyper(kind="sgd", lr=0.1), 1)
@@ -81,12 +81,35 @@ def fresh() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh")
 def test_missing_kernels_are_said_once_or_an_error_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.device("cpu")
     monkeypatch.setitem(sys.modules, "penstock.optim.fused", None)
     with pytest.warns(RuntimeWarning, match="the GPU run in plain torch, with the same results but many times slower"):
-        assert library.fused() is None
+        assert library.fused(here) is None
     library.fused.cache_clear()
     monkeypatch.setenv("PENSTOCK_KERNELS", "native")
     with pytest.raises(ConfigError, match="PENSTOCK_KERNELS=native, but there are none for the GPU"):
-        library.fused()
+        library.fused(here)
     monkeypatch.setenv("PENSTOCK_KERNELS", "torch")
-    assert library.fused() is None
+    assert library.fused(here) is None
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_gpu_that_triton_cannot_compile_for_is_no_error_but_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(Exception):
+        """As Triton's own errors, which are of no kind of Python's."""
+
+    def refused(grad: torch.Tensor) -> torch.Tensor:
+        raise Refused("sm_999 is not a recognized processor")
+
+    def full(grad: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    here, found = torch.device("cpu"), ModuleType("penstock.optim.fused")
+    monkeypatch.setitem(sys.modules, "penstock.optim.fused", found)
+    monkeypatch.setattr(found, "fold_squares", refused, raising=False)
+    with pytest.warns(RuntimeWarning, match="Refused: sm_999"):
+        assert library.fused(here) is None
+    library.fused.cache_clear()
+    monkeypatch.setattr(found, "fold_squares", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        library.fused(here)

@@ -7,10 +7,12 @@ from itertools import pairwise, product
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.config import Budget, Family, Tier
 from penstock.errors import BudgetError, ConfigError, ScheduleError
-from penstock.planner.fit import Plan, Request, fit
+from penstock.planner.fit import Plan, Request, fit, fitted
 from penstock.planner.own_schedule import own_plan
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
@@ -21,6 +23,7 @@ from tests.programs import CHECKPOINT, transformer
 
 KIB, MIB = 1024, 1024 * 1024
 ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
+FORMS = (ADAM32, ADAM16)
 PLENTY = 1 << 40
 
 
@@ -73,13 +76,30 @@ def smallest(r: Request, tier: str) -> int:
     return int(found[1])
 
 
-def test_larger_groups_have_larger_chunks_where_they_fit() -> None:
-    """An op costs the same whatever it moves, so a step of a larger model must not have more of them."""
-    programs = [transformer(4, block=numel) for numel in (8 << 10, 64 << 10)]
+def test_a_larger_model_has_no_more_ops_where_its_chunks_have_room() -> None:
+    """An op costs the same whatever it moves."""
+    programs = [transformer(8, block=numel) for numel in (32 << 10, 128 << 10)]
     small, large = (fit(request(program=program, state="host", weights="host")) for program in programs)
     assert len(large.schedule.ops) == len(small.schedule.ops)
-    tight = fit(request(program=programs[1], host=large.host_bytes - 1, state="host", weights="host"))
-    assert tight.settings.chunk < large.settings.chunk or tight.settings.depths != large.settings.depths
+    assert large.settings.chunk == 4 * small.settings.chunk
+
+
+@given(share=st.floats(0.05, 1.5), tight=st.booleans(), block=st.integers(1, 64 << 10), form=st.sampled_from(FORMS))
+def test_larger_chunks_take_only_what_is_left(share: float, tight: bool, block: int, form: Format) -> None:
+    """No state moves to a slower tier for them, and no budget that was enough is refused."""
+    program = transformer(6, block=block)
+    asked = request(program=program, form=form)
+    if tight:
+        asked = replace(asked, budget=replace(asked.budget, device=smallest(asked, "device")))
+    state = sum(g.trainable for g in program.groups) * 4 * (1 + form.moments + form.split)
+    asked = replace(asked, budget=replace(asked.budget, host=int(share * state)))
+    try:
+        before = fitted(asked)
+    except BudgetError:
+        return
+    found = fit(asked).settings
+    assert found.chunk >= before.chunk
+    assert replace(found, chunk=before.chunk, depths=before.depths) == before
 
 
 VARIANTS = list(product((ADAM32, ADAM16), ("vertical", "horizontal"), (True, False)))

@@ -103,7 +103,7 @@ def examine(
         system=seen,
         disks=[(each.path, each.mount, each.rates) for each in disks],
         native=kernels.backend() == "native",
-        fused=where.type != "cuda" or library.fused() is not None,
+        fused=where.type != "cuda" or library.fused(where) is not None,
         device_free=device_free,
     )
     return replace(machine, warnings=findings(machine, facts))

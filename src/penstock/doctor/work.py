@@ -22,13 +22,16 @@ from penstock.state.memory import DeviceSlab, HostSlab
 from penstock.state.numa import near
 
 CHUNK = 2 << 20
-"""Elements of the largest chunk that plans have; 8 MiB of fp32."""
+"""Elements of a usual chunk; 8 MiB of fp32."""
 _GROUP = 8 * CHUNK
 """Elements of a step on a GPU, where the engine steps a whole param group at a time."""
 _ROUND = 16
 """Chunks that a copy walks through at least: 128 MiB on either side."""
 _QUEUED = 8
 """Copies to or from a GPU, or steps on it, that are queued before they are waited for, as lanes do."""
+_PART = 64
+"""The part of free memory that one kind of work may walk through: five kinds at once on the device and the host, and
+three on each of eight ranks, leave more than half of it."""
 _STATES = 4
 """Chunks of optimizer state that are walked through at least; 128 MiB for AdamW in fp32."""
 _GRADIENT = 0.0010011944686993957
@@ -40,8 +43,10 @@ def _round(length: int) -> Iterator[int]:
 
 
 def _beyond_cache(at_least: int, nbytes: int) -> int:
-    """Pieces of ``nbytes`` to walk through so that none is in a cache when its turn comes again."""
-    return max(at_least, -(-2 * system.cache_size() // nbytes))
+    """Pieces of ``nbytes`` to walk through so that none is in a cache when its turn comes again; of memory that is free, a
+    small part, since lanes and ranks walk through pieces of their own at the same time."""
+    wanted = min(2 * system.cache_size(), system.look().available // _PART)
+    return max(at_least, -(-wanted // nbytes))
 
 
 def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:

@@ -156,7 +156,7 @@ def _native_for(tensor: torch.Tensor) -> ctypes.CDLL | None:
 
 def _torch_for(tensor: torch.Tensor) -> library.TorchKernels:
     """The implementation for a tensor that the native library does not compute with."""
-    return (library.fused() if tensor.device.type == "cuda" else None) or fallback
+    return (library.fused(tensor.device) if tensor.device.type == "cuda" else None) or fallback
 
 
 def _read_code(grad: torch.Tensor, grad_dtype: torch.dtype) -> int:

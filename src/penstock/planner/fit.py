@@ -32,9 +32,9 @@ from penstock.schedule.place import BF16, FP32, Depths, Format, Placement, Setti
 from penstock.schedule.program import ALIGN, Program
 
 _CHUNKS = tuple(2**power for power in range(21, 15, -1))  # elements: 8 MiB down to 256 KiB of fp32
-_PIECES = 8
-"""Chunks of the largest group that let its gradients, steps and weights overlap. More of them only cost ops: on an H100
-a step of 3.4B parameters took a third longer in chunks of 8 MiB, launching slowed down by 6,600 ops of other lanes."""
+_OF_STEP, _OF_GROUP = 256, 8
+"""Chunks of all groups together, and of the largest, that larger chunks are to leave. More of them only cost ops: on an
+H100 a step in 1,635 chunks took 2.7 s, of which compute's own kernels are 2.0."""
 _DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 _HOST_DEPTHS = (Depths(), Depths(stage_in=3, stage_out=3, state=3), Depths(stage_in=2, stage_out=2, state=2))
 
@@ -293,7 +293,7 @@ def _ranks(size: int) -> ProcessGroup:
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:
     """The best plan that fits, by the order of preference above; arguments and errors as ``fitted``."""
-    return request.plan(request.roomiest(fitted(request, keep)))
+    return request.plan(request.roomiest(_in_larger_chunks(request, fitted(request, keep))))
 
 
 def fitted(request: Request, keep: Placement | None = None) -> Settings:
@@ -380,11 +380,18 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) 
     )
 
 
-def _chunks(request: Request) -> tuple[int, ...]:
-    """Sizes of chunks in elements, the preferred one first: as many as ``_PIECES`` ask for, or else ``_CHUNKS``."""
-    largest = max(max(g.trainable, g.frozen) for g in request.program.groups)
-    preferred = (largest // _PIECES).bit_length() - 1
-    return (*(2**power for power in range(preferred, _CHUNKS[0].bit_length() - 1, -1)), *_CHUNKS)
+def _in_larger_chunks(request: Request, settings: Settings) -> Settings:
+    """The same in the largest chunks that leave enough of them to overlap and that the rest of the budget has room for."""
+    sizes = [max(g.trainable, g.frozen) for g in request.program.groups]
+    largest = min(sum(sizes) // _OF_STEP, max(sizes) // _OF_GROUP).bit_length() - 1
+    for power in range(largest, settings.chunk.bit_length() - 1, -1):
+        option = replace(settings, chunk=2**power)
+        if (
+            request.peak_bytes(option, "device") <= request.budget.device_bytes
+            and request.peak_bytes(option, "host") <= request.budget.host_bytes
+        ):
+            return option
+    return settings
 
 
 def _fit_device(request: Request, base: Placement) -> Settings:
@@ -393,7 +400,7 @@ def _fit_device(request: Request, base: Placement) -> Settings:
     needs = []
     for tier, (weights, gradients) in product(away if request.train else ("device",), _DEVICE_DEPTHS):
         depths = Depths(weights=weights, gradients=gradients)
-        settings = settings_of(request, replace(base, checkpoints=tier), _chunks(request)[0], depths)
+        settings = settings_of(request, replace(base, checkpoints=tier), _CHUNKS[0], depths)
         needs.append(request.peak_bytes(settings, "device"))
         if needs[-1] <= request.budget.device_bytes:
             return settings
@@ -415,7 +422,7 @@ def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
     if place.gradients == "host" and budget.gradients is None and request.bottom == "disk" and waiting:
         gradients.append("disk")
     for spill, away in product(gradients, checkpoints):
-        for chunk, depths in product(_chunks(request), _HOST_DEPTHS):
+        for chunk, depths in product(_CHUNKS, _HOST_DEPTHS):
             device = settings.depths
             yield settings_of(
                 request,
