@@ -125,11 +125,8 @@ def run_ranks(
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     with ExitStack() as stack:
-        processes, outputs, together = (
-            [],
-            [],
-            stack.enter_context(disk_cgroup(limit if shared else None, Path(work.scratch))),
-        )
+        together = stack.enter_context(disk_cgroup(limit if shared else None, Path(work.scratch)))
+        processes, outputs = [], []
         for rank in range(side.ranks):
             own = stack.enter_context(disk_cgroup(None if shared else limit, Path(work.scratch), f"-{rank}"))
             group = together if shared else own

@@ -95,11 +95,11 @@ def test_missing_kernels_are_said_once_or_an_error_or_asked_for(monkeypatch: pyt
 
 @pytest.mark.usefixtures("fresh")
 def test_a_gpu_that_triton_cannot_compile_for_is_no_error_but_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refused(Exception):
+    class RefusedError(Exception):
         """As Triton's own errors, which are of no kind of Python's."""
 
     def refused(grad: torch.Tensor) -> torch.Tensor:
-        raise Refused("sm_999 is not a recognized processor")
+        raise RefusedError("sm_999 is not a recognized processor")
 
     def full(grad: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError
@@ -107,7 +107,7 @@ def test_a_gpu_that_triton_cannot_compile_for_is_no_error_but_memory_is(monkeypa
     here, found = torch.device("cpu"), ModuleType("penstock.optim.fused")
     monkeypatch.setitem(sys.modules, "penstock.optim.fused", found)
     monkeypatch.setattr(found, "fold_squares", refused, raising=False)
-    with pytest.warns(RuntimeWarning, match="Refused: sm_999"):
+    with pytest.warns(RuntimeWarning, match="RefusedError: sm_999"):
         assert library.fused(here) is None
     library.fused.cache_clear()
     monkeypatch.setattr(found, "fold_squares", full)

@@ -43,8 +43,10 @@ def _round(length: int) -> Iterator[int]:
 
 
 def _beyond_cache(at_least: int, nbytes: int) -> int:
-    """Pieces of ``nbytes`` to walk through so that none is in a cache when its turn comes again; of memory that is free, a
-    small part, since lanes and ranks walk through pieces of their own at the same time."""
+    """Pieces of ``nbytes`` to walk through so that none is in a cache when its turn comes again.
+
+    They are a small part of free memory, since lanes and ranks walk through pieces of their own at the same time.
+    """
     wanted = min(2 * system.cache_size(), system.look().available // _PART)
     return max(at_least, -(-wanted // nbytes))
 

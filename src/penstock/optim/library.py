@@ -123,7 +123,7 @@ def fused(device: torch.device) -> TorchKernels | None:
         kernels.fold_squares(torch.zeros(BLOCK, device=device))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - Triton's errors, the compiler's and the driver's have nothing in common
+    except Exception as error:  # Triton's, the compiler's and the driver's have nothing in common
         why = f"{type(error).__name__}: {error}"
         if wanted == "native":
             raise ConfigError(
