@@ -34,7 +34,7 @@ class Accelerator(Protocol):
         """Page-lock host memory, so that the device copies from it and to it beside all else that is done; 0, or an
         error's number."""
 
-    def unlock_pages(self, address: int) -> None:
+    def unlock_pages(self, device: torch.device, address: int) -> None:
         """Undo ``lock_pages``."""
 
     def name(self, device: torch.device) -> str:
@@ -79,8 +79,9 @@ class Cuda:
                 _forget_error(device)
         return code
 
-    def unlock_pages(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    def unlock_pages(self, device: torch.device, address: int) -> None:
+        with torch.cuda.device(device):  # as above
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def name(self, device: torch.device) -> str:
         return torch.cuda.get_device_name(device)

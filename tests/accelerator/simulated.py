@@ -64,7 +64,7 @@ class Simulated:
             return 2
         return int(self._library.sim_lock_pages(address, nbytes))
 
-    def unlock_pages(self, address: int) -> None:
+    def unlock_pages(self, device: torch.device, address: int) -> None:
         self._library.sim_unlock_pages(address)
 
     def name(self, device: torch.device) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.cli import main, settings, split
+from penstock.cli.launch import in_words
 from penstock.cli.split import Cut
 from penstock.config import BatchConfig, TrainConfig
 from penstock.errors import BudgetError, ConfigError
@@ -96,6 +97,48 @@ def test_a_schedule_of_ones_own_has_its_own_number_of_micro_batches(config: Trai
         split.cut_batch(replace(asked, batch=BatchConfig(sequences=8)), own, None, "cpu")
     with pytest.raises(ConfigError, match="make micro-batches of 4"):
         split.cut_batch(replace(asked, micro_batch_size=2), own, None, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("sequences", "size", "said"),
+    [
+        (12, 4, "3 micro-batches cannot be shared evenly by 2 ranks: give a batch of a multiple of 8 sequences"),
+        (7, None, "7 sequences cannot be shared evenly by 2 ranks: give a batch of a multiple of 2 sequences"),
+    ],
+)
+def test_what_ranks_cannot_share_is_said_with_a_batch_that_they_can(
+    config: TrainConfig, sequences: int, size: int | None, said: str
+) -> None:
+    asked = replace(config, batch=BatchConfig(sequences=sequences), micro_batch_size=size)
+    with pytest.raises(ConfigError) as caught:
+        split.check_shared(asked, 2)
+    assert str(caught.value) == f"batch: {said}"
+    advised = int(said.split()[-2])
+    split.check_shared(replace(asked, batch=BatchConfig(sequences=advised)), 2)
+
+
+@pytest.mark.parametrize(
+    ("strands", "sequences", "ranks", "able", "other"),
+    [
+        (1, 4, 2, "1", "penstock"),
+        (4, 16, 3, "1 or 2 or 4", "torchrun --nproc-per-node 2 -m penstock"),
+        (4, 6, 4, "1 or 2", "torchrun --nproc-per-node 2 -m penstock"),
+        (6, 12, 1, "3 or 6", "torchrun --nproc-per-node 3 -m penstock"),
+    ],
+)
+def test_a_run_that_goes_on_says_which_ranks_can_share_its_batch_and_strands(
+    config: TrainConfig, strands: int, sequences: int, ranks: int, able: str, other: str
+) -> None:
+    kept = replace(config, run="r", batch=BatchConfig(sequences=sequences), micro_batch_size=1)
+    for number in map(int, able.split(" or ")):
+        split.check_goes_on(kept, strands, number)
+        split.check_shared(replace(kept, strands=strands), number)
+    with pytest.raises(ConfigError) as caught:
+        split.check_goes_on(kept, strands, ranks)
+    assert str(caught.value) == (
+        f"r: {in_words(ranks)} cannot share the {sequences} micro-batches and strands={strands} of its steps, which "
+        f"stay as they are. {able} can: {other} resume r"
+    )
 
 
 def test_epochs_become_steps_of_the_data_that_is_there(path: Path, tmp_path: Path) -> None:

@@ -317,9 +317,11 @@ def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.Cap
     assert "does not tell how fast ranks send to each other" in refused(capsys, config, "--ranks", 2)
     path = config.parent / "linked.json"
     path.write_text(replace(MACHINE, network=Network(bandwidth=1e9, latency=0.0)).to_json())
-    assert "4 micro-batches cannot be shared evenly by 3 ranks" in refused(
-        capsys, config, "--machine", path, "--ranks", 3
-    )
+    options = (config, "--machine", path, "--ranks", 3)
+    said = "batch: 4 micro-batches cannot be shared evenly by 3 ranks: give a batch of a multiple of {} sequences\n"
+    assert said.format(6) in refused(capsys, *options)
+    said = "batch: 4 sequences cannot be shared evenly by 3 ranks: give a batch of a multiple of 3 sequences\n"
+    assert said in refused(capsys, *options, "--batch", 4)
     assert "must be from 1 to" in refused(capsys, config, "--ranks", 0)
     words = ["--machine", path, "--ranks", 2, "--budget.durability", "interval", "--budget.interval", 7]
     assert main(["plan", str(config), *map(str, words)]) == 0

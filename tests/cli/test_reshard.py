@@ -37,7 +37,7 @@ print("calls", count)
 sys.exit(code)
 """
 
-
+UNEVEN = "8 micro-batches cannot be shared evenly by 3 ranks"
 FULL = """
 import errno, sys
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_a_run_is_cut_for_other_ranks_and_back(begun: Path, tmp_path: Path) -> N
     ("words", "said"),
     [
         (["--ranks", "8"], "strands=4 with 8 ranks: must be 8 times a power of two"),
-        (["--ranks", "3", "--strands", "3"], "8 micro-batches cannot be shared evenly by 3 ranks"),
+        (["--ranks", "3", "--strands", "3"], f"batch: {UNEVEN}: give another --ranks, as a run keeps its batch\n"),
         (["--ranks", "0"], "--ranks 0: must be from 1"),
         ([], "penstock reshard needs --ranks. Try: penstock reshard --help"),
     ],

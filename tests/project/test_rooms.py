@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"config", "errors"},
     "sim": {"config", "errors", "schedule"},
     "hardware": {"config", "documents", "errors", "schedule"},
-    "ranks": {"compat", "errors", "schedule"},
+    "ranks": {"accelerator", "compat", "errors", "schedule"},
     "loss": {"compat", "errors"},
     "tape": {"compat", "errors", "schedule"},
     "shape": {"config", "documents", "errors", "hardware", "loss", "schedule", "tape"},

@@ -91,7 +91,8 @@ def test_what_one_rank_finds_wrong_all_say(alone: Path, tmp_path: Path) -> None:
     found = launched(2, ["train", "config.yaml", "--batch.sequences", "6"], tmp_path)
     assert [code for code, _, _ in found] == [2, 2]
     for _, _, errors in found:
-        assert "3 micro-batches cannot be shared evenly by 2 ranks" in errors
+        said = "3 micro-batches cannot be shared evenly by 2 ranks: give a batch of a multiple of 4 sequences"
+        assert f": batch: {said}\n" in errors
     assert not (tmp_path / "run").exists()
     refused = warm.run(["-m", "penstock", "train", "config.yaml", "--strands", "3"], cwd=tmp_path, timeout=PATIENCE)
     assert "strands=3 with 1 rank: must be 1 times a power of two" in refused.stderr
@@ -144,7 +145,16 @@ def test_ranks_without_a_disk_go_on_from_the_snapshot_in_their_runs_folder(alone
     assert [path.name for path in run.glob("snapshot-*")] == ["snapshot-2"]
     shutil.copytree(run, copy)
     refused = warm.run(["-m", "penstock", "reshard", "run", "--ranks", "1"], cwd=tmp_path, timeout=PATIENCE)
-    assert "one process can go on with that: penstock resume run" in refused.stderr
+    assert "From its snapshot one process can go on: penstock resume run\n" in refused.stderr
+    no_more = (
+        "3 ranks cannot share the 4 micro-batches and strands=2 of its steps, which stay as they are. 1 or 2 can: "
+    )
+    no_more += "torchrun --nproc-per-node 2 -m penstock resume "
+    refused = warm.run(["-m", "penstock", "reshard", "run", "--ranks", "3"], cwd=tmp_path, timeout=PATIENCE)
+    assert no_more in refused.stderr
+    for code, _, errors in launched(3, ["resume", "run", "--strands", "3"], tmp_path):
+        assert code in (1, 2)
+        assert no_more in errors
     trained(2, tmp_path, *words, "--resume")
     penstock(tmp_path, "resume", "copy")
     for folder in (run, copy):

@@ -172,6 +172,7 @@ def not_loaded(mesh: DeviceMesh, folder: Path) -> Said:
         dist.barrier()
         said = {name: said_of(lambda name=name: engine.load(folder / name)) for name in WRONGS}  # type: ignore[misc]
         said["part"] = said_of(lambda: engine.load(folder / "s/rank-0"))
+        said["one strand"] = said_of(lambda: engine.load(folder / "one"))
         losses = run_steps(engine, second).losses
         engine.load(folder / "s")
         losses += run_steps(engine, second).losses
@@ -185,6 +186,9 @@ def assert_not_loaded(found: Said, other: Said) -> None:
     for name, (_, words) in WRONGS.items():
         for rank, said in enumerate((first, second)):
             assert words in said[name], (name, rank)
+    refused = "in 1 strands, and this engine's are in 2: 2 ranks cannot go on with the same numbers, 1 can"
+    assert first["one strand"].endswith(refused)
+    assert second["one strand"].endswith(refused)
     assert losses[0] == losses[1]
     assert first["alone"] == second["alone"]
     assert "the same call, and have others (rank 0: save; rank 1: step)" in first["alone"]
@@ -229,6 +233,8 @@ def test_what_fails_on_one_rank_is_said_on_all_which_go_on_with_what_was_there_b
     places = [tmp_path / name for name in ("in", "from", "left")]
     for place in (*places, places[2] / "in"):
         place.mkdir()
+    with wrap(CASE, budget(None)) as engine:
+        engine.save(places[1] / "one")
     first, second = together(2, all_of_it, places)
     assert_not_saved(places[0], first[0], second[0])
     assert_not_loaded(first[1], second[1])

@@ -1,10 +1,15 @@
 """What ranks send each other: as the schedule says, and no more with more micro-batches."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.ranks.group import Together
+from penstock.ranks.watch import Place, Watch
+from tests.accelerator import DEVICE
 from tests.models import MODELS
 from tests.ranks.worlds import together
 from tests.training import budget, wrap
@@ -12,6 +17,47 @@ from tests.training import budget, wrap
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = MODELS["llama"]
+
+
+class Done:
+    """A collective that has been queued, and that torch counts as done."""
+
+    def get_future(self) -> "torch.futures.Future[None]":
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def wait(self) -> None:
+        """The stream goes on after it; the host does not wait."""
+
+
+class OneOfRanks(Together):
+    """What waits for a collective, without others."""
+
+    def __init__(self) -> None:
+        self._watch = Watch(dist.HashStore(), 0, [Place.here()])
+        self._data = cast(Any, None)
+
+
+@pytest.mark.accelerator
+def test_who_comes_back_from_a_collective_finds_the_device_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's next op may be of another stream, or of the host."""
+    device = torch.device(DEVICE, 0)
+    into = torch.ones(2, 500, device=device)
+    out, seen = torch.empty_like(into), torch.zeros(1000).pin_memory()
+
+    def queued(out: torch.Tensor, into: torch.Tensor, **_: Any) -> Done:
+        out.copy_(into)
+        seen.copy_(out, non_blocking=True)
+        return Done()
+
+    monkeypatch.setattr(dist, "all_to_all_single", queued)
+    ranks = OneOfRanks()
+    try:
+        ranks.exchange(out, into)
+        assert seen.sum() == 1000
+    finally:
+        ranks.close()
 
 
 def sent(mesh: DeviceMesh, each: int, precision: str, schedule: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import ClassVar, get_args
 
 from penstock.cli.launch import MOST_RANKS
 from penstock.cli.settings import load
-from penstock.cli.split import dealt
+from penstock.cli.split import dealt, other_batch
 from penstock.cli.task import free_here, shipped_shape, task_of
 from penstock.cli.words import Words, help_of, read_words, split_words
 from penstock.config import Durability, TrainConfig, fields_of, parse_size
@@ -169,9 +169,10 @@ def _of_config(arguments: FileArguments) -> PlanReport:
     batch = arguments.batch
     if batch is None and config.micro_batch_size is not None:
         size, count = config.split
-        found = report(task, split=(size, dealt(count, "micro-batches", ranks)))
+        found = report(task, split=(size, dealt(count, "micro-batches", ranks, other_batch(ranks, size))))
     else:
-        found = report(task, batch=dealt(batch or config.sequences_per_step, "sequences", ranks))
+        sequences = dealt(batch or config.sequences_per_step, "sequences", ranks, other_batch(ranks, 1))
+        found = report(task, batch=sequences)
     if config.plan is None:
         note = (
             "the file says plan: null, so that the run places state by a fixed order; this is the plan for plan: auto"

@@ -18,8 +18,9 @@ from penstock.cli.launch import how_to_start, in_words
 from penstock.cli.own_store import require_own_stores
 from penstock.cli.run_folder import settings_of, write_settings
 from penstock.cli.run_record import Resharding, RunRecord
+from penstock.cli.run_snapshots import strands_kept
 from penstock.cli.showing.progress import progress
-from penstock.cli.split import dealt
+from penstock.cli.split import check_goes_on, dealt
 from penstock.cli.words import Words
 from penstock.config import TrainConfig
 from penstock.config.budget import is_of_rank
@@ -104,11 +105,8 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
 
     folder, ranks = arguments.folder, arguments.ranks
     if not config.budget.disk_paths:
-        go_on = f"{how_to_start(ranks)} resume {shlex.quote(str(folder))}"
-        raise ConfigError(
-            f"{folder} keeps no state on disk (budget.disk): there is nothing to cut. If it has a snapshot, "
-            f"{in_words(ranks)} can go on with that: {go_on}"
-        )
+        go_on = _without_stores(folder, config, ranks)
+        raise ConfigError(f"{folder} keeps no state on disk (budget.disk): there is nothing to cut. {go_on}")
     old, _ = require_own_stores(folder, config.budget)
     manifests = [Manifest.read(path) for paths in old for path in paths]
     had = int(manifests[0].model.get("strands", 1))
@@ -136,6 +134,20 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
     return True
 
 
+def _without_stores(folder: Path, config: TrainConfig, ranks: int) -> str:
+    """What the ranks can do with a run that keeps its state in snapshots.
+
+    Raises:
+        ConfigError: they cannot go on from the last one.
+        StoreError: that is damaged.
+    """
+    strands = strands_kept(folder)
+    if strands is None:
+        return "It has no snapshot to go on from either"
+    check_goes_on(config, strands, ranks)
+    return f"From its snapshot {in_words(ranks)} can go on: {how_to_start(ranks)} resume {shlex.quote(str(folder))}"
+
+
 def _strands(arguments: Arguments, config: TrainConfig, had: int) -> int:
     """How many strands the run has from now on.
 
@@ -147,7 +159,8 @@ def _strands(arguments: Arguments, config: TrainConfig, had: int) -> int:
         check_strands(strands, ranks)
     except ConfigError as error:
         raise ConfigError(f"{error}. Give --strands {ranks}, which changes the run's numbers from here on") from None
-    dealt(config.sequences_per_step // (config.micro_batch_size or 1), "micro-batches", ranks)
+    count = config.sequences_per_step // (config.micro_batch_size or 1)
+    dealt(count, "micro-batches", ranks, "give another --ranks, as a run keeps its batch")
     return strands
 
 

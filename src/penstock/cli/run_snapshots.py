@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import INTERVAL, Budget, parse_duration
+from penstock.config.step import STRANDS
+from penstock.documents.typed import shown
 from penstock.engine.due import Due
 from penstock.errors import ConfigError, StoreError
 from penstock.store.snapshot_parts import opened_snapshot
@@ -87,6 +89,24 @@ def step_kept(folder: Path) -> int | None:
     """The step after which the run in a folder can go on from a snapshot; None: there is none."""
     record = record_kept(folder)
     return None if record is None else int(record["step"])
+
+
+def strands_kept(folder: Path) -> int | None:
+    """In how many strands gradients were summed up to the newest snapshot; None: there is none.
+
+    Raises:
+        StoreError: it does not say.
+    """
+    from penstock.state.record import check_kept
+
+    record = record_kept(folder)
+    if record is None:
+        return None
+    check_kept(record, f"the snapshot in {folder}")
+    found = record["model"].get("strands", 1)
+    if not isinstance(found, int) or not 1 <= found <= STRANDS:
+        raise StoreError(f"the snapshot in {folder} is damaged: it says strands={shown(found)}")
+    return found
 
 
 class RunSnapshots:

@@ -4,12 +4,14 @@ The numbers of a run depend on the cut (each micro-batch's loss is a mean of its
 run is: it is written into the run's settings, and a resumed run takes it from there.
 """
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.cli.launch import how_to_start, in_words
 from penstock.cli.task import free_here, shape_of, task_of
 from penstock.config import TrainConfig, fields_of
-from penstock.config.step import check_strands
+from penstock.config.step import check_strands, sharing
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.batches import choose, cuts, splits
@@ -46,19 +48,46 @@ def check_shared(config: TrainConfig, ranks: int) -> None:
         check_strands(config.strands, ranks)
     if ranks == 1:
         return
-    dealt(config.sequences_per_step // (config.micro_batch_size or 1), "micro-batches", ranks)
+    what, size = ("sequences", 1) if config.micro_batch_size is None else ("micro-batches", config.micro_batch_size)
+    dealt(config.sequences_per_step // size, what, ranks, other_batch(ranks, size))
 
 
-def dealt(count: int, what: str, ranks: int) -> int:
-    """How many of a step's ``count`` each of the ranks has.
+def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
+    """A run keeps its batch, and from snapshot to snapshot its ``strands``: are these ranks a number that shares both?
+
+    Raises:
+        ConfigError: they are not; says which ones are.
+    """
+    count = config.sequences_per_step // (config.micro_batch_size or 1)
+    able = [number for number in sharing(strands) if not count % number]
+    if ranks in able:
+        return
+    said = (
+        f"{config.run}: {in_words(ranks)} cannot share the {count} micro-batches and strands={strands} of its steps, "
+        "which stay as they are"
+    )
+    if able:
+        nearest = max((number for number in able if number < ranks), default=able[0])
+        numbers = " or ".join(map(str, able))
+        said += f". {numbers} can: {how_to_start(nearest)} resume {shlex.quote(config.run)}"
+    raise ConfigError(said)
+
+
+def dealt(count: int, what: str, ranks: int, advice: str) -> int:
+    """How many of a step's ``count`` each of the ranks has. ``advice``: what to do where that cannot be.
 
     Raises:
         ConfigError: they cannot all have as many.
     """
     each, rest = divmod(count, ranks)
     if rest or not each:
-        raise ConfigError(f"batch: {count} {what} cannot be shared evenly by {ranks} ranks: give a multiple of {ranks}")
+        raise ConfigError(f"batch: {count} {what} cannot be shared evenly by {ranks} ranks: {advice}")
     return each
+
+
+def other_batch(ranks: int, size: int) -> str:
+    """The advice to who may choose the batch. ``size``: of its micro-batches."""
+    return f"give a batch of a multiple of {ranks * size} sequences"
 
 
 def cut_batch(

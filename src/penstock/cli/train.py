@@ -21,7 +21,7 @@ from penstock.cli.model import RunModel, parameter_count, resumed_model, run_mod
 from penstock.cli.out_of_memory import explain, is_out_of_memory
 from penstock.cli.recipe import optimizer_spec
 from penstock.cli.run_folder import Start, as_cut_before, model_folder, write_settings
-from penstock.cli.run_snapshots import newest, record_kept
+from penstock.cli.run_snapshots import newest, record_kept, strands_kept
 from penstock.cli.schedule_file import read_world
 from penstock.cli.settings import plain
 from penstock.cli.showing.display import Display, choose_display
@@ -29,7 +29,7 @@ from penstock.cli.showing.meter import Meter, Outline
 from penstock.cli.showing.pace import Pace
 from penstock.cli.showing.summary import closing, opening, resident_bytes
 from penstock.cli.showing.yardstick import Yardstick, yardstick
-from penstock.cli.split import Cut, check_shared, cut_batch
+from penstock.cli.split import Cut, check_goes_on, check_shared, cut_batch
 from penstock.cli.stretch import Stretch
 from penstock.cli.trackers import check_installed
 from penstock.config import LoraConfig, Precision, StepConfig, Tier, TrainConfig, fields_of
@@ -56,7 +56,6 @@ from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
 from penstock.report.sentence import format_time
 from penstock.schedule.ir.ops import Schedule
-from penstock.state.record import check_kept
 from penstock.store.facts import facts_of_all
 
 
@@ -75,7 +74,8 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
     optimizer = optimizer_spec(config.optimizer)
     check_installed(config.trackers)
     with launched(config.device) as ranks:
-        check_shared(config, ranks.size)
+        if start != "resume":  # a run that goes on has more to say
+            check_shared(config, ranks.size)
         ranks.agree_on_each({key: repr(value) for key, value in plain(config).items()})
         with joint(ranks, config, start) as run:
             if run.is_complete:
@@ -103,6 +103,7 @@ def _start(
     comes out before."""
     new, ranks = run.step is None, run.ranks
     if new:
+        check_shared(config, ranks.size)
         model = run_model(config.model, config.data)
     else:
         config = ranks.once("settings of the run before", lambda: _as_before(config, ranks.size))
@@ -136,20 +137,18 @@ def _start(
 
 def _as_before(config: TrainConfig, ranks: int) -> TrainConfig:
     """The settings of a run that goes on, cut as it was so far. Where it goes on from a snapshot its gradients are
-    summed as they were, too, by whatever number of ``ranks``, if nothing else is asked for.
+    summed as they were, too, by any number of ``ranks`` that can.
 
     Raises:
-        ConfigError, StoreError: its settings, or its snapshot, cannot be read.
+        ConfigError: its settings cannot be read, or so many ranks cannot go on from its snapshot.
+        StoreError: its snapshot cannot be read.
     """
     config = as_cut_before(config)
-    if config.strands is not None or config.budget.disk_paths:
+    had = None if config.budget.disk_paths else strands_kept(Path(config.run))
+    if had is None:
         return config
-    record = record_kept(Path(config.run))
-    if record is None:
-        return config
-    check_kept(record, f"the snapshot in {config.run}")
-    had = record["model"].get("strands", 1)
-    return config if had == ranks else replace(config, strands=had)
+    check_goes_on(config, had, ranks)
+    return config if config.strands is not None or had == ranks else replace(config, strands=had)
 
 
 def _require_kept(config: TrainConfig, folder: Path, ranks: int) -> None:

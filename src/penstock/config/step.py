@@ -120,12 +120,16 @@ class StepConfig(StreamConfig):
             )
 
 
+def sharing(strands: int) -> tuple[int, ...]:
+    """The numbers of ranks that can share so many strands, each with whole branches of their sum."""
+    return tuple(strands >> n for n in reversed(range(strands.bit_length())) if not strands % (1 << n))
+
+
 def check_strands(strands: int, ranks: int) -> None:
     """Raises:
     ConfigError: so many ranks cannot share the strands, each with whole branches of their sum.
     """
-    each, rest = divmod(strands, ranks)
-    if rest or each & (each - 1):
+    if ranks not in sharing(strands):
         raise ConfigError(
             f"strands={strands} with {ranks} rank{'s' * (ranks > 1)}: must be {ranks} times a power of two, so that "
             "each rank has whole branches of their sum"

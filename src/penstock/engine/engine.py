@@ -124,7 +124,8 @@ class Engine:
         updated: the engine says so whenever it is used, until a snapshot is loaded. What the last commit of the store
         names stands in any case. The one error after a step that counts is a StoreError that says so: its commit
         failed, of whatever. Do not repeat that step (``step_count`` has it): the next one commits it first, or, where
-        the state has one slot, with itself. If that commit fails again, the next step was not taken, and says so.
+        the state has one slot, with itself. If that commit fails again, the next step was not taken, and says so. With
+        several ranks a write in the background that fails ends all of them, after a step that counts, too.
         """
         with whole_steps(), self._ranks.together():
             self._check_usable()

@@ -9,5 +9,5 @@
 The only room that uses ``torch.distributed``: it starts nothing (``torchrun`` does) and moves bytes by the collectives
 that are there. What is added up is added up here, so that the numbers depend on no backend.
 
-May import: ``errors``, ``compat``, ``schedule``.
+May import: ``errors``, ``compat``, ``accelerator``, ``schedule``.
 """

@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock import accelerator
 from penstock.compat.torch import store_of
 from penstock.errors import ConfigError, NonFiniteError, RankError, StoreError
 from penstock.ranks.share import WHOLE, Share
@@ -206,7 +207,7 @@ class Together(Ranks):
         self._members, self._device = members, device
         try:
             self._words = self._join(members, "gloo", device)
-            self._data = self._join(members, "nccl" if device.type == "cuda" else "gloo", device)
+            self._data = self._join(members, dist.get_default_backend_for_device(device), device)
         except BaseException as error:
             self._watch.tell(error)
             raise
@@ -222,8 +223,8 @@ class Together(Ranks):
 
         def make() -> None:
             try:
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)
+                if device.type != "cpu":
+                    torch.accelerator.set_device_index(device)
                 group = dist.new_group(
                     list(members), backend=backend, use_local_synchronization=True, timeout=_PATIENCE
                 )
@@ -306,8 +307,9 @@ class Together(Ranks):
             work.wait()
         except RuntimeError as error:
             raise self._watch.lost(error) from error
-        if tensors[0].device.type == "cuda":
-            torch.cuda.current_stream(tensors[0].device).synchronize()
+        device = tensors[0].device
+        if device.type != "cpu":
+            accelerator.of(device).current_stream(device).synchronize()
 
 
 _made = 0

@@ -7,6 +7,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from penstock import accelerator
 from penstock.errors import ConfigError
 from penstock.ranks.group import AXIS
 
@@ -34,11 +35,14 @@ def torchrun_mesh(device: str | None = None) -> DeviceMesh:
         raise ConfigError(
             f"{size} processes on several machines are not there yet: start all on one (torchrun --nnodes 1)"
         )
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda":
-        if local >= torch.cuda.device_count():
-            raise ConfigError(f"process {local} has no GPU: there are {torch.cuda.device_count()}. Start as many")
-        torch.cuda.set_device(local)
+    kind = device or accelerator.found() or "cpu"
+    if kind != "cpu":
+        if kind not in accelerator.KINDS:
+            raise ConfigError(f"device={device!r}: give 'cuda' or 'cpu'")
+        count = accelerator.KINDS[kind].count()
+        if local >= count:
+            raise ConfigError(f"process {local} has no GPU: there are {count}. Start as many")
+        torch.accelerator.set_device_index(local)
     if not dist.is_initialized():
         agent = (
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -54,6 +58,6 @@ def torchrun_mesh(device: str | None = None) -> DeviceMesh:
             f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
         )
         dist.init_process_group(
-            "nccl" if kind == "cuda" else "gloo", store=attempt, rank=rank, world_size=size, timeout=_PATIENCE
+            dist.get_default_backend_for_device(kind), store=attempt, rank=rank, world_size=size, timeout=_PATIENCE
         )
     return init_device_mesh(kind, (size,), mesh_dim_names=(AXIS,))

@@ -23,21 +23,20 @@ class HostSlab:
     def __init__(self, nbytes: int, *, beside: torch.device | None = None) -> None:
         self.nbytes = max(page_up(nbytes), PAGE)
         self.bytes = torch.from_numpy(aligned_bytes(self.nbytes))
-        self._locked_for: accelerator.Accelerator | None = None
+        self._locked_for: torch.device | None = None
         if beside is not None and beside.type != "cpu":
-            its = accelerator.of(beside)
-            code = its.lock_pages(beside, self.bytes.data_ptr(), self.nbytes)
+            code = accelerator.of(beside).lock_pages(beside, self.bytes.data_ptr(), self.nbytes)
             if code:
                 raise BudgetError(
                     f"{self.nbytes} bytes of host memory could not be page-locked ({beside.type} error {code}): lower "
                     "budget.host, or allow the process to lock more memory"
                 )
-            self._locked_for = its
+            self._locked_for = beside
 
     def close(self) -> None:
         """Give the memory back to the system. Views of it must not be used afterwards."""
         if self._locked_for is not None:
-            self._locked_for.unlock_pages(self.bytes.data_ptr())
+            accelerator.of(self._locked_for).unlock_pages(self._locked_for, self.bytes.data_ptr())
             self._locked_for = None
         # Tensors may still refer to the mapping, so it cannot be unmapped here; its pages are dropped at once.
         address = ctypes.c_void_p(self.bytes.data_ptr())

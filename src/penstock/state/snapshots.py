@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from numpy import uint8
 from numpy.typing import NDArray
 
+from penstock.config.step import STRANDS, sharing
 from penstock.documents.typed import shown
 from penstock.errors import StoreError
 from penstock.optim.precision import DTYPES
@@ -145,19 +146,20 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, stack: Exi
     parts = SnapshotParts.of(path)
     if parts.ranks == ranks.size:
         own = stack.enter_context(parts.open(ranks.rank))
-        _require_like(own.meta.get("model"), description, path)
+        _require_like(own.meta.get("model"), description, path, ranks.size)
         own.verify()
         return own
     readers = [stack.enter_context(parts.open(rank)) for rank in range(parts.ranks)]
     check_kept(readers[0].meta, str(path))
     model = readers[0].meta["model"]
-    _require_like(described(model, ranks.size, model.get("strands", 1))[ranks.rank], description, path)
+    made_for = described(model, ranks.size, model.get("strands", 1))[ranks.rank]
+    _require_like(made_for, description, path, ranks.size)
     for reader in readers[ranks.rank :: ranks.size]:  # all of them have been read by some rank when all have done this
         reader.verify()
     return _CutAnew(readers, ranks.share)
 
 
-def _require_like(saved: Any, description: Mapping[str, Any], path: Path) -> None:
+def _require_like(saved: Any, description: Mapping[str, Any], path: Path, ranks: int) -> None:
     if not isinstance(saved, Mapping):
         saved = {}
     for key, mine in {"strands": 1, **description}.items():
@@ -165,9 +167,15 @@ def _require_like(saved: Any, description: Mapping[str, Any], path: Path) -> Non
         if key in _NOT_COMPARED or found == mine:
             continue
         if key == "strands":
+            able = sharing(found) if isinstance(found, int) and 1 <= found <= STRANDS else ()
+            if ranks in able:
+                advice = f"give strands={found} to go on with the same numbers"
+            else:
+                others = " or ".join(map(str, able)) or "none"
+                advice = f"{ranks} ranks cannot go on with the same numbers, {others} can"
             raise StoreError(
                 f"{path}: the snapshot's gradients were summed in {shown(found)} strands, and this engine's are in "
-                f"{mine}: give strands={shown(found)} to go on with the same numbers"
+                f"{mine}: {advice}"
             )
         raise StoreError(
             f"{path}: the snapshot was made with another {key} than this engine: load it with the model, "

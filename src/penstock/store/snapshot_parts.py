@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.config.step import STRANDS
 from penstock.errors import StoreError
 from penstock.store.records import read_as, write_document
 from penstock.store.snapshot import SnapshotReader
@@ -21,8 +22,6 @@ _KIND = "snapshot of ranks"
 PART_OF = "part_of"
 """What the id of the snapshot that a part belongs to is called in that part's own account of itself."""
 _PUT_BACK = "put back what was there, or use another snapshot"
-_MOST = 1 << 16
-"""More ranks than any run has, and as many as can be counted through."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class _Written:
     ranks: int
 
     def __post_init__(self) -> None:
-        if not 2 <= self.ranks <= _MOST:
+        if not 2 <= self.ranks <= STRANDS:
             raise ValueError(f"ranks={self.ranks} is no number of ranks that share a snapshot")
 
 
