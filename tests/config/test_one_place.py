@@ -38,6 +38,7 @@ USED = {
         "engine/": "as many as there are ranks, or as the store has",
         **dict.fromkeys(("state/reshard.py", "cli/run_record.py"), "what stores are cut for"),
         "cli/reshard.py": "an option: what a run has from then on",
+        "cli/split.py": "those of a snapshot, which ranks that go on from it have to share",
     },
     "slots": {"store/": "the slots", "state/": "the slots", "planner/phase_memory.py": "the memory of their checksums"},
     "durability": {
