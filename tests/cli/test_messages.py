@@ -25,7 +25,7 @@ def test_a_drive_that_becomes_slow_is_said_each_time_it_does(
 ) -> None:
     """Slow from step 4 to 5 and from 7 to 8: said at 4 and at 7, with the lane that it was. By so much that a busy
     machine's other steps are not slow, too."""
-    monkeypatch.setattr(pace, "LOST", 3 * pace.LOST)
+    monkeypatch.setattr(pace, "LOST", 2 * pace.LOST)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save_profile(machine(tmp_path))
     metrics = tmp_path / "run" / "metrics.jsonl"
