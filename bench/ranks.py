@@ -92,6 +92,22 @@ CASES = (
 )
 
 
+def job(length: int, steps: int, threads: int, scratch: Path) -> Work:
+    """The job of all sides, with its initial weights written. ``length``: tokens of a micro-batch; ``steps``: measured
+    ones, after a first one."""
+    work = Work(
+        model="llama-29m",
+        micro_batches=8,
+        batch=1,
+        length=length,
+        steps=1 + steps,
+        threads=threads,
+        scratch=str(scratch),
+    )
+    write_initial_weights(work)
+    return work
+
+
 def run(side: Side, case: Case, work: Work, limit: DiskLimit | None) -> tuple[list[float], list[float]]:
     """Seconds of each measured step, and the losses of all.
 
@@ -170,16 +186,7 @@ def measure(case: Case, scratch: Path, *, rounds: int, steps: int) -> dict[str, 
     limit = EACH if case.disk and why_no_limit() is None else None
     for turn in range(rounds):
         for side in case.sides:
-            work = Work(
-                model="llama-29m",
-                micro_batches=8,
-                batch=1,
-                length=case.length,
-                steps=1 + steps,
-                threads=side.threads,
-                scratch=str(scratch),
-            )
-            write_initial_weights(work)
+            work = job(case.length, steps, side.threads, scratch)
             seconds, losses = run(side, case, work, limit)
             shutil.rmtree(scratch / "ranks", ignore_errors=True)
             if losses != (wanted := wanted or losses):

@@ -33,9 +33,8 @@ from bench.harness import (
     why_no_limit,
     write_section,
 )
-from bench.ranks import OURS, Side, run_ranks
+from bench.ranks import OURS, Side, job, run_ranks
 from bench.ranks_run import drives
-from bench.workload import Work, write_initial_weights
 from penstock.hardware.machine import Machine, load_machine
 
 COMMAND = "python -m bench.ranks_prediction"
@@ -100,16 +99,7 @@ def measure(case: Case, profile: Machine, scratch: Path, steps: int) -> Row:
     known = replace(profile, drives=tuple(replace(profile.drives[0], path=str(path.resolve())) for path in paths))
     file = scratch / "case.json"
     file.write_text(known.to_json())
-    work = Work(
-        model="llama-29m",
-        micro_batches=8,
-        batch=1,
-        length=case.length,
-        steps=1 + steps,
-        threads=1,
-        scratch=str(scratch),
-    )
-    write_initial_weights(work)
+    work = job(case.length, steps, 1, scratch)
     words = ["--drives", str(count), "--profile", str(file)]
     words += [] if case.clip is None else ["--clip", str(case.clip)]
     side = Side(ranks=case.ranks, threads=1)
