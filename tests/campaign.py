@@ -18,7 +18,7 @@ from torch import nn
 import penstock
 from penstock.errors import StoreError
 from tests.models import VOCABULARY, Case, causal_lm
-from tests.training import MicroBatches, assert_same_state, budget, state_of, steps_of, wrap
+from tests.training import AT_ONCE, MicroBatches, assert_same_state, budget, state_of, steps_of, wrap
 
 
 class Net(nn.Module):
@@ -65,13 +65,10 @@ class Setting:
     """steps that may be lost although ``step`` had returned"""
 
 
-AT_ONCE = {"delay": 0}
-"""Nothing is left to the next step, so that a step is committed when it returns. A plan may choose otherwise."""
-
 SETTINGS = {
     "fp32": Setting(numbers={"precision": "fp32", "clip_grad_norm": None}, how=AT_ONCE),
     "bf16, clipped": Setting(numbers={"precision": "bf16", "clip_grad_norm": 1.25}, how=AT_ONCE),
-    "speculating": Setting(numbers={"precision": "fp32", "clip_grad_norm": 1.25}, how={"speculate": True} | AT_ONCE),
+    "speculating": Setting(numbers={"precision": "fp32", "clip_grad_norm": 1.25}, how={"speculate": True, **AT_ONCE}),
     "half delayed": Setting(numbers={"precision": "bf16", "clip_grad_norm": 1.25}, how={"delay": 0.5}, lag=1),
     "in memory, every 2 steps": Setting(
         numbers={"precision": "bf16", "clip_grad_norm": 1.25},

@@ -51,6 +51,9 @@ def budget(disk: Path | Sequence[Path] | None, **places: Any) -> penstock.Budget
     return penstock.Budget(**{"device": "64MiB", "host": "64MiB", "disk": disk} | places)
 
 
+AT_ONCE: Mapping[str, Any] = {"delay": 0}
+"""Nothing is left to the next step, so that a step is committed when it returns. A plan may choose otherwise."""
+
 ADAMW = penstock.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 

@@ -26,7 +26,7 @@ from tests.faults import Call, Go, Nth, error, intercepted
 from tests.models import MODELS
 from tests.power import LOSSES, WriteLog
 from tests.ranks.worlds import RankFailedError, World, together
-from tests.training import budget, steps_of, wrap
+from tests.training import AT_ONCE, budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,9 +34,9 @@ CASE = MODELS["llama"]
 LENGTHS = (12, 8, 10, 12)
 STEPS = 6
 WAYS: tuple[dict[str, Any], ...] = (
-    {"precision": "fp32"},
+    {"precision": "fp32", **AT_ONCE},
     {"precision": "bf16", "delay": 0.5},
-    {"precision": "bf16", "speculate": False},
+    {"precision": "bf16", "speculate": False, **AT_ONCE},
     {"precision": "fp32", "delay": 0.5, "clip_grad_norm": 0.6},
     {"precision": "fp32", "schedule": "horizontal", "clip_grad_norm": 0.6},
     {"precision": "bf16", "places": {"weights": "host", "state": "host", "durability": "interval", "interval": 2}},

@@ -5,6 +5,7 @@ was committed is there, and all go on from one step.
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.state.values import committed
 from penstock.store.store import Store
 from tests.models import MODELS
 from tests.ranks.worlds import RankFailedError, World, together
-from tests.training import budget, run_steps, steps_of, wrap
+from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +48,7 @@ def others(found: list[Any], rank: int) -> list[RankFailedError]:
 
 def to_be_ended(mesh: DeviceMesh, disk: Path, how: int, victim: int) -> None:
     """In the third step of one rank, before its backward."""
-    with wrap(CASE, budget(disk), mesh=mesh) as engine:
+    with wrap(CASE, budget(disk), mesh=mesh, **AT_ONCE) as engine:
         first, second, third = micro_batches(mesh, 3)
         engine.step(first)
         engine.step(second)
@@ -121,11 +122,11 @@ def _fails(*_: object, **__: object) -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"overlap": False}, {"delay": 0.5}, {"schedule": "horizontal"}],
+    [AT_ONCE, {"overlap": False}, {"delay": 0.5}, {"schedule": "horizontal"}],
     ids=["", "serial", "delayed", "horizontal"],
 )
 def test_what_fails_on_one_rank_is_said_on_all(
-    where: str, mine: str, theirs: str, settings: dict[str, Any], tmp_path: Path
+    where: str, mine: str, theirs: str, settings: Mapping[str, Any], tmp_path: Path
 ) -> None:
     found = World(2, failing, tmp_path / "store", where, **settings).outcomes()
     (other,) = others(found, 1)
