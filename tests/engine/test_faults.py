@@ -183,7 +183,7 @@ _CHILD = """
 import os, sys, time, torch
 from pathlib import Path
 from tests.engine.test_faults import CASE, STEPS
-from tests.training import budget, wrap
+from tests.training import AT_ONCE, budget, wrap
 torch.set_num_threads(1)
 def say(word):
     print(word, flush=True)
@@ -200,14 +200,14 @@ def slow(*args):
     return real(*args)
 armed = []
 os.pwritev = slow
-engine = wrap(CASE, budget(Path(sys.argv[1]), slots=int(sys.argv[2])))
+engine = wrap(CASE, budget(Path(sys.argv[1]), slots=int(sys.argv[2])), **AT_ONCE)
 engine.step(STEPS[0])
 armed.append(1)
 engine.step(STEPS[1])
 """
 
 _KILLED_BETWEEN_STEPS = """
-engine = wrap(CASE, budget(Path(sys.argv[1])))
+engine = wrap(CASE, budget(Path(sys.argv[1])), **AT_ONCE)
 engine.step(STEPS[0])
 engine.step(STEPS[1])
 say("between")
