@@ -54,6 +54,7 @@ bench: $(READY)
 	$(BIN)/python -m bench.adamw
 	$(BIN)/python -m bench.disk
 	$(BIN)/python -m bench.overhead
+	$(BIN)/python -m bench.host_share
 	$(BIN)/python -m bench.large
 	$(BIN)/python -m bench.folder
 	$(BIN)/python -m bench.prediction
