@@ -53,7 +53,6 @@ from penstock.loss.tiled import plain_head, tiled_loss
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner.durability import Weighed
 from penstock.ranks.group import Ranks
-from penstock.ranks.share import Share
 from penstock.report.sentence import format_time
 from penstock.schedule.ir.ops import Schedule
 from penstock.store.facts import facts_of_all
@@ -277,7 +276,7 @@ def _settle(
     """
     for size in (cut.size, *cut.smaller):
         config = replace(config, micro_batch_size=size)
-        batches, validation = _batches(config, data, ranks.share)
+        batches, validation = _batches(config, data, ranks)
         words = cut.words(config.sequences_per_step) if size == cut.size else f"micro-batches of {size} instead"
         try:
             with display.working(f"Planning a step of {words}"):
@@ -384,7 +383,7 @@ def _engine(
     return wrap_among(ranks, model, asked)
 
 
-def _batches(config: TrainConfig, data: Data, share: Share) -> tuple[Batches, HeldOut | None]:
+def _batches(config: TrainConfig, data: Data, ranks: Ranks) -> tuple[Batches, HeldOut | None]:
     """Training sequences in random order, held-out ones in the order of the documents."""
     how: dict[str, Any] = {
         "packing": config.data.packing,
@@ -393,8 +392,8 @@ def _batches(config: TrainConfig, data: Data, share: Share) -> tuple[Batches, He
         "sequences_per_step": config.sequences_per_step,
         "micro_batch_size": config.split[0],
         "fingerprint": data.identity.fingerprint,
-        "rank": share.rank,
-        "ranks": share.size,
+        "rank": ranks.rank,
+        "ranks": ranks.size,
     }
     held_out = None if data.validation is None else HeldOut(stream=data.validation, **how)
     return Batches(stream=data.train, **how), held_out

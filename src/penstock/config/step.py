@@ -16,6 +16,9 @@ from penstock.errors import ConfigError
 Family = Literal["vertical", "horizontal"]
 """Orders of a schedule that the planner makes: block by block, or micro-batch by micro-batch."""
 
+Stage = Literal[0, 1, 2, 3]
+"""Of ZeRO: what several ranks have parts of."""
+
 STRANDS = 1024
 """The most strands that make sense: nobody has more ranks."""
 _DEFAULT: Mapping[str, Precision] = {"cpu": "fp32", "cuda": "bf16"}
@@ -35,6 +38,10 @@ class StreamConfig:
     | ``strands`` | in how many strands a step's gradients are summed, each over a share of the micro-batches, and then
     added up in pairs. Changes results, but not with the number of ranks: a power of two of them that is not above it
     gives the same bits. Kept in the store; None: that of the store, or as many as there are ranks |
+    | ``stage`` | of ZeRO (arXiv 1910.02054): what several ranks have parts of. 0: nothing, each has all of the state on
+    its own drives and in its own memory; 1, 2: state, gradients, and weights between steps, which are gathered once a
+    step and stay on the device; 3: weights too, which are gathered for each use. Changes no result; None: the plan
+    chooses 2 or 3 |
     | ``speculate`` | whether what is on disk steps before the gradients' norm is known, and again if that was over
     ``clip_grad_norm``. Changes no result; None: the plan chooses |
     """
@@ -43,6 +50,7 @@ class StreamConfig:
     delay: float | None = None
     speculate: bool | None = None
     strands: int | None = None
+    stage: Stage | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, of=StreamConfig)
@@ -50,6 +58,10 @@ class StreamConfig:
             raise ConfigError(f"delay={self.delay:g}: must be from 0 to 1, or left out: the plan chooses")
         if self.strands is not None and (self.strands < 1 or self.strands > STRANDS):
             raise ConfigError(f"strands={self.strands}: must be from 1 to {STRANDS}")
+
+    def parts(self, ranks: int) -> int:
+        """Into how many parts so many ranks cut the state."""
+        return 1 if self.stage == 0 else ranks
 
     def steps_early(self, budget: Budget) -> bool | None:
         """``speculate``, of a run with this budget. Where the budget says where gradients wait, they are to wait."""

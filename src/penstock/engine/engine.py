@@ -349,7 +349,9 @@ class Engine:
             described = {key: value for key, value in self._resources.description.items() if key != "world"}
             meta = {"model": described, **self._progress.record()}
             arrays, buffers = self._resources.arrays, self._resources.buffers
-            snapshots.save(Path(path), arrays, buffers, meta, overwrite=overwrite, ranks=self._ranks)
+            snapshots.save(
+                Path(path), arrays, buffers, meta, overwrite=overwrite, ranks=self._ranks, share=self._resources.share
+            )
 
     @in_turn
     def load(self, path: str | Path) -> None:
@@ -369,7 +371,7 @@ class Engine:
             self._load(Path(path))
 
     def _load(self, path: Path) -> None:
-        with snapshots.opened(path, self._resources.description, self._ranks) as snapshot:
+        with snapshots.opened(path, self._resources.description, self._ranks, self._resources.share) as snapshot:
             self._ranks.jointly("account of the snapshot", partial(self._check_account, snapshot.meta, str(path)))
             actions: Actions = {
                 Action.MARK: partial(self._durability.mark, f"loading {path} did not begin"),

@@ -299,7 +299,9 @@ class Planning:
     def _request(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
         ranks = self._shared.ranks
-        program = Program(groups=tuple(ranks.share.part(g.spec) for g in self._shared.groups), stages=tuple(stages))
+        program = Program(
+            groups=tuple(self._shared.share.part(g.spec) for g in self._shared.groups), stages=tuple(stages)
+        )
         asked = self._asked
         inputs = ranks.told("inputs", len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches))
         speculate, own = asked.steps_early(asked.budget), train and isinstance(self._schedule, Schedule)
@@ -383,7 +385,7 @@ class Planning:
         """Probe what has not been probed yet. Of several ranks one after the other does, with weights from all."""
         shared = self._shared
         for turn in range(shared.ranks.size):
-            weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, turn)
+            weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share, turn)
             try:
                 if turn != shared.ranks.rank:
                     weights.serve()

@@ -19,6 +19,7 @@ from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale, format_of
 from penstock.ranks.group import ALONE, Ranks
+from penstock.ranks.share import Share
 from penstock.runtime.streams import DeviceStreams, HostStreams, streams_for
 from penstock.state import numa
 from penstock.state.arrays import StateArrays
@@ -53,6 +54,8 @@ class EngineResources:
     runs: Mapping[int, Sequence[Run]]
     """by group, in order of elements"""
     ranks: Ranks
+    share: Share
+    """of this one"""
     """who trains the model together; this rank's arrays are its part of every group's"""
     strands: int
     """of all ranks"""
@@ -80,9 +83,9 @@ class EngineResources:
     @property
     def whole_arrays(self) -> Arrays:
         """All of every array; several ranks read the same ranges at the same time."""
-        if self.ranks.size == 1:
+        if self.share.size == 1:
             return self.arrays
-        return SharedArrays(self.arrays, [g.spec for g in self.groups], self.ranks)
+        return SharedArrays(self.arrays, [g.spec for g in self.groups], self.ranks, self.share)
 
     def values(self) -> Values:
         """Every parameter and persistent buffer, of whole arrays."""
@@ -114,17 +117,18 @@ def open_resources(
     assert precision is not None, "wrap has chosen one"
     assert settings.loss_fn is not None, "and this"
     found, from_meta = find_blocks(model, settings.blocks), start.built_on_meta(model)
-    groups, buffers = group_parameters(model, found, ranks.size), Buffers(model)
+    share = ranks.share(settings.parts(ranks.size))
+    groups, buffers = group_parameters(model, found, share.size), Buffers(model)
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     optimizer = StreamedOptimizer(settings.optimizer, trained)
     strands = ranks.size if settings.strands is None else settings.strands
-    description = start.describe_model(groups, buffers, precision, settings.optimizer, ranks.share, strands)
+    description = start.describe_model(groups, buffers, precision, settings.optimizer, share, strands)
     check_strands(strands, ranks.size)
     names = [[name, *parameter] for group in description["groups"] for name, *parameter in group["parameters"]]
     ranks.agree_on_each({"model": type(model).__name__, "parameters of the model": _digest(names)})
     commits = Commits(
         budget,
-        [ranks.share.part(g.spec) for g in groups],
+        [share.part(g.spec) for g in groups],
         format_of(precision, settings.optimizer.moments),
         DTYPES[precision],
         device,
@@ -133,6 +137,7 @@ def open_resources(
         io_threads=settings.io_threads,
         owner=owner,
         ranks=ranks,
+        share=share,
         any_strands=settings.strands is None,
     )
     with ExitStack() as undo:
@@ -157,7 +162,8 @@ def open_resources(
                 from_meta=from_meta,
                 seed=settings.seed,
                 weights=weights,
-                share=ranks.share,
+                share=share,
+                digest=ranks.size > 1,
             )
             ranks.agree("values of the model, before its first step", values)
         else:
@@ -182,6 +188,7 @@ def open_resources(
             description=description,
             runs={g.spec.index: hyper_runs(g, optimizer) for g in groups if g.spec.trainable},
             ranks=ranks,
+            share=share,
             strands=description.get("strands", 1),
             device=device,
             streams=streams_for(device),

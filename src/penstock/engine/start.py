@@ -75,9 +75,10 @@ def fill(
     seed: int,
     weights: WeightSource | None = None,
     share: Share = WHOLE,
+    digest: bool = False,
 ) -> str:
     """Write this rank's ``share`` of every group's weights (and master copy) to its home. At most one group is in
-    memory besides the model. Returns a checksum of all of them.
+    memory besides the model. Returns a ``digest`` of all of them, if that is asked for.
 
     Afterwards no parameter owns memory. Moments are zero.
     """
@@ -97,7 +98,7 @@ def fill(
             for s in group.slices:
                 flat[s.offset : s.offset + s.numel].view(s.shape).copy_(s.parameter.detach())
         group.detach(arrays.dtype, arrays.device)
-        values.update(flat.numpy().data if share.size > 1 else b"")
+        values.update(flat.numpy().data if digest else b"")
         _write_group(share.part(group.spec), share.own(group.spec, flat), arrays)
         del flat
         slab.close()

@@ -3,6 +3,7 @@
 import torch
 
 from penstock.ranks.group import Ranks
+from penstock.ranks.share import Share
 from penstock.state.arrays import StateArrays
 from penstock.state.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.tape.groups import ParamGroup
@@ -12,23 +13,27 @@ class VisitingWeights:
     """Attaches and detaches groups on demand. ``close`` detaches what is left and gives all memory back.
 
     Of several ranks one after the other has its turn. Meanwhile the others ``serve``: they send it their parts of the
-    groups that it asks for, until it has ``ended``.
+    groups that it asks for, if each has a part, until it has ``ended``.
     """
 
-    def __init__(self, groups: tuple[ParamGroup, ...], arrays: StateArrays, ranks: Ranks, turn: int) -> None:
+    def __init__(
+        self, groups: tuple[ParamGroup, ...], arrays: StateArrays, ranks: Ranks, share: Share, turn: int
+    ) -> None:
         self._groups = groups
         self._arrays = arrays
         self._ranks = ranks
+        self._share = share
         self._turn = turn
         self._slabs: dict[int, DeviceSlab] = {}
         self._bounce = HostSlab(BOUNCE, beside=arrays.device)
 
     def load(self, g: int) -> None:
         arrays, name = self._arrays, f"weights.{g}"
-        if arrays.tier_of(name) == "device" and self._ranks.size == 1:
+        if arrays.tier_of(name) == "device" and self._share.size == 1:
             self._groups[g].attach(arrays.array(name))
             return
-        self._ranks.lend(torch.tensor([g]), self._turn)
+        if self._share.size > 1:
+            self._ranks.lend(torch.tensor([g]), self._turn)
         numel, dtype = self._groups[g].spec.numel, arrays.dtype
         self._slabs[g] = DeviceSlab(numel * dtype.itemsize, arrays.device)
         flat = self._slabs[g].bytes[: numel * dtype.itemsize].view(dtype)
@@ -56,13 +61,14 @@ class VisitingWeights:
 
     def _bring(self, g: int, flat: torch.Tensor | None) -> None:
         """All ranks' parts of a group's weights, piece by piece, into ``flat`` of the one that asks."""
-        name, share = f"weights.{g}", self._ranks.share
+        name, share = f"weights.{g}", self._share
         group = share.part(self._groups[g].spec)
         for owner in range(share.size):
             for first, piece in self._arrays.pieces(name, self._bounce):
                 if owner == share.rank:
                     self._arrays.read(name, first, piece)
-                self._ranks.lend(piece.view(torch.uint8), owner)
+                if share.size > 1:
+                    self._ranks.lend(piece.view(torch.uint8), owner)
                 if flat is not None:
                     frozen = first >= group.trainable
                     before = owner * (group.frozen if frozen else group.trainable)

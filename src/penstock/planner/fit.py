@@ -20,13 +20,8 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh, ProcessGroup
 from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, narrow_groups
 from penstock.schedule.lower.route import Route
-from penstock.schedule.lower.visits import (
-    horizontal,
-    horizontal_route,
-    streaming_seat,
-    vertical,
-    vertical_route,
-)
+from penstock.schedule.lower.seat import Seat, streaming_seat
+from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
 from penstock.schedule.meaning import narrow_groups_of
 from penstock.schedule.place import BF16, FP32, Depths, Format, Placement, Settings, Side, checksum_bytes, page_up
 from penstock.schedule.program import ALIGN, Program
@@ -113,7 +108,11 @@ class Request(StreamConfig):
 
     def build(self, settings: Settings) -> Schedule:
         build: Callable[..., Schedule] = horizontal if self.one_by_one else vertical
-        return build(self.program, settings, self.fixed(settings.place), shards=_ranks(self.ranks))
+        return build(self.program, settings, self.fixed(settings.place), seat=self.seat(settings))
+
+    def seat(self, settings: Settings) -> Seat:
+        """That of each rank."""
+        return streaming_seat(_ranks(self.ranks), settings.stage)
 
     def peak_bytes(self, settings: Settings, tier: Tier) -> int:
         """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
@@ -284,7 +283,7 @@ def _pooled(route: Route, settings: Settings, ranks: int) -> tuple[int, int]:
 @lru_cache(maxsize=256)
 def provision(route: Route, settings: Settings, ranks: int = 1) -> Provision:
     """What a step with these settings takes of its pools."""
-    return Provision(route, settings, streaming_seat(_ranks(ranks)))
+    return Provision(route, settings, streaming_seat(_ranks(ranks), settings.stage))
 
 
 def _ranks(size: int) -> ProcessGroup:
@@ -377,6 +376,7 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) 
         grad_dtype=request.grad_dtype,
         cast="device" if request.casts_on_device else "host",
         strands=(request.strands or 1) if request.train else 1,
+        stage=3 if request.stage is None else request.stage,
     )
 
 

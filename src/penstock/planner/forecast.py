@@ -100,7 +100,7 @@ class Forecast:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: 6 FLOP per parameter and token, 4 of frozen ones, over what the device could do."""
-        padded = self.task.ranks * sum(group.frozen for group in self.choice.plan.program.groups)
+        padded = self.task.parts(self.task.ranks) * sum(group.frozen for group in self.choice.plan.program.groups)
         frozen = min(padded, self.parameters)
         flop = MODEL_FLOP * (self.parameters - frozen) + FROZEN_FLOP * frozen
         return flop * self.tokens_per_second / self.peak_flops
@@ -159,7 +159,7 @@ class Forecast:
             host_bytes=task.budget.host_bytes,
             slots=task.budget.slots,
             scratch=self.scratch_bytes,
-            ranks=task.ranks,
+            ranks=task.parts(task.ranks),
         )
         return {"train": train} | {str(phase): sizes for phase, sizes in outside.items()}
 

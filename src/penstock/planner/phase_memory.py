@@ -65,7 +65,7 @@ def peaks_outside_steps(
             (``Request.scratch_bytes``).
         from_meta: whether the engine initialises the model. The check that everything was filled takes one byte for
             each element of a parameter; the group's largest is taken to be all of it.
-        ranks: that have such a program, of parts: groups are made, and visit the device, whole.
+        ranks: that have such a program, of as many parts: groups are made, and visit the device, whole.
 
     Returns:
         ``load``: a fresh start (``engine.start.fill``, ``_write_group``): a group in fp32, then written to its home.

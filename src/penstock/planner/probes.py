@@ -26,6 +26,7 @@ from penstock.planner.phases import Phases
 from penstock.planner.sample import Sample, without_activations, without_weights
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.update import partials_of
 from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
 from penstock.schedule.place import Depths, Placement, Settings
@@ -168,13 +169,13 @@ def _in_host_memory(program: Program) -> Placement:
 @lru_cache(maxsize=4096)
 def _probe(program: Program, settings: Settings, one_by_one: bool, ranks: int) -> Probe:
     """The facts of a program's schedule, whose groups have one chunk for each of their parts."""
-    shards = Mesh(data=ranks).everyone()
+    seat = streaming_seat(Mesh(data=ranks).everyone(), settings.stage)
     if one_by_one:
         route = horizontal_route(program, settings.micro_batches)
-        schedule = horizontal(program, settings, shards=shards)
+        schedule = horizontal(program, settings, seat=seat)
     else:
         route = vertical_route(program, settings.micro_batches, train=settings.train)
-        schedule = vertical(program, settings, shards=shards)
+        schedule = vertical(program, settings, seat=seat)
     groups: dict[int, Counter[Fact]] = defaultdict(Counter)
     stages: dict[int, Counter[Fact]] = defaultdict(Counter)
     alone: Counter[Fact] = Counter()

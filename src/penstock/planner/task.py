@@ -96,7 +96,7 @@ class Task(StepConfig):
         """
         profile = self.profile(micro_batch_size)
         request = Request(
-            program=Mesh(data=self.ranks).everyone().part(profile.program),
+            program=Mesh(data=self.parts(self.ranks)).everyone().part(profile.program),
             budget=self.step_budget,
             form=self.form,
             micro_batches=micro_batches,

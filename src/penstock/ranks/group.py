@@ -34,22 +34,19 @@ class Ranks:
     | attribute | meaning |
     |---|---|
     | ``rank``, ``size`` | this one's number, of so many |
-    | ``share`` | which elements of every param group are this one's |
 
     Whatever all ranks do together, they do in the same order. A call that another rank does not come to raises
     RankError once that has failed, ended, or does not answer; afterwards nothing can be done together any more.
     """
 
-    share: Share = WHOLE
+    rank: int = 0
+    size: int = 1
     _of_all: BaseException | None = None
 
-    @property
-    def rank(self) -> int:
-        return self.share.rank
-
-    @property
-    def size(self) -> int:
-        return self.share.size
+    def share(self, parts: int) -> Share:
+        """Which elements of every param group are this one's, if the ranks have as many parts; 1: each has all."""
+        assert parts in (1, self.size)
+        return WHOLE if parts == 1 else Share(rank=self.rank, size=parts)
 
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """Fill ``out`` [size * n] with all ranks' ``part`` [n], one after the other."""
@@ -193,7 +190,7 @@ class Together(Ranks):
         global _made
         group = mesh.get_group()
         members = dist.get_process_group_ranks(group)
-        self.share = Share(rank=members.index(dist.get_rank()), size=len(members))
+        self.rank, self.size = members.index(dist.get_rank()), len(members)
         self._pending: list[object] = []
         """what a broken-off collective may still write to"""
         found: list[Any] = [None] * self.size

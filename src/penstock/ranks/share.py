@@ -26,7 +26,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One rank's share of everything. Alone, that is all of it."""
+    """One rank's share of everything: part ``rank`` of ``size``. Where there is one part, that is all of it, and as
+    many ranks as there are have it."""
 
     rank: int = 0
     size: int = 1

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from penstock.config import Budget, format_size
 from penstock.errors import BudgetError, StoreError
 from penstock.ranks.group import ALONE, Ranks
+from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays, parts_of
@@ -57,10 +58,12 @@ class Commits:
         io_threads: int,
         owner: Owner | None = None,
         ranks: Ranks = ALONE,
+        share: Share = WHOLE,
         any_strands: bool = False,
     ) -> None:
         """``owner``: the run that the store is to belong to; None: to none. ``ranks``: who commits together; each has a
-        store of its own. ``any_strands``: a store that is there says how many, and so does ``model`` from then on.
+        store of its own, with its ``share`` of the state. ``any_strands``: a store that is there says how many, and so
+        does ``model`` from then on.
 
         Raises:
             BudgetError: there is no disk, and memory cannot hold the state.
@@ -74,6 +77,7 @@ class Commits:
         """who commits together"""
         self._beside = ranks.beside() if budget.durability == "interval" else ranks
         """the same, for the thread that writes in the background"""
+        self._share = share
         self._any_strands = any_strands
         store, resumed = None, None
         parts = [part for group in groups for part in parts_of(group, form, dtype)]
@@ -123,7 +127,7 @@ class Commits:
         store = Store.open(paths, io_threads=io_threads)
         try:
             store.require_owner(self._owner)
-            require_part(store, self.ranks.rank, self.ranks.size)
+            require_part(store, self._share.rank, self._share.size)
             if self.ranks.size > 1:
                 model["world"] = store.model.get("world")
                 self.ranks.agree("run, whose parts their stores have", model["world"])

@@ -13,6 +13,7 @@ from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import Part, StateArrays, parts_of
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
+from penstock.store.parts import number_of_parts
 from penstock.store.store import Store
 
 
@@ -63,15 +64,15 @@ def found_in(group: GroupSpec, part: Part, rank: int, start: int, numel: int) ->
 class Parts:
     """All arrays of whole groups, out of the stores of all ranks.
 
-    ``groups``: by index. ``share``: how they are cut. ``arrays``: what each rank has.
+    ``groups``: by index. ``share``: how they are cut. ``arrays``: what each store has.
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:
-        """``stores``: by rank, each as of the same commit, or new."""
+        """``stores``: by rank, each as of the same commit, or new. Where each has all of it, the first is read."""
         model = stores[0].model
         self.form, dtype = form_of(model), DTYPES[model["precision"]]
         self.groups = {group.index: group for group in groups_of(model)}
-        self.share = Share(size=len(stores))
+        self.share = Share(size=number_of_parts(stores[0]))
         own, cpu = [self.share.part(group) for group in self.groups.values()], torch.device("cpu")
         self.arrays = [StateArrays(own, self.form, dtype, cpu, s, Slots.of(s), host_bytes=0) for s in stores]
 

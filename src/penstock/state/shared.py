@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.ranks.group import Ranks
+from penstock.ranks.share import Share
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays
@@ -14,11 +15,12 @@ class SharedArrays:
     """All arrays of whole groups. All ranks read the same ranges, in the same order; each reads what it has, and lends
     it to the others."""
 
-    def __init__(self, arrays: StateArrays, groups: Sequence[GroupSpec], ranks: Ranks) -> None:
-        """``arrays``: of this rank's parts of the ``groups``."""
+    def __init__(self, arrays: StateArrays, groups: Sequence[GroupSpec], ranks: Ranks, share: Share) -> None:
+        """``arrays``: of this rank's ``share`` of the ``groups``."""
         self._arrays = arrays
         self._groups = {g.index: g for g in groups}
         self._ranks = ranks
+        self._share = share
 
     @property
     def form(self) -> Format:
@@ -28,8 +30,8 @@ class SharedArrays:
         """As ``StateArrays.fetch``."""
         group = self._groups[self._arrays.parts[name].group]
         with self._ranks.together():
-            for piece in self._ranks.share.pieces(group, offset, flat.numel()):
+            for piece in self._share.pieces(group, offset, flat.numel()):
                 into = flat[piece.first : piece.first + piece.numel]
-                if piece.rank == self._ranks.rank:
+                if piece.rank == self._share.rank:
                     self._arrays.fetch(name, piece.start, into)
                 self._ranks.lend(into, piece.rank)

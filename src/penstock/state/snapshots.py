@@ -15,7 +15,7 @@ from penstock.documents.typed import shown
 from penstock.errors import StoreError
 from penstock.optim.precision import DTYPES
 from penstock.ranks.group import ALONE, Ranks
-from penstock.ranks.share import Share
+from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import page_up
 from penstock.state.arrays import StateArrays, numpy_bytes, parts_of
 from penstock.state.buffers import Buffers
@@ -41,8 +41,10 @@ def save(
     *,
     overwrite: bool,
     ranks: Ranks = ALONE,
+    share: Share = WHOLE,
 ) -> None:
-    """Write a snapshot; it appears under ``path`` whole or not at all. Needs 8 MiB of memory on each rank.
+    """Write a snapshot; it appears under ``path`` whole or not at all. Needs 8 MiB of memory on each rank. Where each
+    of the ``ranks`` has all of the state as its ``share``, the first writes it.
 
     What is on disk is shared with the store's file where the file system can (reflink), and copied elsewhere. The
     snapshot's content is the same.
@@ -53,10 +55,14 @@ def save(
     """
     entries = [(name, page_up(part.nbytes)) for name, part in arrays.parts.items()] + buffers.sizes()
     grids = {name: part.grid for name, part in arrays.parts.items()}
-    if ranks.size == 1:
+
+    def write() -> None:
         with SnapshotWriter(path, entries, dict(meta), overwrite=overwrite, grids=grids) as writer:
             _fill(writer, arrays, buffers)
             writer.finish()
+
+    if share.size == 1:
+        ranks.jointly("snapshot", write if ranks.rank == 0 else lambda: None)
         return
     layout = layout_of(entries, grids)
     with ExitStack() as undo:
@@ -130,33 +136,33 @@ class Saved(Protocol):
 
 
 @contextmanager
-def opened(path: Path, description: Mapping[str, Any], ranks: Ranks = ALONE) -> Iterator[Saved]:
-    """This rank's part of a snapshot that is whole, and made for what ``description`` describes. Of whatever number of
-    ranks it is: what is trained is cut anew for these.
+def opened(path: Path, description: Mapping[str, Any], ranks: Ranks = ALONE, share: Share = WHOLE) -> Iterator[Saved]:
+    """This rank's ``share`` of a snapshot that is whole, and made for what ``description`` describes. Of whatever
+    number of ranks it is: what is trained is cut anew for these.
 
     Raises:
         StoreError: it is missing, damaged, or made for another model, precision, optimizer or number of strands; of
             several ranks on all.
     """
     with ExitStack() as stack:
-        yield ranks.jointly("snapshot to load", lambda: _opened(path, description, ranks, stack))
+        yield ranks.jointly("snapshot to load", lambda: _opened(path, description, ranks, share, stack))
 
 
-def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, stack: ExitStack) -> Saved:
+def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Share, stack: ExitStack) -> Saved:
     parts = SnapshotParts.of(path)
-    if parts.ranks == ranks.size:
-        own = stack.enter_context(parts.open(ranks.rank))
+    if parts.ranks == share.size:
+        own = stack.enter_context(parts.open(share.rank))
         _require_like(own.meta.get("model"), description, path, ranks.size)
         own.verify()
         return own
     readers = [stack.enter_context(parts.open(rank)) for rank in range(parts.ranks)]
     check_kept(readers[0].meta, str(path))
     model = readers[0].meta["model"]
-    made_for = described(model, ranks.size, model.get("strands", 1))[ranks.rank]
+    made_for = described(model, share.size, model.get("strands", 1))[share.rank]
     _require_like(made_for, description, path, ranks.size)
     for reader in readers[ranks.rank :: ranks.size]:  # all of them have been read by some rank when all have done this
         reader.verify()
-    return _CutAnew(readers, ranks.share)
+    return _CutAnew(readers, share)
 
 
 def _require_like(saved: Any, description: Mapping[str, Any], path: Path, ranks: int) -> None:

@@ -11,6 +11,7 @@ from penstock.ranks.order import add_up
 from penstock.runtime.access import Access
 from penstock.runtime.actions.compute import Compute
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.place import FP32
 
 
 class Between:
@@ -22,7 +23,7 @@ class Between:
         self._ranks = ranks
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
-        return {"GW": self.gather, "SG": self.exchange, "AN": self.gather_norm}
+        return {"GW": self.gather, "SG": self.exchange, "AR": self.add_up_for_all, "AN": self.gather_norm}
 
     def gather(self, op: Op) -> None:
         """A group's weights, trainable part first, from the parts of all ranks."""
@@ -45,9 +46,30 @@ class Between:
             own = self._to.bound.program.groups[g].trainable
             gradient = self._to.view(op.reads[0], size * own).view(size, own)
             into.copy_(gradient[:, c.start : c.start + c.numel])
+        self._add_up(into, out, self._to.view(op.writes[0], c.numel))
+
+    def add_up_for_all(self, op: Op) -> None:
+        """A chunk of the sum of all ranks' gradients: each adds up a piece of it, and all put the pieces together."""
+        size, c = self._ranks.size, self._to.bound.chunk(op)
+        if c.start == 0:
+            self._tell(op)
+        piece = -(-c.numel // size)
+        into, out = self._to.view(op.writes[1], 2 * size * piece).view(2, size, piece)
+        flat, found = into.view(-1), out.view(-1)
+        if op.reads[0] != op.writes[1]:
+            flat[: c.numel].copy_(self._to.view(op.reads[0], c.numel, offset=c.start * FP32))
+        flat[c.numel :].zero_()
+        mine = into[0]
+        self._add_up(into, out, mine)
+        self._ranks.gather(found, mine)
+        self._sent(mine)
+        self._to.view(op.writes[0], c.numel).copy_(found[: c.numel])
+
+    def _add_up(self, into: torch.Tensor, out: torch.Tensor, total: torch.Tensor) -> None:
+        """Send row r of ``into`` to rank r, and add up in ``total`` what all send to this one, by way of ``out``."""
         self._ranks.exchange(out, into)
-        add_up(tuple(out), self._to.view(op.writes[0], c.numel))
         self._sent(into[0])
+        add_up(tuple(out), total)
 
     def _tell(self, op: Op) -> None:
         """Which parameters of a group have a gradient on any rank; and whether a loss was no number on one, so that
@@ -71,7 +93,7 @@ class Between:
 
     def gather_norm(self, op: Op) -> None:
         """The sums of squares of all ranks' parts of the gradients."""
-        context, share = self._to.context, self._ranks.share
+        context, share = self._to.context, self._to.bound.share
         by_rank = [context.partials[g].reshape(share.size, -1) for g in self._to.bound.trained]
         part = torch.from_numpy(np.concatenate([parts[share.rank] for parts in by_rank])).to(self._to.arrays.device)
         found = torch.empty(share.size * part.numel(), dtype=part.dtype, device=part.device)

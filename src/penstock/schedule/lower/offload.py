@@ -32,7 +32,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import fixed_bytes
 from penstock.schedule.lower.request import Request
-from penstock.schedule.lower.seat import SUMMED, Sharding
+from penstock.schedule.lower.seat import ONE_RANK, SUMMED, Seat, Sharding
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import FP32, Depths, Placement, Settings
 from penstock.schedule.program import ALIGN, Program, round_up
@@ -65,11 +65,9 @@ def lower_program(request: Request, streaming: Streaming) -> World:
         ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
     """
     s, ranks, program = settings(request, streaming), Mesh(data=request.ranks).everyone(), _part(request)
-    name = request.family
-    if streaming.order == "vertical":
-        return ranks.world(vertical(program, s, fixed_bytes(program, s.form, s.place, s.micro_batches), name, ranks))
-    fixed = fixed_bytes(program, s.form, s.place, 1)
-    return ranks.world(horizontal(program, s, fixed, name, ranks, streaming.sharding))
+    seat = ONE_RANK if request.ranks == 1 else Seat(shards=ranks, sharding=streaming.sharding)
+    build, at_once = (vertical, s.micro_batches) if streaming.order == "vertical" else (horizontal, 1)
+    return ranks.world(build(program, s, fixed_bytes(program, s.form, s.place, at_once), request.family, seat))
 
 
 def settings(request: Request, streaming: Streaming) -> Settings:

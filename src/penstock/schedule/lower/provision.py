@@ -15,6 +15,7 @@ where they are: their old values are of no use while a step is delayed, but that
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -92,6 +93,14 @@ def narrow_groups(route: Route, settings: Settings) -> frozenset[int]:
 EXCHANGE = "exchange"
 """The pool of what ranks send each other of a chunk of their gradients, and of what they receive."""
 
+
+def exchanged_bytes(seat: Seat, numel: int) -> int:
+    """Bytes of what ranks send each other of a chunk of ``numel`` elements, and of as much that they receive: a chunk
+    of every rank's part; or of what all have, which for that is cut into as many pieces."""
+    ranks = seat.shards.size
+    return 2 * ranks * FP32 * (numel if seat.parts > 1 else -(-numel // ranks))
+
+
 SUMS = "gradient_sums"
 """The pool of what one of several ranks has summed on the host of a chunk's gradient, of all ranks' parts of it."""
 
@@ -138,20 +147,20 @@ class Provision:
 
     @cached_property
     def stay(self) -> Stay:
-        return self.route.stay(self.s.depths.weights)
+        return self.route.stay(self.s.depths.weights, throughout=self.seat.sharding.stay)
 
     def whole_weights(self, g: int) -> int:
         """Bytes of a group's weights, put together from the parts of all ranks."""
-        return self.seat.shards.size * self._groups[g].numel * self.s.form.weight_bytes
+        return self.seat.parts * self._groups[g].numel * self.s.form.weight_bytes
 
     def whole_gradient(self, g: int) -> int:
         """Bytes of a group's gradient on the device, before each rank has its part of the sum."""
-        return self.seat.shards.size * self._groups[g].trainable * FP32
+        return self.seat.parts * self._groups[g].trainable * FP32
 
     @property
     def all_parts(self) -> int:
         """Bytes of a chunk of a gradient of every rank's part."""
-        return self.seat.shards.size * self.s.chunk * FP32
+        return self.seat.parts * self.s.chunk * FP32
 
     def moves(self, g: int) -> bool:
         """Whether a group's weights are brought to the device, or put together there, for each visit."""
@@ -188,7 +197,7 @@ class Provision:
     @property
     def sums_all_parts(self) -> bool:
         """Whether gradients that are summed on the host are of all ranks' parts, which are exchanged after that."""
-        return self.seat.sharding.reduce == "scatter-late"
+        return self.seat.sharding.reduce in ("scatter-late", "all")
 
     def _summed(self, g: int, use: int) -> bool:
         """Whether the gradient of a group's ``use``-th stage is summed on the host."""
@@ -304,8 +313,8 @@ class Provision:
         sizes = tuple((g, self.whole_weights(g)) for g in part)
         for pool, members in _by_class(self.route, "weights", sizes, self.s.depths.weights):
             self.weights_pool |= dict.fromkeys(members, pool.name)
-            yield pool
-        if self.seat.shards.size > 1 and part:
+            yield replace(pool, count=len(members)) if self.seat.sharding.stay else pool
+        if self.seat.sharding.weights and part:
             yield Pool(name="weight_parts", tier="device", size=max(part.values()), count=2)
 
     def _gradients(self) -> Iterator[Pool]:
@@ -319,7 +328,7 @@ class Provision:
             yield pool
         if self.seat.shards.size > 1 and part:
             yield Pool(name=self.gradient_parts_pool, tier="device", size=self.s.chunk * FP32, count=2)
-            yield Pool(name=EXCHANGE, tier="device", size=2 * self.all_parts, count=1)
+            yield Pool(name=EXCHANGE, tier="device", size=exchanged_bytes(self.seat, self.s.chunk), count=1)
         for g in sorted(self.route.gradient_visits.keys() - part.keys()):
             assert len(self.route.uses[g]) == 1, "a tied group cannot keep its state on the device"
             name = self.gradients_pool[g] = f"gradients.of{g}"

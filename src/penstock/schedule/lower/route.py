@@ -65,7 +65,7 @@ class Route:
         self.at_once = len(self.visits[0].micro_batches) if self.visits else 0
         self._reads: dict[tuple[str, int], tuple[int, ...]] = {}
         self._trained: dict[tuple[str, int], tuple[int, ...]] = {}
-        self._stays: dict[int, Stay] = {}
+        self._stays: dict[tuple[int, bool], Stay] = {}
         self.last_visit: dict[int, int] = {}
         self.readers: dict[int, list[int]] = defaultdict(list)
         self.gradient_visits: dict[int, list[int]] = defaultdict(list)
@@ -89,17 +89,20 @@ class Route:
     def times(self) -> Counter[tuple[str, int]]:
         return Counter((visit.kind, visit.stage) for visit in self.visits)
 
-    def stay(self, depth: int) -> Stay:
-        """What stays on the device between visits, with pools of weights ``depth`` buffers deep."""
-        if depth not in self._stays:
-            self._stays[depth] = Stay(
+    def stay(self, depth: int, *, throughout: bool = False) -> Stay:
+        """What stays on the device between visits, with pools of weights ``depth`` buffers deep; ``throughout``: all
+        weights until their last visit."""
+        key = (depth, throughout)
+        if key not in self._stays:
+            self._stays[key] = Stay(
                 self.program,
                 [self.reads(visit.kind, visit.stage) for visit in self.visits],
                 self.readers,
                 at_once=self.at_once,
                 depth=depth,
+                throughout=throughout,
             )
-        return self._stays[depth]
+        return self._stays[key]
 
     def reads(self, kind: str, stage: int) -> tuple[int, ...]:
         """Groups whose weights a visit needs on the device: those of no elements have none."""

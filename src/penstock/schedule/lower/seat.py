@@ -9,15 +9,21 @@
 | ``zero2`` | state, gradients | gathered after the step | reduce-scattered during the backward |
 | ``fsdp``, also with pipelines; ``zero-infinity`` | all three | gathered for each use | reduce-scattered during the
 backward |
-| streams | all three | gathered for each use | reduce-scattered when all micro-batches are in them |
+| streams, stage 3 | all three | gathered for each use | reduce-scattered when all micro-batches are in them |
+| streams, stages 2 and 1 | state, gradients; weights between steps | gathered once a step, and stay on the device until
+its last use | as in stage 3 |
+| streams, stage 0 | nothing | brought for each use, by each rank its own | all-reduced when all micro-batches are in
+them |
 
-ZeRO and ZeRO-R are arXiv 1910.02054. Groups that stream are shared by the last two rows or not at all
-(``not_streamed``): the two differ where several visits make a gradient.
+ZeRO and ZeRO-R are arXiv 1910.02054. Groups that stream are shared as one of the last four rows says, or not at all
+(``not_streamed``): ``zero-infinity`` and stage 3 differ where several visits make a gradient. A gradient that streams
+leaves the device as soon as it is complete, so that stages 1 and 2 are one: nobody has it whole for longer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from penstock.config import Stage
 from penstock.schedule.lower.mesh import ALONE, ProcessGroup
 from penstock.schedule.place import Placement
 
@@ -26,7 +32,8 @@ from penstock.schedule.place import Placement
 class Sharding:
     """One row of the table above. ``reduce``: what is done about gradients, and when. ``piece``: they cross the network
     in pieces of this amount, through one buffer (ZeRO-R). ``apart``: on the device, each visit has a gradient of its
-    own, and the optimizer's step adds them up; otherwise a group has one.
+    own, and the optimizer's step adds them up; otherwise a group has one. ``stay``: weights that are gathered stay on
+    the device until the last visit of the step that reads them.
     """
 
     weights: bool = False
@@ -34,6 +41,7 @@ class Sharding:
     reduce: Literal["none", "all", "scatter-late", "scatter-early"] = "none"
     piece: int | None = None
     apart: bool = False
+    stay: bool = False
 
 
 FULLY = Sharding(weights=True, state=True, reduce="scatter-early")
@@ -41,6 +49,12 @@ FULLY = Sharding(weights=True, state=True, reduce="scatter-early")
 
 SUMMED = Sharding(weights=True, state=True, reduce="scatter-late")
 """ZeRO-3 whose gradients cross once a step, however many micro-batches there are."""
+
+GATHERED_ONCE = replace(SUMMED, stay=True)
+"""ZeRO-2, of which a step begins with what ZeRO-3 has: each rank has its part of the new weights."""
+
+REPLICATED = Sharding(reduce="all")
+"""Data parallelism: each rank has all of everything, and does the same with the same sum of gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +80,11 @@ class Seat:
     lookahead: int = 0
     steps: Literal["within", "up", "down"] = "within"
 
+    @property
+    def parts(self) -> int:
+        """Into how many parts the groups are cut, of which this rank has one."""
+        return self.shards.size if self.sharding.state else 1
+
 
 ONE_RANK = Seat()
 """All of everything is this rank's."""
@@ -76,8 +95,15 @@ def not_streamed(seat: Seat, place: Placement) -> str:
     alone = seat.shards.size == 1
     if seat != Seat(shards=seat.shards, sharding=seat.sharding):
         return "a rank that streams computes a micro-batch at a time, whole, and steps within its visits"
-    if seat.sharding not in ((Sharding(),) if alone else (FULLY, SUMMED)):
-        return "groups that stream are cut over ranks as ZeRO-3 cuts them, and those of one rank are not"
+    if seat.sharding not in ((Sharding(),) if alone else (FULLY, SUMMED, GATHERED_ONCE, REPLICATED)):
+        return "groups that stream are shared as one of the stages of ZeRO shares them, and those of one rank are not"
     if not alone and "device" in (*place.weights, *place.state):
-        return "of groups that stream, parts that ranks share live below the device"
+        return "of groups that stream, what several ranks have lives below the device"
     return ""
+
+
+def streaming_seat(shards: ProcessGroup, stage: Stage = 3) -> Seat:
+    """The seat of a rank that streams what it has of what ``shards`` have together, in a stage of ZeRO."""
+    if shards.size == 1:
+        return ONE_RANK
+    return Seat(shards=shards, sharding={3: SUMMED, 2: GATHERED_ONCE, 1: GATHERED_ONCE, 0: REPLICATED}[stage])

@@ -4,6 +4,9 @@
 last block from its forward through the epilogue to its backward; micro-batch by micro-batch, those of the first block
 from its backward to its forward of the next; and what consecutive visits share.
 
+Where ranks gather weights once a step (``throughout``), all stay from the first visit that reads them to the last, and
+each takes a buffer of its own.
+
 *The inputs of the last block* stay until its backward as far as there is room for them in the pool of activations,
 which has buffers for the micro-batches under way and ``Depths.inputs`` more: beside the last block's outputs, those of
 as many micro-batches, the last ones, as all others have left for an output by then. A plan gives the pool what the
@@ -47,12 +50,14 @@ class Stay:
         *,
         at_once: int,
         depth: int,
+        throughout: bool = False,
     ) -> None:
         """``at_once``: micro-batches under way. ``depth`` 0: nothing stays."""
         self._program = program
         self._reads = reads
         self._at_once = at_once
         self._depth = depth
+        self._throughout = throughout
         self._keep(readers)
 
     def leaving(self, stage: int, inputs: int) -> int:
@@ -74,7 +79,7 @@ class Stay:
         for g in sorted(readers, key=lambda g: (-self._program.groups[g].numel, g)):
             for i, j in pairwise(readers[g]):
                 between = reading[place[i] + 1 : place[j]]
-                if not between and self._depth:
+                if self._throughout or (not between and self._depth):
                     kept.add((g, i))
                 elif len(between) == 1 and self._depth > 1:
                     through.setdefault(between[0], (g, i))

@@ -6,7 +6,7 @@ Buffers, per group ``g`` and chunk ``c``:
     H{g}.{c}u{k}@{visit}  a further strand of it, which begins with that visit (horizontal only)
     L{g}.{c}u{k}   the same two with several ranks: this rank's gradient of all ranks' parts, before it is exchanged
     t{tag}         a further micro-batch's gradient on its way into H or L (horizontal only)
-    g{tag}         on the device, with several ranks: this rank's part of the sum of all ranks' gradients
+    g{tag}         on the device, with several ranks: what this rank has of the sum of all ranks' gradients
     T{tag}         on the device, with several ranks: all ranks' gradients of that part, before they are added up
     R{g}.{c}       gradient read back from disk
     c{tag}         on the device, a chunk's gradient rounded to bf16 on its way into H
@@ -35,7 +35,7 @@ from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.device_steps import DeviceSteps
 from penstock.schedule.lower.emitter import Touched
 from penstock.schedule.lower.mesh import ProcessGroup
-from penstock.schedule.lower.provision import EXCHANGE, SUMS
+from penstock.schedule.lower.provision import EXCHANGE, SUMS, exchanged_bytes
 from penstock.schedule.lower.route import Route, Visit
 from penstock.schedule.place import FP32, NORM_BYTES, Chunk, strand_firsts, strand_sums
 from penstock.schedule.program import ALIGN
@@ -168,7 +168,7 @@ class Updates:
         source, after, numel = self.b.gradient_buffer(g, of), of.ops()[-1], c.numel
         sums, through = self.b.provision.held_pool, "gradients_out"
         if self._sums_all_parts:
-            numel, sums, through = self.b.seat.shards.size * numel, SUMS, "sums_out"
+            numel, sums, through = self.b.seat.parts * numel, SUMS, "sums_out"
         elif self._shared:  # each visit's are exchanged
             source, after = self._from_all(g, c, source, after, of.name, last=last)
             last = True
@@ -204,7 +204,7 @@ class Updates:
         self, g: int, c: Chunk, source: Buffer, after: OpId, of: VisitId, *, last: bool
     ) -> tuple[Buffer, OpId]:
         """Emit the exchange of all ranks' gradients of their parts' chunks ``c``, from the whole group's on the device:
-        each gets the sum of its own. Returns its buffer, and the op."""
+        each gets the sum of its own; or of the chunk that they all have. Returns its buffer, and the op."""
         through = group_buffer("T", g, c.index, visit=of)
         op = Touched(reads=[source], gives=[source] if last else [], takes=[(through, EXCHANGE)])
         return self._exchange(g, c, op, through, after, of)
@@ -219,19 +219,19 @@ class Updates:
             reads=[whole],
             writes=[through],
             gives=[whole],
-            nbytes=self.b.seat.shards.size * c.numel * FP32,
+            nbytes=self.b.seat.parts * c.numel * FP32,
         )
         return self._exchange(g, c, Touched(reads=[through]), through, up, of)
 
     def _exchange(
         self, g: int, c: Chunk, op: Touched, through: Buffer, after: OpId, of: VisitId
     ) -> tuple[Buffer, OpId]:
-        part, ranks = group_buffer("g", g, c.index, visit=of), self.b.seat.shards
+        part, seat = group_buffer("g", g, c.index, visit=of), self.b.seat
         op.make(part, self.b.provision.gradient_parts_pool)
         op.writes.append(through)
         op.gives.append(through)
-        ident = group_op("SG", g, c.index, visit=of)
-        return part, self.b.collective(ident, ranks, ranks.size * c.numel * FP32, op, after=[after])
+        ident = group_op("SG" if seat.parts > 1 else "AR", g, c.index, visit=of)
+        return part, self.b.collective(ident, seat.shards, exchanged_bytes(seat, c.numel) // 2, op, after=[after])
 
     def _add(self, ident: OpId, into: Buffer, what: Buffer, *, numel: int) -> None:
         """Emit the addition of a gradient in host memory to another one."""
@@ -268,9 +268,9 @@ class Updates:
 
     def steps_at_the_end(self) -> None:
         """Emit the global norm, if any step waits for it, and all steps that come after the last visit."""
-        ranks, seat = self.b.seat.shards, self.b.seat
+        seat = self.b.seat
         if self._waited_for:
-            parts = [self._partials(self._normed)] if ranks.size > 1 else self._normed
+            parts = [self._partials(self._normed)] if seat.parts > 1 else self._normed
             self._norm = self.b.emit(single_op("NORM"), after=parts)
         for g in sorted(self.b.route.gradient_visits, reverse=seat.steps == "down"):
             if not self._waits(g):
@@ -282,7 +282,7 @@ class Updates:
             for c in self.b.trained_chunks(g):
                 if c.index not in self._delayed(g):
                     self._step_on_time(g, c, first)
-        if not self._waited_for and ranks.size > 1 and self.s.chunk:
+        if not self._waited_for and seat.parts > 1 and self.s.chunk:
             self._partials([*self._normed, *self._stepped])
 
     def _partials(self, after: list[OpId]) -> OpId:

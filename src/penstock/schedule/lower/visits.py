@@ -13,11 +13,10 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.references import VisitId, visit
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Emitter
-from penstock.schedule.lower.mesh import ALONE, ProcessGroup
 from penstock.schedule.lower.provision import Fixed, Provision
 from penstock.schedule.lower.rank import lower_rank
 from penstock.schedule.lower.route import Route, Visit
-from penstock.schedule.lower.seat import ONE_RANK, SUMMED, Seat, Sharding
+from penstock.schedule.lower.seat import ONE_RANK, Seat
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
 
@@ -46,12 +45,12 @@ def _there_and_back(program: Program, *, train: bool, micro_batch: int = -1) -> 
 
 
 def vertical(
-    program: Program, settings: Settings, fixed: Fixed = (), name: str = "vertical", shards: ProcessGroup = ALONE
+    program: Program, settings: Settings, fixed: Fixed = (), name: str = "vertical", seat: Seat = ONE_RANK
 ) -> Schedule:
-    """The vertical schedule of one step (or, with ``settings.train`` off, of one evaluation). ``shards``: the ranks of
-    which each has such a program, with its parts of the groups."""
+    """The vertical schedule of one step (or, with ``settings.train`` off, of one evaluation). ``seat``: of one of
+    several ranks, each of which has such a program, with what it has of the groups."""
     route = vertical_route(program, settings.micro_batches, train=settings.train)
-    return _lower(route, settings, fixed, name if settings.train else "evaluate", streaming_seat(shards))
+    return _lower(route, settings, fixed, name if settings.train else "evaluate", seat)
 
 
 def horizontal(
@@ -59,20 +58,12 @@ def horizontal(
     settings: Settings,
     fixed: Fixed = (),
     name: str = "horizontal",
-    shards: ProcessGroup = ALONE,
-    sharding: Sharding = SUMMED,
+    seat: Seat = ONE_RANK,
 ) -> Schedule:
-    """The horizontal schedule of one training step. ``shards``: as of ``vertical``; ``sharding``: when they exchange
-    gradients, if there are several."""
+    """The horizontal schedule of one training step. ``seat``: as of ``vertical``."""
     assert settings.train, "an evaluation has one micro-batch order: use vertical()"
     assert not settings.delay, "only the vertical schedule delays steps"
-    seat = streaming_seat(shards, sharding)
     return _lower(horizontal_route(program, settings.micro_batches), settings, fixed, name, seat)
-
-
-def streaming_seat(shards: ProcessGroup, sharding: Sharding = SUMMED) -> Seat:
-    """The seat of a rank that streams its part of what ``shards`` have together."""
-    return Seat(shards=shards, sharding=sharding) if shards.size > 1 else ONE_RANK
 
 
 @no_collection()

@@ -76,13 +76,15 @@ class _Step(ComputeRules, ArrayRules, WaitingRules, BetweenRules):
             "UC": self._come_back,
         }
         if needs.shared:
-            self._kinds |= {"GW": self._gather, "UG": self._lift, "SG": self._exchange, "AN": self._gather_norm}
+            self._kinds |= {"UG": self._lift, "SG" if needs.cut else "AR": self._exchange}
+        if needs.cut:
+            self._kinds |= {"GW": self._gather, "AN": self._gather_norm}
 
     def run(self, op: Op) -> None:
         what = self._kinds.get(op.id.kind)
         if what is None:
             raise refused(op, f"is for other ranks than {'one' if self.needs.ranks == 1 else 'those that train'}")
-        check_fields(op, self.needs.program, shared=self.needs.shared)
+        check_fields(op, self.needs.program, cut=self.needs.cut)
         self.pool_of |= {name: self.pools[pool] for name, pool in op.takes}
         what(op)
         for name in op.gives:
@@ -101,7 +103,7 @@ class _Step(ComputeRules, ArrayRules, WaitingRules, BetweenRules):
                 raise self._lacks(f"OD{g}" if self.place.state[g] == "device" else f"OP{g}.{c}")
             if (g, c) not in self.partials:
                 raise self._lacks(f"NG{g}.{c}")
-            if self.needs.shared and not self.gathered:
+            if self.needs.cut and not self.gathered:
                 raise self._lacks("AN")
             want = NOW if (g, c) in self.late else AFTER
             if self.on_disk[g, c] != want and self.place.state_on_disk(g, self.form):

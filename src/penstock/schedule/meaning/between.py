@@ -8,7 +8,7 @@ from penstock.schedule.program import ALIGN
 
 
 class BetweenRules(Ground):
-    """Rules of GW, UG, SG and AN. All ranks do the same, so what is true of this one's part is true of the whole."""
+    """Rules of GW, UG, SG, AR and AN. All ranks do the same: what is true of this one's part is true of the whole."""
 
     def _gather(self, op: Op) -> None:
         g = op.id.group
@@ -25,11 +25,14 @@ class BetweenRules(Ground):
         c = self._chunk(op, trained=True)
         value = self._all_parts(op, self._at(op, op.reads, "the gradient of all ranks' parts"))
         name = self._at(op, op.writes, "what is sent")
-        self._moves(op, self.needs.ranks * c.numel * FP32)
+        self._moves(op, self.needs.parts * c.numel * FP32)
         self._put(op, name, value, "device", op.nbytes)
 
     def _exchange(self, op: Op) -> None:
+        """Of a chunk of every rank's part, each gets the sum of its own (SG); of one that all have, all of it (AR),
+        piece by piece."""
         c, g, ranks = self._chunk(op, trained=True), op.id.group, self.needs.ranks
+        piece = c.numel if self.needs.cut else -(-c.numel // ranks)
         source = self._at(op, op.reads, "the gradient on the device")
         self._at(op, op.writes, "the sum, and what is sent and received", count=2)
         part, through = op.writes
@@ -47,8 +50,8 @@ class BetweenRules(Ground):
                 f"adds up over ranks what is {self.sums.told(total)}: it has to be the sum of all micro-batches of "
                 "one stage, or the numbers depend on the order of the schedule",
             )
-        self._sends(op, c.numel * FP32)
-        self._room(op, through, "device", 2 * ranks * c.numel * FP32)
+        self._sends(op, (1 if self.needs.cut else 2) * piece * FP32)
+        self._room(op, through, "device", 2 * ranks * piece * FP32)
         if through not in op.gives:
             raise refused(op, f"keeps {through}, which is of no use to anybody after it")
         self._put(op, part, Gradient(g, c.index, total), "device", c.numel * FP32)

@@ -118,5 +118,5 @@ class ComputeRules(Ground):
         new = self.sums.one(op.id.stage, op.id.micro_batch)
         if name not in taken:
             new = self.sums.added(self._value(op, name, Gradient).sum, new)
-        trained = self.needs.ranks * self.needs.program.groups[g].trainable
+        trained = self.needs.parts * self.needs.program.groups[g].trainable
         self._put(op, name, Gradient(g, -1, new), "device", trained * FP32)

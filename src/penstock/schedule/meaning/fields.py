@@ -13,12 +13,12 @@ from penstock.schedule.program import Program
 _COMPUTES = frozenset(("F", "E", "B"))
 _MOVES_NOTHING = _COMPUTES | {"AD", "ND", "OD", "NORM", "CM"}
 _OF_GROUPS = frozenset(("ND", "OD", "GW"))
-_FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "UG", "GW", "SG"))
+_FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "UG", "GW", "SG", "AR"))
 """All other ops of groups are of chunks, and done once in a step."""
 
 
-def check_fields(op: Op, program: Program, *, shared: bool = False) -> None:
-    """``shared``: by several ranks, of which each brings its part of a group's weights to the device.
+def check_fields(op: Op, program: Program, *, cut: bool = False) -> None:
+    """``cut``: over several ranks, of which each brings its part of a group's weights to the device.
 
     Raises ScheduleError: a field has no meaning for ops of its kind, or names what the model does not have."""
     _check_id(op, program)
@@ -28,7 +28,7 @@ def check_fields(op: Op, program: Program, *, shared: bool = False) -> None:
         raise refused(op, f"says that it moves {op.nbytes} bytes, and moves none: leave bytes out")
     if op.elements is not None and op.id.kind not in ("RW", "UW"):
         raise refused(op, "has elements, which only loads of weights have")
-    _check_weights(op, brings="GW" if shared else "UW")
+    _check_weights(op, brings="GW" if cut else "UW")
 
 
 def _check_id(op: Op, program: Program) -> None:

@@ -156,7 +156,7 @@ class Ground:
 
     def _whole_bytes(self, g: int, width: int) -> int:
         """Bytes of all of a group that one rank has a part of."""
-        return self.needs.ranks * self.needs.program.groups[g].numel * width
+        return self.needs.parts * self.needs.program.groups[g].numel * width
 
     def _look_at_partials(self, op: Op) -> None:
         for g, c in sorted(self.trained):

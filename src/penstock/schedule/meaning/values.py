@@ -87,14 +87,21 @@ class Needs:
     grad_dtype: GradDtype = "fp32"
     train: bool = True
     ranks: int = 1
-    """that do the same, each with its part of every group: ``program`` has those of one"""
+    """that do the same"""
+    parts: int = 1
+    """of every group, of which each rank has one: ``program`` has those of one; 1: each has all of it"""
     strands: int = 1
     """of one rank"""
 
     @property
     def shared(self) -> bool:
-        """Whether several ranks have parts of every group."""
+        """Whether gradients are added up over several ranks."""
         return self.ranks > 1
+
+    @property
+    def cut(self) -> bool:
+        """Whether each of them has a part of every group."""
+        return self.parts > 1
 
     @staticmethod
     def of(program: Program, settings: Settings, ranks: int = 1) -> "Needs":
@@ -108,6 +115,7 @@ class Needs:
             grad_dtype=s.grad_dtype,
             train=s.train,
             ranks=ranks,
+            parts=ranks if s.stage else 1,
             strands=s.strands,
         )
 

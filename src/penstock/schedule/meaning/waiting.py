@@ -38,7 +38,7 @@ class WaitingRules(Ground):
 
     def _all_parts_down(self, op: Op, c: Chunk, source: Gradient) -> None:
         """What has not been exchanged is summed first, of all ranks' parts and in fp32."""
-        self._moves(op, self.needs.ranks * c.numel * FP32)
+        self._moves(op, self.needs.parts * c.numel * FP32)
         name = self._at(op, op.writes, "the gradient")
         self._put(op, name, AllParts(op.id.group, c.index, source.sum), "host", op.nbytes)
 
@@ -47,7 +47,7 @@ class WaitingRules(Ground):
         into = self._at(op, op.writes, "the sum")
         what = self._at(op, tuple(name for name in op.reads if name != into), "what is added")
         if self.needs.shared and op.id.visit is not None:  # what is summed of visits is exchanged after that
-            self._moves(op, 3 * self.needs.ranks * c.numel * FP32)
+            self._moves(op, 3 * self.needs.parts * c.numel * FP32)
             whole, more = self._all_parts(op, into), self._all_parts(op, what)
             self.values[into] = AllParts(*whole[:2], self.sums.added(whole.sum, more.sum))
             return
@@ -74,7 +74,7 @@ class WaitingRules(Ground):
                 self._measured(op, c)
 
     def _norm(self, op: Op) -> None:
-        if self.needs.shared:
+        if self.needs.cut:
             self.outside.look(op, "norm of all")
             if not self.gathered:
                 raise refused(op, "needs the parts of all ranks, which no op AN has gathered yet")
