@@ -103,6 +103,7 @@ def cases(draw: st.DrawFn) -> AnyCase:
         grad_dtype=draw(st.sampled_from(("fp32", "bf16"))),
         cast=draw(st.sampled_from(("device", "host"))),
         strands=draw(st.sampled_from((1, 1, 2, 3, 4, 8))) if train else 1,
+        stage=draw(st.sampled_from((3, 2, 0))),
     )
     return AnyCase(program=program, settings=settings, family=family)
 

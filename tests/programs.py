@@ -8,6 +8,7 @@ from penstock.config import Tier
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import Fixed
+from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
@@ -95,7 +96,7 @@ class Case:
     def build(self) -> Schedule:
         build = horizontal if self.family == "horizontal" else vertical
         fixed: Fixed = (("device", "working", 900),)
-        return build(self.program, self.settings, fixed, shards=Mesh(data=self.ranks).everyone())
+        return build(self.program, self.settings, fixed, seat=streaming_seat(Mesh(data=self.ranks).everyone()))
 
     def shared_by(self, ranks: int) -> "Case":
         """The case of one of several ranks, whose parts live below the device."""

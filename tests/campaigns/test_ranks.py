@@ -39,6 +39,9 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"precision": "bf16", "speculate": False, **AT_ONCE},
     {"precision": "fp32", "delay": 0.5, "clip_grad_norm": 0.6},
     {"precision": "fp32", "schedule": "horizontal", "clip_grad_norm": 0.6},
+    {"precision": "fp32", "stage": 0, "clip_grad_norm": 0.6, **AT_ONCE},
+    {"precision": "bf16", "stage": 0, "delay": 0.5},
+    {"precision": "bf16", "stage": 2, **AT_ONCE},
     {"precision": "bf16", "places": {"weights": "host", "state": "host", "durability": "interval", "interval": 2}},
 )
 

@@ -40,6 +40,12 @@ USED = {
         "cli/reshard.py": "an option: what a run has from then on",
         "cli/split.py": "those of a snapshot, which ranks that go on from it have to share",
     },
+    "stage": {
+        "schedule/": "what a built schedule was given; and the stages of a program, which are called so, too",
+        **dict.fromkeys(
+            ("engine/timing.py", "planner/sample.py", "runtime/", "shape/meta.py", "tape/"), "a stage of a program"
+        ),
+    },
     "slots": {"store/": "the slots", "state/": "the slots", "planner/phase_memory.py": "the memory of their checksums"},
     "durability": {
         "planner/durability.py": "compares them",

@@ -22,6 +22,7 @@ from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import FP32, PAGE, Depths, Format, Placement, Settings, chunks, delayed_share
 from penstock.schedule.program import ALIGN, Program
@@ -232,7 +233,7 @@ def test_the_same_holds_on_each_of_several_ranks(case: Case, share: float, ranks
     everyone = Mesh(data=ranks).everyone()
     case = replace(case, program=everyone.part(case.program), family=family, settings=s)
     lower = vertical if family == "vertical" else horizontal
-    schedule = lower(case.program, s, shards=everyone)
+    schedule = lower(case.program, s, seat=streaming_seat(everyone))
     check_world(World(name="ranks", ranks=(schedule,) * ranks, groups={everyone.name: everyone.members}))
     run = Run(case, schedule)
     for _ in range(3):

@@ -5,7 +5,7 @@ The model has dropout, a tied head, and a group of every kind; micro-batches are
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,11 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     ),
     "horizontal, two stacks": (Numbers(model="t5", precision="fp32", clip=0.5), Run(disk=True, settings=HORIZONTAL)),
 }
+WAYS |= {
+    f"{name}, stage {stage}": (numbers, replace(run, settings={**run.settings, "stage": stage}))
+    for name, (numbers, run) in WAYS.items()
+    for stage in (0, 2)
+}
 
 
 IN_SHORT = (
@@ -182,6 +187,9 @@ IN_SHORT = (
     ("small chunks, delayed", 2),
     ("experts", 4),
     ("horizontal, on disk, early, bf16", 2),
+    ("small chunks, delayed, stage 2", 4),
+    ("on disk, early, bf16, stage 0", 4),
+    ("horizontal, gradients in bf16, stage 0", 2),
 )
 """Ways and ranks that every run of the tests takes; a campaign takes all of them."""
 
@@ -198,7 +206,7 @@ def test_one_rank_gives_the_same_bits_micro_batch_by_micro_batch(way: str, tmp_p
 
 def test_every_way_of_any_number_of_ranks_gives_the_same_bits(campaign: Campaign, tmp_path: Path) -> None:
     if not campaign.full:
-        pytest.skip("three minutes: make products does it")
+        pytest.skip("ten minutes: make products does it")
     for size in (1, 2, 4):
         for number, way in enumerate(WAYS):
             compare(way, size, tmp_path / f"{number}-{size}")

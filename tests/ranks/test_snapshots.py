@@ -73,6 +73,35 @@ def test_any_number_of_ranks_goes_on_with_the_bits_of_one_process(tmp_path: Path
     assert (tmp_path / "two").stat().st_mode & 0o77 == 0
 
 
+def with_all_of_it(mesh: DeviceMesh, folder: Path) -> list[dict[str, Any]]:
+    """Saved, loaded again, and a snapshot with a part for each rank loaded: by ranks that each have all of the state;
+    and what these ranks do with their parts of what was saved."""
+    how = HOW | {"stage": 0}
+    with wrap(CASE, budget(folder / "store"), mesh=mesh, **how, delay=0.5) as engine:
+        run_steps(engine, own(mesh, 2))
+        engine.save(folder / "whole")
+    saved(mesh, folder / "parts")
+    found = gone_on(mesh, folder / "whole")
+    with wrap(CASE, budget(folder / "other"), mesh=mesh, **how) as engine:
+        for path in (folder / "whole", folder / "parts"):
+            engine.load(path)
+            ran = run_steps(engine, own(mesh, 2, first=engine.step_count + 1))
+            found.append(results(engine, ran) | {"own": {}})
+    return found
+
+
+def test_ranks_that_each_have_all_of_the_state_save_it_once(tmp_path: Path) -> None:
+    """A snapshot is one of one process then, and whoever has parts or all of it goes on from either."""
+    with wrap(CASE, budget(None), **HOW) as engine:
+        run_steps(engine, own(None, 2))
+        wanted = results(engine, run_steps(engine, own(None, 2, first=3)))
+    for found in [*together(2, with_all_of_it, tmp_path), gone_on(None, tmp_path / "whole")]:
+        for one in found:
+            one.pop("own")
+            equal(one, wanted)
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {"snapshot.json", "penstock.snapshot"}
+
+
 def said_of(call: Callable[[], None]) -> str:
     with pytest.raises(StoreError) as caught:
         call()

@@ -60,8 +60,8 @@ def test_who_comes_back_from_a_collective_finds_the_device_done(monkeypatch: pyt
         ranks.close()
 
 
-def sent(mesh: DeviceMesh, each: int, precision: str, schedule: str) -> dict[str, Any]:
-    with wrap(CASE, budget(None), mesh=mesh, precision=precision, schedule=schedule) as engine:
+def sent(mesh: DeviceMesh, each: int, precision: str, schedule: str, stage: int = 3) -> dict[str, Any]:
+    with wrap(CASE, budget(None), mesh=mesh, precision=precision, schedule=schedule, stage=stage) as engine:
         stats = engine.step(CASE.micro_batches(each, seed=mesh.get_rank()))
         groups = [group.spec for group in engine.inside.resources.groups]
         return {
@@ -96,6 +96,21 @@ def test_weights_cross_twice_and_gradients_once(size: int, precision: str, width
             whole = gathers * width + one["made"] * 4 + one["trained"] // 4096 * 8
             assert one["moved"] == whole * (size - 1) // size
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_in_lower_stages_weights_cross_once_or_not_at_all(stage: int, schedule: str) -> None:
+    """(w + 4) N (R - 1) / R bytes, whatever the schedule; with whole state on each rank 8 N (R - 1) / R."""
+    found = [together(2, sent, each, "bf16", schedule, stage) for each in (1, 3)]
+    for ranks in found:
+        for one in ranks:
+            assert one["moved"] == one["scheduled"] == one["traced"]
+            assert one["copied"] == one["to_copy"]
+            weights = sum(one["elements"]) * 2 if stage else 0
+            norms = one["trained"] // 4096 * 8 if stage else 0
+            assert one["moved"] == (weights + one["made"] * (4 if stage else 8) + norms) // 2
+    assert found[0][0]["moved"] == found[1][0]["moved"]
 
 
 def test_horizontally_weights_cross_for_each_micro_batch_and_gradients_once() -> None:

@@ -23,6 +23,7 @@ from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Depths, Format, Placement, Settings
@@ -68,15 +69,16 @@ def below(places: tuple[Tier, ...]) -> tuple[Tier, ...]:
 def test_every_schedule_of_ranks_that_share_a_program_is_safe_computes_its_step_and_ends(
     size: int, campaign: Campaign
 ) -> None:
-    """Each has its part of every group, on disk or in memory; what they add up is whole on each of them before."""
+    """Each has its part of every group, on disk or in memory, or all of it; what they add up is whole on each of them
+    before."""
     ranks = Mesh(data=size).everyone()
 
     def holds(case: AnyCase) -> None:
-        place = case.settings.place
+        place, stage = case.settings.place, case.settings.stage
         shared = replace(place, weights=below(place.weights), state=below(place.state))
-        part, asked = ranks.part(case.program), replace(case.settings, place=shared)
+        part, asked = ranks.part(case.program) if stage else case.program, replace(case.settings, place=shared)
         build = vertical if case.family == "vertical" else horizontal
-        schedule = build(part, asked, shards=ranks)
+        schedule = build(part, asked, seat=streaming_seat(ranks, stage))
         world = ranks.world(schedule)
         check_world(world)
         prove(schedule, Needs.of(part, asked, size))

@@ -15,7 +15,7 @@ from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.lower.mesh import Mesh
-from penstock.schedule.lower.seat import FULLY
+from penstock.schedule.lower.seat import FULLY, Seat, streaming_seat
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Depths, Settings, most_sums, strand_sums
@@ -25,7 +25,7 @@ from tests.programs import all_on_disk, transformer
 TWO = Mesh(data=2).everyone()
 PART = TWO.part(transformer(1, block=2))
 SETTINGS = all_on_disk(PART, chunk=4096, micro_batches=4, strands=4)
-SUMMED = horizontal(PART, SETTINGS, shards=TWO)
+SUMMED = horizontal(PART, SETTINGS, seat=streaming_seat(TWO))
 
 
 def proved(schedule: Schedule, program: Program = PART, asked: Settings = SETTINGS) -> None:
@@ -98,7 +98,7 @@ def test_another_sum_of_strands_is_refused() -> None:
 def test_what_is_exchanged_after_each_micro_batch_is_refused(micro_batches: int, strands: int) -> None:
     """Its numbers would depend on the number of ranks."""
     asked = replace(SETTINGS, micro_batches=micro_batches, strands=strands)
-    schedule = horizontal(PART, asked, shards=TWO, sharding=FULLY)
+    schedule = horizontal(PART, asked, seat=Seat(shards=TWO, sharding=FULLY))
     check_world(TWO.world(schedule))
     with pytest.raises(ScheduleError, match="it has to be the sum of all micro-batches of one stage"):
         prove(schedule, Needs.of(PART, asked, 2))

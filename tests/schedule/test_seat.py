@@ -12,7 +12,7 @@ from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.rank import lower_rank
-from penstock.schedule.lower.seat import FULLY, SUMMED, Seat, Sharding
+from penstock.schedule.lower.seat import FULLY, Seat, Sharding, streaming_seat
 from penstock.schedule.lower.visits import vertical_route
 from penstock.schedule.place import Placement
 from tests.programs import all_on_disk, transformer
@@ -35,18 +35,24 @@ def lowered(seat: Seat, **places: Any) -> None:
 
 @pytest.mark.parametrize(
     "seat",
-    [Seat(), Seat(shards=TWO, sharding=FULLY), Seat(shards=TWO, sharding=SUMMED)],
-    ids=["alone", "zero3", "summed"],
+    [Seat(), Seat(shards=TWO, sharding=FULLY), *(streaming_seat(TWO, stage) for stage in (0, 1, 2, 3))],
+    ids=["alone", "zero-infinity", "0", "1", "2", "3"],
 )
-def test_what_streams_is_one_ranks_or_cut_as_by_zero3(seat: Seat) -> None:
+def test_what_streams_is_one_ranks_or_shared_as_in_a_stage_of_zero(seat: Seat) -> None:
     lowered(seat)
+
+
+def test_stages_1_and_2_are_one() -> None:
+    """A gradient leaves the device as soon as it is complete: there is no whole one that could stay."""
+    assert streaming_seat(TWO, 1) == streaming_seat(TWO, 2)
+    assert {stage: streaming_seat(TWO, stage).parts for stage in (0, 1, 2, 3)} == {0: 1, 1: 2, 2: 2, 3: 2}
 
 
 @pytest.mark.parametrize(
     "sharding",
     [
         Sharding(),
-        Sharding(reduce="all"),
+        Sharding(reduce="all", stay=True),
         Sharding(weights=True, state=True, reduce="all"),
         Sharding(state=True, reduce="scatter-late"),
         Sharding(state=True, reduce="scatter-early"),
@@ -55,7 +61,7 @@ def test_what_streams_is_one_ranks_or_cut_as_by_zero3(seat: Seat) -> None:
     ],
 )
 def test_other_ways_to_share_are_refused(sharding: Sharding) -> None:
-    with pytest.raises(AssertionError, match="cut over ranks as ZeRO-3 cuts them"):
+    with pytest.raises(AssertionError, match="shared as one of the stages of ZeRO shares them"):
         lowered(Seat(shards=TWO, sharding=sharding))
 
 
@@ -74,5 +80,5 @@ def test_of_one_rank_nothing_is_cut() -> None:
 
 @pytest.mark.parametrize("places", [{"weights": "device"}, {"weights": "device", "state": "device"}])
 def test_parts_that_ranks_share_are_below_the_device(places: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match="live below the device"):
+    with pytest.raises(AssertionError, match="share lives below the device"):
         lowered(Seat(shards=TWO, sharding=FULLY), **places)

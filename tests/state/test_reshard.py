@@ -68,7 +68,7 @@ def test_what_is_cut_otherwise_and_back_goes_on_with_the_same_bits(
     last = [[tmp_path / "store"]]
     for number, ranks in enumerate(ways):
         new = stores(tmp_path / str(number), ranks)
-        reshard(last, new, names=new, strands=1)
+        reshard(last, new, names=new, strands=1, whole=number == 1)  # of all ranks of stage 0
         last = new
         with committed(last) as found:
             assert found.step == 2

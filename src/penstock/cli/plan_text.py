@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from penstock.cli.disk_summary import cost_of_a_kill, gain_of_none, reason
-from penstock.config import Tier, format_size
+from penstock.config import Stage, Tier, format_size
 from penstock.planner.alternatives import Means
 from penstock.planner.as_json import shares
 from penstock.planner.ask import PlanReport
@@ -31,6 +31,13 @@ _LANES: Mapping[str, str] = {
     "net": "between ranks",
 }
 
+_STAGES: dict[Stage, str] = {
+    0: "that each have all of its state (stage 0)",
+    1: "that share its state (stage 1: they gather weights once a step)",
+    2: "that share its state (stage 2: they gather weights once a step)",
+    3: "that share its state (stage 3: they gather weights for each use)",
+}
+
 
 def describe(report: PlanReport, *, wide: bool) -> str:
     """Several paragraphs of text. ``wide``: whether the terminal knows more than ASCII."""
@@ -53,7 +60,7 @@ def describe(report: PlanReport, *, wide: bool) -> str:
 def _head(f: Forecast) -> Iterator[str]:
     task, settings = f.task, f.choice.plan.settings
     yield f"{task.shape.name}, {_count(f.parameters)} parameters, {task.precision}, {task.optimizer}"
-    yield f"on {task.machine.name}" + (f", {task.ranks} ranks that share its state" if task.ranks > 1 else "")
+    yield f"on {task.machine.name}" + (f", {task.ranks} ranks {_STAGES[settings.stage]}" if task.ranks > 1 else "")
     each = "each rank " if task.ranks > 1 else ""
     fits = "It fits" if f.beyond_machine is None else "It fits into the budget, but not into the machine"
     yield (

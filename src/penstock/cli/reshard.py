@@ -124,7 +124,7 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
         for path in _flat(new):
             make_directory(path.parent)
         with progress("written") as bar:
-            reshard(old, new, names=targets, strands=strands, show=bar.show)
+            reshard(old, new, names=targets, strands=strands, whole=config.parts(ranks) == 1, show=bar.show)
     except BaseException:
         _taken_back(folder, config, record)
         raise

@@ -102,6 +102,7 @@ def _plan(f: Forecast) -> dict[str, Any]:
         "micro_batch_size": f.micro_batch_size,
         "sequence_length": task.sequence_length,
         "delay": settings.delay,
+        "stage": settings.stage if task.ranks > 1 else None,
         "precision": task.precision,
         "grad_dtype": task.grad_dtype,
         "cast": settings.cast if task.grad_dtype != "fp32" else None,

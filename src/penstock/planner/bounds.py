@@ -17,7 +17,7 @@ Load = NDArray[np.float64]
 """Seconds, shape (phases + 1, lanes): the rows of ``Phases``."""
 
 
-def limits_of(costs: Costs, depths: Depths) -> NDArray[np.float64]:
+def limits_of(costs: Costs, depths: Depths, *, throughout: bool = False) -> NDArray[np.float64]:
     """Shape (limits, lanes): a phase takes at least ``sum_b limits[i, b] * load[b]`` for every limit i.
 
     First each lane. While lane b is busy beside a, a runs at u = 1 / (1 + c_ab) and b at v = 1 / (1 + c_ba) of its
@@ -27,6 +27,7 @@ def limits_of(costs: Costs, depths: Depths) -> NDArray[np.float64]:
     weights is held from its upload to the end of the visit, one of gradients from the backward until it is down, one of
     state from its read to its write; with several ranks, whole weights from their gather on, and whole gradients until
     they are exchanged. What else these lanes do counts along, so that with few buffers this is too much.
+    ``throughout``: each group's weights have a buffer of their own, which holds nothing up.
     """
     rows = np.eye(len(STREAM_LANES))
     for i, a in enumerate(STREAM_LANES):
@@ -42,7 +43,8 @@ def limits_of(costs: Costs, depths: Depths) -> NDArray[np.float64]:
         (depths.state, ("read", "cpu", "write")),
         (depths.stage_in, ("read", "h2d")),
     )
-    pools = [[(lane in lanes) / count for lane in STREAM_LANES] for count, lanes in held]
+    kept = held[2:] if throughout else held
+    pools = [[(lane in lanes) / count for lane in STREAM_LANES] for count, lanes in kept]
     return np.concatenate((rows, np.array(pools)))
 
 
@@ -73,7 +75,8 @@ class StepBound:
         """``disk``: whether anything can go home there."""
         full = Op(id=group_op("WS", 0, 0), nbytes=settings.chunk * settings.form.state_slot_bytes)
         buffered = settings.depths.state * costs.seconds(full) if disk and settings.delay else 0.0
-        return StepBound(limits=limits_of(costs, settings.depths), buffered=buffered)
+        limits = limits_of(costs, settings.depths, throughout=settings.stage in (1, 2))
+        return StepBound(limits=limits, buffered=buffered)
 
     def constraints(self, home: int) -> Iterator[Constraint]:
         """``home``: index of the last row, and of the last of the times: those more that all phases up to the backward

@@ -102,8 +102,8 @@ def machine_costs(
         word = op.id
         if word.kind == "GW" and word.group < len(groups):
             return (groups[word.group].trainable > 0) + (groups[word.group].frozen > 0)
-        if word.kind == "SG":
-            return 1 + (word.chunk == 0)  # before the first chunk ranks tell each other which gradients there are
+        if word.kind in ("SG", "AR"):  # before the first chunk ranks tell each other which gradients there are
+            return (2 if word.kind == "AR" else 1) + (word.chunk == 0)
         return op.lane in ("net", "send")
 
     def seconds(op: Op) -> float:

@@ -376,7 +376,7 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) 
         grad_dtype=request.grad_dtype,
         cast="device" if request.casts_on_device else "host",
         strands=(request.strands or 1) if request.train else 1,
-        stage=3 if request.stage is None else request.stage,
+        stage=3 if request.stage is None or request.ranks == 1 else request.stage,
     )
 
 

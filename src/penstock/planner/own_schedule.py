@@ -44,7 +44,6 @@ def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None
         grad_dtype=request.grad_dtype,
         cast="device" if narrow_groups_of(schedule) else "host",
         strands=request.strands or 1,
-        stage=3 if request.stage is None else request.stage,
     )
     check(schedule)
     _check_place(request, place)

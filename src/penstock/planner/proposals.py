@@ -244,6 +244,7 @@ class Proposals:
             request.family,
             request.speculates,
             request.casts_on_device,
+            request.stage,
             settings.chunk,
             settings.depths,
             settings.delay,
@@ -255,7 +256,7 @@ class Proposals:
         return self._programs[key]
 
     def _priced(self, request: Request, costs: Costs) -> Prices:
-        key = request.family, request.speculates, request.casts_on_device
+        key = request.family, request.speculates, request.casts_on_device, request.stage
         if key not in self._probes:
             self._probes[key] = Probes(request, wait=request.wait and request.train, speculate=request.speculates)
         counts = costs is _ONE_EACH
@@ -304,7 +305,8 @@ class Proposals:
     def size(self, request: Request, settings: Settings) -> int:
         """Number of ops of a schedule."""
         deep = settings.depths.weights > 1
-        key = (request.family, request.speculates, request.casts_on_device, settings.chunk, settings.delay, deep)
+        own = request.family, request.speculates, request.casts_on_device, request.stage
+        key = (*own, settings.chunk, settings.delay, deep)
         if key not in self._counters:
             self._counters[key] = PhaseCosts(request, settings, _ONE_EACH, self._priced(request, _ONE_EACH))
         return round(float(self._counters[key].of(settings.place).sum()))

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
-from penstock.config import Family, Tier
+from penstock.config import Family, Stage, Tier
 from penstock.hardware.machine import Machine
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import Request, base_placement
@@ -43,8 +44,9 @@ class Question:
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:
-        """The request in each family, waiting for the norm and speculating, and with gradients that are rounded on
-        either side of the link, as far as these may be chosen.
+        """The request in each family, waiting for the norm and speculating, with weights that several ranks gather for
+        each use or once a step, and with gradients that are rounded on either side of the link, as far as these may be
+        chosen.
 
         Raises:
             ConfigError: what is forced cannot be.
@@ -54,7 +56,11 @@ class Question:
         means = (False, True) if free else (self.request.speculates,)
         forced = replace(self.request, family=families[0])
         forced.check_update_mode()
-        asked = (replace(forced, family=family, speculate=early) for family in families for early in means)
+        stages: tuple[Stage | None, ...] = (3, 2) if forced.stage is None and forced.ranks > 1 else (forced.stage,)
+        asked = (
+            replace(forced, family=family, speculate=early, stage=stage)
+            for family, early, stage in product(families, means, stages)
+        )
         return tuple(replace(request, cast=side) for request in asked for side in _sides(request))
 
     def delays_of(self, request: Request) -> tuple[float, ...]:

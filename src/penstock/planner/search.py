@@ -375,7 +375,7 @@ def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placemen
 
 
 def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
-    """The best proposals, each with another combination of family, speculation, cast, tiers or pattern."""
+    """The best proposals, each with another combination of family, speculation, cast, stage, tiers or pattern."""
     chosen: list[Proposal] = []
     kinds: set[tuple[object, ...]] = set()
     for p in proposals:
@@ -383,6 +383,7 @@ def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
             p.request.family,
             p.settings.speculate,
             p.settings.cast,
+            p.settings.stage,
             p.settings.place.checkpoints,
             p.settings.place.gradients,
             p.pattern,

@@ -30,13 +30,14 @@ def reshard(
     *,
     names: Sequence[Sequence[Path]],
     strands: int,
+    whole: bool = False,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write what the last commit of a run names into new stores, for as many ranks as these are.
 
     ``old``, ``new``: the directories of each rank's store, by rank; the new ones have none yet. ``names``: what these
-    will be called. ``strands``: that the new ones say. ``show``: told the bytes that are written, of so many in all.
-    Needs 16 MiB of memory.
+    will be called. ``strands``: that the new ones say. ``whole``: each has all of the state, and not a part of
+    it. ``show``: told the bytes that are written, of so many in all. Needs 16 MiB of memory.
 
     Raises:
         ConfigError: nothing has been committed.
@@ -46,7 +47,9 @@ def reshard(
         record, *_ = [whole_commit(store, store.paths[0]) for store in opened]
         slots = max(extent.slots for extent in opened[0].layout.extents)
         made = []
-        models = described(opened[0].model, len(new), strands)
+        models = described(opened[0].model, 1 if whole else len(new), strands)
+        if whole and len(new) > 1:
+            models = [{**models[0], "world": uuid.uuid4().hex}] * len(new)
         for paths, called, model in zip(new, names, models, strict=True):
             layout = layout_of(model, slots)
             made.append(Store.create(paths, layout, model=model, owner=opened[0].owner, names=called))
@@ -94,7 +97,7 @@ def _arrays(source: Parts, target: Parts, rank: int, stale: frozenset[str]) -> I
             arrays.begin(name)
             for start, piece in arrays.pieces(name, bounce):
                 piece.zero_()
-                found = found_in(source.groups[part.group], part, rank, start, piece.numel())
+                found = found_in(source.groups[part.group], part, rank % target.share.size, start, piece.numel())
                 values = piece[: found.numel]
                 if name in stale and start < part.trainable:
                     exact = master.bytes[: values.numel() * 4].view(torch.float32)

@@ -98,7 +98,7 @@ def not_streamed(seat: Seat, place: Placement) -> str:
     if seat.sharding not in ((Sharding(),) if alone else (FULLY, SUMMED, GATHERED_ONCE, REPLICATED)):
         return "groups that stream are shared as one of the stages of ZeRO shares them, and those of one rank are not"
     if not alone and "device" in (*place.weights, *place.state):
-        return "of groups that stream, what several ranks have lives below the device"
+        return "of groups that stream, what several ranks share lives below the device"
     return ""
 
 
