@@ -86,6 +86,36 @@ def test_two_ranks_do_what_one_process_does_and_go_on(alone: Path, tmp_path: Pat
     assert "rank 0 of 2" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_ranks_that_each_have_all_of_the_state_do_the_same(alone: Path, tmp_path: Path) -> None:
+    """Any of their stores has it: one whose drive is damaged is named."""
+    write_run(tmp_path, run=tmp_path / "run")
+    words = ["train", "config.yaml", *STRANDS, "--stage", "0", "--delay", "0"]
+    ended = Launched(2, ["-c", STOPPED, *words], tmp_path).outcomes()
+    assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2
+    for code, _, errors in launched(2, ["train", "config.yaml", *STRANDS, "--stage", "3", "--resume"], tmp_path):
+        assert code in (1, 2)
+        assert "has all of the state" in errors
+        assert "with stage=0 if it had that" in errors
+    killed, (code, _, errors) = Launched(2, ["-c", STOPPED, "resume", "run"], tmp_path).outcomes()
+    assert (killed[0], code) == (-signal.SIGKILL, 1)
+    assert "Every checksum is right." in penstock(tmp_path, "verify", "run")
+    store = tmp_path / "run" / "store" / "rank-1" / "penstock.store"
+    shutil.copy(store, tmp_path / "whole")
+    store.write_bytes(bytes(byte ^ 1 for byte in store.read_bytes()))
+    damaged = warm.run(["-m", "penstock", "verify", "run"], cwd=tmp_path, timeout=PATIENCE)
+    assert damaged.returncode != 0
+    assert "rank-1" in damaged.stdout + damaged.stderr
+    shutil.copy(tmp_path / "whole", store)
+    penstock(tmp_path, "reshard", "run", "--ranks", "1")
+    penstock(tmp_path, "reshard", "run", "--ranks", "2")
+    assert "Every checksum is right." in penstock(tmp_path, "verify", "run")
+    trained(2, tmp_path, "resume", "run")
+    assert numbers(tmp_path / "run") == numbers(alone / "run")
+    penstock(tmp_path, "export", "run", "out")
+    names = sorted(path.name for path in (alone / "out").iterdir())
+    assert filecmp.cmpfiles(alone / "out", tmp_path / "out", names, shallow=False) == (names, [], [])
+
+
 def test_what_one_rank_finds_wrong_all_say(alone: Path, tmp_path: Path) -> None:
     write_run(tmp_path, run=tmp_path / "run")
     found = launched(2, ["train", "config.yaml", "--batch.sequences", "6"], tmp_path)

@@ -47,7 +47,8 @@ def require_part(store: Store, rank: int, parts: int) -> None:
     if had != wanted:
         raise StoreError(
             f"{store.paths[0]} has {_told(*had)}, and what is asked for is {_told(*wanted)}: go on with as many ranks "
-            "as the run began with, on the same directories in the same order, and in the same stage if that was 0"
+            "as the run began with, with stage=0 if it had that and else without, on the same directories in the same "
+            "order"
         )
 
 
