@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal
 
-from penstock.config import Tier
+from penstock.config import Tier, ZeroStage
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import Fixed
@@ -96,9 +96,10 @@ class Case:
     def build(self) -> Schedule:
         build = horizontal if self.family == "horizontal" else vertical
         fixed: Fixed = (("device", "working", 900),)
-        return build(self.program, self.settings, fixed, seat=streaming_seat(Mesh(data=self.ranks).everyone()))
+        seat = streaming_seat(Mesh(data=self.ranks).everyone(), self.settings.stage)
+        return build(self.program, self.settings, fixed, seat=seat)
 
-    def shared_by(self, ranks: int) -> "Case":
+    def shared_by(self, ranks: int, stage: ZeroStage = 3) -> "Case":
         """The case of one of several ranks, whose parts live below the device."""
         place = self.settings.place
 
@@ -106,7 +107,7 @@ class Case:
             return tuple("host" if tier == "device" else tier for tier in tiers)
 
         place = replace(place, weights=below(place.weights), state=below(place.state))
-        return replace(self, ranks=ranks, settings=replace(self.settings, place=place))
+        return replace(self, ranks=ranks, settings=replace(self.settings, place=place, stage=stage))
 
     def gradient_bytes(self, schedule: Schedule, tag: str) -> int:
         """Of an element of the chunk ``tag`` ("5.1"), as it crosses in a schedule of this case and waits: in fp32 if it

@@ -97,4 +97,5 @@ def request_of(case: Case) -> Request:
         train=s.train,
         family="horizontal" if case.family == "horizontal" else "vertical",
         ranks=case.ranks,
+        stage=s.stage,
     )

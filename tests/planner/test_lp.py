@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from penstock.config import ZeroStage
 from penstock.hardware.machine import Network
 from penstock.planner.bounds import StepBound, bound, limits_of
 from penstock.planner.costs import machine_costs
@@ -53,9 +54,10 @@ def test_loads_are_the_simulated_work_of_every_lane(seed: int) -> None:
         count = len(case.program.groups)
         whole = replace(case.settings.place, weights=("disk",) * count, state=("disk",) * count)
         case = replace(case, settings=replace(case.settings, place=whole))
-    for ranks in (1, 2, 3):
-        for lane, load, work in compared(case if ranks == 1 else case.shared_by(ranks)):
-            assert load == pytest.approx(work, rel=1e-9, abs=1e-12), (lane, ranks)
+    shared: tuple[tuple[int, ZeroStage], ...] = ((2, 3), (3, 3), (3, 2), (2, 0))
+    for one in (case, *(case.shared_by(ranks, stage) for ranks, stage in shared)):
+        for lane, load, work in compared(one):
+            assert load == pytest.approx(work, rel=1e-9, abs=1e-12), (lane, one.ranks, one.settings.stage)
 
 
 VERTICAL = [case for case in (random_case(seed, largest=6) for seed in range(40)) if case.family == "vertical"]
@@ -100,8 +102,8 @@ def test_the_way_home_of_what_begins_a_step_falls_into_its_start_and_forward(hom
 
 
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (3, 3), (3, 2), (3, 0)])
+def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int, ranks: int, stage: ZeroStage) -> None:
     """What the program counts is at least what the schedule takes, and equal where every pool is needed."""
     case = random_case(seed)
     if case.settings.train:
@@ -109,7 +111,7 @@ def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int, ran
         case = replace(case, settings=replace(case.settings, strands=strands))
     place = placement(Random(seed), case.program, case.settings.form, tied=bool(tied_groups(case.program)))
     case = replace(case, settings=replace(case.settings, place=place))
-    case = case if ranks == 1 else case.shared_by(ranks)
+    case = case if ranks == 1 else case.shared_by(ranks, stage)
     lp = PlacementLP(
         request_of(case),
         case.settings,

@@ -1,6 +1,7 @@
 """The search's choice fits and beats the fixed order of preference and a grid; what is said about it is true."""
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
@@ -67,6 +68,26 @@ def test_a_choice_for_ranks_fits_each_is_proved_for_all_and_takes_as_long_on_all
     assert choice.seconds == pytest.approx(simulate(everyone.world(choice.plan.schedule), asked.costs).time)
     fixed = simulate(asked.request.world(fit(asked.request).schedule), asked.costs).time
     assert choice.seconds <= fixed * 1.002
+
+
+@pytest.mark.parametrize("bandwidth", [2e6, 2e10])
+@pytest.mark.parametrize("device", [3 * MIB, 32 * MIB])
+def test_ranks_gather_weights_once_where_that_is_faster_and_fits(device: int, bandwidth: float) -> None:
+    """No stage that is asked for is faster than the one that is chosen."""
+    linked = replace(MACHINE, network=Network(bandwidth=bandwidth, latency=1e-3))
+    asked = question(transformer(6, block=20), form=ADAM16, wait=True, device=device, host=24 * MIB, machine=linked)
+    asked = replace(asked, request=replace(asked.request, ranks=2))
+    choice = searched(asked)
+    forced = {}
+    for stage in (3, 2):
+        with suppress(BudgetError):
+            forced[stage] = searched(replace(asked, request=replace(asked.request, stage=stage))).seconds
+    assert set(forced) == ({3, 2} if device > 4 * MIB else {3})
+    assert choice.plan.settings.stage in forced
+    assert choice.seconds <= min(forced.values()) * 1.01
+    if bandwidth < 1e9 and 2 in forced:
+        assert choice.plan.settings.stage == 2
+        assert forced[2] < 0.9 * forced[3]
 
 
 @pytest.mark.parametrize(("form", "wait"), [(ADAM16, False), (ADAM32, True)])

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from penstock.cli.disk_summary import cost_of_a_kill, gain_of_none, reason
-from penstock.config import Stage, Tier, format_size
+from penstock.config import Tier, ZeroStage, format_size
 from penstock.planner.alternatives import Means
 from penstock.planner.as_json import shares
 from penstock.planner.ask import PlanReport
@@ -31,7 +31,7 @@ _LANES: Mapping[str, str] = {
     "net": "between ranks",
 }
 
-_STAGES: dict[Stage, str] = {
+_STAGES: dict[ZeroStage, str] = {
     0: "that each have all of its state (stage 0)",
     1: "that share its state (stage 1: they gather weights once a step)",
     2: "that share its state (stage 2: they gather weights once a step)",

@@ -12,7 +12,7 @@ from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
 from penstock.config.model import ModelConfig, check_parts
 from penstock.config.optimizer import OptimizerConfig, OptimizerName, OverrideConfig
 from penstock.config.sizes import format_size, parse_size
-from penstock.config.step import Family, Stage, StepConfig, StreamConfig, fields_of
+from penstock.config.step import Family, StepConfig, StreamConfig, ZeroStage, fields_of
 from penstock.config.trackers import TrackerName
 from penstock.config.train import EvaluateConfig, TrainConfig
 
@@ -35,7 +35,6 @@ __all__ = [
     "OverrideConfig",
     "Precision",
     "SourceConfig",
-    "Stage",
     "StepConfig",
     "StreamConfig",
     "Tier",
@@ -44,6 +43,7 @@ __all__ = [
     "TrackerName",
     "TrainConfig",
     "ValidationConfig",
+    "ZeroStage",
     "check_parts",
     "fields_of",
     "format_size",

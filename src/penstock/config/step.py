@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 Family = Literal["vertical", "horizontal"]
 """Orders of a schedule that the planner makes: block by block, or micro-batch by micro-batch."""
 
-Stage = Literal[0, 1, 2, 3]
+ZeroStage = Literal[0, 1, 2, 3]
 """Of ZeRO: what several ranks have parts of."""
 
 STRANDS = 1024
@@ -50,7 +50,7 @@ class StreamConfig:
     delay: float | None = None
     speculate: bool | None = None
     strands: int | None = None
-    stage: Stage | None = None
+    stage: ZeroStage | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, of=StreamConfig)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from penstock.config import Family, Stage, Tier
+from penstock.config import Family, Tier, ZeroStage
 from penstock.hardware.machine import Machine
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import Request, base_placement
@@ -56,7 +56,7 @@ class Question:
         means = (False, True) if free else (self.request.speculates,)
         forced = replace(self.request, family=families[0])
         forced.check_update_mode()
-        stages: tuple[Stage | None, ...] = (3, 2) if forced.stage is None and forced.ranks > 1 else (forced.stage,)
+        stages: tuple[ZeroStage | None, ...] = (3, 2) if forced.stage is None and forced.ranks > 1 else (forced.stage,)
         asked = (
             replace(forced, family=family, speculate=early, stage=stage)
             for family, early, stage in product(families, means, stages)

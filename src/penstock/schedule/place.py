@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Literal
 
-from penstock.config import GradDtype, Stage, Tier
+from penstock.config import GradDtype, Tier, ZeroStage
 from penstock.schedule.program import ALIGN, GroupSpec, Program
 
 FP32, BF16 = 4, 2
@@ -276,7 +276,7 @@ class Settings:
     cast: Side = "host"
     """Where that is done to a gradient that is complete on the device: there, so that it crosses in bf16, or by those
     who read it. Changes no bit, and nothing at all in fp32. What is summed on the host is rounded there."""
-    stage: Stage = 3
+    stage: ZeroStage = 3
     """Of ZeRO: what several ranks have parts of. Changes no bit."""
     strands: int = 1
     """In how many strands the gradients of all micro-batches are summed, a power of two, which are then added up in

@@ -23,7 +23,7 @@ leaves the device as soon as it is complete, so that stages 1 and 2 are one: nob
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from penstock.config import Stage
+from penstock.config import ZeroStage
 from penstock.schedule.lower.mesh import ALONE, ProcessGroup
 from penstock.schedule.place import Placement
 
@@ -102,7 +102,7 @@ def not_streamed(seat: Seat, place: Placement) -> str:
     return ""
 
 
-def streaming_seat(shards: ProcessGroup, stage: Stage = 3) -> Seat:
+def streaming_seat(shards: ProcessGroup, stage: ZeroStage = 3) -> Seat:
     """The seat of a rank that streams what it has of what ``shards`` have together, in a stage of ZeRO."""
     if shards.size == 1:
         return ONE_RANK
