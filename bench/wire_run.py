@@ -55,6 +55,7 @@ def look(mesh: DeviceMesh, work: Work, counts: Iterable[int]) -> Iterator[Sent]:
         clip_grad_norm=None,
         device="cpu",
         mesh=mesh,
+        stage=3,
     ) as engine:
         for count in counts:
             engine.step([micro_batch] * count)

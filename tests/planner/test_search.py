@@ -90,6 +90,13 @@ def test_ranks_gather_weights_once_where_that_is_faster_and_fits(device: int, ba
         assert forced[2] < 0.9 * forced[3]
 
 
+def test_an_evaluation_holds_no_weights_for_a_second_use() -> None:
+    asked = question(transformer(6, block=20), form=ADAM16, wait=False, device=32 * MIB, host=24 * MIB).request
+    taken = {stage: fit(replace(asked, ranks=2, stage=stage, train=False)).device_bytes for stage in (1, 2, 3)}
+    assert len(set(taken.values())) == 1
+    assert fit(replace(asked, ranks=2, stage=2)).device_bytes > fit(replace(asked, ranks=2, stage=3)).device_bytes
+
+
 @pytest.mark.parametrize(("form", "wait"), [(ADAM16, False), (ADAM32, True)])
 def test_the_choice_is_within_three_percent_of_a_grid(form: Format, wait: bool) -> None:
     """``bench/lp_vs_brute_force.py`` in small."""

@@ -60,6 +60,7 @@ WRAP = {
     "run": None,
     "mesh": None,
     "strands": None,
+    "stage": None,
 }
 
 PLAN = {
@@ -79,6 +80,7 @@ PLAN = {
     "delay": None,
     "grad_dtype": "fp32",
     "strands": None,
+    "stage": None,
     "disk_free": None,
     "tbw": None,
 }

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Literal
 
-from penstock.config import Budget, Family, StreamConfig, Tier, format_size
+from penstock.config import Budget, Family, StreamConfig, Tier, ZeroStage, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
 from penstock.schedule.ir.ops import Schedule, peak_bytes
@@ -361,6 +361,12 @@ def base_placement(request: Request) -> Placement:
     )
 
 
+def _stage(request: Request) -> ZeroStage:
+    """What is asked for, where it makes a difference: an evaluation has no second use that weights could stay for."""
+    asked = 3 if request.stage is None or request.ranks == 1 else request.stage
+    return asked if request.train or not asked else 3
+
+
 def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) -> Settings:
     largest = max(max(g.trainable, g.frozen) for g in request.program.groups)
     return Settings(
@@ -376,7 +382,7 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) 
         grad_dtype=request.grad_dtype,
         cast="device" if request.casts_on_device else "host",
         strands=(request.strands or 1) if request.train else 1,
-        stage=3 if request.stage is None or request.ranks == 1 else request.stage,
+        stage=_stage(request),
     )
 
 

@@ -19,7 +19,7 @@ An op's *id* is a short word that says everything about it; no two ops of a sche
 | ``DC3m0`` ``WC3m0`` ``RC3m0`` ``UC3m0`` | d2h, write, read, h2d | checkpoint of stage 3 down, to disk, back, up |
 | ``I3m0`` ``W3m0`` | compute | backward of stage 3 split: gradient of its input, gradient of its weights |
 | ``GW5@F3`` ``GN5`` | net | all-gather of group 5's weights for a visit; of its new weights after a sharded step |
-| ``AR5`` ``SG5@B3`` | net | all-reduce, reduce-scatter of group 5's gradient |
+| ``AR5`` ``AR5.1@B3`` ``SG5.1@B3`` | net | all-reduce, reduce-scatter of group 5's gradient, or of a chunk of it |
 | ``AN`` | net | all-reduce of the norm |
 | ``CM`` | write | commit of the step before, whose delayed steps are all on disk now |
 | ``GC3m0`` | net | all-gather of a checkpoint of stage 3 that is kept in parts (ZeRO-R) |
