@@ -12,12 +12,12 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Literal
 
-from penstock.config import Budget, Family, StreamConfig, Tier, ZeroStage, format_size
+from penstock.config import Budget, Family, StreamConfig, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
 from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import Mesh, ProcessGroup
+from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, narrow_groups
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import Seat, streaming_seat
@@ -112,7 +112,7 @@ class Request(StreamConfig):
 
     def seat(self, settings: Settings) -> Seat:
         """That of each rank."""
-        return streaming_seat(_ranks(self.ranks), settings.stage)
+        return streaming_seat(Mesh(data=self.ranks).everyone(), settings.stage)
 
     def peak_bytes(self, settings: Settings, tier: Tier) -> int:
         """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
@@ -125,7 +125,7 @@ class Request(StreamConfig):
 
     def world(self, schedule: Schedule) -> World:
         """What is simulated of a schedule that all ranks have."""
-        return _ranks(self.ranks).in_step(schedule)
+        return Mesh(data=self.ranks).everyone().in_step(schedule)
 
     @cached_property
     def route(self) -> Route:
@@ -283,11 +283,7 @@ def _pooled(route: Route, settings: Settings, ranks: int) -> tuple[int, int]:
 @lru_cache(maxsize=256)
 def provision(route: Route, settings: Settings, ranks: int = 1) -> Provision:
     """What a step with these settings takes of its pools."""
-    return Provision(route, settings, streaming_seat(_ranks(ranks), settings.stage))
-
-
-def _ranks(size: int) -> ProcessGroup:
-    return Mesh(data=size).everyone()
+    return Provision(route, settings, streaming_seat(Mesh(data=ranks).everyone(), settings.stage))
 
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:
@@ -361,14 +357,9 @@ def base_placement(request: Request) -> Placement:
     )
 
 
-def _stage(request: Request) -> ZeroStage:
-    """What is asked for, where it makes a difference: an evaluation has no second use that weights could stay for."""
-    asked = 3 if request.stage is None or request.ranks == 1 else request.stage
-    return asked if request.train or not asked else 3
-
-
 def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) -> Settings:
     largest = max(max(g.trainable, g.frozen) for g in request.program.groups)
+    once = not request.train and bool(request.stage)  # there is no second use for which weights could stay
     return Settings(
         micro_batches=request.micro_batches,
         chunk=min(chunk, max(largest, ALIGN)),
@@ -382,7 +373,7 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) 
         grad_dtype=request.grad_dtype,
         cast="device" if request.casts_on_device else "host",
         strands=(request.strands or 1) if request.train else 1,
-        stage=_stage(request),
+        stage=3 if request.stage is None or request.ranks == 1 or once else request.stage,
     )
 
 
