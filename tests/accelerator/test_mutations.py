@@ -104,16 +104,18 @@ class Mutation:
 
 MUTATIONS = {
     "a stream waits for an op of another": Mutation(
-        owner=watching.PLAIN, name="run", line="stream.wait_event(other.done)"
+        owner=watching.PLAIN, name="begin", line="stream.wait_event(other.done)"
     ),
     "a host thread waits for an op of a stream": Mutation(
-        owner=watching.PLAIN, name="run", line="other.done.synchronize()"
+        owner=watching.PLAIN, name="begin", line="other.done.synchronize()"
     ),
-    "an op's event is recorded": Mutation(owner=watching.PLAIN, name="run", line="mark.done.record(stream)"),
+    "an op's event is recorded": Mutation(
+        owner=watching.PLAIN, name="end", line="mark.done.record(self.streams[mark.lane])"
+    ),
     "whoever takes a buffer waits for its last user": Mutation(
         owner=Executor,
-        name="_drain",
-        line="waits += [self._slot_marks[slot] for slot in taken if slot in self._slot_marks]",
+        name="_take",
+        line="waits += [self._users[slot] for slot in taken if slot in self._users]",
     ),
     "a checkpoint's memory is kept until it is down": Mutation(
         owner=Checkpoints, name="down", line='self._streams.used_on("d2h", data)'

@@ -18,9 +18,8 @@ device reads and writes no other host memory after a call has returned.
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,6 @@ from penstock.optim import kernels
 from penstock.runtime.actions import Actions
 from penstock.runtime.executor import Executor
 from penstock.runtime.streams import DeviceStreams, Mark
-from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op
 from penstock.state import background
 from penstock.store.store import Store
@@ -40,7 +38,7 @@ from tests.accelerator.simulated import Simulated
 
 _keys = itertools.count(1)
 
-PLAIN = SimpleNamespace(run=DeviceStreams.run, restart=DeviceStreams.restart)
+PLAIN = SimpleNamespace(begin=DeviceStreams.begin, end=DeviceStreams.end, restart=DeviceStreams.restart)
 """What is watched, as it stands in the engine, for tests that change it."""
 
 
@@ -57,20 +55,21 @@ def _watch_ops(sim: Simulated) -> None:
     of_step: dict[int, int] = {}
     of_mark: dict[int, tuple[Mark, int]] = {}
 
-    @contextmanager
-    def run(self: DeviceStreams, lane: Lane, waits: Iterable[Mark]) -> Iterator[Mark]:
+    def begin(self: DeviceStreams, mark: Mark, waits: Iterable[Mark]) -> None:
         behind = list(waits)
         if id(self) in of_step:
             sim.hear(of_step[id(self)])
-        for mark in behind:
-            sim.hear(of_mark[id(mark)][1])
-        with PLAIN.run(self, lane, behind) as mark:
-            yield mark
+        for other in behind:
+            sim.hear(of_mark[id(other)][1])
+        PLAIN.begin(self, mark, behind)
+
+    def end(self: DeviceStreams, mark: Mark) -> None:
+        PLAIN.end(self, mark)
         key = next(_keys)
         of_mark[id(mark)] = (mark, key)
         sim.tell(key)
 
-    def begin(self: DeviceStreams) -> None:  # the lanes start right after it
+    def restart(self: DeviceStreams) -> None:  # the lanes start right after it
         PLAIN.restart(self)
         of_step[id(self)] = key = next(_keys)
         sim.tell(key)
@@ -91,8 +90,9 @@ def _watch_ops(sim: Simulated) -> None:
         finally:
             sim.label("")
 
-    DeviceStreams.run = run  # type: ignore[method-assign]
-    DeviceStreams.restart = begin  # type: ignore[method-assign]
+    DeviceStreams.begin = begin  # type: ignore[method-assign]
+    DeviceStreams.end = end  # type: ignore[method-assign]
+    DeviceStreams.restart = restart  # type: ignore[method-assign]
     Executor.run = step  # type: ignore[method-assign]
     Actions.__call__ = labelled  # type: ignore[method-assign]
 

@@ -5,13 +5,15 @@ buffers are free.
     a thread each        h2d, d2h, cpu, net
     ``io_workers`` each  read, write: several ops in flight, so that a drive never waits for the next request
 
-Ops of a lane start in order and are published as done in order, which is what the checker's proof rests on. The
-first error stops all lanes from starting anything more and surfaces as itself, with a note that names the op.
+A thread that waits for its lane's turn sleeps at a gate of its own, and is woken by whoever makes the turn come. Ops
+of a lane start in order and are published as done in order, which is what the checker's proof rests on. The first error
+stops all lanes from starting anything more and surfaces as itself, with a note that names the op.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 
+from penstock.runtime.lanes import Gate, LaneState, Turn, lanes_of
 from penstock.runtime.pools import Pools
 from penstock.runtime.streams import DeviceStreams, HostStreams, Mark, settle
 from penstock.schedule.ir.lanes import Lane
@@ -20,21 +22,6 @@ from penstock.state.numa import Binding
 
 Action = Callable[[Op], int]
 """Does an op and returns the bytes that it has moved."""
-
-
-class _LaneState:
-    """A lane's place in its list of ops. All fields are guarded by the executor's lock."""
-
-    def __init__(self, ops: Sequence[Op], lock: threading.Lock) -> None:
-        self.ops = ops
-        self.ready = threading.Condition(lock)
-        self.started = 0
-        self.published = 0
-        self.finished: set[int] = set()
-
-    def rewind(self) -> None:
-        self.started = self.published = 0
-        self.finished.clear()
 
 
 class Executor:
@@ -60,18 +47,17 @@ class Executor:
         self._binding = binding
         self._failed = failed
         self._lock = threading.Lock()
-        self._lanes: dict[Lane, _LaneState] = {
-            lane: _LaneState(ops, self._lock) for lane, ops in schedule.lanes.items()
-        }
-        self._dependents: dict[str, list[str]] = {op.id: [] for op in schedule.ops}
-        for op in schedule.ops:
-            for other in op.after:
-                self._dependents[other].append(op.id)
-        self._missing: dict[str, int] = {}
+        self._by_name = lanes_of(schedule, streams)
+        self._lanes = tuple(lane for lane in self._by_name.values() if lane.turns)
+        self._compute = self._by_name["compute"]
+        self._marks: dict[str, Mark] = {turn.op.id: turn.mark for lane in self._lanes for turn in lane.turns}
         self.marks: dict[str, Mark] = {}
-        self._slot_marks: dict[tuple[str, int], Mark] = {}
+        """of the last step, if it came to its end; the next one writes them anew"""
+        self._users: dict[tuple[str, int], Mark] = {}  # of each slot, who gave it back
+        self._gate: Gate = Gate()  # the caller's
         self._running = 0  # ops under way in lane threads; compute runs in the thread that would wait for it
-        self._active = self._closed = False
+        self._left = 0  # ops that are not published
+        self._closed = False
         self._error: BaseException | None = None
         workers: dict[Lane, int] = {"h2d": 1, "d2h": 1, "cpu": 1, "net": 1, "read": io_workers, "write": io_workers}
         self._threads: list[threading.Thread] = []
@@ -96,14 +82,16 @@ class Executor:
         """
         try:
             self._begin()
-            self._drain("compute")
+            with self._streams.on("compute"):
+                self._drain(self._compute, self._gate)
             self._wait_idle()
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt may arrive in a wait: the lanes must come to rest first
             self._come_to_rest(error)
         finally:
             with self._lock:
-                self._active = False
+                self._shut()
         self._surface()
+        self.marks = self._marks
         self._streams.resolve(self.marks.values())
         if self.schedule.carried:
             self.pools.end_step()
@@ -111,22 +99,29 @@ class Executor:
     def _begin(self) -> None:
         """Let the lanes start."""
         with self._lock:
-            self._missing = {op.id: len(op.after) for op in self.schedule.ops}
             self.marks = {}
-            self._slot_marks = {}
+            self._users.clear()
             self._error = None
+            self._left = len(self.schedule.ops)
+            self._gate = Gate()  # what woke the caller for nothing is forgotten
+            self._compute.sleepers.clear()
             self.pools.start_step()
             self._streams.restart()
-            for lane in self._lanes.values():
-                lane.rewind()
-            self._active = True
+            for lane in self._lanes:
+                lane.begin()
             self._wake()
+
+    def _shut(self) -> None:
+        """Let nothing more start. Called with the lock held."""
+        for lane in self._lanes:
+            lane.open = 0
 
     def _come_to_rest(self, error: BaseException) -> None:
         """Stop the lanes, whatever else arrives meanwhile: they work on what the caller is about to look at."""
         while True:
             try:
-                self._fail(error)
+                with self._lock:
+                    self._note_error(error)
                 self._wait_idle()
             except KeyboardInterrupt:
                 continue
@@ -147,114 +142,128 @@ class Executor:
         """Stop the lane threads."""
         with self._lock:
             self._closed = True
-            for lane in self._lanes.values():
-                lane.ready.notify_all()
+            self._shut()
+            for lane in self._lanes:
+                while lane.sleepers:
+                    lane.sleepers.pop().put(None)
         for thread in self._threads:
             thread.join()
 
     def _work(self, name: Lane) -> None:
         if self._binding is not None:
             self._binding.bind_thread()
-        while self._next_step(name):
-            self._drain(name)
+        with self._streams.on(name):
+            self._drain(self._by_name[name], Gate())
 
-    def _next_step(self, name: Lane) -> bool:
-        """Block a lane's thread until there is something for it; False when the executor closes."""
-        lane = self._lanes[name]
-        with self._lock:
-            while not self._closed and not (self._active and not self._error and lane.started < len(lane.ops)):
-                lane.ready.wait()
-            return not self._closed
-
-    def _drain(self, name: Lane) -> None:
-        """Run ops of a lane until none is left to start, or a lane has failed."""
-        lane = self._lanes[name]
+    def _drain(self, lane: LaneState, gate: Gate) -> None:
+        """Run ops of a lane: those of compute until none is left to start, of others until the executor closes."""
+        done: Turn | None = None
         while True:
             with self._lock:
-                while (
-                    self._active and self._error is None and lane.started < len(lane.ops) and not self._startable(lane)
-                ):
-                    lane.ready.wait()
-                if not self._active or self._error is not None or lane.started == len(lane.ops):
-                    return
-                index = lane.started
-                op = lane.ops[index]
-                lane.started += 1
-                self._running += name != "compute"
-                taken = self.pools.take(op)
-                waits = [self.marks[other] for other in op.after]
-                waits += [self._slot_marks[slot] for slot in taken if slot in self._slot_marks]
-                freed = [
-                    self._slot_marks[slot] for slot in taken if slot in self._slot_marks and self.pools.counted(slot[0])
-                ]
-                if self._startable(lane):
-                    lane.ready.notify()
-            self._run_op(lane, index, op, waits, freed)
+                if done is not None:
+                    self._finish(lane, done)
+                    done = None
+                turn = self._next(lane)
+                if turn is None:
+                    if self._closed or (lane is self._compute and lane.started >= lane.open):
+                        return
+                    lane.sleepers.append(gate)
+                else:
+                    waits, freed = self._take(lane, turn)
+            if turn is None:
+                gate.get()
+            elif self._run_op(turn, waits, freed):
+                done = turn
 
-    def _run_op(self, lane: _LaneState, index: int, op: Op, waits: list[Mark], freed: list[Mark]) -> None:
+    def _next(self, lane: LaneState) -> Turn | None:
+        """The lane's next op, if its turn has come."""
+        if lane.started >= lane.open:
+            return None
+        turn = lane.turns[lane.started]
+        for other, count in turn.needs:
+            if other.published < count:
+                return None
+        return turn if not turn.op.takes or self.pools.can_take(turn.op) else None
+
+    def _take(self, lane: LaneState, turn: Turn) -> tuple[Sequence[Mark], Sequence[Mark]]:
+        """Start an op: what it is to wait for, and what has to be over before."""
+        lane.started += 1
+        self._running += lane is not self._compute
+        if lane.sleepers and self._next(lane):
+            lane.sleepers.pop().put(None)
+        if not turn.op.takes:
+            return turn.waits, ()
+        taken = self.pools.take(turn.op)
+        waits = [*turn.waits]
+        waits += [self._users[slot] for slot in taken if slot in self._users]
+        if not turn.counted:
+            return waits, ()
+        return waits, [self._users[s] for s in taken if s in self._users and self.pools.counted(s[0])]
+
+    def _run_op(self, turn: Turn, waits: Sequence[Mark], freed: Sequence[Mark]) -> bool:
+        """Whether it has come to its end."""
+        mark = turn.mark
         try:
             # What torch allocates is free only when another stream's last use of it is over, not when that is queued.
-            for mark in freed:
-                if mark.done is not None and mark.lane != op.lane:
-                    mark.done.synchronize()
-            with self._streams.run(op.lane, waits) as mark:
-                mark.moved = self._act(op)
+            for other in freed:
+                if other.done is not None and other.lane != mark.lane:
+                    other.done.synchronize()
+            self._streams.begin(mark, waits)
+            mark.moved = self._act(turn.op)
+            self._streams.end(mark)
         except BaseException as error:  # noqa: BLE001 - whatever a lane raises surfaces in run()
-            error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
+            error.add_note(f"in op {turn.op.id} of schedule {self.schedule.name}")
             with self._lock:
-                self._running -= op.lane != "compute"
+                self._running -= turn.op.lane != "compute"
                 self._note_error(error)
-            return
-        with self._lock:
-            self._running -= op.lane != "compute"
-            self.marks[op.id] = mark
-            lane.finished.add(index)
+            return False
+        return True
+
+    def _finish(self, lane: LaneState, turn: Turn) -> None:
+        """Publish an op, and those behind it that have waited for it. Called with the lock held."""
+        self._running -= lane is not self._compute
+        if turn.place == lane.published:
+            self._publish(lane, turn)
             while lane.published in lane.finished:
                 lane.finished.discard(lane.published)
-                self._publish(lane.ops[lane.published])
-                lane.published += 1
-            self._wake()
+                self._publish(lane, lane.turns[lane.published])
+        else:
+            lane.finished.add(turn.place)
+        self._wake()
 
-    def _publish(self, op: Op) -> None:
-        for other in self._dependents[op.id]:
-            self._missing[other] -= 1
-        for slot in self.pools.give(op):
-            self._slot_marks[slot] = self.marks[op.id]
-
-    def _startable(self, lane: _LaneState) -> bool:
-        if lane.started == len(lane.ops):
-            return False
-        op = lane.ops[lane.started]
-        return not self._missing[op.id] and (not op.takes or self.pools.can_take(op))
+    def _publish(self, lane: LaneState, turn: Turn) -> None:
+        lane.published += 1
+        self._left -= 1
+        if turn.op.gives:
+            for slot in self.pools.give(turn.op):
+                self._users[slot] = turn.mark
 
     def _wake(self) -> None:
-        """Wake the lanes whose next op can start, and everyone when the step is over. Called with the lock held."""
-        over = self._error is not None or all(lane.published == len(lane.ops) for lane in self._lanes.values())
-        for lane in self._lanes.values():
-            if over:
-                lane.ready.notify_all()
-            elif self._startable(lane):
-                lane.ready.notify()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            self._note_error(error)
+        """Wake the lanes whose next op's turn has come, and the caller when the step is over. Called with the lock
+        held."""
+        for lane in self._lanes:
+            if lane.sleepers and self._next(lane):
+                lane.sleepers.pop().put(None)
+        if self._over():
+            self._gate.put(None)
 
     def _note_error(self, error: BaseException) -> None:
         """The first error is the one that surfaces. Called with the lock held."""
         if self._error is None:
             self._error = error
+            self._shut()
             if self._failed is not None:
                 self._failed(error)
         self._wake()
 
+    def _over(self) -> bool:
+        """Whether all ops are published, or nothing runs any more after an error."""
+        return not self._left or (self._error is not None and not self._running)
+
     def _wait_idle(self) -> None:
-        """Block the caller until all ops are published, or until nothing runs any more after an error."""
-        compute = self._lanes["compute"]
-        with self._lock:
-            while True:
-                if self._error is not None and self._running == 0:
+        """Block the caller until the step is over."""
+        while True:
+            with self._lock:
+                if self._over():
                     return
-                if self._error is None and all(lane.published == len(lane.ops) for lane in self._lanes.values()):
-                    return
-                compute.ready.wait()
+            self._gate.get()

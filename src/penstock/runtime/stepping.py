@@ -31,6 +31,8 @@ class Stepping:
         self._runs = runs
         self._threads = threads
         self._grad_dtype = grad_dtype
+        self._found: dict[int, tuple[Update, int, list[tuple[int, int, int, int]]]] = {}
+        """by group, what ``_runs_now`` has found for an update by which so many parameters were touched"""
 
     def step(
         self,
@@ -96,6 +98,12 @@ class Stepping:
         A parameter that no micro-batch gave a gradient stays as it is, moments and weight decay included, and counts
         one update less from then on: torch's optimizers pass over a parameter without a gradient.
         """
+        known, touched = self._found.get(g), len(update.touched)
+        if known is None or known[0] is not update or known[1] != touched:  # a group has many chunks
+            known = self._found[g] = (update, touched, self._find_runs(update, g))
+        return known[2]
+
+    def _find_runs(self, update: Update, g: int) -> list[tuple[int, int, int, int]]:
         slices = [s for s in self._groups[g].slices if s.trainable]
         if all(id(s.parameter) in update.touched and s.name not in update.missed for s in slices):
             return [(first, end, hyper, update.count) for first, end, hyper in self._runs[g]]

@@ -32,11 +32,29 @@ class Mark:
 class HostStreams:
     """The CPU: an op is done when its function returns."""
 
+    def mark(self, lane: Lane) -> Mark:
+        """For an op of a lane, as often as it runs: one time at a time."""
+        return Mark(lane=lane)
+
+    def on(self, lane: Lane) -> AbstractContextManager[None]:
+        """Nothing to do: there are no streams."""
+        return nullcontext()
+
+    def begin(self, mark: Mark, waits: Iterable[Mark]) -> None:
+        """An op begins. ``waits``: marks of those that come before it."""
+        mark.start = time.perf_counter()
+
+    def end(self, mark: Mark) -> None:
+        """Its function has returned."""
+        mark.end = time.perf_counter()
+
     @contextmanager
     def run(self, lane: Lane, waits: Iterable[Mark]) -> Iterator[Mark]:
-        mark = Mark(lane=lane, start=time.perf_counter())
+        """An op by itself."""
+        mark = self.mark(lane)
+        self.begin(mark, waits)
         yield mark
-        mark.end = time.perf_counter()
+        self.end(mark)
 
     def restart(self) -> None:
         """Nothing to do: there is one clock."""
@@ -77,26 +95,46 @@ class DeviceStreams:
         self._origin.synchronize()
         self._origin_time = time.perf_counter()
 
-    @contextmanager
-    def run(self, lane: Lane, waits: Iterable[Mark]) -> Iterator[Mark]:
+    def mark(self, lane: Lane) -> Mark:
+        """For an op of a lane, as often as it runs: one time at a time. Its events are made here and recorded anew."""
+        if lane not in self.streams:
+            return Mark(lane=lane)
+        return Mark(lane=lane, begun=self._its.event(timed=True), done=self._its.event(timed=True))
+
+    def on(self, lane: Lane) -> AbstractContextManager[None]:
+        """Within, the calling thread queues on the lane's stream, if it has one."""
         stream = self.streams.get(lane)
-        mark = Mark(lane=lane)
-        if stream is None:
+        return nullcontext() if stream is None else self._its.queued_on(stream)
+
+    def begin(self, mark: Mark, waits: Iterable[Mark]) -> None:
+        """An op begins, in a thread that is ``on`` its lane. ``waits``: marks of those that come before it."""
+        if mark.begun is None:
             for other in waits:
                 if other.done is not None:
                     other.done.synchronize()
             mark.start = time.perf_counter()
-            yield mark
-            mark.end = time.perf_counter()
             return
-        with self._its.queued_on(stream):
-            for other in waits:
-                if other.done is not None and other.lane != lane:
-                    stream.wait_event(other.done)
-            mark.begun, mark.done = self._its.event(timed=True), self._its.event(timed=True)
-            mark.begun.record(stream)
+        stream = self.streams[mark.lane]
+        for other in waits:
+            if other.done is not None and other.lane != mark.lane:
+                stream.wait_event(other.done)
+        mark.begun.record(stream)
+
+    def end(self, mark: Mark) -> None:
+        """All of it is queued, or done where its lane has no stream."""
+        if mark.done is None:
+            mark.end = time.perf_counter()
+        else:
+            mark.done.record(self.streams[mark.lane])
+
+    @contextmanager
+    def run(self, lane: Lane, waits: Iterable[Mark]) -> Iterator[Mark]:
+        """An op by itself."""
+        mark = self.mark(lane)
+        with self.on(lane):
+            self.begin(mark, waits)
             yield mark
-            mark.done.record(stream)
+            self.end(mark)
 
     def used_on(self, lane: Lane, tensor: torch.Tensor) -> None:
         """Keep the tensor's memory from being reused before the lane's work that is queued now is done."""
