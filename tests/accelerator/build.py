@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 SOURCES = Path(__file__).parent / "device"
 KEPT = Path(__file__).parents[2] / "build" / "accelerator"
@@ -38,6 +37,8 @@ def library() -> Path:
 
 
 def _compile(made: Path) -> None:
+    from torch.utils import cpp_extension  # it imports setuptools: a tenth of a second, of every process of the tests
+
     found = compiler()
     assert found is not None
     partial = made.with_suffix(".partial")
