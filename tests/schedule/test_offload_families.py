@@ -15,7 +15,6 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, STREAM_OPTIONS, build
 from penstock.schedule.lower.offload import settings
 from penstock.schedule.lower.request import Request
-from penstock.schedule.lower.seat import SUMMED
 from penstock.schedule.place import FP32, PAGE, Depths, Format
 from penstock.schedule.program import ALIGN
 from penstock.sim.costs import Costs
@@ -141,7 +140,7 @@ def test_each_rank_moves_its_part_and_the_network_the_rest(family: str) -> None:
     """ZeRO-3: for each visit of a group an all-gather of its weights, and a reduce-scatter of each gradient; ours are
     summed on the host before that, where a visit has one micro-batch."""
     alone, together = one(family, chunks=4), one(family, chunks=4, ranks=RANKS)
-    by_block, summed = STREAMED[family].order == "vertical", STREAMED[family].sharding == SUMMED
+    by_block, summed = STREAMED[family].order == "vertical", STREAMED[family].sharding is None
     nbytes = AWAY if by_block else AWAY_ONE_BY_ONE
     away = {"h2d": nbytes, "d2h": nbytes, "read": 0, "write": 0}  # every rank has its own micro-batches
     if summed and not by_block:  # of all ranks' parts M times down and once up; the exchanged part goes down then
@@ -203,7 +202,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("family", STREAMED)
 def test_every_option_does_something_where_it_is_allowed_and_is_refused_elsewhere(family: str) -> None:
-    assert set(STREAM_OPTIONS) - {"gradients"} == OPTIONS.keys()
+    assert set(STREAM_OPTIONS) - {"gradients", "stage"} == OPTIONS.keys()
     plain = one(family)
     for option, value in OPTIONS.items():
         if option in FAMILIES[family].options:
@@ -218,6 +217,22 @@ def test_every_option_does_something_where_it_is_allowed_and_is_refused_elsewher
             build(request(family, ranks=2))
     else:
         assert one(family, ranks=2) != plain
+
+
+@pytest.mark.parametrize("family", ["vertical", "horizontal"])
+def test_in_lower_stages_ranks_send_less_and_hold_more(family: str) -> None:
+    found = {stage: one(family, ranks=RANKS, stage=stage) for stage in (0, 1, 2, 3)}
+    assert found[3] == one(family, ranks=RANKS)
+    assert found[1] == found[2]
+    net = {stage: schedule.bytes_per_lane()["net"] for stage, schedule in found.items()}
+    norm = 8 * N // 4096 * (RANKS - 1) // RANKS
+    assert net[2] == (2 + 4) * N * (RANKS - 1) // RANKS + norm
+    assert net[0] == 2 * 4 * N * (RANKS - 1) // RANKS
+    assert net[3] > net[2]
+    assert found[2].peak_bytes("device") > found[3].peak_bytes("device")
+    assert moved(found[0])["write"] == RANKS * moved(found[3])["write"], "each writes all of the state"
+    with pytest.raises(ConfigError, match="stage=2 says what several ranks have parts of"):
+        build(request(family, stage=2))
 
 
 def test_gradients_may_wait_on_disk_where_they_wait() -> None:

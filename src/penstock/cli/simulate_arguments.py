@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from penstock.cli.words import Words
-from penstock.config import Precision, Tier, parse_size
+from penstock.config import Precision, Tier, ZeroStage, parse_size
 from penstock.config.sizes import check_size
 from penstock.errors import ConfigError
 from penstock.schedule.lower.request import GatherGroup
 
-_LEAST = {"lookahead": 0, "device_blocks": 0, "partition_activations": 2}
+_LEAST = {"lookahead": 0, "device_blocks": 0, "stage": 0, "partition_activations": 2}
 _LARGEST = 1_000_000
 
 
@@ -46,6 +46,7 @@ class Arguments(Words):
     | ``weights`` TIER, ``state`` TIER, ``checkpoints`` TIER, ``gradients`` TIER | where they live: device, host or disk
     (gradients that wait: host or disk) |
     | ``device_blocks`` | blocks whose optimizer state lives on the device |
+    | ``stage`` | of ZeRO: what several ranks have parts of, 0 (nothing) to 3 (all) |
     | ``chunks`` | pieces that a block is moved and stepped in |
 
     What it costs
@@ -97,6 +98,7 @@ class Arguments(Words):
     checkpoints: Tier | None = None
     gradients: Literal["host", "disk"] | None = None
     device_blocks: int | None = None
+    stage: ZeroStage | None = None
     chunks: int | None = None
     costs: str | None = None
     model: str | None = None

@@ -201,6 +201,7 @@ def _offload(arguments: Arguments) -> Case:
             checkpoints=arguments.checkpoints,
             gradients=arguments.gradients,
             device_blocks=arguments.device_blocks,
+            stage=arguments.stage,
         )
     )
     share = f"{counted(ranks, 'rank')}, " if ranks > 1 else ""

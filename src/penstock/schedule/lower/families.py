@@ -20,7 +20,18 @@ from penstock.schedule.lower.seat import FULLY, Sharding
 from penstock.schedule.lower.stages import spread
 
 LAYER_OPTIONS = ("virtual_stages", "gather_group", "fused", "partition_activations", "buffer_size")
-STREAM_OPTIONS = ("chunks", "depths", "delay", "wait", "weights", "state", "checkpoints", "gradients", "device_blocks")
+STREAM_OPTIONS = (
+    "chunks",
+    "depths",
+    "delay",
+    "wait",
+    "weights",
+    "state",
+    "checkpoints",
+    "gradients",
+    "device_blocks",
+    "stage",
+)
 """Fields of a request that only some families know: of those that compute whole layers, and of those that offload."""
 
 
@@ -200,12 +211,12 @@ FAMILIES: dict[str, Family] = {
     "horizontal": _streamed(
         "each micro-batch through all blocks before the next; gradients are summed in host memory",
         Streaming(order="horizontal"),
-        *("wait", *_TIERS),
+        *("wait", "stage", *_TIERS),
     ),
     "vertical": _streamed(
         "all micro-batches through a block before the next; a share of the steps (delay) in the next step's forward",
         Streaming(order="vertical"),
-        *("wait", "delay", *_TIERS),
+        *("wait", "delay", "stage", *_TIERS),
     ),
     "zero-offload": _streamed(
         "weights on the device, state in host memory; gradients go down as they are made, the CPU steps after the "

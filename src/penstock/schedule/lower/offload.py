@@ -32,7 +32,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import fixed_bytes
 from penstock.schedule.lower.request import Request
-from penstock.schedule.lower.seat import ONE_RANK, SUMMED, Seat, Sharding
+from penstock.schedule.lower.seat import Seat, Sharding, streaming_seat
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import FP32, Depths, Placement, Settings
 from penstock.schedule.program import ALIGN, Program, round_up
@@ -44,7 +44,7 @@ _MOST_CHUNKS = 64
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
     """An order of visits and what it chooses where a request says nothing. ``device_share``: of the blocks whose state
-    lives on the device. ``sharding``: when several ranks exchange gradients."""
+    lives on the device. ``sharding``: how several ranks share, if not in a stage of ZeRO."""
 
     order: Literal["vertical", "horizontal"]
     weights: Tier = "disk"
@@ -53,19 +53,21 @@ class Streaming:
     wait: bool = False
     delay: float = 0.0
     device_share: float = 0.0
-    sharding: Sharding = SUMMED
+    sharding: Sharding | None = None
 
 
 def lower_program(request: Request, streaming: Streaming) -> World:
     """The schedules of one step. Of several ranks all do the same, with an even part of every group's weights and state
-    (ZeRO-3): each brings its part to the device, all gather the whole for each visit, and scatter the sum of their
-    gradients, once a step or after each visit. Nothing lives on the device then.
+    unless another stage of ZeRO is asked for: each brings its part to the device, all gather the whole for each visit,
+    and scatter the sum of their gradients, once a step or after each visit. Nothing lives on the device then.
 
     Raises:
         ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
     """
     s, ranks, program = settings(request, streaming), Mesh(data=request.ranks).everyone(), _part(request)
-    seat = ONE_RANK if request.ranks == 1 else Seat(shards=ranks, sharding=streaming.sharding)
+    seat = streaming_seat(ranks, s.stage)
+    if streaming.sharding is not None and request.ranks > 1:
+        seat = Seat(shards=ranks, sharding=streaming.sharding)
     build, at_once = (vertical, s.micro_batches) if streaming.order == "vertical" else (horizontal, 1)
     return ranks.world(build(program, s, fixed_bytes(program, s.form, s.place, at_once), request.family, seat))
 
@@ -78,6 +80,10 @@ def settings(request: Request, streaming: Streaming) -> Settings:
         raise ConfigError(f"delay={delay} must be from 0 (every step in its own backward) to 1")
     if request.gradients is not None and not (wait or delay):
         raise ConfigError(f"gradients={request.gradients!r} does nothing: no gradient waits without wait or a delay")
+    if request.stage is not None and request.ranks == 1:
+        raise ConfigError(
+            f"stage={request.stage} says what several ranks have parts of: ask for more than one, or drop it"
+        )
     micro_batches, rest = divmod(request.micro_batches, request.ranks)
     if rest:
         raise ConfigError(
@@ -93,6 +99,7 @@ def settings(request: Request, streaming: Streaming) -> Settings:
         depths=request.depths or Depths(),
         wait=wait,
         delay=delay,
+        stage=3 if request.stage is None else request.stage,
     )
 
 
@@ -100,7 +107,8 @@ def _part(request: Request) -> Program:
     """What a rank has of the program."""
     if request.program is None:
         raise ConfigError(f"{request.family} streams the groups of a program: give it one")
-    return Mesh(data=request.ranks).everyone().part(request.program)
+    parts = 1 if request.stage == 0 else request.ranks
+    return Mesh(data=parts).everyone().part(request.program)
 
 
 def _blocks(request: Request) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.config import Tier
+from penstock.config import Tier, ZeroStage
 from penstock.schedule.place import Depths, Format
 from penstock.schedule.program import Program
 
@@ -51,6 +51,7 @@ class Request:
     | ``wait`` | whether the optimizer waits for the global norm of the gradients |
     | ``weights``, ``state``, ``checkpoints``, ``gradients`` (that wait) | the tier of all of them |
     | ``device_blocks`` | blocks whose state lives on the device, those whose gradients come last |
+    | ``stage`` | of ZeRO: what several ranks have parts of |
     """
 
     family: str
@@ -76,3 +77,4 @@ class Request:
     checkpoints: Tier | None = None
     gradients: Literal["host", "disk"] | None = None
     device_blocks: int | None = None
+    stage: ZeroStage | None = None
