@@ -120,9 +120,6 @@ MUTATIONS = {
     "a checkpoint's memory is kept until it is down": Mutation(
         owner=Checkpoints, name="down", line='self._streams.used_on("d2h", data)'
     ),
-    "a checkpoint's memory is kept until it is used": Mutation(
-        owner=Checkpoints, name="up", line='self._streams.used_on("compute", tensor)'
-    ),
     "what is copied from and to is page-locked": Mutation(
         owner=HostSlab,
         name="__init__",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import penstock
 from penstock import accelerator
@@ -220,6 +221,40 @@ def test_traced_times_keep_the_order_of_the_schedule(tmp_path: Path) -> None:
             assert spans[op.id].start <= spans[op.id].end
             for other in op.after:
                 assert spans[other].end <= spans[op.id].start + slack, (other, op.id)
+
+
+class Wide(nn.Module):
+    """Blocks whose inputs are all that takes memory: [rows, ``WIDTH``] each."""
+
+    WIDTH = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(self.WIDTH, self.WIDTH)) for _ in range(5))
+        self.head = nn.Linear(self.WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).mean()
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_what_the_allocator_reserves_for_checkpoints_that_come_back_is_planned(schedule: str, tmp_path: Path) -> None:
+    """It has memory of its own for each stream, and keeps it: what compute's has is no memory for what comes back."""
+    rows, slack = (1 << 17, 64 << 20) if DEVICE == "cuda" else (4096, 1 << 18)
+    where = budget(tmp_path / "store", checkpoints="host", device="1GiB", host="1GiB", durability="none")
+    settings: Setting = {"device": DEVICE, "precision": "fp32", "schedule": schedule, "optimizer": penstock.AdamW()}
+    micro_batches = [{"x": torch.randn(rows, Wide.WIDTH)} for _ in range(6)]
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_reserved()
+    with penstock.wrap(Wide(), budget=where, loss_fn=lambda model, mb: model(mb["x"]), **settings) as engine:
+        engine.step(micro_batches)  # with the probe, which is not planned so
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        engine.step(micro_batches)
+        assert {"DC", "UC"} <= {op.id.kind for op in engine.plan.schedule.ops}
+        assert torch.accelerator.max_memory_reserved() - before <= engine.plan.device_bytes + slack
 
 
 def test_device_memory_stays_within_the_budget(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from penstock.planner.own_schedule import own_plan
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
-from penstock.schedule.place import GRAIN, LARGE_PART, Format, Placement
+from penstock.schedule.place import GRAIN, LARGE_PART, Format, Placement, page_up
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
 from tests.programs import CHECKPOINT, transformer
 
@@ -220,10 +220,11 @@ def test_the_order_of_preference() -> None:
     place = fit(replace(r, budget=replace(r.budget, device=base))).settings.place
     assert place.checkpoints == "host"
     assert "device" not in place.weights[3:], "no block"
-    # Room for all checkpoints (two more than are under way were counted) and full depths, but not for a block.
+    # Room for all checkpoints and full depths, but not for a block. Counted were two more than are under way, and of
+    # those that come back, one more.
     stay = request(form=ADAM16, wait=False, checkpoints="device")
     with_checkpoints = fit(replace(stay, budget=replace(stay.budget, device=smallest(stay, "device"))))
-    assert with_checkpoints.device_bytes - base == (3 * 5 - (3 + 2)) * CHECKPOINT
+    assert with_checkpoints.device_bytes - base == (3 * 5 - (3 + 2)) * CHECKPOINT - (3 + 1) * page_up(CHECKPOINT)
     deep = fit(r).settings
     assert deep.place.checkpoints == "device"
     on_device: list[int] = []

@@ -202,7 +202,7 @@ CAST_IN_PLACE = (
     *CAST[4:],
 )
 UC_ALIAS = (
-    ("UC0m1 after DC0m1 take a0m1=acts read C0m1 write a0m1", "UC0m1 after DC0m1 read C0m1 write a0m0"),
+    ("UC0m1 after DC0m1 take a0m1=again read C0m1 write a0m1", "UC0m1 after DC0m1 read C0m1 write a0m0"),
     ("B1m0 after UW1.0@B1,UC0m0 ", "B1m0 after UW1.0@B1,UC0m0,UC0m1 "),
     ("give a0m0,D1m0", "give D1m0"),
     ("read W1@B1,G1@B1m1,a0m1,D1m1", "read W1@B1,G1@B1m1,a0m0,D1m1"),

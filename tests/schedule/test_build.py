@@ -230,7 +230,9 @@ def test_what_stays_takes_no_buffer_more(family: str, reader: bool, depth: int) 
     check(schedule)
     pools = {pool.name: pool.count for pool in schedule.pools}
     assert pools["weights.0"] == depth
-    assert pools["activations"] == (4 if family == "vertical" else 1) + 2
+    under_way = 4 if family == "vertical" else 1
+    assert pools["activations"] == under_way + 2 + 1  # a gradient is there beside what it is with respect to
+    assert pools["restored"] == under_way + 1
     visit = "" if family == "vertical" else "m0"
     kept = ops_of(schedule, "UW", len(program.groups) - 1)[:2] != [f"F{LAYERS}{visit}", f"B{LAYERS}{visit}"]
     assert kept == (depth > 1)
@@ -269,7 +271,8 @@ def test_as_many_inputs_of_the_last_block_stay_as_there_is_room_for(inputs: int)
         assert f"{'a' if m < leave else 'A'}2m{m}" in schedule.by_id[f"B3m{m}"].gives
     counts = {pool.name: pool.count for pool in schedule.pools}
     assert counts["checkpoints"] == 5 * (LAYERS - 1) + leave
-    assert counts["activations"] == 5 + inputs
+    assert counts["activations"] == 5 + inputs + 1
+    assert counts["restored"] == 5 + 1
 
 
 def test_frozen_parameters_move_up_only() -> None:

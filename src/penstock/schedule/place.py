@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil
 from typing import Literal
 
@@ -26,6 +26,8 @@ GRAIN = 1 << 16
 """Elements under one checksum on disk (256 KiB of fp32), and so the smallest chunk, of a large part of a group."""
 CHECKSUM = 8
 """Bytes of one checksum."""
+TENSOR = 512
+"""Bytes that torch's allocator aligns tensors by."""
 LARGE_PART = 1 << 20
 """Elements from which on a part of a group is large; smaller ones have a checksum for each ``ALIGN`` elements."""
 
@@ -33,6 +35,14 @@ LARGE_PART = 1 << 20
 def page_up(nbytes: int) -> int:
     """``nbytes`` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
+
+
+def end_to_end(sizes: Sequence[int]) -> list[int]:
+    """Where each of several tensors of one checkpoint begins, of so many bytes, that lie one behind the other.
+
+    As aligned as in memory of torch's own: kernels go by that, and another one may sum in another order.
+    """
+    return list(accumulate((-(-size // TENSOR) * TENSOR for size in sizes[:-1]), initial=0))[: len(sizes)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

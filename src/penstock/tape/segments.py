@@ -11,6 +11,7 @@ from itertools import compress
 import torch
 from torch import nn
 
+from penstock.schedule.place import end_to_end
 from penstock.schedule.program import Stage
 from penstock.tape import trees
 from penstock.tape.suspended import Facts, Site, StageFacts
@@ -172,7 +173,9 @@ class Stages:
     def _sizes(self, stage: int) -> tuple[int, int]:
         """Bytes of the stage's checkpoint, and of the gradients with respect to it."""
         moved = [self._boundary(stage)[p] for p in self._offload[stage]]
-        return sum(s.nbytes for s in moved), sum(s.nbytes for s in moved if s.needs_grad)
+        sizes = [s.nbytes for s in moved]
+        checkpoint = end_to_end(sizes)[-1] + sizes[-1] if sizes else 0
+        return checkpoint, sum(s.nbytes for s in moved if s.needs_grad)
 
     def _stage(self, index: int) -> Stage:
         segments = [self._segments[i] for i in self.members[index]]

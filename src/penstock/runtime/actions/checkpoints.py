@@ -8,6 +8,7 @@ from penstock.runtime.access import Access
 from penstock.runtime.bound import checkpoint_extent
 from penstock.runtime.streams import DeviceStreams, HostStreams
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.place import end_to_end
 from penstock.tape.tape import Tape
 
 
@@ -25,28 +26,24 @@ class Checkpoints:
     def down(self, op: Op) -> None:
         """To host buffers that hold it together; the device's memory is free then."""
         k, m = op.id.stage, op.id.micro_batch
-        offset = 0
-        for tensor in self._tape.checkpoint(k, m):
+        tensors = self._tape.checkpoint(k, m)
+        for tensor, offset in zip(tensors, end_to_end([t.nbytes for t in tensors]), strict=True):
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             for piece, first in self._to.pools.pieces(op.writes, offset, data.numel()):
                 self._to.copy(piece, data[first : first + piece.numel()])
-            offset += data.numel()
             self._streams.used_on("d2h", data)
         self._tape.drop(k, m)
 
     def up(self, op: Op) -> None:
-        """Back to the tape, in memory that torch allocates."""
+        """Back to the tape, in a buffer of the device."""
         k, m = op.id.stage, op.id.micro_batch
-        offset, tensors = 0, []
-        for old in self._tape.checkpoint(k, m):
-            tensor = torch.empty(old.shape, dtype=old.dtype, device=old.device)
-            nbytes = tensor.numel() * tensor.itemsize
-            data = tensor.view(-1).view(torch.uint8)
-            for piece, first in self._to.pools.pieces(op.reads, offset, nbytes):
+        old, buffer = self._tape.checkpoint(k, m), self._to.pools.buffer(op.writes[0])
+        tensors = []
+        for like, offset in zip(old, end_to_end([t.nbytes for t in old]), strict=True):
+            data = buffer[offset : offset + like.nbytes]
+            for piece, first in self._to.pools.pieces(op.reads, offset, like.nbytes):
                 self._to.copy(data[first : first + piece.numel()], piece)
-            offset += nbytes
-            self._streams.used_on("compute", tensor)
-            tensors.append(tensor)
+            tensors.append(data.view(like.dtype).view(like.shape))
         self._tape.restore(k, m, tensors)
 
     def write(self, op: Op) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from penstock.schedule.ir.references import Buffer, OpId, stage_buffer, stage_op
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
+from penstock.schedule.lower.provision import RESTORED
 from penstock.schedule.lower.route import Message, Visit
 from penstock.schedule.place import page_up
 
@@ -34,7 +35,9 @@ class Activations:
         self._parted = builder.seat.model.size > 1
         self._last_readers = ("BEW" if self.train else "FE") + ("F" if self._parted else "")
         self._moves = self.train and self.tier != "device"
-        self._saves = "saved" in builder.provision.pools
+        pools = builder.provision.pools
+        self._saves = "saved" in pools
+        self._gradients_pool = "activation_gradients" if "activation_gradients" in pools else "activations"
         self._came: dict[Buffer, OpId] = {}
         """what has come to the device and nobody has read yet -> the op that brings it"""
 
@@ -59,7 +62,7 @@ class Activations:
                 op.make(stage_buffer("C", k, m), "activation_shards")
         elif self.train:
             if k and kind != "W" and self.stages[k - 1].gradient:
-                op.make(stage_buffer("D", k - 1, m), "activation_gradients")
+                op.make(stage_buffer("D", k - 1, m), self._gradients_pool)
             if kind != "E":
                 used = [stage_buffer("D", k, m)] if own.gradient else []
                 used += [stage_buffer("K", k, m)] if self._saves else []
@@ -114,7 +117,6 @@ class Activations:
 
     def _up(self, k: int, micro_batches: Sequence[int]) -> None:
         """Emit the way back of the checkpoints that the backward of stage ``k + 1`` reads."""
-        last_stage = len(self.stages) - 1
         for m in self.b.provision.leaving(k, micro_batches):
             host, after, nbytes = self._host(k, m), [stage_op("DC", k, m)], self.stages[k].checkpoint
             if self.tier == "disk":
@@ -124,13 +126,11 @@ class Activations:
                 after = [
                     self.b.emit(stage_op("RC", k, m), after=after, takes=takes, writes=host, nbytes=page_up(nbytes))
                 ]
-            # The pool of activations changes hands: the forward's takers are done before the first one comes back.
-            after.append(stage_op("F", last_stage - 1, micro_batches[-1]))
             back = stage_buffer("a", k, m)
             self._came[back] = self.b.emit(
                 stage_op("UC", k, m),
                 after=after,
-                takes=[(back, "activations")],
+                takes=[(back, RESTORED)],
                 reads=host,
                 writes=[back],
                 gives=host,

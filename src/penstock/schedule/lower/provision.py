@@ -104,6 +104,9 @@ def exchanged_bytes(seat: Seat, numel: int) -> int:
 SUMS = "gradient_sums"
 """The pool of what one of several ranks has summed on the host of a chunk's gradient, of all ranks' parts of it."""
 
+RESTORED = "restored"
+"""The pool of checkpoints that have come back to the device."""
+
 STAGED: Mapping[str, str] = {
     "stage_in": "stage_in",
     "gradients_out": "stage_out",
@@ -335,16 +338,22 @@ class Provision:
             yield Pool(name=name, tier="device", size=self._groups[g].trainable * FP32, count=self.device_sums)
 
     def _activations(self) -> Iterator[Pool]:
-        """Checkpoints and their gradients on the device (torch's allocator owns the memory), and away from it."""
+        """Checkpoints on the device and their gradients, which torch's allocator owns, and checkpoints away from there.
+
+        Both come from the allocator's memory of one stream, which it uses for one when the other is done with it: a
+        gradient is made when no more than those of its stage, and the checkpoints that stay, are there. What comes back
+        is written on another stream, for which the allocator would take other memory: it has buffers of its own, for
+        the micro-batches under way and one on its way.
+        """
         bodies, at_once = self.route.program.stages[:-1], self.route.at_once
         size = max(s.checkpoint for s in bodies)
-        gradient = max(s.gradient for s in bodies) if self.s.train else 0
         stay = self.s.train and self.s.place.checkpoints == "device"
         if size:
             count = at_once * len(bodies) if stay else at_once + self.s.depths.inputs
-            yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
-        if gradient:
-            yield Pool(name="activation_gradients", tier="device", size=gradient, count=at_once + 1, backed=False)
+            gradient = self.s.train and any(s.gradient for s in bodies)
+            yield Pool(name="activations", tier="device", size=size, count=count + gradient, backed=False)
+        if self._away:
+            yield Pool(name=RESTORED, tier="device", size=page_up(size), count=min(at_once + 1, self._away))
         if self.checkpoints_pool == "checkpoints":
             yield from self._host_checkpoints("checkpoints")
         if self._away and self.s.place.checkpoints == "disk":

@@ -153,6 +153,6 @@ class WaitingRules(Ground):
         name = self._at(op, op.writes, "the checkpoint on the device")
         if name not in dict(op.takes):
             raise refused(op, f"writes {name}, which it has to take for that")
-        self._put(op, name, Activation(k, m, False), "device", op.nbytes, backed=False)
+        self._put(op, name, Activation(k, m, False), "device", op.nbytes)
         self.activations[k, m] = name
         self.outside.change(op, "checkpoint", k, m)
