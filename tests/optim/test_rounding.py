@@ -179,3 +179,16 @@ def test_a_gpu_casts_to_the_same_bits(narrow: torch.dtype) -> None:
 def test_a_gpu_rounds_a_gradient_to_the_same_bits(kind: Kind) -> None:
     case = wild_case(kind, BF16)
     assert_same(run(case, 1, BF16, DEVICE), run(case, 2, BF16))
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_cast_on_the_device_takes_no_memory_besides_its_buffers(dtype: torch.dtype) -> None:
+    """A gradient on its way down is rounded wherever the state lives, and a plan counts its buffers alone."""
+    source = torch.randn(2 * fallback.DEVICE_PART, device=DEVICE)
+    target = torch.empty(len(source), dtype=dtype, device=DEVICE)
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    fallback.cast(target, source)
+    assert torch.accelerator.max_memory_allocated() == before

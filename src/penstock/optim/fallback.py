@@ -66,11 +66,11 @@ def _fold(grad: torch.Tensor) -> torch.Tensor:
 
 
 def cast(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """``kernels.cast``. Devices disagree about which NaN a NaN is rounded to, so it is written by hand."""
+    """``kernels.cast``. Devices disagree about which NaN a NaN is rounded to, so it is written by hand; in place, as no
+    plan counts memory for it."""
     dst.copy_(src)
     if dst.dtype != torch.float32:
-        for part in _parts(src):
-            dst[part].masked_fill_(src[part].isnan(), torch.nan)
+        dst.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[slice]:
