@@ -43,6 +43,9 @@ class Accelerator(Protocol):
     def memory(self, device: torch.device) -> tuple[int, int]:
         """Bytes of the device's memory: those that nobody holds, and all."""
 
+    def beside_plans(self, device: torch.device) -> int:
+        """Bytes of the device's memory that training takes besides what a plan counts, and besides a first product."""
+
     def pci_address(self, device: torch.device) -> str | None:
         """The device's address on the PCI bus, as sysfs writes it (``"0000:3b:00.0"``); None if it has none."""
 
@@ -89,6 +92,11 @@ class Cuda:
     def memory(self, device: torch.device) -> tuple[int, int]:
         return torch.cuda.mem_get_info(device)
 
+    def beside_plans(self, device: torch.device) -> int:
+        """What cuBLAS keeps for each stream that it is used on (32 MiB on Hopper), and as much again and more for what
+        torch's allocator rounds up: to 2 MiB, and for small tensors to 20. An allowance, not a measurement."""
+        return 128 << 20
+
     def pci_address(self, device: torch.device) -> str | None:
         found: Any = torch.cuda.get_device_properties(device)  # torch's type information leaves these fields out
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
@@ -112,6 +120,16 @@ KINDS: dict[str, Accelerator] = {"cuda": Cuda()}
 def of(device: torch.device) -> Accelerator:
     """What a device that is not the CPU does in its own way."""
     return KINDS[device.type]
+
+
+def room(device: torch.device) -> int:
+    """Bytes that a budget may have of a device that is not the CPU: what nobody else holds once the device is in use by
+    this process, without what no plan counts. What torch's allocator keeps for its next tensors can be had again."""
+    its, index = of(device), device.index
+    torch.ones(16, 16, device=device) @ torch.ones(16, 16, device=device)  # brings the context, and a library's kernels
+    torch.accelerator.synchronize(device)
+    cached = torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
+    return max(its.memory(device)[0] + cached - its.beside_plans(device), 0)
 
 
 def found() -> str | None:

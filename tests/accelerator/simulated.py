@@ -14,6 +14,8 @@ from tests.accelerator import build
 NAME = "sim"
 MEMORY = 2 << 30
 """Bytes of the device's memory."""
+BESIDE_PLANS = 1 << 20
+"""Bytes that training takes of it besides what a plan counts."""
 
 
 class Simulated:
@@ -72,6 +74,9 @@ class Simulated:
 
     def memory(self, device: torch.device) -> tuple[int, int]:
         return torch.accelerator.get_memory_info(device)
+
+    def beside_plans(self, device: torch.device) -> int:
+        return BESIDE_PLANS
 
     def pci_address(self, device: torch.device) -> str | None:
         return None

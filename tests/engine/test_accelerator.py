@@ -16,6 +16,7 @@ from torch import nn
 
 import penstock
 from penstock import accelerator
+from penstock.errors import BudgetError
 from penstock.state.memory import HostSlab
 from tests.accelerator import DEVICE
 from tests.models import MODELS, causal_lm, llama
@@ -221,6 +222,22 @@ def test_traced_times_keep_the_order_of_the_schedule(tmp_path: Path) -> None:
             assert spans[op.id].start <= spans[op.id].end
             for other in op.after:
                 assert spans[other].end <= spans[op.id].start + slack, (other, op.id)
+
+
+def test_a_budget_beyond_what_is_free_is_refused_at_once() -> None:
+    """What others hold counts, what torch's allocator keeps for its next tensors does not; nothing has been made by
+    then, and the model can be wrapped with less."""
+    model, device = CASE.model(), torch.device(DEVICE, 0)
+    there = accelerator.room(device)
+    held = torch.empty(there // 2, dtype=torch.uint8, device=device)
+    refused = (
+        rf"budget.device={there}: .* of the .* of {device} are free for it, beside .* Lower budget.device to that, or "
+    )
+    with pytest.raises(BudgetError, match=refused):
+        wrap(CASE, budget(None, weights="host", state="host", device=there), model=model, device=DEVICE)
+    del held
+    with wrap(CASE, budget(None, weights="host", state="host", device=there), model=model, device=DEVICE) as engine:
+        engine.step(STEPS[0])
 
 
 class Wide(nn.Module):

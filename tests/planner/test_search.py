@@ -418,6 +418,15 @@ def test_bf16_wear_is_14_bytes_per_parameter_when_all_state_is_on_disk() -> None
     assert own_budget(machine, device=None, host=None).disk_paths
 
 
+def test_a_budget_that_is_not_given_takes_what_is_free_on_the_device() -> None:
+    """Of a device that nobody has looked at, a share of all."""
+    machine = replace(MACHINE, device=replace(MACHINE.device, kind="cuda", memory=100 << 30))
+    assert own_budget(machine, device=None, host=None).device_bytes == 95 << 30
+    seen = replace(machine, device=replace(machine.device, room=70 << 30))
+    assert own_budget(seen, device=None, host=None).device_bytes == 70 << 30
+    assert own_budget(seen, device="80GiB", host=None).device_bytes == 80 << 30
+
+
 # ---- what a machine has room for, and how large a schedule may be
 
 

@@ -76,7 +76,7 @@ def _of_host(machine: Machine, seen: Seen) -> Iterator[str]:
     if seen.device_free is not None and seen.device_free < 0.9 * machine.device.memory:
         yield (
             f"other programs hold memory of the GPU: {format_size(seen.device_free)} of "
-            f"{format_size(machine.device.memory)} are free now. Plans count on all of it"
+            f"{format_size(machine.device.memory)} are free now. A budget that is not given takes no more than that"
         )
     if machine.device.other_bits:
         yield (

@@ -3,7 +3,8 @@
 import torch
 
 from penstock import accelerator
-from penstock.errors import ConfigError
+from penstock.config import Budget, format_size
+from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind
 
 
@@ -30,6 +31,23 @@ def resolve_device(asked: torch.device | str | None) -> torch.device:
     if (index or 0) >= count:
         raise ConfigError(f"device={asked!r}: {device.type.upper()} sees {count} GPUs. Use another, or device='cpu'")
     return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
+
+
+def check_room(device: torch.device, budget: Budget) -> None:
+    """Check that a device has what the budget gives of it.
+
+    Raises:
+        BudgetError: less is free.
+    """
+    if device.type == "cpu":
+        return
+    room, memory = accelerator.room(device), accelerator.of(device).memory(device)[1]
+    if budget.device_bytes > room:
+        raise BudgetError(
+            f"budget.device={budget.device}: {format_size(room)} of the {format_size(memory)} of {device} are free for "
+            "it, beside what the device itself, its libraries and other programs take. Lower budget.device to that, or "
+            "end what holds memory there"
+        )
 
 
 def kind_of(device: torch.device) -> DeviceKind:

@@ -15,7 +15,7 @@ from penstock.config.meanings import model_and
 from penstock.documents.typed import hints_of, shown
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments, check_model
-from penstock.engine.device import kind_of, resolve_device
+from penstock.engine.device import check_room, kind_of, resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.start import WeightSource
 from penstock.engine.turns import alone
@@ -67,6 +67,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
         ranks = join(asked.mesh, device) if joined is None else joined
         try:
             with ranks.together():
+                check_room(device, budget)
                 if ranks.size > 1:
                     _check_shared(asked)
                     ranks.agree_on_each(_said(asked, budget, precision))

@@ -71,6 +71,9 @@ class Device:
     """the NUMA node that it is on, where the machine has several and tells"""
     other_bits: tuple[str, ...] | None = None
     """optimizers, as in ``optimizer``, whose steps here differ from the host's in some bit; None: nobody has looked"""
+    room: int | None = None
+    """bytes that were free for a budget when this was measured, beside what the device itself, its libraries and other
+    programs take; None: nobody has looked"""
 
     def differs(self, optimizer: str) -> str | None:
         """A line for a plan that lets ``optimizer`` step here: that the bits are not known to be the host's;
@@ -201,7 +204,7 @@ _PARTS: dict[str, type] = {"host": Host, "device": Device, "network": Network, "
 _MAY_BE_NULL = {"network", "crossing"}
 _KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
 _LISTS: dict[str, type] = {"drives": Drive, "between": Between}
-_WHOLE = {"cores", "memory", "lockable", "free", "node", "nodes", "ranks"}
+_WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks"}
 _MAY_BE_ZERO = {"latency", "overhead", "free", "lockable", "node", "contention"}
 _MOST = {"latency": 1e6, "overhead": 1e6, "contention": 1e6}
 _MOST_OF_OTHERS = 1e21
@@ -251,7 +254,7 @@ def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
         if value not in _KINDS[kind]:
             raise ConfigError(f"{where}: {at}={_shown(value)} is not {' or '.join(_KINDS[kind])}")
         return value
-    if name in ("tbw", "node") and value is None:
+    if name in ("tbw", "node", "room") and value is None:
         return None
     return _number(value, where, at, name)
 

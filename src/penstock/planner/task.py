@@ -26,7 +26,8 @@ TOKEN_BYTES = 2 * 8
 """int64 token and label"""
 
 _OWN_SHARE = {"cuda": (0.95, 0.9), "cpu": (0.25, 0.5)}
-"""Shares of device and host memory that a budget takes if none is given; a CPU's two are the same memory."""
+"""Shares of device and host memory that a budget takes if none is given; a CPU's two are the same memory. Of a device
+whose profile tells what is free on it, it takes that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +137,17 @@ class Task(StepConfig):
 
 
 def own_budget(machine: Machine, *, device: str | int | None, host: str | int | None) -> Budget:
-    """A budget from what a machine has: its drives, and the shares ``_OWN_SHARE`` of memory that are not given.
+    """A budget from what a machine has: its drives, what is free on its device, and else the shares ``_OWN_SHARE`` of
+    memory that are not given.
 
     Raises:
         ConfigError: more is given than there is.
     """
-    shares = _OWN_SHARE[machine.device.kind]
+    shares, free = _OWN_SHARE[machine.device.kind], machine.device.room
+    if free is None:
+        free = int(machine.device.memory * shares[0])
     budget = Budget(
-        device=int(machine.device.memory * shares[0]) if device is None else device,
+        device=free if device is None else device,
         host=int(machine.host.memory * shares[1]) if host is None else host,
         disk=[drive.path for drive in machine.drives] or None,
     )
