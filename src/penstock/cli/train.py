@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, check_goes_on, check_shared, cut_batch
 from penstock.cli.stretch import Stretch
 from penstock.cli.trackers import check_installed
-from penstock.config import LoraConfig, Precision, StepConfig, Tier, TrainConfig, fields_of
+from penstock.config import LoraConfig, Precision, StepConfig, Tier, TrainConfig, fields_of, format_size
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
 from penstock.data.opening import Data, check_model, open_data, prepared_in
@@ -55,6 +55,7 @@ from penstock.planner.durability import Weighed
 from penstock.ranks.group import Ranks
 from penstock.report.sentence import format_time
 from penstock.schedule.ir.ops import Schedule
+from penstock.state.memory import watching
 from penstock.store.facts import facts_of_all
 
 
@@ -197,7 +198,8 @@ def _train(
     display.say(opening(config, summary_of(data, config.data.sequence_length), parameters))
     own = resident_bytes()
     with ExitStack() as stack:
-        with display.working(f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"):
+        text = f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"
+        with display.working(text) as note, _memory_shown(note):
             engine = stack.enter_context(make_engine())
         run.state_made()
         if not config.budget.disk_paths:
@@ -279,7 +281,7 @@ def _settle(
         batches, validation = _batches(config, data, ranks)
         words = cut.words(config.sequences_per_step) if size == cut.size else f"micro-batches of {size} instead"
         try:
-            with display.working(f"Planning a step of {words}"):
+            with display.working(f"Planning a step of {words}") as note, _memory_shown(note):
                 engine.prepare(batches.largest())
         except BudgetError as error:
             if not [smaller for smaller in cut.smaller if smaller < size]:
@@ -288,6 +290,18 @@ def _settle(
         else:
             return config, batches, validation
     raise AssertionError("the last size is tried or raises")
+
+
+def _memory_shown(note: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Within, ``note`` is told how much memory is there of what is to be page-locked."""
+    done = 0
+
+    def faulted(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        note(f"{format_size(done)} of host memory to page-lock")
+
+    return watching(faulted)
 
 
 def _open_data(config: TrainConfig, display: Display, run: Joint, model: RunModel, *, new: bool) -> Data:

@@ -24,7 +24,7 @@ from penstock.state import numa
 from penstock.state.memory import HostSlab
 from penstock.store.directory import check_directory
 
-Working = Callable[[str], AbstractContextManager[None]]
+Working = Callable[[str], AbstractContextManager[object]]
 """Tells the user what is being measured for as long as it is."""
 
 IO_THREADS = 4

@@ -18,13 +18,18 @@ class Display(Protocol):
     """A view of a run. ``notice`` and ``last_words`` are called in a signal handler, so they may not touch buffers."""
 
     def say(self, text: str) -> None: ...
-    def working(self, text: str) -> AbstractContextManager[None]: ...
+    def working(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
+        """Within, something takes a while; what is yielded says how far it is."""
+
     def begin(self, meter: Meter) -> None: ...
     def update(self) -> None: ...
     def end(self) -> None: ...
     def notice(self, text: str) -> None: ...
     def last_words(self) -> None: ...
 
+
+_NOTED_EVERY = 10.0
+"""Seconds between the lines that say how far something is that takes a while."""
 
 _FIGURES_EVERY = 30.0
 """Seconds between the lines that say what a run takes of the machine."""
@@ -48,9 +53,16 @@ class PlainDisplay:
         print(text, file=self._out, flush=True)
 
     @contextmanager
-    def working(self, text: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
+    def working(self, text: str) -> Iterator[Callable[[str], None]]:
+        start, due = time.perf_counter(), self._now() + _NOTED_EVERY
+
+        def note(how_far: str) -> None:
+            nonlocal due
+            if self._now() >= due:
+                due = self._now() + _NOTED_EVERY
+                self.say(f"{text}: {how_far}")
+
+        yield note
         self.say(f"{text}: {time.perf_counter() - start:.1f} s")
 
     def begin(self, meter: Meter) -> None:
@@ -88,8 +100,8 @@ class NoDisplay:
     def say(self, text: str) -> None:
         pass
 
-    def working(self, text: str) -> AbstractContextManager[None]:
-        return nullcontext()
+    def working(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
+        return nullcontext(self.say)
 
     def begin(self, meter: Meter) -> None:
         pass

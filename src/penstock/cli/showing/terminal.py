@@ -1,7 +1,7 @@
 """The live view of a run on a terminal, drawn with rich."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -27,10 +27,10 @@ class TerminalDisplay:
         self.console.print(text, markup=False)
 
     @contextmanager
-    def working(self, text: str) -> Iterator[None]:
+    def working(self, text: str) -> Iterator[Callable[[str], None]]:
         start = time.perf_counter()
-        with self.console.status(text):
-            yield
+        with self.console.status(text) as status:
+            yield lambda how_far: status.update(f"{text}: {how_far}")
         self.console.print(f"[green]✓[/] {text} [dim]{time.perf_counter() - start:.1f} s[/]")
 
     def begin(self, meter: Meter) -> None:
