@@ -17,6 +17,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import StoreError
+from tests.accelerator import DEVICE
 from tests.models import VOCABULARY, Case, causal_lm
 from tests.training import AT_ONCE, MicroBatches, assert_same_state, budget, state_of, steps_of, wrap
 
@@ -77,6 +78,20 @@ SETTINGS = {
     ),
 }
 
+ON_ACCELERATOR = {
+    "on an accelerator": Setting(
+        numbers={"precision": "bf16", "clip_grad_norm": 1.25, "device": DEVICE},
+        how={"speculate": True, **AT_ONCE},
+        budget={"checkpoints": "disk"},
+    ),
+}
+"""For tests that are marked ``accelerator``: whose random numbers are its own, and so all others."""
+
+
+def named(name: str) -> Setting:
+    """One of all settings."""
+    return (SETTINGS | ON_ACCELERATOR)[name]
+
 
 def share(total: int) -> int:
     """How many of ``total`` cases, spread over all settings, are for one of them."""
@@ -112,9 +127,10 @@ STEPS = 12
 
 @cache
 def truth(name: str) -> Truth:
-    """Of ``SETTINGS[name]``."""
+    """Of a setting of that name."""
     numbers, states = {}, {}
-    with TemporaryDirectory() as folder, wrap(CASE, budget(Path(folder) / "d"), **SETTINGS[name].numbers) as engine:
+    setting = named(name)
+    with TemporaryDirectory() as folder, wrap(CASE, budget(Path(folder) / "d"), **setting.numbers) as engine:
         states[0] = state_of(engine)
         for step in range(1, STEPS + 1):
             stats = engine.step(step_data(step))
@@ -151,8 +167,8 @@ class Attempt:
         model: Callable[[], nn.Module] = CASE.model,
         survives: tuple[type[BaseException], ...] = (StoreError,),
     ) -> None:
-        """``name``: in ``SETTINGS``. ``survives``: the errors that are expected."""
-        self._setting = SETTINGS[name]
+        """``name``: of a setting. ``survives``: the errors that are expected."""
+        self._setting = named(name)
         self._store = store
         self._known = truth(name)
         self._model = model

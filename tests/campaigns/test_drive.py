@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaign import SETTINGS, Attempt
+from tests.campaign import ON_ACCELERATOR, SETTINGS, Attempt
 from tests.conftest import Campaign
 from tests.faults import Call, Go, Nth, error, intercepted
 
@@ -79,6 +79,15 @@ def check_error(fault: str, nth: Nth, attempt: Attempt) -> None:
         assert found is not None, f"{call}: {said}"
         assert int(found[3]) + int(found[4]) == call.offset
         assert found[5]
+
+
+@pytest.mark.accelerator
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fault", ["EIO", "ENOSPC"])
+def test_a_fault_beside_an_accelerator_is_named_and_survived(fault: str, tmp_path: Path, campaign: Campaign) -> None:
+    """What is queued when a lane fails has come to rest before anything is tried again."""
+    (name,) = ON_ACCELERATOR
+    test_a_fault_at_any_system_call_is_named_and_survived(name, fault, tmp_path, campaign)
 
 
 @pytest.mark.sampled(7)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from penstock.errors import StoreError
-from tests.campaign import CASE, SETTINGS, Attempt, Net, digests, truth
+from tests.accelerator import DEVICE, simulated
+from tests.campaign import CASE, ON_ACCELERATOR, SETTINGS, Attempt, Net, digests, truth
 from tests.conftest import Campaign
 from tests.victims import Diary, Victims, train_here, victims_of_one_thread
 
@@ -87,6 +88,48 @@ def test_without_memory_a_step_fails_and_can_be_repeated(
     campaign.found(
         f"no memory ({memory}), {name}: at {len(numbers)} calls of a step, all ended bit-equal, {again} in a new engine"
     )
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(DEVICE != "sim", reason="needs a device whose memory can be made smaller")
+def test_a_device_that_is_full_fails_a_step_that_can_be_repeated(tmp_path: Path) -> None:
+    """Its memory ends where a layer is called, with copies under way on other streams, and is there again after it."""
+    (name,), sim = ON_ACCELERATOR, simulated.start()
+    calls, strike = 0, -1
+
+    def before(module: torch.nn.Module, arguments: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == strike:
+            torch.accelerator.empty_cache()
+            sim.limit(torch.accelerator.memory_reserved())
+
+    def after(module: torch.nn.Module, arguments: object, output: object) -> None:
+        sim.limit(simulated.MEMORY)
+
+    def build() -> torch.nn.Module:
+        model = CASE.model()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(before)
+                module.register_forward_hook(after, always_call=True)
+        return model
+
+    kind = torch.OutOfMemoryError
+    attempt = Attempt(name, tmp_path / "store", model=build, survives=(kind, StoreError))
+    attempt.to(1)
+    calls = 0
+    attempt.to(2)
+    of_a_step = calls
+    for done, part in enumerate((4, 2), start=2):
+        calls, strike = 0, of_a_step // part
+        attempt.to(done + 1)
+        strike = -1
+    attempt.insist(attempt.look)
+    attempt.close()
+    assert [type(error) for error in attempt.errors] == [kind] * 2
+    assert all("the simulated device is out of memory" in str(error) for error in attempt.errors)
+    assert attempt.engines == 2, "the first time in the same engine, as this does"
 
 
 @pytest.fixture

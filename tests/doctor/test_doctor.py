@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock import accelerator
 from penstock.cli import main
 from penstock.cli.doctor import Arguments, describe
 from penstock.cli.words import read_words
-from penstock.doctor import examine
+from penstock.doctor import device, examine, work
 from penstock.doctor.disk import Scratch
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine, load_machine, parse_machine
 from penstock.hardware.profiles import find_profile, profile_folder
+from penstock.schedule.program import ALIGN
 from tests import warm
+from tests.accelerator import DEVICE
 from tests.hardware.test_profile import CROSSING
 from tests.machines import GIB, SMALL, drive, gpu, host
 from tests.patience import PATIENCE, until
@@ -206,20 +209,43 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
     assert max(len(line) for line in text.splitlines()) <= 110
 
 
+@pytest.fixture
+def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the simulated accelerator: what is measured with is small, as its rates say nothing."""
+    if DEVICE != "cuda":
+        monkeypatch.setitem(device.SIZES, "cuda", (64,))
+        monkeypatch.setattr(work, "_beyond_cache", lambda at_least, nbytes: at_least)
+        for name, smaller in (("CHUNK", ALIGN), ("_GROUP", ALIGN), ("_QUEUED", 2)):
+            monkeypatch.setattr(work, name, smaller)
+
+
+@pytest.mark.accelerator
+@pytest.mark.usefixtures("smaller")
+def test_an_accelerator_is_measured_and_given_back(tmp_path: Path) -> None:
+    where, before = torch.device(DEVICE, 0), torch.accelerator.memory_allocated()
+    machine = examine.examine([tmp_path], BRIEF, where, lambda text: nullcontext())
+    found = machine.device
+    assert parse_machine(machine.to_json(), "x") == machine
+    assert found.kind == "cuda"
+    assert found.room is not None
+    assert 0 < found.room < found.memory - before
+    assert found.flops.keys() == {"fp32", "bf16", "fp16"}
+    assert found.optimizer.keys() == machine.host.optimizer.keys()
+    assert found.other_bits == ()
+    assert machine.crossing is not None
+    assert torch.accelerator.memory_allocated() - before <= accelerator.of(where).beside_plans(where)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_gpu_is_measured(tmp_path: Path) -> None:
+def test_rates_of_a_gpu_are_those_of_a_gpu(tmp_path: Path) -> None:
     machine = examine.examine([tmp_path], BRIEF, torch.device("cuda", 0), lambda text: nullcontext())
-    device = machine.device
-    assert parse_machine(machine.to_json(), "x") == machine
-    assert device.kind == "cuda"
-    assert device.memory > GIB
-    assert device.flops["bf16"] > device.flops["fp32"] > 1e12
-    assert 1e9 < device.h2d_both <= device.h2d
-    assert 1e9 < device.d2h_both <= device.d2h
-    assert device.optimizer.keys() == machine.host.optimizer.keys()
-    crossing = machine.crossing
+    measured, crossing = machine.device, machine.crossing
+    assert measured.memory > GIB
+    assert measured.flops["bf16"] > measured.flops["fp32"] > 1e12
+    assert 1e9 < measured.h2d_both <= measured.h2d
+    assert 1e9 < measured.d2h_both <= measured.d2h
     assert crossing is not None
-    assert crossing.grad_bf16 > crossing.grad_fp32 > 0.7 * device.d2h / 4
+    assert crossing.grad_bf16 > crossing.grad_fp32 > 0.7 * measured.d2h / 4
     assert crossing.weights_bf16 > crossing.weights_fp32 > 2e8
     assert not any("compute" in pair for pair in machine.contention)

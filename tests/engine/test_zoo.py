@@ -23,6 +23,7 @@ from torch import nn
 
 import penstock
 from tests import models
+from tests.accelerator import DEVICE
 from tests.models import VOCABULARY, MicroBatch
 from tests.training import budget, master_of, relative
 
@@ -136,35 +137,47 @@ def plain_step(
     return total, float(norm)
 
 
-@pytest.mark.parametrize(
-    ("name", "speculate"), [*((name, False) for name in ZOO), *((name, True) for name in ("gpt2", "mixtral", "t5"))]
-)
-def test_training_equals_plain_transformers(name: str, speculate: bool, tmp_path: Path) -> None:
+def equals_plain(name: str, device: str, folder: Path, *, speculate: bool) -> None:
     """Every step is over the limit: it is run twice where it has not waited for its norm."""
     architecture = ZOO[name]
     model = built(architecture)
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    plain = copy.deepcopy(model).to(device)
+    optimizer = torch.optim.AdamW(plain.parameters(), foreach=False, **ADAMW)
     engine = penstock.wrap(
         model,
         optimizer=penstock.AdamW(**ADAMW),
-        budget=budget(tmp_path),
+        budget=budget(folder),
         precision="fp32",
-        device="cpu",
+        device=device,
         clip_grad_norm=CLIP,
         speculate=speculate,
     )
     with engine:
         for micro_batches in steps_of(architecture):
             stats = engine.step(micro_batches)
-            loss, norm = plain_step(architecture, plain, optimizer, micro_batches)
+            there = [{key: value.to(device) for key, value in mb.items()} for mb in micro_batches]
+            loss, norm = plain_step(architecture, plain, optimizer, there)
             assert stats.loss == pytest.approx(loss, rel=4 * ROUNDING)
             assert stats.grad_norm == pytest.approx(norm, rel=8 * ROUNDING)
             assert stats.clipped
             assert stats.repeats == speculate
-        wanted = torch.cat([p.detach().flatten() for _, p in sorted(plain.named_parameters())])
+        wanted = torch.cat([p.detach().flatten().cpu() for _, p in sorted(plain.named_parameters())])
         assert relative(master_of(engine), wanted) <= STEPS * ROUNDING
         assert stats.bytes_moved["read"] > 12 * wanted.numel()  # the state comes from disk
+
+
+@pytest.mark.parametrize(
+    ("name", "speculate"), [*((name, False) for name in ZOO), *((name, True) for name in ("gpt2", "mixtral", "t5"))]
+)
+def test_training_equals_plain_transformers(name: str, speculate: bool, tmp_path: Path) -> None:
+    equals_plain(name, "cpu", tmp_path, speculate=speculate)
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(DEVICE != "sim", reason="sums in the order of the CPU's kernels")
+@pytest.mark.parametrize("name", ["qwen3 moe", "t5"])
+def test_training_on_an_accelerator_equals_plain_transformers_there(name: str, tmp_path: Path) -> None:
+    equals_plain(name, DEVICE, tmp_path, speculate=True)
 
 
 @pytest.mark.parametrize("name", ROUTED)

@@ -12,7 +12,7 @@ from penstock.doctor import work
 from penstock.doctor.pace import Span, rate, rates
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
+SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 _LONGEST = 0.25
 """Seconds that one product may take: a dtype that a processor only emulates is not tried at larger sizes."""
 
@@ -24,7 +24,7 @@ def throughput(device: torch.device, seconds: float) -> dict[str, float]:
 
 def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     best = 0.0
-    for size in _SIZES["cpu" if device.type == "cpu" else "cuda"]:
+    for size in SIZES["cpu" if device.type == "cpu" else "cuda"]:
         too_long = best > 0 and 2 * size**3 / best > _LONGEST
         if too_long or (device.type != "cpu" and 4 * 4 * size**2 > accelerator.of(device).memory(device)[0]):
             break

@@ -63,6 +63,7 @@ def _both_sides(device: torch.device, closing: ExitStack) -> tuple[list[torch.Te
         device_slab = DeviceSlab(nbytes, device)
         host_slab.bytes.fill_(1)
         device_slab.bytes.fill_(1)
+    wait_for(device)  # else the first copies, on other streams, run beside this
     closing.callback(host_slab.close)
     return _pieces(host_slab.bytes), _pieces(device_slab.bytes)
 
