@@ -27,6 +27,7 @@ MACHINE = Machine(
     ),
     drives=(DRIVE,),
     overhead=1e-4,
+    interpreter=2e-5,
 )
 
 

@@ -68,6 +68,7 @@ def test_json_is_the_profile_and_nothing_else_and_is_stored(
     assert [d.path for d in machine.drives] == [str(folder)]
     assert {"fp32", "bf16", "fp16"} == machine.device.flops.keys()
     assert machine.overhead > 0
+    assert machine.interpreter > 0
     assert machine.crossing is not None
     assert f"Disk {folder}: reading, writing, and both at once: " in err
     assert "Traceback" not in err
@@ -193,6 +194,7 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
         drives=(drive(path="/mnt/a-rather-long-name/of/a/directory", node=0), drive(path="/b", kind="hdd", read=9.9e7)),
         contention={"cpu+read": 0.25, "read+cpu": 0.1},
         overhead=2e-5,
+        interpreter=1e-5,
         warnings=("something " * 30,),
     )
     text = describe(machine)

@@ -15,6 +15,7 @@ from penstock.doctor import contention, crossing, device, optimizer, overhead, w
 from penstock.doctor.pace import Load, Span, rate, rates
 from penstock.errors import StoreError
 from penstock.optim import kernels
+from tests.accelerator import DEVICE
 
 CPU = torch.device("cpu")
 
@@ -206,7 +207,15 @@ def test_the_pairs() -> None:
 
 
 def test_an_op_costs_something_and_not_much() -> None:
-    assert 1e-7 < overhead.hand_over() < 0.02
+    assert 1e-7 < overhead.hand_over(CPU) < 0.02
+    assert 1e-6 < overhead.interpreter(CPU) < 0.005
+
+
+@pytest.mark.accelerator
+def test_an_op_of_an_accelerator_costs_something_and_not_much() -> None:
+    where = torch.device(DEVICE, 0)
+    assert 1e-7 < overhead.hand_over(where) < 0.02
+    assert 1e-6 < overhead.interpreter(where) < 0.005
 
 
 def test_what_is_measured_is_larger_than_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:

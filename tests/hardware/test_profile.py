@@ -42,6 +42,7 @@ def machine(*drives: Drive, **changes: Any) -> Machine:
         network=Network(bandwidth=1e10, latency=0.0),
         contention={"cpu+read": 0.0, "compute+cpu": 0.25},
         overhead=1e-5,
+        interpreter=2e-5,
         warnings=("too warm",),
     )
     return replace(made, **changes)

@@ -502,6 +502,31 @@ def test_small_chunks_are_tried_where_nothing_else_fits(monkeypatch: pytest.Monk
     assert choice.plan.host_bytes <= least
 
 
+def test_larger_chunks_are_chosen_where_ops_take_much_of_the_interpreter() -> None:
+    """Compute bounds the step, and small chunks end it sooner, unless each of them holds compute up."""
+    drive = replace(DRIVE, read=50 * DRIVE.read, write=50 * DRIVE.write, read_both=1e12, write_both=1e12)
+    fast = replace(MACHINE.device, h2d=1e10, d2h=1e10, h2d_both=1e10, d2h_both=1e10)
+    host = replace(MACHINE.host, optimizer={kind: 20 * rate for kind, rate in MACHINE.host.optimizer.items()})
+    machine = replace(MACHINE, overhead=0.0, drives=(drive,), device=fast, host=host)
+    free, dear = (
+        search(
+            question(
+                transformer(3, block=400),
+                form=ADAM16,
+                wait=False,
+                device=12 * MIB,
+                host=64 * MIB,
+                machine=replace(machine, interpreter=seconds),
+            )
+        )
+        for seconds in (0.0, 1e-3)
+    )
+    work = free.simulation.work(0)
+    assert work["compute"] == max(work.values())
+    assert dear.plan.settings.chunk > free.plan.settings.chunk
+    assert len(dear.plan.schedule.ops) < len(free.plan.schedule.ops) / 2
+
+
 def test_schedules_of_too_many_ops_are_refused_before_anything_is_simulated() -> None:
     asked = large("gpt-13b", "a100-40g")
     started = time.process_time()

@@ -1,5 +1,6 @@
 """The simulator keeps the rules of lanes, pools, links and ranks, and its times are those that follow from them."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -42,6 +43,16 @@ def test_lanes_run_side_by_side_and_each_in_order() -> None:
     assert result.time == 8
     assert result.lower_bound == 8
     assert result.busy(0) == {"read": 8, "h2d": 3}
+
+
+def test_ops_of_other_lanes_hold_compute_up_by_what_they_take_of_the_interpreter() -> None:
+    """Each once: those between two of compute's ops the second one, and those behind the last one that."""
+    lines = ("RW0.0@F0 bytes 1", "UW0.0@F0 bytes 1", "F0m0 bytes 4", "DC0m0 bytes 1", "F1m0 bytes 4", "DC1m0 bytes 1")
+    result = simulate(one(*lines), replace(COSTS, interpreter=0.5))
+    assert spans(result) | {"F0m0": (0, 5), "F1m0": (5, 10), "DC1m0": (1, 2)} == spans(result)
+    assert result.work(0) == {"read": 1, "h2d": 1, "compute": 8 + 4 * 0.5, "d2h": 2}
+    serial = simulate(one(*lines), replace(COSTS, interpreter=0.5, serial=True))
+    assert serial.time == 12, "where one op runs at a time, nobody is held up"
 
 
 def test_a_full_pool_holds_an_op_back_until_a_buffer_is_given() -> None:

@@ -97,7 +97,12 @@ def examine(
             span = Span(warm=0.02, seconds=min(effort.seconds, 0.1), calls=2, at_most=1.0)
             slower = contention.measure(lanes, span, effort.rounds, gpu=where.type != "cpu")
         with working("What an op costs besides its work"):
-            machine = replace(machine, contention=slower, overhead=overhead.hand_over())
+            machine = replace(
+                machine,
+                contention=slower,
+                overhead=overhead.hand_over(where),
+                interpreter=overhead.interpreter(where),
+            )
     machine = replace(machine, between=tuple(_between(host, count, effort, working) for count in ranks))
     facts = Seen(
         system=seen,

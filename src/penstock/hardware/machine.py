@@ -149,7 +149,9 @@ class Machine:
     on a machine without a GPU, ``compute``, ``cpu``, ``h2d`` and ``d2h`` share cores and memory.
     ``crossing``: None in a profile that does not tell; ``penstock.hardware.crossing`` derives it then.
     ``between``: for each number of ranks that was measured; none where nobody has (``penstock.hardware.sharing``).
-    ``overhead``: seconds that an op costs besides its work. ``warnings``: what doctor found wrong, in words.
+    ``overhead``: seconds from an op's end to the start of one that has waited for it on another lane. ``interpreter``:
+    seconds of Python that an op of any lane takes, while compute can queue nothing. ``warnings``: what doctor found
+    wrong, in words.
     """
 
     name: str
@@ -161,6 +163,7 @@ class Machine:
     between: tuple[Between, ...] = ()
     contention: Mapping[str, float] = field(default_factory=dict)
     overhead: float = 0.0
+    interpreter: float = 0.0
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -205,8 +208,8 @@ _MAY_BE_NULL = {"network", "crossing"}
 _KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
 _LISTS: dict[str, type] = {"drives": Drive, "between": Between}
 _WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks"}
-_MAY_BE_ZERO = {"latency", "overhead", "free", "lockable", "node", "contention"}
-_MOST = {"latency": 1e6, "overhead": 1e6, "contention": 1e6}
+_MAY_BE_ZERO = {"latency", "overhead", "interpreter", "free", "lockable", "node", "contention"}
+_MOST = {"latency": 1e6, "overhead": 1e6, "interpreter": 1e6, "contention": 1e6}
 _MOST_OF_OTHERS = 1e21
 """No machine is near these limits, and what is within them neither overflows nor takes for ever to simulate."""
 

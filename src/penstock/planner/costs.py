@@ -59,7 +59,8 @@ def machine_costs(
     the measured rate; a gradient that is rounded on its way what doctor has measured of that (``crossing``); sums and
     norms on the host are bound by memory like the step, and take its bytes per second. A collective takes what a rank
     sends over the network's rate, and its latency as often as there is something to send. Of several ranks: the
-    machine as each of them sees it (``hardware.sharing``).
+    machine as each of them sees it (``hardware.sharing``). Besides, an op costs a hand-over, and compute what the ops
+    of other lanes take of the interpreter.
 
     Raises:
         ConfigError: the machine has no rate for this optimizer.
@@ -127,6 +128,7 @@ def machine_costs(
         seconds=seconds,
         contention=contention(machine, disk),
         widths={"read": workers, "write": workers},
+        interpreter=machine.interpreter,
     )
 
 

@@ -56,11 +56,9 @@ class Prices:
                 small, home, gradients, late=late, deep=deep
             ).items():
                 ident = group_op(kind, real, -1 if part == "whole" else 0)
-                at = row, _LANE[ident.lane]
-                load[(0, *at)] += count * self._costs.seconds(Op(id=ident, nbytes=nbytes))
+                self._add(load[0], row, Op(id=ident, nbytes=nbytes), count)
                 if part != "whole":
-                    further = Op(id=group_op(kind, real, 1))
-                    load[(1 + _PARTS.index(part), *at)] += count * self._costs.seconds(further)
+                    self._add(load[1 + _PARTS.index(part)], row, Op(id=group_op(kind, real, 1)), count)
             self._groups[key] = load
         return self._groups[key]
 
@@ -104,6 +102,8 @@ class Prices:
 
     def _add(self, load: Load, row: int, op: Op, count: float) -> None:
         load[row, _LANE[op.lane]] += count * self._costs.seconds(op)
+        if op.lane != "compute":
+            load[row, _LANE["compute"]] += count * self._costs.interpreter
 
 
 class PhaseCosts:

@@ -21,6 +21,9 @@ class Costs:
 
     ``widths``: how many ops a lane keeps in flight, which share the lane's speed; 1 if absent.
 
+    ``interpreter``: seconds that compute takes longer for each op of another lane. Python runs one thread at a time, so
+    that while another lane's op is begun and queued, compute queues nothing.
+
     ``serial``: a rank does one op at a time, in the schedule's order, whatever the lane.
     """
 
@@ -28,4 +31,5 @@ class Costs:
     seconds: Callable[[Op], float]
     contention: Mapping[Pair, float] = field(default_factory=dict)
     widths: Mapping[Lane, int] = field(default_factory=dict)
+    interpreter: float = 0.0
     serial: bool = False

@@ -18,7 +18,7 @@ class Template:
     | ``missing[i]`` | ops that it waits for: ``after``, and for a recv its send |
     | ``dependents[i]`` | ops that wait for it |
     | ``takes[i]``, ``gives[i]`` | pools, one entry for each buffer |
-    | ``seconds[i]`` | time that it takes alone |
+    | ``seconds[i]`` | time that it takes alone; of compute, with what others take of the interpreter |
 
     ``recvs[peer, op]`` is the op that receives from that rank.
 
@@ -42,11 +42,27 @@ class Template:
         self.queues: list[list[int]] = [[] for _ in range(max(lanes.values()) + 1)]
         for i, lane in enumerate(self.lane):
             self.queues[lane].append(i)
+        if costs.interpreter and not costs.serial:
+            self._hold_compute_up(costs.interpreter)
         self._link()
         self._buffers()
         self.recvs: dict[tuple[int, str], int] = {(op.peer, op.id): i for i, op in enumerate(ops) if op.lane == "recv"}
         for i in self.recvs.values():
             self.missing[i] += 1
+
+    def _hold_compute_up(self, interpreter: float) -> None:
+        """Ops of other lanes cost the next op of compute in the schedule's order, which is about when they run; those
+        behind the last one cost that."""
+        compute = LANES.index("compute")
+        others, last = 0, -1
+        for i, lane in enumerate(self.lane):
+            if lane == compute:
+                self.seconds[i] += others * interpreter
+                others, last = 0, i
+            else:
+                others += 1
+        if last >= 0:
+            self.seconds[last] += others * interpreter
 
     def _link(self) -> None:
         place = {op.id: i for i, op in enumerate(self.ops)}
