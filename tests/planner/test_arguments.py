@@ -125,6 +125,8 @@ schedule: vertical
 delay: 0
 """
 """Little to choose here, too."""
+GIVEN = [f"--budget.{what}={tier}" for what, tier in (("weights", "disk"), ("state", "disk"), ("checkpoints", "host"))]
+"""Nothing to choose, of a run with a disk."""
 
 
 @pytest.fixture
@@ -157,10 +159,10 @@ def test_a_settings_file_is_planned_with_its_own_number_of_drives(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = stored_as(config.parent / "m.json", two_drives("/nvme0", "/nvme1"))
-    data = json.loads(said(capsys, 0, config, "--machine", file, "--json"))
+    data = json.loads(said(capsys, 0, config, *GIVEN, "--machine", file, "--json"))
     assert data["memory"]["budget"]["disk"] == DRIVE.free
     disks = f"[{config.parent / 'a'}, {config.parent / 'b'}]"
-    data = json.loads(said(capsys, 0, config, "--machine", file, "--json", "--budget.disk", disks))
+    data = json.loads(said(capsys, 0, config, *GIVEN, "--machine", file, "--json", "--budget.disk", disks))
     assert data["memory"]["budget"]["disk"] == 2 * DRIVE.free
 
 
@@ -189,11 +191,11 @@ def test_a_named_machine_of_another_kind_than_the_device_is_refused(
         wrap(MODELS["llama"], budget(config.parent), plan=GPU)
     file = stored_as(config.parent / "gpu.json", GPU)
     assert "device='cpu', but the profile of small" in said(capsys, 2, config, "--device", "cpu", "--machine", file)
-    assert "It fits" in said(capsys, 0, config, "--device", "cuda:0", "--machine", file)
-    assert "It fits" in said(capsys, 0, config, "--machine", file)
+    assert "It fits" in said(capsys, 0, config, *GIVEN, "--device", "cuda:0", "--machine", file)
+    assert "It fits" in said(capsys, 0, config, *GIVEN, "--machine", file)
     save_profile(two_drives(config.parent))
     assert "another kind of device than cuda" in said(capsys, 2, config, "--device", "cuda")
-    assert "It fits" in said(capsys, 0, config, "--device", "cpu")
+    assert "It fits" in said(capsys, 0, config, *GIVEN, "--device", "cpu")
 
 
 def test_training_measures_anew_where_the_stored_profile_is_of_another_kind(

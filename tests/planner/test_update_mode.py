@@ -108,7 +108,8 @@ def test_speculation_that_cannot_be_is_refused_with_the_reason_and_not_chosen(
     why = no_speculation(budget, form, wait=wait)
     assert why is not None
     asked = question(transformer(3), form=form, wait=wait)
-    request = replace(asked.request, budget=replace(budget, device=1 << 40, host=1 << 40), speculate=True)
+    roomy = replace(budget, device=1 << 40, host=1 << 40, checkpoints="host", gradients="host")
+    request = replace(asked.request, budget=roomy, speculate=True)
     for ask in (lambda: fit(request), lambda: search(replace(asked, request=request))):
         with pytest.raises(ConfigError, match=f"speculate=True cannot be: .*{said}"):
             ask()
@@ -197,7 +198,10 @@ def test_where_only_the_vertical_schedule_can_the_other_is_left_out() -> None:
 
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 def test_either_schedule_sums_in_strands(family: Family) -> None:
+    """Wherever everything is: that is given here, as a search for it takes seconds."""
     asked = question(transformer(3), form=ADAM16, wait=True, family=family, micro_batches=4)
+    given = replace(asked.request.budget, weights="disk", state="disk", checkpoints="host", gradients="host")
+    asked = forced(asked, budget=given)
     for strands in (1, 4):
         found = searched(forced(asked, strands=strands, delay=0.0))
         assert (found.request.family, found.plan.settings.strands) == (family, strands)

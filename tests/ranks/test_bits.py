@@ -185,7 +185,7 @@ IN_SHORT = (
     ("on disk, early, bf16", 2),
     ("gradients and checkpoints on disk", 2),
     ("small chunks, delayed", 2),
-    ("experts", 4),
+    ("experts", 2),
     ("horizontal, on disk, early, bf16", 2),
     ("small chunks, delayed, stage 2", 4),
     ("on disk, early, bf16, stage 0", 4),

@@ -3,6 +3,7 @@ was committed is there, and all go on from one step.
 """
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -46,6 +47,20 @@ def whole() -> list[float]:
     """The losses of four steps of two ranks that nothing happens to: those of one process that sums as they do."""
     with wrap(CASE, budget(None), strands=2) as engine:
         return run_steps(engine, steps_of(CASE, 4, lengths=LENGTHS)).losses
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of two ranks that have done a step. Copy it; it is shared."""
+    made = tmp_path_factory.mktemp("ranks") / "store"
+    together(2, steps, made, 1)
+    return made
+
+
+@pytest.fixture
+def stored(one_step: Path, tmp_path: Path) -> Path:
+    """Such a store of one's own."""
+    return Path(shutil.copytree(one_step, tmp_path / "store"))
 
 
 def others(found: list[Any], rank: int) -> list[RankFailedError]:
@@ -329,10 +344,9 @@ def test_ranks_evaluate_together(tmp_path: Path) -> None:
             assert all(torch.equal(tensor, parameters[name]) for _, parameters in found)
 
 
-def test_a_store_is_that_of_its_rank(tmp_path: Path) -> None:
-    together(2, steps, tmp_path / "store", 1)
+def test_a_store_is_that_of_its_rank(stored: Path) -> None:
     for rank in range(2):
-        with Store.open([tmp_path / "store" / f"rank-{rank}"], writable=False) as store:
+        with Store.open([stored / f"rank-{rank}"], writable=False) as store:
             assert (store.model["rank"], store.model["ranks"], store.model["strands"]) == (rank, 2, 2)
 
 
@@ -390,12 +404,11 @@ def test_a_beginning_that_came_to_nothing_on_one_rank_can_be_done_again(tmp_path
     assert together(2, full, tmp_path / "store", False) == [1, 1]
 
 
-def test_parts_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
-    for run in ("a", "b"):
-        together(2, steps, tmp_path / run, 1)
-    (tmp_path / "a" / "rank-1").rename(tmp_path / "aside")
-    (tmp_path / "b" / "rank-1").rename(tmp_path / "a" / "rank-1")
-    for f in World(2, steps, tmp_path / "a", 1).outcomes():
+def test_parts_of_two_runs_are_not_mixed(stored: Path, tmp_path: Path) -> None:
+    together(2, steps, tmp_path / "other", 1)
+    (stored / "rank-1").rename(tmp_path / "aside")
+    (tmp_path / "other" / "rank-1").rename(stored / "rank-1")
+    for f in World(2, steps, stored, 1).outcomes():
         assert f.kind == "ConfigError"
         assert "the same run, whose parts their stores have" in f.said
 
@@ -409,9 +422,8 @@ def test_strands_that_cannot_be_leave_no_store(tmp_path: Path) -> None:
         assert engine.inside.resources.strands == 4
 
 
-def test_a_part_is_not_taken_for_the_whole(tmp_path: Path) -> None:
-    together(2, steps, tmp_path / "store", 1)
-    with pytest.raises(StoreError, match="has the part of rank 0 of 2"), committed([[tmp_path / "store" / "rank-0"]]):
+def test_a_part_is_not_taken_for_the_whole(stored: Path) -> None:
+    with pytest.raises(StoreError, match="has the part of rank 0 of 2"), committed([[stored / "rank-0"]]):
         pass
 
 
