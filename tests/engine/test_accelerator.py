@@ -17,6 +17,7 @@ from torch import nn
 import penstock
 from penstock import accelerator
 from penstock.errors import BudgetError
+from penstock.optim import kernels
 from penstock.state.memory import HostSlab
 from tests.accelerator import DEVICE
 from tests.models import MODELS, causal_lm, llama
@@ -135,6 +136,22 @@ def test_each_optimizer_gives_the_same_bits_on_device_and_host(
     common: Setting = {"precision": "bf16", "device": DEVICE, "optimizer": optimizer}
     results = [train(CASE, budget(None, weights=tier, state=tier), STEPS[:2], **common) for tier in ("host", "device")]
     assert_same(*results)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_without_clipping_the_norm_on_the_device_is_found_as_it_steps(
+    precision: str, reference: Callable[[str, float | None], Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of its own over the gradients would read them all once more."""
+    wanted = reference(precision, None)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a pass of its own")
+
+    monkeypatch.setattr(kernels, "fold_squares", refuse)
+    where, settings = VARIANTS["device"]
+    common: Setting = {"precision": precision, "clip_grad_norm": None, "device": DEVICE}
+    assert_same(train(CASE, where(tmp_path / "store"), STEPS, **common, **settings), wanted)
 
 
 def test_training_on_the_gpu_is_close_to_training_on_the_cpu(tmp_path: Path) -> None:

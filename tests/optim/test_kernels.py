@@ -259,6 +259,7 @@ def test_a_forked_child_gets_threads_of_its_own() -> None:
         ("out", torch.zeros(BLOCK)),
         ("partials", np.zeros(2)),
         ("partials", np.zeros(1, np.float32)),
+        ("squares", torch.zeros(1, dtype=torch.float64)),
     ],
 )
 def test_wrong_buffers_are_refused_before_native_code_sees_them(name: str, wrong: object) -> None:

@@ -39,6 +39,7 @@ def step(
     grad_dtype: torch.dtype = _FP32,
     grad_scale: float = 1.0,
     partials: NDArray[np.float64] | None = None,
+    squares: torch.Tensor | None = None,
     threads: int = 1,
 ) -> None:
     """Optimizer step number ``count`` (from 1) on n elements, in one pass over memory. In place.
@@ -52,6 +53,7 @@ def step(
         out: [n] bf16 or fp16, receives the rounded new master.
         partials: [n / BLOCK] double, receives the sums of squares of ``grad`` as read (rounded, where it is),
             before ``grad_scale``. Needs n to be a multiple of ``BLOCK``.
+        squares: the same, of a step on an accelerator: [n / BLOCK] double there, which is not waited for.
 
     Raises:
         ValueError: a tensor has another shape, dtype, device or layout than this, or ``grad_dtype`` is another.
@@ -68,10 +70,13 @@ def step(
         _check("out", out, n, master.device, _BF16, _FP16)
     if partials is not None:
         _check_partials(partials, n)
+    if squares is not None:
+        _check_squares(squares, n, master.device, partials)
     values = scalars(hyper, count, grad_scale)
     native = _native_for(master)
     if native is None:
-        squares = None if partials is None else torch.empty(n // BLOCK, dtype=torch.float64, device=master.device)
+        if partials is not None:
+            squares = torch.empty(n // BLOCK, dtype=torch.float64, device=master.device)
         _torch_for(master).step(
             hyper.kind,
             values,
@@ -182,3 +187,11 @@ def _check_partials(partials: NDArray[np.float64], n: int) -> None:
             f"partials has {partials.size} elements of {partials.dtype} for a gradient of {n}: the gradient must be a "
             f"multiple of {BLOCK} elements with one writable contiguous float64 for each"
         )
+
+
+def _check_squares(squares: torch.Tensor, n: int, device: torch.device, partials: NDArray[np.float64] | None) -> None:
+    if device.type == "cpu" or partials is not None:
+        raise ValueError("squares: must be None on the CPU, and beside partials, which are the same")
+    if n % BLOCK:
+        raise ValueError(f"grad has {n} elements: must be a multiple of {BLOCK}")
+    _check("squares", squares, n // BLOCK, device, torch.float64)

@@ -43,12 +43,13 @@ class Stepping:
         master: torch.Tensor,
         moments: tuple[torch.Tensor, ...],
         out: torch.Tensor | None,
-        norms: NDArray[np.float64] | None,
+        norms: NDArray[np.float64] | torch.Tensor | None,
     ) -> None:
         """The optimizer on elements ``[start, start + n)`` of this rank's part of a group, run by run of equal
         hyper-parameters.
 
-        ``update``: of the step whose gradient it is. ``norms``: receives the gradient's partial sums of squares.
+        ``update``: of the step whose gradient it is. ``norms``: receives the gradient's partial sums of squares; on an
+        accelerator a tensor there.
         """
         n, start = master.numel(), start + self._share.start(self._groups[g].spec)
         spans = [
@@ -60,7 +61,10 @@ class Stepping:
         if out is not None and not whole:
             self.cast(out, master)  # what is not stepped keeps its value
         if norms is not None and not (whole and len(spans) == 1):
-            self.partial_norms(gradient, norms)
+            if isinstance(norms, torch.Tensor):
+                norms.copy_(self.fold_squares(gradient))
+            else:
+                self.partial_norms(gradient, norms)
             norms = None
         for a, b, hyper, count in spans:
             kernels.step(
@@ -72,7 +76,8 @@ class Stepping:
                 out=None if out is None else out[a:b],
                 grad_dtype=self._grad_dtype,
                 grad_scale=update.grad_scale,
-                partials=norms,
+                partials=None if isinstance(norms, torch.Tensor) else norms,
+                squares=norms if isinstance(norms, torch.Tensor) else None,
                 threads=self._threads,
             )
 

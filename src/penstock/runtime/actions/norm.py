@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.optim.norm import grad_norm
 from penstock.runtime.access import Access
 from penstock.runtime.stepping import Stepping
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.program import ALIGN
 
 
 class Norm:
@@ -30,14 +33,19 @@ class Norm:
     def of_group(self, op: Op) -> None:
         """The sums of a group whose gradient is on the device."""
         g = op.id.group
-        self.on_device(g, self._to.view(op.reads[0], self._to.bound.program.groups[g].trainable))
-
-    def on_device(self, g: int, gradient: torch.Tensor) -> None:
-        """The same, with the gradient at hand: [trainable], fp32."""
+        gradient = self._to.view(op.reads[0], self._to.bound.program.groups[g].trainable)
         if gradient.device.type == "cpu":
             self._stepping.partial_norms(gradient, self._to.context.partials[g])
         else:
             self._on_device[g] = self._stepping.fold_squares(gradient)
+
+    def in_passing(self, g: int, start: int, gradient: torch.Tensor) -> NDArray[np.float64] | torch.Tensor:
+        """Where a step that reads a group's gradient from element ``start`` on writes the sums as it does. On an
+        accelerator it is the whole group's, and they stay there until the norm is wanted."""
+        if gradient.device.type == "cpu":
+            return self._to.partials(g, start, gradient.numel())
+        self._on_device[g] = torch.empty(gradient.numel() // ALIGN, dtype=torch.float64, device=gradient.device)
+        return self._on_device[g]
 
     def decide(self, op: Op) -> None:
         """The norm, the factor that every gradient is multiplied by, and whether the step is skipped."""

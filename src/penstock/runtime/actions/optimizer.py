@@ -83,11 +83,10 @@ class OptimizerSteps:
         numel = self._to.bound.program.groups[g].trainable
         gradient, weights = self._to.view(op.reads[0], numel), arrays.array(f"weights.{g}")[:numel]
         arrays.about_to_change(g, 0, numel)
-        if not self._to.bound.normed:
-            self._norm.on_device(g, gradient)
+        in_passing = not self._to.bound.normed
         master, *moments = (arrays.array(name)[:numel] for name in self._names(g))
         out = weights if arrays.form.split else None
-        self._update(g, 0, gradient, master, moments, out, late=False, in_passing=False)
+        self._update(g, 0, gradient, master, moments, out, late=False, in_passing=in_passing)
 
     def _update(
         self,
@@ -113,7 +112,7 @@ class OptimizerSteps:
                 self._stepping.cast(out, master)
             return
         self._arrays.note_step(g, late=late)
-        norms = self._to.partials(g, start, master.numel()) if in_passing else None
+        norms = self._norm.in_passing(g, start, gradient) if in_passing else None
         self._stepping.step(update, g, start, gradient, master, tuple(moments), out, norms)
 
     def commit(self, op: Op) -> None:
