@@ -273,10 +273,9 @@ def alone_on(disk: Path) -> None:
         raise AssertionError("not refused")
 
 
-def test_one_process_does_not_take_a_ranks_store_for_its_own(tmp_path: Path) -> None:
-    together(2, steps, tmp_path / "store", 1)
+def test_one_process_does_not_take_a_ranks_store_for_its_own(stored: Path) -> None:
     with pytest.raises(StoreError, match="has the part of rank 0 of 2, and what is asked for is all of the state"):
-        alone_on(tmp_path / "store")
+        alone_on(stored)
 
 
 @pytest.mark.parametrize(
