@@ -39,6 +39,7 @@ from penstock.sim.simulate import simulate
 from penstock.tape import trees
 from penstock.tape.refusals import NOTHING_TRAINS
 from penstock.tape.suspended import Facts, StageFacts
+from penstock.tape.waits import sentence
 
 log = logging.getLogger("penstock")
 
@@ -172,6 +173,7 @@ class Planning:
         self._before_change = before_change
         self.runner: Runner | None = None
         self.labels = LabelCount()
+        self._waits: set[str] = set()  # what has been said of them
         self._shared = resources
         self._asked = settings
         self._schedule = settings.schedule
@@ -408,6 +410,10 @@ class Planning:
         stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
         batch.check_not_collected(before)
         self.labels.learn(micro_batch, *shared.tape.compared)
+        waits = sentence(shared.tape.waits)
+        if waits is not None and waits not in self._waits:
+            self._waits.add(waits)
+            log.info("%s", waits)
         facts, times = shared.tape.facts, None
         if train and shared.machine is not None:
             program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)

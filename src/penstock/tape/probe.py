@@ -23,6 +23,7 @@ from penstock.tape.losses import Losses
 from penstock.tape.segments import Kept, Seen, Segment, Stages, Usage, see
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, Facts, Site, StageFacts, SuspendedForward
+from penstock.tape.waits import Waits
 from penstock.tape.watch import CHANGES, Ahead, Watch, put_back
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ class Probe:
         ] = {}  # identity of a parameter with a hook -> the segment that its gradient is from
         self.flops: tuple[tuple[int, int], ...] = ()
         """FLOP of each stage's forward and backward, after ``run``."""
+        self.waits = Waits()
+        """Where the forward waits for the device."""
+        self._forward_done = False  # what comes then is computed again, and waits again
         self.losses = Losses()
         """Losses of torch that the model's own code has called."""
         self.loss: float | None = None
@@ -81,6 +85,7 @@ class Probe:
             suspended = tape.suspended[0]
             suspended.samples, suspended.hooked = {}, self._asked.hooked
             self._run_forward(suspended)
+            self._forward_done = True
             self._refuse_replaced(tape.model)
             self._refuse_kept()
             self._smuggled.refuse()
@@ -214,6 +219,8 @@ class Probe:
     ) -> None:
         elsewhere = [t for t in written if not self._packer.holds(t)]  # parameters end as they were
         self._smuggled.on_op(func, inputs, elsewhere, results)
+        if not self._forward_done:
+            self.waits.on_op(self._block(), func, inputs, results)
 
     def _block(self) -> str | None:
         site = self._segments[self._watch.segment].site

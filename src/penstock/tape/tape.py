@@ -42,6 +42,7 @@ from penstock.tape.suspended import (
     SuspendedForward,
     current_forward,
 )
+from penstock.tape.waits import Wait
 
 OnGradient = Callable[[nn.Parameter, int, torch.Tensor], None]
 
@@ -103,6 +104,8 @@ class Tape:
         """FLOP of each stage's forward and backward, of the latest probe."""
         self.compared: tuple[tuple[Compared, ...], float | None] = ((), None)
         """Losses of torch that the latest probe's code has called, and the value of the model's own."""
+        self.waits: tuple[Wait, ...] = ()
+        """Where the forward of the latest probe's micro-batch has waited for the device."""
         self._loss_fn = loss_fn
         self._seed = seed
         forwards = [b.module.forward for b in blocks] if compile is None else compiled_forwards(blocks, compile)
@@ -154,6 +157,7 @@ class Tape:
         probe = Probe(self, micro_batch, load, unload)
         stages, self.facts = probe.run(train)
         self.flops, self.compared = probe.flops, (tuple(probe.losses.seen), probe.loss)
+        self.waits = tuple(probe.waits.found)
         return stages
 
     # -- a step ---------------------------------------------------------------------------------------------------
