@@ -189,7 +189,7 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
     machine = Machine(
         name="box",
         host=host(nodes=2, lockable=GIB),
-        device=gpu(node=1, optimizer={"adamw.fp32": 5e9}),
+        device=gpu(node=1, room=22 * GIB, optimizer={"adamw.fp32": 5e9}),
         crossing=CROSSING,
         drives=(drive(path="/mnt/a-rather-long-name/of/a/directory", node=0), drive(path="/b", kind="hdd", read=9.9e7)),
         contention={"cpu+read": 0.25, "read+cpu": 0.1},
@@ -199,7 +199,7 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
     )
     text = describe(machine)
     assert "64 GiB; may be page-locked: 1 GiB" in text
-    assert "GPU; 24 GiB, on NUMA node 1" in text
+    assert "GPU; 24 GiB, 22 GiB free, on NUMA node 1" in text
     assert "8, on 2 NUMA nodes" in text
     assert "1,000        5,000" in text
     assert "    gradients, cast by the device               9,000          1,100" in text

@@ -123,7 +123,8 @@ def _host(host: Host) -> Iterator[str]:
 def _device(device: Device) -> Iterator[str]:
     memory = "no GPU: the processor computes, in host memory"
     if device.kind == "cuda":
-        memory = format_size(device.memory) + ("" if device.node is None else f", on NUMA node {device.node}")
+        memory = format_size(device.memory) + ("" if device.room is None else f", {format_size(device.room)} free")
+        memory += "" if device.node is None else f", on NUMA node {device.node}"
     yield _row("device", f"{device.name}; {memory}")
     products = "   ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in device.flops.items())
     yield _row("matrix products", f"{products}   TFLOP/s")
