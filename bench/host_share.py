@@ -38,7 +38,6 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.pools import Pools
 from penstock.runtime.streams import streams_for
 from penstock.schedule.ir.ops import Op, Schedule
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.visits import vertical
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, round_up
@@ -95,7 +94,7 @@ def schedule_of(tier: Tier, *, layers: int = 32, micro_batches: int = 8) -> Sche
         grad_dtype="bf16",
         cast="device",
     )
-    return vertical(program, settings, (), shards=Mesh(data=1).everyone())
+    return vertical(program, settings)
 
 
 def _nothing(op: Op) -> int:

@@ -50,8 +50,9 @@ class Waits:
 
 
 def _waits(func: Any, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
-    by_mask = packet_of(func) in _BY_INDEX and any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
-    return _needs_values(func) or by_mask or any(t.device.type == "cpu" for t in results)
+    if packet_of(func) in _BY_INDEX:  # by numbers of rows, the shape is known
+        return any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
+    return _needs_values(func) or any(t.device.type == "cpu" for t in results)
 
 
 @cache
