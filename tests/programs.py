@@ -107,7 +107,8 @@ class Case:
             return tuple("host" if tier == "device" else tier for tier in tiers)
 
         place = replace(place, weights=below(place.weights), state=below(place.state))
-        return replace(self, ranks=ranks, settings=replace(self.settings, place=place, stage=stage))
+        once = not self.settings.train and bool(stage)  # as ``settings_of`` has it
+        return replace(self, ranks=ranks, settings=replace(self.settings, place=place, stage=3 if once else stage))
 
     def gradient_bytes(self, schedule: Schedule, tag: str) -> int:
         """Of an element of the chunk ``tag`` ("5.1"), as it crosses in a schedule of this case and waits: in fp32 if it
