@@ -94,6 +94,8 @@ def test_an_evaluation_holds_no_weights_for_a_second_use() -> None:
     asked = question(transformer(6, block=20), form=ADAM16, wait=False, device=32 * MIB, host=24 * MIB).request
     taken = {stage: fit(replace(asked, ranks=2, stage=stage, train=False)).device_bytes for stage in (1, 2, 3)}
     assert len(set(taken.values())) == 1
+    with pytest.raises(BudgetError, match="or another stage of ZeRO than 2, as all weights stay there"):
+        fit(replace(asked, ranks=2, stage=2, budget=replace(asked.budget, device=300_000)))
     assert fit(replace(asked, ranks=2, stage=2)).device_bytes > fit(replace(asked, ranks=2, stage=3)).device_bytes
 
 

@@ -405,7 +405,8 @@ def _fit_device(request: Request, base: Placement) -> Settings:
     raise BudgetError(
         f"budget.device={request.budget.device} is too small for this model: the smallest that works is "
         f"{format_size(min(needs))} ({min(needs)} bytes), of which {format_size(working)} are temporaries of the "
-        f"largest stage. Raise budget.device, or use smaller or fewer micro-batches"
+        "largest stage. Raise budget.device, or use smaller or fewer micro-batches"
+        + (f", or another stage of ZeRO than {settings.stage}, as all weights stay there" * (settings.stage in (1, 2)))
     )
 
 
