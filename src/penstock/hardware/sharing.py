@@ -47,7 +47,7 @@ def of_each_rank(machine: Machine, ranks: int, threads: int | None = None) -> Ma
     if not knows_ranks(machine):
         raise ConfigError(
             f"the profile of {machine.name} does not tell how fast ranks send to each other: measure the machine anew "
-            "with penstock doctor"
+            "with penstock doctor, or add a network (bandwidth, latency) to its profile"
         )
     cores = machine.host.cores
     threads = max(1, cores // ranks) if threads is None else threads
