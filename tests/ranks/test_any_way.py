@@ -92,7 +92,9 @@ def way_of(rng: Random, numbers: Numbers) -> Way:
         elif rng.random() < 0.2:
             places |= {"slots": 1, "durability": None}
     if numbers.settings["precision"] == "fp32" and places.get("weights") == "host":
-        places["state"] = "host" if rng.random() < 0.5 else places["state"]
+        places["state"] = rng.choice(("host", "disk"))
+        if places["durability"] == "step":  # a part of the state is in memory
+            places["durability"] = None
     norm = numbers.settings["clip_grad_norm"] is not None or numbers.settings["precision"] == "fp16"
     if settings["schedule"] == "vertical":
         settings["delay"] = rng.choice((None, 0, 0.5, 1))
