@@ -12,7 +12,6 @@ from torch import nn
 
 from penstock.engine.start import describe_model
 from penstock.errors import StoreError
-from penstock.ranks.share import Share
 from penstock.state.buffers import Buffers
 from penstock.state.reshard import described, reshard
 from penstock.state.values import committed
@@ -41,7 +40,7 @@ def test_stores_are_described_as_wrap_does(sizes: list[tuple[int, int]], before:
     def wanted(ranks: int, rank: int) -> dict[str, Any]:
         model = Rows(sizes)
         groups = group_parameters(model, find_blocks(model, list(model.blocks)), ranks)
-        return describe_model(groups, Buffers(model), "bf16", ADAMW, Share(rank=rank, size=ranks), 8)
+        return describe_model(groups, Buffers(model), "bf16", ADAMW, 8, rank=rank, ranks=ranks)
 
     found = described(wanted(before, 0), after, 8)
     for model in found:

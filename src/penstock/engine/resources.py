@@ -54,9 +54,9 @@ class EngineResources:
     runs: Mapping[int, Sequence[Run]]
     """by group, in order of elements"""
     ranks: Ranks
+    """who trains the model together"""
     share: Share
-    """of this one"""
-    """who trains the model together; this rank's arrays are its part of every group's"""
+    """of every group, of which this rank's arrays are"""
     strands: int
     """of all ranks"""
     device: torch.device
@@ -122,7 +122,8 @@ def open_resources(
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     optimizer = StreamedOptimizer(settings.optimizer, trained)
     strands = ranks.size if settings.strands is None else settings.strands
-    description = start.describe_model(groups, buffers, precision, settings.optimizer, share, strands)
+    whose: dict[str, Any] = {"rank": ranks.rank, "ranks": ranks.size, "whole": share.size < ranks.size}
+    description = start.describe_model(groups, buffers, precision, settings.optimizer, strands, **whose)
     check_strands(strands, ranks.size)
     names = [[name, *parameter] for group in description["groups"] for name, *parameter in group["parameters"]]
     ranks.agree_on_each({"model": type(model).__name__, "parameters of the model": _digest(names)})

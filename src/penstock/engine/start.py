@@ -17,6 +17,7 @@ from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays, parts_of
 from penstock.state.buffers import Buffers
 from penstock.state.memory import BOUNCE, HostSlab
+from penstock.store.parts import of_rank
 from penstock.tape.groups import ParamGroup
 from penstock.tape.init import initialise, materialise_buffers
 
@@ -156,10 +157,14 @@ def describe_model(
     buffers: Buffers,
     precision: str,
     optimizer: OptimizerSpec,
-    share: Share = WHOLE,
     strands: int = 1,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    whole: bool = False,
 ) -> dict[str, Any]:
-    """What a store or a snapshot is made for; two that are equal can be exchanged."""
+    """What a store or a snapshot is made for; two that are equal can be exchanged. ``rank``, ``ranks``: whose store it
+    is, of so many. ``whole``: each of them has all of the state, and not a part of it."""
     made: dict[str, Any] = {
         "precision": precision,
         "optimizer": [type(optimizer).__name__, *optimizer.moment_names],
@@ -176,6 +181,4 @@ def describe_model(
     }
     if strands > 1:
         made["strands"] = strands
-    if share.size > 1:
-        made |= {"rank": share.rank, "ranks": share.size}
-    return made
+    return made | of_rank(rank, ranks, whole=whole)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config import ZeroStage
 from penstock.planner.phases import BEFORE_GRADIENTS
 from penstock.schedule.ir.lanes import STREAM_LANES, Lane
 from penstock.schedule.ir.ops import Op
@@ -17,7 +18,7 @@ Load = NDArray[np.float64]
 """Seconds, shape (phases + 1, lanes): the rows of ``Phases``."""
 
 
-def limits_of(costs: Costs, depths: Depths, *, throughout: bool = False) -> NDArray[np.float64]:
+def limits_of(costs: Costs, depths: Depths, stage: ZeroStage = 3) -> NDArray[np.float64]:
     """Shape (limits, lanes): a phase takes at least ``sum_b limits[i, b] * load[b]`` for every limit i.
 
     First each lane. While lane b is busy beside a, a runs at u = 1 / (1 + c_ab) and b at v = 1 / (1 + c_ba) of its
@@ -27,7 +28,7 @@ def limits_of(costs: Costs, depths: Depths, *, throughout: bool = False) -> NDAr
     weights is held from its upload to the end of the visit, one of gradients from the backward until it is down, one of
     state from its read to its write; with several ranks, whole weights from their gather on, and whole gradients until
     they are exchanged. What else these lanes do counts along, so that with few buffers this is too much.
-    ``throughout``: each group's weights have a buffer of their own, which holds nothing up.
+    ``stage``: in 1 and 2 each group's weights have a buffer of their own, which holds nothing up; in 0 none is gathered.
     """
     rows = np.eye(len(STREAM_LANES))
     for i, a in enumerate(STREAM_LANES):
@@ -35,16 +36,17 @@ def limits_of(costs: Costs, depths: Depths, *, throughout: bool = False) -> NDAr
             if a != b:
                 u, v = (1 / (1 + costs.contention.get(pair, 0.0)) for pair in ((a, b), (b, a)))
                 rows[i, j] = min((1 - u) / v, 1.0)
-    held: tuple[tuple[int, tuple[Lane, ...]], ...] = (
-        (depths.weights, ("h2d", "compute")),
-        (depths.weights, ("net", "compute")),
+    held: list[tuple[int, tuple[Lane, ...]]] = [
         (depths.gradients, ("compute", "d2h")),
         (depths.gradients, ("compute", "net")),
         (depths.state, ("read", "cpu", "write")),
         (depths.stage_in, ("read", "h2d")),
-    )
-    kept = held[2:] if throughout else held
-    pools = [[(lane in lanes) / count for lane in STREAM_LANES] for count, lanes in kept]
+    ]
+    if stage in (0, 3):
+        held.append((depths.weights, ("h2d", "compute")))
+    if stage == 3:
+        held.append((depths.weights, ("net", "compute")))
+    pools = [[(lane in lanes) / count for lane in STREAM_LANES] for count, lanes in held]
     return np.concatenate((rows, np.array(pools)))
 
 
@@ -75,7 +77,7 @@ class StepBound:
         """``disk``: whether anything can go home there."""
         full = Op(id=group_op("WS", 0, 0), nbytes=settings.chunk * settings.form.state_slot_bytes)
         buffered = settings.depths.state * costs.seconds(full) if disk and settings.delay else 0.0
-        limits = limits_of(costs, settings.depths, throughout=settings.stage in (1, 2))
+        limits = limits_of(costs, settings.depths, settings.stage)
         return StepBound(limits=limits, buffered=buffered)
 
     def constraints(self, home: int) -> Iterator[Constraint]:

@@ -127,7 +127,7 @@ class Commits:
         store = Store.open(paths, io_threads=io_threads)
         try:
             store.require_owner(self._owner)
-            require_part(store, self._share.rank, self._share.size)
+            require_part(store, self.ranks.rank, self.ranks.size, whole=self._share.size == 1)
             if self.ranks.size > 1:
                 model["world"] = store.model.get("world")
                 self.ranks.agree("run, whose parts their stores have", model["world"])

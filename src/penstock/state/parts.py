@@ -37,7 +37,8 @@ def buffers_of(model: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 def layout_of(model: Mapping[str, Any], slots: int) -> Layout:
     """That of the store of one rank, which ``model`` names."""
-    share = Share(rank=model.get("rank", 0), size=model.get("ranks", 1))
+    count = number_of_parts(model)
+    share = Share(rank=model["rank"] if count > 1 else 0, size=count)
     form, dtype = form_of(model), DTYPES[model["precision"]]
     parts = [part for group in groups_of(model) for part in parts_of(share.part(group), form, dtype)]
     sizes = [(part.name, part.nbytes) for part in parts] + buffers_of(model)
@@ -72,7 +73,7 @@ class Parts:
         model = stores[0].model
         self.form, dtype = form_of(model), DTYPES[model["precision"]]
         self.groups = {group.index: group for group in groups_of(model)}
-        self.share = Share(size=number_of_parts(stores[0]))
+        self.share = Share(size=number_of_parts(model))
         own, cpu = [self.share.part(group) for group in self.groups.values()], torch.device("cpu")
         self.arrays = [StateArrays(own, self.form, dtype, cpu, s, Slots.of(s), host_bytes=0) for s in stores]
 

@@ -20,7 +20,7 @@ from penstock.state.arrays import numpy_bytes
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.parts import Parts, buffers_of, found_in, layout_of
 from penstock.state.slots import Slots, whole_commit
-from penstock.store.parts import opened_parts
+from penstock.store.parts import OF_RANK, of_rank, opened_parts
 from penstock.store.store import Store
 
 
@@ -47,9 +47,7 @@ def reshard(
         record, *_ = [whole_commit(store, store.paths[0]) for store in opened]
         slots = max(extent.slots for extent in opened[0].layout.extents)
         made = []
-        models = described(opened[0].model, 1 if whole else len(new), strands)
-        if whole and len(new) > 1:
-            models = [{**models[0], "world": uuid.uuid4().hex}] * len(new)
+        models = described(opened[0].model, len(new), strands, whole=whole)
         for paths, called, model in zip(new, names, models, strict=True):
             layout = layout_of(model, slots)
             made.append(Store.create(paths, layout, model=model, owner=opened[0].owner, names=called))
@@ -66,9 +64,10 @@ def reshard(
             store.commit({**record, "slots": arrays.slots.record(), "stale": []})
 
 
-def described(model: Mapping[str, Any], ranks: int, strands: int) -> list[dict[str, Any]]:
-    """What the stores of so many ranks are made for, by rank. ``model``: what another number's is made for."""
-    padded = Mesh(data=ranks).everyone().padded
+def described(model: Mapping[str, Any], ranks: int, strands: int, *, whole: bool = False) -> list[dict[str, Any]]:
+    """What the stores of so many ranks are made for, by rank. ``model``: what another number's is made for. ``whole``:
+    each has all of the state."""
+    padded = Mesh(data=1 if whole else ranks).everyone().padded
     groups = []
     for group in model["groups"]:
         before, ends = group["trainable"], {True: 0, False: group["trainable"]}
@@ -80,12 +79,12 @@ def described(model: Mapping[str, Any], ranks: int, strands: int) -> list[dict[s
             for name, shape, offset, trainable in group["parameters"]
         ]
         groups.append({**group, "trainable": trained, "frozen": frozen, "parameters": places})
-    kept = {key: value for key, value in model.items() if key not in ("rank", "ranks", "world", "strands")}
+    kept = {key: value for key, value in model.items() if key != "strands" and key not in OF_RANK}
     made = {**kept, "groups": groups} | ({"strands": strands} if strands > 1 else {})
     if ranks == 1:
         return [made]
     world = uuid.uuid4().hex
-    return [{**made, "rank": rank, "ranks": ranks, "world": world} for rank in range(ranks)]
+    return [{**made, **of_rank(rank, ranks, whole=whole), "world": world} for rank in range(ranks)]
 
 
 def _arrays(source: Parts, target: Parts, rank: int, stale: frozenset[str]) -> Iterator[int]:

@@ -25,12 +25,10 @@ from penstock.state.record import check_kept
 from penstock.state.reshard import described
 from penstock.store.layout import Layout
 from penstock.store.packed import store_error
+from penstock.store.parts import OF_RANK
 from penstock.store.snapshot import PartWriter, SnapshotReader, SnapshotWriter, layout_of, size_of
 from penstock.store.snapshot_parts import PART_OF, SnapshotParts, part_folder, write_ranks
 from penstock.store.snapshot_place import SnapshotPlace
-
-_NOT_COMPARED = frozenset({"world"})
-"""What a description has that a snapshot may have otherwise: a run's stores belong to each other, and it to any run."""
 
 
 def save(
@@ -170,7 +168,7 @@ def _require_like(saved: Any, description: Mapping[str, Any], path: Path, ranks:
         saved = {}
     for key, mine in {"strands": 1, **description}.items():
         found = saved.get(key, 1 if key == "strands" else None)
-        if key in _NOT_COMPARED or found == mine:
+        if key in OF_RANK or found == mine:  # whose part it is was looked at as it was opened
             continue
         if key == "strands":
             able = sharing(found) if isinstance(found, int) and 1 <= found <= STRANDS else ()

@@ -1,8 +1,9 @@
 """The stores of all ranks of a run, each with its part of the state, or all of it. One rank has one store."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import StoreError
 from penstock.store.store import Store
@@ -10,8 +11,8 @@ from penstock.store.store import Store
 
 @contextmanager
 def opened_parts(stores: Sequence[Sequence[Path]]) -> Iterator[tuple[Store, ...]]:
-    """All ranks' stores, to be read alone, each as of the newest commit that all of them have. All have the same number
-    of parts (``parts_of``): as many as there are stores, or one.
+    """All ranks' stores, to be read alone, each as of the newest commit that all of them have. Each has its part of the
+    state, or all of it.
 
     ``stores``: the directories of each, by rank.
 
@@ -20,9 +21,8 @@ def opened_parts(stores: Sequence[Sequence[Path]]) -> Iterator[tuple[Store, ...]
     """
     with ExitStack() as stack:
         found = tuple(stack.enter_context(Store.open(paths, writable=False)) for paths in stores)
-        whole = number_of_parts(found[0]) == 1
         for rank, store in enumerate(found):
-            require_part(store, 0 if whole else rank, 1 if whole else len(found))
+            require_part(store, rank, len(found), whole=bool(found[0].model.get(WHOLE)))
             if store.model.get("world") != found[0].model.get("world"):
                 raise StoreError(
                     f"{found[0].paths[0]} and {store.paths[0]} have parts of two runs: put back what was there"
@@ -34,16 +34,31 @@ def opened_parts(stores: Sequence[Sequence[Path]]) -> Iterator[tuple[Store, ...]
         yield found
 
 
-def number_of_parts(store: Store) -> int:
-    """Into how many parts the state is cut of which a store has one; 1: it has all of it."""
-    return int(store.model.get("ranks", 1))
+WHOLE = "whole"
+"""What says, in the account of what a rank's store is made for, that it has all of the state."""
+OF_RANK = frozenset({"rank", "ranks", "world", WHOLE})
+"""All that this account has of ranks; that of a snapshot of one process has none of it."""
 
 
-def require_part(store: Store, rank: int, parts: int) -> None:
+def of_rank(rank: int, ranks: int, *, whole: bool) -> dict[str, Any]:
+    """Whose store it is, in the account of what it is made for; of one process nothing."""
+    if ranks == 1:
+        return {}
+    return {"rank": rank, "ranks": ranks} | ({WHOLE: True} if whole else {})
+
+
+def number_of_parts(model: Mapping[str, Any]) -> int:
+    """Into how many parts the state is cut of which a store has one; 1: it has all of it. ``model``: what it is made
+    for."""
+    return 1 if model.get(WHOLE) else int(model.get("ranks", 1))
+
+
+def require_part(store: Store, rank: int, ranks: int, *, whole: bool = False) -> None:
     """Raises:
-    StoreError: the store has another rank's part of the state, or one of another number of parts.
+    StoreError: the store is not this rank's, or of another number of ranks, or has not what it should have.
     """
-    had, wanted = (store.model.get("rank", 0), number_of_parts(store)), (rank, parts)
+    had = store.model.get("rank", 0), store.model.get("ranks", 1), bool(store.model.get(WHOLE))
+    wanted = rank, ranks, whole and ranks > 1
     if had != wanted:
         raise StoreError(
             f"{store.paths[0]} has {_told(*had)}, and what is asked for is {_told(*wanted)}: go on with as many ranks "
@@ -52,5 +67,7 @@ def require_part(store: Store, rank: int, parts: int) -> None:
         )
 
 
-def _told(rank: int, parts: int) -> str:
-    return "all of the state" if parts == 1 else f"the part of rank {rank} of {parts}"
+def _told(rank: int, ranks: int, whole: bool) -> str:
+    if ranks == 1:
+        return "all of the state, of one process"
+    return f"{'all of the state, as' if whole else 'the part of'} rank {rank} of {ranks}"
