@@ -278,6 +278,22 @@ def test_one_process_does_not_take_a_ranks_store_for_its_own(stored: Path) -> No
         alone_on(stored)
 
 
+def test_fewer_ranks_do_not_take_the_stores_of_more_that_each_have_all_of_the_state(tmp_path: Path) -> None:
+    """They would leave the others behind, who could not go on."""
+    together(2, steps, tmp_path / "store", 1, stage=0)
+    said = "has all of the state, as rank 0 of 2, and what is asked for is all of the state, of one process"
+    with pytest.raises(StoreError, match=said):
+        alone_on(tmp_path / "store")
+    with pytest.raises(StoreError, match=said), committed([[tmp_path / "store" / "rank-0"]]):
+        pass
+    (two := tmp_path / "two").mkdir()
+    with wrap(CASE, budget(two / "rank-0")) as engine:
+        run_steps(engine, steps_of(CASE, 1))
+    shutil.copytree(two / "rank-0", two / "rank-1")
+    for found in World(2, steps, two, 1, stage=0).outcomes():
+        assert "has all of the state, of one process, and what is asked for is all of the state, as rank" in found.said
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [

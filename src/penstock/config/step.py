@@ -40,8 +40,8 @@ class StreamConfig:
     gives the same bits. Kept in the store; None: that of the store, or as many as there are ranks |
     | ``stage`` | of ZeRO (arXiv 1910.02054): what several ranks have parts of. 0: nothing, each has all of the state on
     its own drives and in its own memory; 1, 2: state, gradients, and weights between steps, which are gathered once a
-    step and stay on the device; 3: weights too, which are gathered for each use. Changes no result; None: the plan
-    chooses 2 or 3 |
+    step and stay on the device; 3: weights too, which are gathered for each use. One process has all of everything.
+    Changes no result; None: the plan chooses 2 or 3 |
     | ``speculate`` | whether what is on disk steps before the gradients' norm is known, and again if that was over
     ``clip_grad_norm``. Changes no result; None: the plan chooses |
     """

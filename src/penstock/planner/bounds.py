@@ -28,7 +28,8 @@ def limits_of(costs: Costs, depths: Depths, stage: ZeroStage = 3) -> NDArray[np.
     weights is held from its upload to the end of the visit, one of gradients from the backward until it is down, one of
     state from its read to its write; with several ranks, whole weights from their gather on, and whole gradients until
     they are exchanged. What else these lanes do counts along, so that with few buffers this is too much.
-    ``stage``: in 1 and 2 each group's weights have a buffer of their own, which holds nothing up; in 0 none is gathered.
+    ``stage``: in 1 and 2 each group's weights have a buffer of their own, which holds nothing up; in 0 nothing is
+    gathered.
     """
     rows = np.eye(len(STREAM_LANES))
     for i, a in enumerate(STREAM_LANES):
