@@ -43,6 +43,7 @@ USED = {
     "stage": {
         "schedule/": "what a built schedule was given; and the stages of a program, which are called so, too",
         "planner/bounds.py": "which buffers hold its lanes up",
+        "cli/simulate_arguments.py": "of a schedule that is simulated, without a plan",
         **dict.fromkeys(
             ("engine/timing.py", "planner/sample.py", "runtime/", "shape/meta.py", "tape/"), "a stage of a program"
         ),
