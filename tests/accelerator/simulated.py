@@ -2,9 +2,8 @@
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -55,8 +54,14 @@ class Simulated:
     def current_stream(self, device: torch.device) -> torch.Stream:
         return torch.accelerator.current_stream(device)
 
-    def queued_on(self, stream: torch.Stream) -> AbstractContextManager[Any]:
-        return stream
+    @contextmanager
+    def queued_on(self, stream: torch.Stream) -> Iterator[None]:
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
     def event(self, *, timed: bool = False) -> torch.Event:
         return torch.Event(NAME, enable_timing=timed)

@@ -255,6 +255,11 @@ def test_a_budget_beyond_what_is_free_is_refused_at_once() -> None:
     del held
     with wrap(CASE, budget(None, weights="host", state="host", device=there), model=model, device=DEVICE) as engine:
         engine.step(STEPS[0])
+    on_it, rounding = CASE.model().to(device), 1 << 15  # it gives back what it takes
+    assert accelerator.room(device) < there - rounding
+    less = budget(None, weights="host", state="host", device=there - rounding)
+    with wrap(CASE, less, model=on_it, device=DEVICE) as engine:
+        engine.step(STEPS[0])
 
 
 class Wide(nn.Module):
@@ -289,6 +294,43 @@ def test_what_the_allocator_reserves_for_checkpoints_that_come_back_is_planned(s
         engine.step(micro_batches)
         assert {"DC", "UC"} <= {op.id.kind for op in engine.plan.schedule.ops}
         assert torch.accelerator.max_memory_reserved() - before <= engine.plan.device_bytes + slack
+
+
+class OnItsOwnStream(Wide):
+    """Suspended in its blocks, each forward leaves a stream of its own current."""
+
+    own = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.own:
+            return super().forward(x)
+        before = torch.accelerator.current_stream()
+        own = torch.Stream(before.device)
+        own.wait_stream(before)
+        with own:
+            for layer in self.layers:
+                x = layer(x)
+        before.wait_stream(own)
+        return self.head(x).mean()
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_a_model_may_call_its_blocks_on_a_stream_of_its_own(schedule: str) -> None:
+    """Blocks run on the engine's, in order with what it brings for them."""
+    torch.manual_seed(0)
+    micro_batches = [{"x": torch.randn(32, Wide.WIDTH)} for _ in range(3)]
+    settings: Setting = {"device": DEVICE, "precision": "fp32", "schedule": schedule, "optimizer": penstock.AdamW()}
+    found, before = [], torch.accelerator.current_stream()
+    for own in (False, True):
+        torch.manual_seed(1)
+        model = OnItsOwnStream()
+        where = budget(None, weights="host", state="host", durability="none")
+        with penstock.wrap(model, budget=where, loss_fn=lambda model, mb: model(mb["x"]), **settings) as engine:
+            engine.step(micro_batches)
+            model.own = own
+            found.append([(stats.loss, stats.grad_norm) for stats in (engine.step(micro_batches) for _ in range(2))])
+    assert found[0] == found[1]
+    assert torch.accelerator.current_stream() == before
 
 
 def test_device_memory_stays_within_the_budget(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working) -
         optimizer=steps,
         node=numa.gpu_node(pci) if pci is not None and host.nodes > 1 else None,
         other_bits=different,
-        room=accelerator.room(where) or None,
+        room=max(accelerator.room(where), 1),
         **vars(links),
     )
 

@@ -1,8 +1,10 @@
 """Which device computes."""
 
 import torch
+from torch import nn
 
 from penstock import accelerator
+from penstock.compat.torch import storage_key
 from penstock.config import Budget, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind
@@ -33,20 +35,22 @@ def resolve_device(asked: torch.device | str | None) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
 
 
-def check_room(device: torch.device, budget: Budget) -> None:
-    """Check that a device has what the budget gives of it.
+def check_room(device: torch.device, budget: Budget, model: nn.Module) -> None:
+    """Check that a device has what the budget gives of it. What a ``model`` that is there takes is given back.
 
     Raises:
         BudgetError: less is free.
     """
     if device.type == "cpu":
         return
-    room, memory = accelerator.room(device), accelerator.of(device).memory(device)[1]
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.device == device]
+    given_back = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
+    room, memory = accelerator.room(device) + sum(given_back.values()), accelerator.of(device).memory(device)[1]
     if budget.device_bytes > room:
         raise BudgetError(
-            f"budget.device={budget.device}: {format_size(room)} of the {format_size(memory)} of {device} are free for "
-            "it, beside what the device itself, its libraries and other programs take. Lower budget.device to that, or "
-            "end what holds memory there"
+            f"budget.device={budget.device}: {format_size(room)} ({room} bytes) of the {format_size(memory)} of "
+            f"{device} are free for it, beside what the device itself, its libraries and other programs take. Lower "
+            "budget.device to that, or end what holds memory there"
         )
 
 

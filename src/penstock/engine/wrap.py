@@ -67,7 +67,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
         ranks = join(asked.mesh, device) if joined is None else joined
         try:
             with ranks.together():
-                check_room(device, budget)
+                check_room(device, budget, model)
                 if ranks.size > 1:
                     _check_shared(asked)
                     ranks.agree_on_each(_said(asked, budget, precision))

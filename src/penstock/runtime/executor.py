@@ -12,6 +12,7 @@ stops all lanes from starting anything more and surfaces as itself, with a note 
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from penstock.runtime.lanes import Gate, LaneState, Turn, lanes_of
 from penstock.runtime.pools import Pools
@@ -22,6 +23,8 @@ from penstock.state.numa import Binding
 
 Action = Callable[[Op], int]
 """Does an op and returns the bytes that it has moved."""
+
+_AS_IT_IS = nullcontext()
 
 
 class Executor:
@@ -82,8 +85,7 @@ class Executor:
         """
         try:
             self._begin()
-            with self._streams.on("compute"):
-                self._drain(self._compute, self._gate)
+            self._drain(self._compute, self._gate)
             self._wait_idle()
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt may arrive in a wait: the lanes must come to rest first
             self._come_to_rest(error)
@@ -208,9 +210,11 @@ class Executor:
             for other in freed:
                 if other.done is not None and other.lane != mark.lane:
                     other.done.synchronize()
-            self._streams.begin(mark, waits)
-            mark.moved = self._act(turn.op)
-            self._streams.end(mark)
+            # Each op of compute anew: a model may be suspended while a stream of its own is current.
+            with self._streams.on("compute") if mark.lane == "compute" else _AS_IT_IS:
+                self._streams.begin(mark, waits)
+                mark.moved = self._act(turn.op)
+                self._streams.end(mark)
         except BaseException as error:  # noqa: BLE001 - whatever a lane raises surfaces in run()
             error.add_note(f"in op {turn.op.id} of schedule {self.schedule.name}")
             with self._lock:
@@ -249,9 +253,9 @@ class Executor:
 
     def _note_error(self, error: BaseException) -> None:
         """The first error is the one that surfaces. Called with the lock held."""
+        self._shut()  # first: whatever interrupts this, nothing more starts
         if self._error is None:
             self._error = error
-            self._shut()
             if self._failed is not None:
                 self._failed(error)
         self._wake()

@@ -51,7 +51,8 @@ class Waits:
 
 def _waits(func: Any, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
     if packet_of(func) in _BY_INDEX:  # by numbers of rows, the shape is known
-        return any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
+        indices = inputs[1:] if packet_of(func) is _ATEN.index else inputs[1:-1]  # the last are the values
+        return any(t.dtype in (torch.bool, torch.uint8) for t in indices)
     return _needs_values(func) or any(t.device.type == "cpu" for t in results)
 
 
