@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from penstock.config import Tier, ZeroStage
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import Fixed
 from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import horizontal, vertical
@@ -96,7 +95,7 @@ class Case:
     def build(self) -> Schedule:
         build = horizontal if self.family == "horizontal" else vertical
         fixed: Fixed = (("device", "working", 900),)
-        seat = streaming_seat(Mesh(data=self.ranks).everyone(), self.settings.stage)
+        seat = streaming_seat(self.ranks, self.settings.stage)
         return build(self.program, self.settings, fixed, seat=seat)
 
     def shared_by(self, ranks: int, stage: ZeroStage = 3) -> "Case":

@@ -233,7 +233,7 @@ def test_the_same_holds_on_each_of_several_ranks(case: Case, share: float, ranks
     everyone = Mesh(data=ranks).everyone()
     case = replace(case, program=everyone.part(case.program), family=family, settings=s)
     lower = vertical if family == "vertical" else horizontal
-    schedule = lower(case.program, s, seat=streaming_seat(everyone))
+    schedule = lower(case.program, s, seat=streaming_seat(ranks))
     check_world(World(name="ranks", ranks=(schedule,) * ranks, groups={everyone.name: everyone.members}))
     run = Run(case, schedule)
     for _ in range(3):

@@ -78,7 +78,7 @@ def test_every_schedule_of_ranks_that_share_a_program_is_safe_computes_its_step_
         shared = replace(place, weights=below(place.weights), state=below(place.state))
         part, asked = ranks.part(case.program) if stage else case.program, replace(case.settings, place=shared)
         build = vertical if case.family == "vertical" else horizontal
-        schedule = build(part, asked, seat=streaming_seat(ranks, stage))
+        schedule = build(part, asked, seat=streaming_seat(size, stage))
         world = ranks.world(schedule)
         check_world(world)
         prove(schedule, Needs.of(part, asked, size))

@@ -17,7 +17,6 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.families import FAMILIES, Family, build
 from penstock.schedule.lower.layers import layer_program
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.request import Request, Sizes
 from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import vertical
@@ -187,7 +186,7 @@ def test_parts_that_stream_meet_the_other_ranks_as_parts_on_the_device_do() -> N
     program = layer_program(SIZES, layers)
     parts = replace(program, groups=tuple(replace(group, trainable=ALIGN) for group in program.groups))
     settings = replace(all_on_disk(parts, chunk=ALIGN), depths=Depths(weights=1))
-    streamed = vertical(parts, settings, seat=streaming_seat(Mesh(data=ranks).everyone()))
+    streamed = vertical(parts, settings, seat=streaming_seat(ranks))
     done = []
     for schedule in (on_device, streamed):
         computed = [op.id for op in schedule.lanes["compute"] if op.id.kind != "OD"]

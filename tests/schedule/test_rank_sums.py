@@ -25,7 +25,7 @@ from tests.programs import all_on_disk, transformer
 TWO = Mesh(data=2).everyone()
 PART = TWO.part(transformer(1, block=2))
 SETTINGS = all_on_disk(PART, chunk=4096, micro_batches=4, strands=4)
-SUMMED = horizontal(PART, SETTINGS, seat=streaming_seat(TWO))
+SUMMED = horizontal(PART, SETTINGS, seat=streaming_seat(2))
 
 
 def proved(schedule: Schedule, program: Program = PART, asked: Settings = SETTINGS) -> None:

@@ -35,7 +35,7 @@ def lowered(seat: Seat, **places: Any) -> None:
 
 @pytest.mark.parametrize(
     "seat",
-    [Seat(), Seat(shards=TWO, sharding=FULLY), *(streaming_seat(TWO, stage) for stage in (0, 1, 2, 3))],
+    [Seat(), Seat(shards=TWO, sharding=FULLY), *(streaming_seat(2, stage) for stage in (0, 1, 2, 3))],
     ids=["alone", "zero-infinity", "0", "1", "2", "3"],
 )
 def test_what_streams_is_one_ranks_or_shared_as_in_a_stage_of_zero(seat: Seat) -> None:
@@ -44,8 +44,8 @@ def test_what_streams_is_one_ranks_or_shared_as_in_a_stage_of_zero(seat: Seat) -
 
 def test_stages_1_and_2_are_one() -> None:
     """A gradient leaves the device as soon as it is complete: there is no whole one that could stay."""
-    assert streaming_seat(TWO, 1) == streaming_seat(TWO, 2)
-    assert {stage: streaming_seat(TWO, stage).parts for stage in (0, 1, 2, 3)} == {0: 1, 1: 2, 2: 2, 3: 2}
+    assert streaming_seat(2, 1) == streaming_seat(2, 2)
+    assert {stage: streaming_seat(2, stage).parts for stage in (0, 1, 2, 3)} == {0: 1, 1: 2, 2: 2, 3: 2}
 
 
 @pytest.mark.parametrize(

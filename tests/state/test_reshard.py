@@ -16,6 +16,7 @@ from penstock.state.buffers import Buffers
 from penstock.state.reshard import described, reshard
 from penstock.state.values import committed
 from penstock.store.facts import facts_of_all
+from penstock.store.parts import of_rank
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import group_parameters
 from tests.models import MODELS
@@ -40,7 +41,7 @@ def test_stores_are_described_as_wrap_does(sizes: list[tuple[int, int]], before:
     def wanted(ranks: int, rank: int) -> dict[str, Any]:
         model = Rows(sizes)
         groups = group_parameters(model, find_blocks(model, list(model.blocks)), ranks)
-        return describe_model(groups, Buffers(model), "bf16", ADAMW, 8, rank=rank, ranks=ranks)
+        return describe_model(groups, Buffers(model), "bf16", ADAMW, 8) | of_rank(rank, ranks, whole=False)
 
     found = described(wanted(before, 0), after, 8)
     for model in found:

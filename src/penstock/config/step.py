@@ -24,6 +24,11 @@ STRANDS = 1024
 _DEFAULT: Mapping[str, Precision] = {"cpu": "fp32", "cuda": "bf16"}
 
 
+def parts_of(stage: ZeroStage | None, ranks: int) -> int:
+    """Into how many parts so many ranks cut the state, of which each has one; 1: each has all of it."""
+    return 1 if stage == 0 else ranks
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
     """What may overlap with what, and what crosses between device and host.
@@ -61,7 +66,7 @@ class StreamConfig:
 
     def parts(self, ranks: int) -> int:
         """Into how many parts so many ranks cut the state."""
-        return 1 if self.stage == 0 else ranks
+        return parts_of(self.stage, ranks)
 
     def steps_early(self, budget: Budget) -> bool | None:
         """``speculate``, of a run with this budget. Where the budget says where gradients wait, they are to wait."""

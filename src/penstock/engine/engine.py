@@ -38,7 +38,6 @@ from penstock.state.record import check_param_groups
 from penstock.state.stats import StepStats
 from penstock.state.values import Values
 from penstock.store.owner import Owner
-from penstock.store.parts import OF_RANK
 
 log = logging.getLogger("penstock")
 
@@ -347,9 +346,7 @@ class Engine:
             self._check_usable()
             self._agree_on_snapshot("save", path, overwrite=overwrite)
             self._rest()
-            left_out = {"world"} if self._resources.share.size > 1 else OF_RANK  # it is one of one process
-            described = {key: value for key, value in self._resources.description.items() if key not in left_out}
-            meta = {"model": described, **self._progress.record()}
+            meta = {"model": self._resources.description, **self._progress.record()}
             arrays, buffers = self._resources.arrays, self._resources.buffers
             snapshots.save(
                 Path(path), arrays, buffers, meta, overwrite=overwrite, ranks=self._ranks, share=self._resources.share

@@ -28,6 +28,7 @@ from penstock.state.commits import Commits
 from penstock.state.shared import SharedArrays
 from penstock.state.values import Arrays, Values
 from penstock.store.owner import Owner
+from penstock.store.parts import of_rank
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, group_parameters
 from penstock.tape.guard import guard
@@ -122,8 +123,8 @@ def open_resources(
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     optimizer = StreamedOptimizer(settings.optimizer, trained)
     strands = ranks.size if settings.strands is None else settings.strands
-    whose: dict[str, Any] = {"rank": ranks.rank, "ranks": ranks.size, "whole": share.size < ranks.size}
-    description = start.describe_model(groups, buffers, precision, settings.optimizer, strands, **whose)
+    description = start.describe_model(groups, buffers, precision, settings.optimizer, strands)
+    description |= of_rank(ranks.rank, ranks.size, whole=share.size == 1)
     check_strands(strands, ranks.size)
     names = [[name, *parameter] for group in description["groups"] for name, *parameter in group["parameters"]]
     ranks.agree_on_each({"model": type(model).__name__, "parameters of the model": _digest(names)})

@@ -17,7 +17,6 @@ from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays, parts_of
 from penstock.state.buffers import Buffers
 from penstock.state.memory import BOUNCE, HostSlab
-from penstock.store.parts import of_rank
 from penstock.tape.groups import ParamGroup
 from penstock.tape.init import initialise, materialise_buffers
 
@@ -158,13 +157,9 @@ def describe_model(
     precision: str,
     optimizer: OptimizerSpec,
     strands: int = 1,
-    *,
-    rank: int = 0,
-    ranks: int = 1,
-    whole: bool = False,
 ) -> dict[str, Any]:
-    """What a store or a snapshot is made for; two that are equal can be exchanged. ``rank``, ``ranks``: whose store it
-    is, of so many. ``whole``: each of them has all of the state, and not a part of it."""
+    """What a store or a snapshot is made for; two that are equal can be exchanged. Whose it is, of several ranks, is
+    added to it (``store.parts.of_rank``)."""
     made: dict[str, Any] = {
         "precision": precision,
         "optimizer": [type(optimizer).__name__, *optimizer.moment_names],
@@ -181,4 +176,4 @@ def describe_model(
     }
     if strands > 1:
         made["strands"] = strands
-    return made | of_rank(rank, ranks, whole=whole)
+    return made

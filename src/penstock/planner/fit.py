@@ -112,7 +112,7 @@ class Request(StreamConfig):
 
     def seat(self, settings: Settings) -> Seat:
         """That of each rank."""
-        return streaming_seat(Mesh(data=self.ranks).everyone(), settings.stage)
+        return streaming_seat(self.ranks, settings.stage)
 
     def peak_bytes(self, settings: Settings, tier: Tier) -> int:
         """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
@@ -283,7 +283,7 @@ def _pooled(route: Route, settings: Settings, ranks: int) -> tuple[int, int]:
 @lru_cache(maxsize=256)
 def provision(route: Route, settings: Settings, ranks: int = 1) -> Provision:
     """What a step with these settings takes of its pools."""
-    return Provision(route, settings, streaming_seat(Mesh(data=ranks).everyone(), settings.stage))
+    return Provision(route, settings, streaming_seat(ranks, settings.stage))
 
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:

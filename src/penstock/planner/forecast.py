@@ -159,7 +159,7 @@ class Forecast:
             host_bytes=task.budget.host_bytes,
             slots=task.budget.slots,
             scratch=self.scratch_bytes,
-            ranks=task.parts(task.ranks),
+            cut=task.parts(task.ranks),
         )
         return {"train": train} | {str(phase): sizes for phase, sizes in outside.items()}
 

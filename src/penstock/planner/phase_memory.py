@@ -50,7 +50,7 @@ def peaks_outside_steps(
     slots: int,
     scratch: int = 0,
     from_meta: bool = True,
-    ranks: int = 1,
+    cut: int = 1,
 ) -> dict[Phase, Peaks]:
     """Bytes that each tier holds at most in each phase outside of steps.
 
@@ -65,7 +65,8 @@ def peaks_outside_steps(
             (``Request.scratch_bytes``).
         from_meta: whether the engine initialises the model. The check that everything was filled takes one byte for
             each element of a parameter; the group's largest is taken to be all of it.
-        ranks: that have such a program, of as many parts: groups are made, and visit the device, whole.
+        cut: into how many parts groups are cut, of which the program has one: they are made, and visit the device,
+            whole.
 
     Returns:
         ``load``: a fresh start (``engine.start.fill``, ``_write_group``): a group in fp32, then written to its home.
@@ -93,12 +94,12 @@ def peaks_outside_steps(
     def peaks(device: int, host: int, more_disk: int = 0) -> Peaks:
         return {"device": device, "host": host, "disk": base["disk"] + more_disk}
 
-    whole = [ranks * g.numel for g in program.groups]
+    whole = [cut * g.numel for g in program.groups]
     filling = max(numel * FP32 + max(BOUNCE, numel if from_meta else 0) for numel in whole)
     placing = _moving(sizes, first, wanted)
     return {
         "load": peaks(start["device"], start["host"] + filling),
-        "probe": peaks(start["device"] + _probing(program, form, first, parts, ranks), start["host"] + BOUNCE),
+        "probe": peaks(start["device"] + _probing(program, form, first, parts, cut), start["host"] + BOUNCE),
         "place": peaks(placing["device"], placing["host"] + (BOUNCE if first != wanted else 0)),
         "save": peaks(step["device"], step["host"] + BOUNCE, saved + scratch),
         "resume": peaks(max(start["device"], step["device"]), max(start["host"], step["host"]) + BOUNCE, scratch),
@@ -136,12 +137,12 @@ def _moving(sizes: Sequence[int], now: Sequence[Tier], wanted: Sequence[Tier]) -
     return most
 
 
-def _probing(program: Program, form: Format, first: Sequence[Tier], parts: Sequence[Array], ranks: int) -> int:
+def _probing(program: Program, form: Format, first: Sequence[Tier], parts: Sequence[Array], cut: int) -> int:
     """Device bytes of one micro-batch on its way through the model and back, with the weights of a stage at a time."""
     there = {p.group for p, tier in zip(parts, first, strict=True) if not p.state and tier == "device"}
 
     def weights(groups: Sequence[int]) -> int:
-        return ranks * sum(program.groups[g].numel * form.weight_bytes for g in groups if g not in there)
+        return cut * sum(program.groups[g].numel * form.weight_bytes for g in groups if g not in there)
 
     most = alive = 0
     for stage in program.stages:

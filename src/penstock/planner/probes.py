@@ -169,7 +169,7 @@ def _in_host_memory(program: Program) -> Placement:
 @lru_cache(maxsize=4096)
 def _probe(program: Program, settings: Settings, one_by_one: bool, ranks: int) -> Probe:
     """The facts of a program's schedule, whose groups have one chunk for each of their parts."""
-    seat = streaming_seat(Mesh(data=ranks).everyone(), settings.stage)
+    seat = streaming_seat(ranks, settings.stage)
     if one_by_one:
         route = horizontal_route(program, settings.micro_batches)
         schedule = horizontal(program, settings, seat=seat)

@@ -93,7 +93,7 @@ class Question:
             disk=request.bottom == "disk",
             host_bytes=request.budget.host_bytes,
             slots=request.budget.slots,
-            ranks=request.parts(request.ranks),
+            cut=request.parts(request.ranks),
         )
 
     def costs_of(self, request: Request) -> Costs:

@@ -35,8 +35,11 @@ class SerialExecutor:
         for op in self._order:
             self.pools.take(op)
             try:
-                with self._streams.run(op.lane, ()) as mark:
+                mark = self._streams.mark(op.lane)
+                with self._streams.on(op.lane):
+                    self._streams.begin(mark, ())
                     mark.moved = self._act(op)
+                    self._streams.end(mark)
             except BaseException as error:
                 error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
                 settle(self._streams, error)

@@ -48,14 +48,6 @@ class HostStreams:
         """Its function has returned."""
         mark.end = time.perf_counter()
 
-    @contextmanager
-    def run(self, lane: Lane, waits: Iterable[Mark]) -> Iterator[Mark]:
-        """An op by itself."""
-        mark = self.mark(lane)
-        self.begin(mark, waits)
-        yield mark
-        self.end(mark)
-
     def restart(self) -> None:
         """Nothing to do: there is one clock."""
 
@@ -126,15 +118,6 @@ class DeviceStreams:
             mark.end = time.perf_counter()
         else:
             mark.done.record(self.streams[mark.lane])
-
-    @contextmanager
-    def run(self, lane: Lane, waits: Iterable[Mark]) -> Iterator[Mark]:
-        """An op by itself."""
-        mark = self.mark(lane)
-        with self.on(lane):
-            self.begin(mark, waits)
-            yield mark
-            self.end(mark)
 
     def used_on(self, lane: Lane, tensor: torch.Tensor) -> None:
         """Keep the tensor's memory from being reused before the lane's work that is queued now is done."""

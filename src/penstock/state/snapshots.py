@@ -54,8 +54,11 @@ def save(
     entries = [(name, page_up(part.nbytes)) for name, part in arrays.parts.items()] + buffers.sizes()
     grids = {name: part.grid for name, part in arrays.parts.items()}
 
+    left_out = OF_RANK if share.size == 1 else {"world"}  # a run's stores belong to each other, and it to any run
+    account = {**meta, "model": {key: value for key, value in meta["model"].items() if key not in left_out}}
+
     def write() -> None:
-        with SnapshotWriter(path, entries, dict(meta), overwrite=overwrite, grids=grids) as writer:
+        with SnapshotWriter(path, entries, account, overwrite=overwrite, grids=grids) as writer:
             _fill(writer, arrays, buffers)
             writer.finish()
 
@@ -70,8 +73,8 @@ def save(
         assert found is not None, "the first rank has made one"
         folder, name = found
         own = part_folder(folder, ranks.rank)
-        account = {**meta, PART_OF: name}
-        ranks.jointly("part of the snapshot", lambda: _write_part(own, layout, account, arrays, buffers))
+        of_part = {**account, PART_OF: name}
+        ranks.jointly("part of the snapshot", lambda: _write_part(own, layout, of_part, arrays, buffers))
         ranks.jointly("snapshot", lambda: None if place is None else _put(place, name, ranks.size))
 
 

@@ -27,6 +27,7 @@ from math import ceil
 from typing import Literal
 
 from penstock.config import Tier
+from penstock.config.step import parts_of
 from penstock.errors import ConfigError
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
@@ -65,7 +66,7 @@ def lower_program(request: Request, streaming: Streaming) -> World:
         ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
     """
     s, ranks, program = settings(request, streaming), Mesh(data=request.ranks).everyone(), _part(request)
-    seat = streaming_seat(ranks, s.stage)
+    seat = streaming_seat(request.ranks, s.stage)
     if streaming.sharding is not None and request.ranks > 1:
         seat = Seat(shards=ranks, sharding=streaming.sharding)
     build, at_once = (vertical, s.micro_batches) if streaming.order == "vertical" else (horizontal, 1)
@@ -107,8 +108,7 @@ def _part(request: Request) -> Program:
     """What a rank has of the program."""
     if request.program is None:
         raise ConfigError(f"{request.family} streams the groups of a program: give it one")
-    parts = 1 if request.stage == 0 else request.ranks
-    return Mesh(data=parts).everyone().part(request.program)
+    return Mesh(data=parts_of(request.stage, request.ranks)).everyone().part(request.program)
 
 
 def _blocks(request: Request) -> tuple[int, ...]:

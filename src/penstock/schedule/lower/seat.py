@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.config import ZeroStage
-from penstock.schedule.lower.mesh import ALONE, ProcessGroup
+from penstock.schedule.lower.mesh import ALONE, Mesh, ProcessGroup
 from penstock.schedule.place import Placement
 
 
@@ -102,8 +102,11 @@ def not_streamed(seat: Seat, place: Placement) -> str:
     return ""
 
 
-def streaming_seat(shards: ProcessGroup, stage: ZeroStage = 3) -> Seat:
-    """The seat of a rank that streams what it has of what ``shards`` have together, in a stage of ZeRO."""
-    if shards.size == 1:
+def streaming_seat(ranks: int, stage: ZeroStage = 3) -> Seat:
+    """The seat of each of so many ranks that stream what they have of a program, in a stage of ZeRO."""
+    if ranks == 1:
         return ONE_RANK
-    return Seat(shards=shards, sharding={3: SUMMED, 2: GATHERED_ONCE, 1: GATHERED_ONCE, 0: REPLICATED}[stage])
+    return Seat(
+        shards=Mesh(data=ranks).everyone(),
+        sharding={3: SUMMED, 2: GATHERED_ONCE, 1: GATHERED_ONCE, 0: REPLICATED}[stage],
+    )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from penstock.config import GradDtype
+from penstock.config.step import parts_of
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.ir.ops import Op, Schedule
@@ -115,7 +116,7 @@ class Needs:
             grad_dtype=s.grad_dtype,
             train=s.train,
             ranks=ranks,
-            parts=ranks if s.stage else 1,
+            parts=parts_of(s.stage, ranks),
             strands=s.strands,
         )
 
