@@ -14,12 +14,12 @@ class Launched:
     """A program on each of some ranks: ``-m MODULE`` or ``-c CODE``, and what it is given."""
 
     def __init__(self, size: int, words: Sequence[str | Path], cwd: Path) -> None:
-        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # that of torchrun's agent
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # that of torchrun's agent
         given = {
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": "localhost",
-            "MASTER_PORT": self._store.port,
+            "MASTER_PORT": self.store.port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_RUN_ID": "none",
             "TORCHELASTIC_RESTART_COUNT": 0,

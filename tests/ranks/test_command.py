@@ -4,13 +4,14 @@ import filecmp
 import json
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import warm
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 from tests.ranks.launched import Launched, launched
 from tests.runs import write_run
 
@@ -114,6 +115,26 @@ def test_ranks_that_each_have_all_of_the_state_do_the_same(alone: Path, tmp_path
     penstock(tmp_path, "export", "run", "out")
     names = sorted(path.name for path in (alone / "out").iterdir())
     assert filecmp.cmpfiles(alone / "out", tmp_path / "out", names, shallow=False) == (names, [], [])
+
+
+MISSING = """
+import os, sys
+from penstock.cli import main
+sys.exit(3 if os.environ["RANK"] == "1" else main())
+"""
+
+
+def test_who_is_missing_is_said_when_torchrun_ends_those_that_wait(tmp_path: Path) -> None:
+    write_run(tmp_path, run=tmp_path / "run")
+    world = Launched(2, ["-c", MISSING, "train", "config.yaml", *STRANDS], tmp_path)
+    until(lambda: world.store.check(["attempt-0/here/0"]))
+    world.processes[0].send_signal(signal.SIGTERM)
+    since = time.monotonic()
+    (code, said, errors), (missing, _, _) = world.outcomes()
+    assert time.monotonic() - since < 5
+    assert (code, missing, said) == (1, 3, "")
+    assert errors == "penstock, rank 0: ended by SIGTERM before all 2 ranks had joined, without rank 1\n"
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_one_rank_finds_wrong_all_say(alone: Path, tmp_path: Path) -> None:

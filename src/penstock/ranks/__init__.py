@@ -2,6 +2,7 @@
 
     start    the mesh of what torchrun has started
     group    the processes; gathers and exchanges of tensors, and what all of them say
+    waiting  calls of torch that wait for all of them
     watch    who has failed, ended, or does not answer
     order    the one order in which the gradients of all ranks are added up
     share    which elements of every param group are whose

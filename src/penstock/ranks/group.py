@@ -16,6 +16,7 @@ from penstock import accelerator
 from penstock.compat.torch import store_of
 from penstock.errors import ConfigError, NonFiniteError, RankError, StoreError
 from penstock.ranks.share import WHOLE, Share
+from penstock.ranks.waiting import LOOK, beside
 from penstock.ranks.watch import Place, Watch
 
 T = TypeVar("T")
@@ -24,8 +25,6 @@ AXIS = "dp_shard"
 """The name of the one axis of a mesh, as torchtitan has it."""
 _PATIENCE = timedelta(days=7)
 """that a rank has with others which prepare data, or load a model; one that is gone is noticed at once"""
-_LOOK = 0.1
-"""seconds after which who waits looks whether there is still somebody to wait for"""
 
 
 class Ranks:
@@ -215,32 +214,21 @@ class Together(Ranks):
         return other
 
     def _join(self, members: Sequence[int], backend: str, device: torch.device) -> "dist.ProcessGroup":
-        """Make a process group. Torch waits for all ranks, be they alive or not: so it does in a thread of its own."""
-        made: list[dist.ProcessGroup | BaseException] = []
+        """Make a process group."""
 
-        def make() -> None:
-            try:
-                if device.type != "cpu":
-                    torch.accelerator.set_device_index(device)
-                group = dist.new_group(
-                    list(members), backend=backend, use_local_synchronization=True, timeout=_PATIENCE
-                )
-                assert isinstance(group, dist.ProcessGroup)
-                made.append(group)
-            except BaseException as error:  # noqa: BLE001 - it is raised below
-                made.append(error)
+        def make() -> dist.ProcessGroup:
+            if device.type != "cpu":
+                torch.accelerator.set_device_index(device)
+            group = dist.new_group(list(members), backend=backend, use_local_synchronization=True, timeout=_PATIENCE)
+            assert isinstance(group, dist.ProcessGroup)
+            return group
 
-        thread = threading.Thread(target=make, name="penstock-join", daemon=True)
-        thread.start()
-        while not made:
-            thread.join(_LOOK)
-            if not made:
-                self.check()
-        if isinstance(made[0], RuntimeError):
-            raise self._watch.lost(made[0]) from made[0]
-        if isinstance(made[0], BaseException):
-            raise made[0]
-        return made[0]
+        try:
+            return beside(make, self.check)
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise self._watch.lost(error) from error
 
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         self._gather(out, part, self._data)
@@ -296,7 +284,7 @@ class Together(Ranks):
         done = threading.Event()
         work.get_future().add_done_callback(lambda _: done.set())
         with self._watch.waits():
-            while not done.wait(_LOOK):
+            while not done.wait(LOOK):
                 if self._watch.failure is not None:
                     self._pending.append((work, tensors))  # the backend still has their addresses
                     self.check()

@@ -1,15 +1,19 @@
 """The mesh of the processes that ``torchrun`` has started."""
 
 import os
+import signal
+import threading
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock import accelerator
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RankError
 from penstock.ranks.group import AXIS
+from penstock.ranks.waiting import beside
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(minutes=30)
@@ -57,7 +61,40 @@ def torchrun_mesh(device: str | None = None) -> DeviceMesh:
         attempt = dist.PrefixStore(  # type: ignore[attr-defined]
             f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
         )
-        dist.init_process_group(
-            dist.get_default_backend_for_device(kind), store=attempt, rank=rank, world_size=size, timeout=_PATIENCE
-        )
+        _start(kind, local, attempt, rank, size)
     return init_device_mesh(kind, (size,), mesh_dim_names=(AXIS,))
+
+
+def _start(kind: str, local: int, attempt: Any, rank: int, size: int) -> None:
+    """Start ``torch.distributed``, which waits for all processes. A SIGTERM meanwhile, by which ``torchrun`` ends those
+    that are left when one has ended, is heard, and says who is missing.
+
+    Raises:
+        RankError: the process is asked to end, and not all have joined.
+    """
+    asked: list[int] = []
+
+    def start() -> None:
+        if kind != "cpu":
+            torch.accelerator.set_device_index(local)
+        backend = dist.get_default_backend_for_device(kind)
+        dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=_PATIENCE)
+
+    def look() -> None:
+        if asked:
+            missing = [other for other in range(size) if not own.check([f"here/{other}"])]
+            who = ", ".join(f"rank {other}" for other in missing) or "another one"
+            raise RankError(f"ended by SIGTERM before all {size} ranks had joined, without {who}")
+
+    own = attempt.clone()  # with a connection of its own: the other's is taken by what waits
+    hears = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if hears:
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    try:
+        own.set(f"here/{rank}", "")
+        beside(start, look)
+    finally:
+        if hears:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if asked:  # as all had joined
+        os.kill(os.getpid(), signal.SIGTERM)
