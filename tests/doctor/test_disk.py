@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from bench import harness
 from penstock.doctor import disk, mounts
 from penstock.doctor.disk import REQUEST, Scratch
 from penstock.errors import ConfigError
+from penstock.hardware.machine import Sustained
 from tests.machines import GIB, SMALL, mount
 
 
@@ -81,25 +83,86 @@ def test_the_file_takes_no_more_than_half_of_what_is_free() -> None:
     assert disk.file_size(mount(), disk.THOROUGH) == GIB
     assert disk.file_size(mount(free=GIB), disk.THOROUGH) == GIB // 2
     assert disk.file_size(mount(free=200 << 20), disk.SUSTAINED) == 96 << 20
+    assert disk.file_size(mount(free=2048 * GIB), disk.SUSTAINED) == 256 * GIB
     assert disk.file_size(mount(file_system="nfs4"), disk.THOROUGH) == GIB // 4
 
 
-def test_a_drive_whose_cache_fills_is_measured_past_it(tmp_path: Path) -> None:
-    effort = replace(SMALL, fill=5.0)
-    with Scratch(tmp_path, effort.nbytes, depth=1, io_threads=1) as made:
-        fast, written = made.files.write, 0
+def _throttled(made: Scratch, seconds: Callable[[int], float]) -> None:
+    """Make a scratch file's writes take as long as ``seconds`` says, from the bytes that were written before."""
+    written = 0
 
-        def write(address: int, view: memoryview) -> None:
-            nonlocal written
-            written += len(view)
-            if written > effort.nbytes // 2:
-                time.sleep(0.1)
-            fast(address, view)
+    def write(address: int, view: memoryview) -> None:
+        nonlocal written
+        time.sleep(seconds(written))
+        written += len(view)
 
-        made.files.write = write  # type: ignore[method-assign]
+    made.files.write = write  # type: ignore[method-assign]
+
+
+SETTLE = disk.Settle(nbytes=2048 << 20, span=0.1, seconds=5.0)
+_CACHE = 512 << 20
+
+
+def test_a_drive_whose_cache_fills_has_a_burst_and_a_sustained_rate(tmp_path: Path) -> None:
+    effort = replace(SMALL, settle=SETTLE)
+    with Scratch(tmp_path, disk.file_size(mount(), effort), depth=1, io_threads=1) as made:
+        _throttled(made, lambda written: 0.001 if written < _CACHE else 0.01)
         found = disk.measure(made, effort)
-    assert found.last < REQUEST / 0.1 < found.first
-    assert found.write < REQUEST / 0.1
+    assert found.sustained is not None
+    assert found.settled
+    assert found.sustained.write < REQUEST / 0.01 < found.write
+    assert max(found.sustained.write_both, found.last) < REQUEST / 0.01 < min(found.write_both, found.first)
+    assert SMALL.nbytes < found.sustained.after == found.filled < SETTLE.nbytes  # it ends once that is known
+
+
+def test_a_drive_that_is_never_slower_sustains_what_was_measured(tmp_path: Path) -> None:
+    settle = replace(SETTLE, nbytes=512 << 20)
+    effort = replace(SMALL, settle=settle)
+    with Scratch(tmp_path, disk.file_size(mount(), effort), depth=1, io_threads=1) as made:
+        _throttled(made, lambda written: 0.005)
+        found = disk.measure(made, effort)
+    assert found.sustained == Sustained(
+        write=found.write, read_both=found.read_both, write_both=found.write_both, after=settle.nbytes
+    )
+    assert found.settled
+
+
+def test_a_small_file_system_has_no_room_to_settle_in(tmp_path: Path) -> None:
+    effort = replace(SMALL, fill=1.0, settle=SETTLE)
+    with Scratch(tmp_path, SMALL.nbytes, depth=1, io_threads=1) as made:
+        found = disk.measure(made, effort)
+    assert found.sustained is not None
+    assert found.sustained.after == SMALL.nbytes
+    assert found.sustained.write == found.write
+
+
+def _written(*rates: float) -> list[tuple[float, int]]:
+    """(seconds, bytes) of a tenth of a second at each of these rates, one after the other."""
+    ends = [(0.0, 0)]
+    for rate in rates:
+        at, nbytes = ends[-1]
+        ends += [(at + n / 100, nbytes + round(n * rate / 100)) for n in range(1, 11)]
+    return ends
+
+
+def test_a_rate_has_settled_when_it_fell_and_stays() -> None:
+    assert not SETTLE.fell(_written(100, 95), 100)
+    assert not SETTLE.settled(_written(100, 95, 95), 100)  # it may be the cache alone
+    assert SETTLE.fell(_written(100, 50), 100)
+    assert not SETTLE.settled(_written(100, 50), 100)
+    assert not SETTLE.settled(_written(100, 70, 50), 100)  # and goes on falling
+    assert SETTLE.settled(_written(100, 70, 50, 48), 100)
+    assert SETTLE.settled(_written(50, 50), 100)  # it fell before this began
+
+
+def test_a_rate_that_still_falls_when_the_room_is_over_has_not_settled(tmp_path: Path) -> None:
+    settle = replace(SETTLE, nbytes=400 << 20)
+    effort = replace(SMALL, settle=settle)
+    with Scratch(tmp_path, disk.file_size(mount(), effort), depth=1, io_threads=1) as made:
+        _throttled(made, lambda written: 0.001 * 1.05 ** (written // REQUEST))
+        found = disk.measure(made, effort)
+    assert found.filled == settle.nbytes
+    assert not found.settled
 
 
 def test_a_file_system_without_files_is_not_measured() -> None:

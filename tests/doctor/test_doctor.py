@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ from penstock import accelerator
 from penstock.cli import main
 from penstock.cli.doctor import Arguments, describe
 from penstock.cli.words import read_words
-from penstock.doctor import device, examine, work
+from penstock.config import format_size
+from penstock.doctor import device, disk, examine, mounts, work
 from penstock.doctor.disk import Scratch
 from penstock.errors import ConfigError
-from penstock.hardware.machine import Machine, load_machine, parse_machine
+from penstock.hardware.machine import Machine, Sustained, load_machine, parse_machine
 from penstock.hardware.profiles import find_profile, profile_folder
 from penstock.schedule.program import ALIGN
 from tests import warm
@@ -98,6 +100,22 @@ def test_the_switches_choose_the_effort(
 ) -> None:
     assert main(["doctor", switch, "--path", str(tmp_path)]) == 0
     assert measured == [getattr(examine, effort)]
+
+
+def test_what_is_written_until_a_rate_settles_is_said_beforehand(
+    tmp_path: Path, cache: Path, measured: list[examine.Effort], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--sustained", "--path", str(tmp_path)]) == 0
+    most = format_size(disk.file_size(mounts.look(tmp_path), disk.SUSTAINED))
+    out, _ = capsys.readouterr()
+    assert out.startswith(f"Writes up to {most} in {tmp_path}, until the rate at which the drive takes it has settled")
+
+
+def test_a_sustained_rate_is_shown_below_the_burst(tmp_path: Path) -> None:
+    left = Sustained(write=4e8, read_both=1e9, write_both=3e8, after=100 * GIB)
+    text = describe(Machine(name="box", host=host(), device=gpu(), drives=(drive(sustained=left),)))
+    assert re.search(r"/d +5 +3 +4 \+ 2\.5 .*\n +after 100 GiB +0\.4 +1 \+ 0\.3\n", text)
+    assert "plans write at the sustained rate" in text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,18 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.hardware import profiles
-from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine, Network, load_machine, parse_machine
+from penstock.hardware.drives import used_rates
+from penstock.hardware.machine import (
+    Crossing,
+    Device,
+    Drive,
+    Host,
+    Machine,
+    Network,
+    Sustained,
+    load_machine,
+    parse_machine,
+)
 
 
 def drive(path: Path | str, **changes: Any) -> Drive:
@@ -48,6 +59,7 @@ def machine(*drives: Drive, **changes: Any) -> Machine:
     return replace(made, **changes)
 
 
+SUSTAINED = Sustained(write=5e8, read_both=1e9, write_both=4e8, after=10**11)
 CROSSING = Crossing(
     grad_bf16=9e9,
     grad_fp32=5e9,
@@ -73,6 +85,23 @@ def test_a_profile_from_before_there_was_a_crossing_has_none() -> None:
     data = json.loads(machine().to_json())
     del data["crossing"]
     assert parse_machine(json.dumps(data), "x") == machine()
+
+
+def test_a_profile_from_before_the_sustained_rate_was_measured_is_read() -> None:
+    made = machine(drive("/a"), drive("/b", sustained=SUSTAINED))
+    data = json.loads(made.to_json())
+    assert parse_machine(json.dumps(data), "box.json") == made
+    del data["drives"][0]["sustained"]
+    assert parse_machine(json.dumps(data), "box.json") == made
+
+
+def test_a_run_gets_the_sustained_rates_where_they_are_known() -> None:
+    slower, unknown = drive("/a", sustained=SUSTAINED), drive("/b")
+    assert slower.steady == drive("/a", write=5e8, read_both=1e9, write_both=4e8)
+    assert unknown.steady == unknown
+    assert used_rates([slower]).endswith("at the sustained rate")
+    assert "but for /b, where" in used_rates([slower, unknown])
+    assert "at the rate of the first seconds: doctor --sustained" in used_rates([unknown])
 
 
 Data = dict[str, Any]
@@ -131,6 +160,14 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"drives\[0\]\.kind='banana' is not ssd or hdd or",
     ),
     "a kind that is no word": (lambda d: d["drives"][0].update(kind=[]), r"drives\[0\]\.kind=\[\] is not ssd or"),
+    "half a byte": (
+        lambda d: d["drives"][0]["sustained"].update(after=1.5),
+        r"drives\[0\]\.sustained\.after=1\.5 must",
+    ),
+    "missing in the sustained rates": (
+        lambda d: d["drives"][0]["sustained"].pop("write"),
+        r"key drives\[0\]\.sustained\.write is missing",
+    ),
     "half a node": (lambda d: d["drives"][0].update(node="0"), r"drives\[0\]\.node='0' is not a number"),
 }
 
@@ -138,7 +175,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_right_is_refused_by_its_key(name: str) -> None:
     change, message = WRONG[name]
-    data = json.loads(machine(drive("/a"), crossing=CROSSING).to_json())
+    data = json.loads(machine(drive("/a", sustained=SUSTAINED), crossing=CROSSING).to_json())
     change(data)
     with pytest.raises(ConfigError, match=f"box.json: {message}"):
         parse_machine(json.dumps(data), "box.json")

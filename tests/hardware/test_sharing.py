@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 
 from penstock.config import Budget
 from penstock.errors import ConfigError
-from penstock.hardware.machine import Between, Machine, Network
+from penstock.hardware.machine import Between, Machine, Network, Sustained
 from penstock.hardware.sharing import crowding, drives_of, knows_ranks, of_each_rank
-from tests.machines import drive, gpu, host
+from tests.machines import GIB, drive, gpu, host
 
 RANKS = st.integers(2, 9)
 BETWEEN = (
     Between(ranks=2, bandwidth=1e9, latency=1e-3, contention={"net+cpu": 0.5}),
     Between(ranks=4, bandwidth=6e8, latency=3e-3),
 )
+LEFT = Sustained(write=1.5e9, read_both=4e9, write_both=1e9, after=GIB)
 
 
 def machine(*, drives: int = 0, cores: int = 8, kind: str = "cpu") -> Machine:
@@ -25,7 +26,7 @@ def machine(*, drives: int = 0, cores: int = 8, kind: str = "cpu") -> Machine:
         name="box",
         host=host(cores=cores),
         device=device,
-        drives=tuple(drive(path=f"/d{i}") for i in range(drives)),
+        drives=tuple(drive(path=f"/d{i}", sustained=LEFT) for i in range(drives)),
         between=BETWEEN,
         contention={"cpu+h2d": 0.3, "net+cpu": 0.1},
     )
@@ -63,6 +64,8 @@ def test_drives_are_dealt_as_directories_are(ranks: int, count: int) -> None:
     for rank, own in enumerate(dealt):
         folders = [str(path.parent) for path in budget.of_rank(rank, ranks).disk_paths]
         assert [d.path for d in own] == folders
+        for part in own:
+            assert part.steady.write / part.write == pytest.approx(0.5)
     for d in whole.drives:
         shares = [part.read for own in dealt for part in own if part.path == d.path]
         assert sum(shares) == pytest.approx(d.read)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.config import Budget, format_size
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.machine import Machine, Network
+from penstock.hardware.machine import Machine, Network, Sustained
 from penstock.hardware.profiles import machine_named
 from penstock.planner.advice import advice, refusal, round_up, smallest
 from penstock.planner.ask import plan, report
@@ -250,6 +250,15 @@ def test_a_forecast_adds_up() -> None:
 def test_a_drive_without_a_rating_has_no_life_to_tell() -> None:
     asked = task(host=12 * MIB, machine=replace(SLOW, drives=(replace(DRIVE, tbw=None),)))
     assert forecast(asked, searched(asked.question(2, 2)), 2).wear.days is None
+
+
+def test_a_plan_for_state_on_disk_writes_at_the_sustained_rate() -> None:
+    half = Sustained(write=DRIVE.write / 2, read_both=DRIVE.read_both, write_both=DRIVE.write_both / 2, after=1 << 30)
+    slower = replace(SLOW, drives=(replace(DRIVE, sustained=half),))
+    asked = [task(host=12 * MIB, machine=machine) for machine in (SLOW, slower)]
+    first, later = (forecast(one, searched(one.question(2, 4)), 2) for one in asked)
+    rates = [found.lanes["write"].nbytes / found.lanes["write"].work for found in (first, later)]
+    assert rates == pytest.approx([DRIVE.write, DRIVE.write / 2], rel=0.02)
 
 
 def test_a_constant_that_planning_repeats_because_it_imports_no_torch() -> None:

@@ -14,6 +14,7 @@ from penstock.cli.words import Words, columns
 from penstock.config import format_size
 from penstock.errors import ConfigError
 from penstock.hardware.crossing import faster_casts
+from penstock.hardware.drives import used_rates
 from penstock.hardware.machine import Between, Crossing, Device, Drive, Host, Machine
 from penstock.hardware.profiles import save_profile
 
@@ -30,7 +31,8 @@ class Arguments(Words):
     | ``quick`` | in a quarter of the time, and less exactly |
     | ``ranks`` N | measure what N processes send each other, where several train one model on the processors; without
     it 2, and as many more as there are cores; none with ``quick`` |
-    | ``sustained`` | fill the cache of each drive first: writes up to 64 GiB, for up to three minutes |
+    | ``sustained`` | write each drive until the rate settles, and keep that rate beside the first one: up to 256 GiB or
+    half of what is free, for up to five minutes; plans for state on disk take it |
     | ``json`` | print the profile, and nothing else, on standard output |
     """
 
@@ -73,6 +75,8 @@ def run(arguments: Arguments) -> int:
     if arguments.ranks and where.type != "cpu":
         raise ConfigError(f"--ranks: what ranks on several {where.type} devices send each other cannot be measured yet")
     ranks = arguments.ranks or (() if arguments.quick else examine.numbers_of_ranks(where))
+    for text in examine.announced(arguments.paths, effort):
+        display.say(text)
     machine = examine.examine(arguments.paths, effort, where, display.working, ranks)
     if arguments.json:
         print(machine.to_json(), end="")
@@ -178,6 +182,12 @@ def _drives(drives: Sequence[Drive]) -> Iterator[str]:
             f"    {drive.path:<{width - 2}}{_gb(drive.read):>8}{_gb(drive.write):>8}{both:>16}"
             f"{format_size(drive.free):>12}  {drive.kind}{node}"
         )
+        if (left := drive.sustained) is not None:
+            both = f"{_gb(left.read_both)} + {_gb(left.write_both)}"
+            after = f"after {format_size(left.after)}"
+            yield f"    {'  ' + after:<{width - 2}}{'':>8}{_gb(left.write):>8}{both:>16}"
+    if any(drive.kind not in ("tmpfs", "network") for drive in drives):
+        yield "    " + used_rates(drives)
 
 
 def _contention(machine: Machine) -> Iterator[str]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from penstock.cli.disk_summary import cost_of_a_kill, gain_of_none, reason
 from penstock.config import Tier, ZeroStage, format_size
+from penstock.hardware.drives import used_rates
 from penstock.planner.alternatives import Means
 from penstock.planner.as_json import shares
 from penstock.planner.ask import PlanReport
@@ -172,6 +173,7 @@ def _disk(f: Forecast) -> Iterator[str]:
     wear = f.wear
     if not wear.written_bytes:
         return
+    yield f"drives      {used_rates(f.task.machine.drives)}"
     by = "rank and step" if f.task.ranks > 1 else "step"
     text = f"disk wear   {format_size(wear.written_bytes)} written per {by}, {wear.per_parameter:.1f} B per parameter"
     if wear.days is None or wear.steps is None or wear.tbw is None:

@@ -7,16 +7,21 @@ read without touching the drive, and first writes cost more than later ones), an
 Everything is bounded in time and not in bytes, so that a disk of 100 MB/s takes no longer than one of 10 GB/s: of the
 file, only what was written in that time is used. The first part of each measurement does not count: a disk that is held
 to a rate by the system lets a burst through first.
+
+Most SSDs take what is written into faster cells at first, and are several times slower once these are full. The
+*sustained* rate is found by writing on until the rate settles (``Settle``), and measuring again without a pause.
 """
 
+import math
 import secrets
 import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,29 +33,64 @@ from penstock.config import format_size
 from penstock.doctor.mounts import Mount
 from penstock.doctor.pace import Load, Span, rate, rates
 from penstock.errors import ConfigError
+from penstock.hardware.machine import Sustained
 from penstock.store.packed import PackedFile, allocate
 from penstock.store.transfer import REQUEST, StripedFiles, aligned_bytes, byte_view
 
 _MIB = 1 << 20
+_FELL = 0.8
+_STEADY = 0.1
+Ends = Sequence[tuple[float, int]]
+"""(seconds since the start, bytes written by then), in order."""
 LEAST = 8 * REQUEST
 """Bytes of the smallest file to measure with."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Settle:
+    """How long a drive is written until its rate has settled: ``nbytes`` and ``seconds`` at most.
+
+    The rate has settled when it has fallen, and the last ``span`` seconds went at the rate of the ``span`` before them,
+    to 10%. It has fallen when it is below 0.8 of the rate at which writing began. A drive whose rate does not fall is
+    written to the end of what is allowed, since its cache may be larger than what has been written so far.
+    """
+
+    nbytes: int
+    span: float
+    seconds: float
+
+    def fell(self, ends: Ends, first: float) -> bool:
+        """Whether the last span went slower than ``first``, at which writing began, or than its own first span."""
+        last = ends[-1][0]
+        if len(ends) == 1:  # there was no room for more than what had been written before
+            return False
+        return _between(ends, last - self.span, last) < _FELL * max(first, _between(ends, 0.0, self.span))
+
+    def settled(self, ends: Ends, first: float) -> bool:
+        """Whether the rate has fallen and stays where it is."""
+        last = ends[-1][0]
+        if last < 2 * self.span or not self.fell(ends, first):
+            return False
+        before = _between(ends, last - 2 * self.span, last - self.span)
+        return before > 0 and abs(_between(ends, last - self.span, last) / before - 1) <= _STEADY
+
+
+@dataclass(frozen=True, kw_only=True)
 class Effort:
     """The extent of a measurement: bytes of the file at most, seconds of filling it, and of each of ``rounds``
-    measurements.
+    measurements. ``settle``: what is written after that, to find the sustained rate; None: nothing.
     """
 
     nbytes: int
     fill: float
     seconds: float
     rounds: int
+    settle: Settle | None = None
 
 
 THOROUGH = Effort(nbytes=1024 * _MIB, fill=2.0, seconds=0.7, rounds=3)
 QUICK = Effort(nbytes=512 * _MIB, fill=0.8, seconds=0.7, rounds=1)
-SUSTAINED = Effort(nbytes=64 * 1024 * _MIB, fill=180.0, seconds=3.0, rounds=3)
+SUSTAINED = replace(THOROUGH, settle=Settle(nbytes=256 * 1024 * _MIB, span=10.0, seconds=300.0))
 """Writes past the cache that most drives have in front of their slower cells."""
 
 
@@ -65,11 +105,15 @@ class DiskRates:
     direct: bool
     """true if the file system did without the page cache"""
     filled: int
-    """bytes written in a row before the measurements"""
+    """bytes written in a row, at first or until the rate settled"""
     first: float
-    """rate of the first quarter of them"""
+    """rate at which writing began"""
     last: float
-    """rate of the last quarter"""
+    """rate of the last quarter of them; until the rate settled, of the last span"""
+    sustained: Sustained | None = None
+    """None: it was not asked for"""
+    settled: bool = True
+    """false if the rate was still falling when time or space was over"""
 
 
 class Scratch:
@@ -111,24 +155,30 @@ class Scratch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.files.close()
 
-    def fill(self, seconds: float) -> list[tuple[float, int]]:
-        """Write the file from its start, until it is full or the time is over: (seconds since the start, bytes).
+    def fill(
+        self, seconds: float, nbytes: int | None = None, enough: Callable[[Ends], bool] = lambda ends: False
+    ) -> list[tuple[float, int]]:
+        """Write the file on from where it ends, until it has ``nbytes`` (None: is full), the time is over, or it is
+        ``enough``: (seconds since the start, bytes).
 
         What is written, a few requests at least, is what is read and written from then on.
         """
         begun, ends, lock = time.perf_counter(), [(0.0, 0)], threading.Lock()
         over = threading.Event()
+        most = self._chunks if nbytes is None else min(self._chunks, nbytes // REQUEST)
 
         def write_next(buffer: memoryview) -> None:
             with lock:
                 chunk = self.used
-                if chunk == self._chunks:
+                if chunk >= most:
                     over.set()
                     return
                 self.used += 1
             self.files.write(chunk * REQUEST, buffer)
             with lock:
                 ends.append((time.perf_counter() - begun, len(ends) * REQUEST))
+                if enough(ends):
+                    over.set()
 
         def work(buffer: memoryview) -> None:
             while not over.is_set():
@@ -204,7 +254,7 @@ def file_size(mount: Mount, effort: Effort) -> int:
     """
     if not mount.size:
         raise ConfigError(f"{mount.file_system} has no room for files: give a directory on a drive")
-    wanted = effort.nbytes
+    wanted = effort.nbytes if effort.settle is None else effort.settle.nbytes
     if mount.far:  # these often cannot preallocate, so that all of the file is written with zeros first
         wanted = min(wanted, 256 * _MIB)
     size = min(wanted, mount.free // 2) // REQUEST * REQUEST
@@ -217,8 +267,10 @@ def file_size(mount: Mount, effort: Effort) -> int:
 
 
 def measure(scratch: Scratch, effort: Effort) -> DiskRates:
-    """Fill the file, then measure each direction alone and both together, in turn; medians over the rounds."""
-    ends = scratch.fill(effort.fill)
+    """Fill the file, then measure each direction alone and both together, in turn; medians over the rounds. Where it is
+    asked for, write on until the rate settles, and measure what a drive is slower in then.
+    """
+    ends = scratch.fill(effort.fill, effort.nbytes)
     span = Span(
         warm=min(0.2, effort.seconds / 3), seconds=effort.seconds, calls=3, at_most=3 * max(effort.seconds, 1.0)
     )
@@ -230,15 +282,60 @@ def measure(scratch: Scratch, effort: Effort) -> DiskRates:
         found["read_both"].append(both["read"])
         found["write_both"].append(both["write"])
     quarter = max(1, len(ends) // 4)
-    return DiskRates(
-        **{name: statistics.median(values) for name, values in found.items()},
+    burst = DiskRates(
+        read=statistics.median(found["read"]),
+        write=statistics.median(found["write"]),
+        read_both=statistics.median(found["read_both"]),
+        write_both=statistics.median(found["write_both"]),
         direct=scratch.direct,
         filled=ends[-1][1],
         first=_slope(ends[: quarter + 1]),
         last=_slope(ends[-quarter - 1 :]),
     )
+    return burst if effort.settle is None else _sustained(scratch, effort.settle, burst, _slope(ends))
 
 
-def _slope(ends: list[tuple[float, int]]) -> float:
+def _sustained(scratch: Scratch, settle: Settle, burst: DiskRates, first: float) -> DiskRates:
+    """The rates with what is left of them once writing has settled. Where it never falls, that is what they are.
+
+    Both directions come first, and there is no pause before them: in one a drive makes room in its cache.
+    """
+    reached = False
+
+    def enough(ends: Ends) -> bool:  # what is under way then still ends, and must not change the verdict
+        nonlocal reached
+        reached = reached or settle.settled(ends, first)
+        return reached
+
+    ends = scratch.fill(settle.seconds, enough=enough)
+    last, after = ends[-1][0], scratch.used * REQUEST
+    if not settle.fell(ends, first):
+        same = Sustained(write=burst.write, read_both=burst.read_both, write_both=burst.write_both, after=after)
+        return replace(burst, filled=after, sustained=same)
+    span = Span(warm=0.0, seconds=settle.span / 2, calls=3, at_most=3 * settle.span)
+    both, write = rates([scratch.reading(), scratch.writing()], span), rate(scratch.writing(), span)
+    left = Sustained(
+        write=min(write, burst.write),
+        read_both=min(both["read"], burst.read_both),
+        write_both=min(both["write"], burst.write_both),
+        after=after,
+    )
+    return replace(
+        burst,
+        filled=after,
+        first=max(first, _between(ends, 0.0, settle.span)),
+        last=_between(ends, last - settle.span, last),
+        sustained=left,
+        settled=reached,
+    )
+
+
+def _slope(ends: Ends) -> float:
     (begun, before), (ended, after) = ends[0], ends[-1]
     return (after - before) / (ended - begun)
+
+
+def _between(ends: Ends, start: float, stop: float) -> float:
+    """Bytes per second of what ended between two times."""
+    first, last = (bisect_left(ends, (at, math.inf)) - 1 for at in (max(start, 0.0), stop))
+    return (ends[last][1] - ends[first][1]) / (ends[last][0] - ends[first][0]) if last > first else 0.0

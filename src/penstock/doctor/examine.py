@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from penstock import accelerator
+from penstock.config import format_size
 from penstock.doctor import between, contention, crossing, device, disk, mounts, optimizer, overhead, system, work
 from penstock.doctor.disk import DiskRates, Scratch
 from penstock.doctor.findings import Seen, findings
@@ -65,6 +66,23 @@ def check_paths(paths: Sequence[Path]) -> tuple[Path, ...]:
             raise ConfigError(f"--path {path} and --path {real[path.resolve()]} are the same directory: give it once")
         real[path.resolve()] = path
     return tuple(real)
+
+
+def announced(paths: Sequence[Path], effort: Effort) -> list[str]:
+    """What is said before drives are written for long: how much, where, and that it goes again.
+
+    Raises:
+        ConfigError: a directory has no room.
+    """
+    settle = effort.disk.settle
+    if settle is None:
+        return []
+    return [
+        f"Writes up to {format_size(_file_size(path, mounts.look(path), effort))} in {path}, until the rate at which "
+        f"the drive takes it has settled, for {settle.seconds / 60:g} min at most. The file goes when this ends, "
+        "however that is."
+        for path in check_paths(paths)
+    ]
 
 
 def examine(
@@ -133,6 +151,7 @@ class _Disk:
             # What runs beside something else is not faster for it: where it seems so, that is noise.
             read_both=min(rates.read_both, rates.read),
             write_both=min(rates.write_both, rates.write),
+            sustained=rates.sustained,
             free=self.mount.free,
             kind=self.mount.kind(rates.read),
             node=self.mount.node if len(numa.nodes()) > 1 else None,
@@ -142,14 +161,18 @@ class _Disk:
 def _disk(path: Path, count: int, effort: Effort, working: Working, closing: ExitStack) -> _Disk:
     """Measure one of ``count`` directories. With many, each is measured fewer times."""
     mount = mounts.look(path)
-    try:
-        nbytes = disk.file_size(mount, effort.disk)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    nbytes = _file_size(path, mount, effort)
     less = replace(effort.disk, rounds=max(1, min(effort.disk.rounds, 6 // count)))
     with working(f"Disk {path}: reading, writing, and both at once"):
         scratch = closing.enter_context(Scratch(path, nbytes, depth=IO_THREADS // 2, io_threads=IO_THREADS))
         return _Disk(path=path, mount=mount, rates=disk.measure(scratch, less), scratch=scratch)
+
+
+def _file_size(path: Path, mount: Mount, effort: Effort) -> int:
+    try:
+        return disk.file_size(mount, effort.disk)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _host(seen: System, effort: Effort, where: torch.device, working: Working) -> Host:

@@ -134,7 +134,12 @@ def _of_disk(mount: Mount, rates: DiskRates, kind: str) -> Iterator[str]:
     if rates.filled >= _PAST_A_CACHE and rates.last < 0.6 * rates.first:
         yield (
             f"writing fell from {_gbps(rates.first)} to {_gbps(rates.last)} over {format_size(rates.filled)}: the "
-            "drive's cache is full then, or it is too hot. The lower rate is what training gets"
+            "drive's cache is full then, or it is too hot. The lower rate is what training gets, and what plans take"
+        )
+    if not rates.settled:
+        yield (
+            f"the rate of writing had not settled after {format_size(rates.filled)}, so that what was measured may not "
+            "be the last of it: give it more free space, or let it cool, and measure again"
         )
     if mount.free < max(_FULL * mount.size, min(_SCARCE, mount.size // 2)):
         yield (

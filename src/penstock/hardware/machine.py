@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +20,21 @@ DeviceKind = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sustained:
+    """What a drive does once it has been written for long. Most have a cache in front of their slower cells."""
+
+    write: float
+    read_both: float
+    write_both: float
+    after: int
+    """bytes that had been written in a row before this was measured"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Drive:
-    """A directory of the disk tier, or one drive of a machine that is only described."""
+    """A directory of the disk tier, or one drive of a machine that is only described. ``write``, ``read_both`` and
+    ``write_both`` are what it does for a short while; ``steady`` has what a run gets of it.
+    """
 
     path: str
     read: float
@@ -35,6 +48,16 @@ class Drive:
     """the maker's rating: terabytes (1e12 bytes) that may be written in the drive's life"""
     node: int | None = None
     """the NUMA node of its controller, where the machine has several and tells"""
+    sustained: Sustained | None = None
+    """None: nobody has measured that"""
+
+    @property
+    def steady(self) -> "Drive":
+        """The drive with the rates that state on disk gets of it: the sustained ones, where they are known."""
+        known = self.sustained
+        if known is None:
+            return self
+        return replace(self, write=known.write, read_both=known.read_both, write_both=known.write_both, sustained=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,11 +226,17 @@ def load_machine(path: Path) -> Machine:
     return parse_machine(text, str(path))
 
 
-_PARTS: dict[str, type] = {"host": Host, "device": Device, "network": Network, "crossing": Crossing}
-_MAY_BE_NULL = {"network", "crossing"}
+_PARTS: dict[str, type] = {
+    "host": Host,
+    "device": Device,
+    "network": Network,
+    "crossing": Crossing,
+    "sustained": Sustained,
+}
+_MAY_BE_NULL = {"network", "crossing", "sustained"}
 _KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
 _LISTS: dict[str, type] = {"drives": Drive, "between": Between}
-_WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks"}
+_WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks", "after"}
 _MAY_BE_ZERO = {"latency", "overhead", "interpreter", "free", "lockable", "node", "contention"}
 _MOST = {"latency": 1e6, "overhead": 1e6, "interpreter": 1e6, "contention": 1e6}
 _MOST_OF_OTHERS = 1e21

@@ -84,16 +84,19 @@ def drives_of(drives: Sequence[Drive], rank: int, ranks: int) -> tuple[Drive, ..
     if not drives or len(drives) >= ranks:
         return tuple(drives[rank::ranks])
     drive, users = drives[rank % len(drives)], len(range(rank % len(drives), ranks, len(drives)))
-    rates = ("read", "write", "read_both", "write_both")
+    rates, left = ("read", "write", "read_both", "write_both"), drive.sustained
     less = {name: getattr(drive, name) / users for name in rates}
-    return (replace(drive, free=drive.free // users, tbw=None if drive.tbw is None else drive.tbw / users, **less),)
+    if left is not None:
+        left = replace(left, **{name: getattr(left, name) / users for name in rates[1:]})
+    tbw = None if drive.tbw is None else drive.tbw / users
+    return (replace(drive, free=drive.free // users, tbw=tbw, sustained=left, **less),)
 
 
 def _slowest(dealt: Sequence[tuple[Drive, ...]]) -> tuple[Drive, ...]:
     """What takes the longest to read and write as much."""
     if not all(dealt):
         return ()
-    return max(dealt, key=lambda own: (1 / min(d.read for d in own) + 1 / min(d.write for d in own)) / len(own))
+    return max(dealt, key=lambda own: (1 / min(d.read for d in own) + 1 / min(d.steady.write for d in own)) / len(own))
 
 
 def _reached(machine: Machine, copiers: int, alone: float) -> float:

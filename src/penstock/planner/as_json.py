@@ -53,6 +53,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "snapshot": f.snapshot_bytes,
             "written_per_step": f.wear.written_bytes,
             "written_per_parameter": f.wear.per_parameter,
+            "sustained_rates": all(drive.sustained is not None for drive in task.machine.drives),
             "tbw": f.wear.tbw,
             "days": f.wear.days,
             "steps": f.wear.steps,

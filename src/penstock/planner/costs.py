@@ -26,10 +26,11 @@ class Disk:
 
     @staticmethod
     def of(drives: tuple[Drive, ...]) -> "Disk | None":
-        """Extents are striped evenly, so that the slowest drive sets the pace of all."""
+        """Extents are striped evenly, so that the slowest drive sets the pace of all. Drives are written for long, so
+        the sustained rates count."""
         if not drives:
             return None
-        count = len(drives)
+        count, drives = len(drives), tuple(drive.steady for drive in drives)
         return Disk(
             read=count * min(d.read for d in drives),
             write=count * min(d.write for d in drives),

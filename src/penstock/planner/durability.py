@@ -72,7 +72,7 @@ def kill_seconds(task: Task, choice: Choice) -> float | None:
     if budget.durability != "interval":
         return None
     written = plan.state_bytes - plan.disk_bytes
-    writing = written / sum(drive.write for drive in task.machine.drives)
+    writing = written / sum(drive.steady.write for drive in task.machine.drives)
     if budget.interval_seconds is None:
         assert budget.interval_steps is not None
         return budget.interval_steps * step + writing

@@ -38,7 +38,7 @@ def yardstick(config: TrainConfig, machine: Machine | None, *, kind: str) -> Yar
     links: dict[Lane, float] = {"h2d": device.h2d, "d2h": device.d2h}
     if drives:  # striped: each moves as much as the slowest
         links |= {"read": len(drives) * min(drive.read for drive in drives)}
-        links |= {"write": len(drives) * min(drive.write for drive in drives)}
+        links |= {"write": len(drives) * min(drive.steady.write for drive in drives)}
     precision = config.precision or ("bf16" if kind == "cuda" else "fp32")
     return Yardstick(flops=device.flops.get(precision), links=links, rated=rated, assumed=assumed)
 
