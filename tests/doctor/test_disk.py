@@ -155,14 +155,27 @@ def test_a_rate_has_settled_when_it_fell_and_stays() -> None:
     assert SETTLE.settled(_written(50, 50), 100)  # it fell before this began
 
 
-def test_a_rate_that_still_falls_when_the_room_is_over_has_not_settled(tmp_path: Path) -> None:
-    settle = replace(SETTLE, nbytes=400 << 20)
-    effort = replace(SMALL, settle=settle)
-    with Scratch(tmp_path, disk.file_size(mount(), effort), depth=1, io_threads=1) as made:
-        _throttled(made, lambda written: 0.001 * 1.05 ** (written // REQUEST))
+@pytest.mark.parametrize(("rates", "settled"), [((100, 70, 50), False), ((100, 70, 50, 50, 10), True)])
+def test_what_is_under_way_when_writing_ends_does_not_change_whether_it_settled(
+    tmp_path: Path, rates: tuple[float, ...], settled: bool
+) -> None:
+    effort = replace(SMALL, settle=SETTLE)
+    with Scratch(tmp_path, effort.nbytes, depth=1, io_threads=1) as made:
+        filled = made.fill
+
+        def fill(
+            seconds: float, nbytes: int | None = None, enough: Callable[[disk.Ends], bool] | None = None
+        ) -> list[tuple[float, int]]:
+            if enough is None:
+                return filled(seconds, nbytes)
+            ends = _written(*rates)
+            for n in range(2, len(ends) + 1):
+                enough(ends[:n])
+            return ends
+
+        made.fill = fill  # type: ignore[method-assign]
         found = disk.measure(made, effort)
-    assert found.filled == settle.nbytes
-    assert not found.settled
+    assert found.settled == settled
 
 
 def test_a_file_system_without_files_is_not_measured() -> None:
