@@ -17,7 +17,7 @@ from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
 from penstock.engine.timing import time_stages
 from penstock.engine.visiting import VisitingWeights
-from penstock.errors import BudgetError, ConfigError, ModelError
+from penstock.errors import BudgetError, ConfigError, ModelError, StoreError
 from penstock.hardware.sharing import crowding, of_each_rank
 from penstock.optim.agreement import KINDS, other_bits
 from penstock.optim.fallback import DEVICE_TEMPORARIES
@@ -52,6 +52,9 @@ class Ready:
     facts: tuple[StageFacts, ...]
     shapes: tuple[batch.Shapes, ...]
     prediction: Simulation | None
+    request: Request
+    times: StageTimes | None
+    """what the prediction is made from; None: nothing is predicted"""
 
     def covers(self, wanted: Sequence[batch.Shapes]) -> bool:
         """Whether these micro-batches need no more than the plan has."""
@@ -185,6 +188,8 @@ class Planning:
         self._repeats = expected_repeats(settings)
         self._over: list[bool] = []
         self._plans: dict[bool, Ready] = {}
+        self._before: Ready | None = None
+        """the plan that was in use before a change that has not come into use yet; None: there is none"""
         self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
         self.placed: Placement | None = None
         """where arrays are; None: nothing has been placed"""
@@ -200,7 +205,8 @@ class Planning:
         ready, ranks = self._plans.get(train), self._shared.ranks
         covered = ranks.told("plan", ready is not None and ready.covers(shapes))
         if ready is not None and all(covered):
-            return self._use(ready)
+            return self._use(ready) if self._before is None or not train else self._use_changed(ready, self._before)
+        self._before = None
         ranks.agree("number of micro-batches", len(micro_batches))
         self.close()
         largest = {s: mb for s, mb in zip(shapes, micro_batches, strict=True) if not _within(s, shapes)}
@@ -215,12 +221,60 @@ class Planning:
         plan = self._fit(request, times)
         if ranks.size > 1:
             ranks.agree("schedule", hashlib.sha256(str(plan.schedule).encode()).hexdigest()[:16])
-        if train and plan.settings.place != self.placed:
-            self.placed = plan.settings.place
-            self._plans.pop(not train, None)  # it was made for arrays in other places
+        if train:
+            self._is_placed(plan.settings.place)
         prediction = None if times is None else self._predict(plan, times)
-        self._plans[train] = Ready(plan=plan, facts=facts, shapes=tuple(largest), prediction=prediction)
+        self._plans[train] = Ready(
+            plan=plan, facts=facts, shapes=tuple(largest), prediction=prediction, request=request, times=times
+        )
         return self._use(self._plans[train])
+
+    @property
+    def request(self) -> Request:
+        """What the plan of steps answers; there is one."""
+        return self._plans[True].request
+
+    def change(self, settings: Settings) -> None:
+        """Train with other settings of the same request from the next step on, which are within its budget. Changes no
+        bit. All ranks come here with the same, between two steps, and there is a plan.
+        """
+        ready = self._plans[True]
+        plan = ready.request.plan(settings)
+        self._check(plan, ready.request.ranks)
+        prediction = None if ready.times is None else self._predict(plan, ready.times)
+        self._before = self._before or ready
+        self._plans[True] = replace(ready, plan=plan, prediction=prediction)
+
+    def _use_changed(self, ready: Ready, before: Ready) -> Runner:
+        """Bring a changed plan into use, which nobody has asked for: if any rank cannot, all go on with the one before.
+
+        Raises:
+            StoreError: what is pending could not be done, or the one before has no memory or disk any more, either.
+        """
+        self._before = None
+        self.close()
+        failure: Exception | None = None
+        try:
+            self._is_placed(ready.plan.settings.place)
+            self._use(ready)
+        except (StoreError, BudgetError, MemoryError, OSError, torch.OutOfMemoryError) as error:
+            failure = error
+        failures = self._shared.ranks.told("changed plan", failure and str(failure))
+        said = next((said for said in failures if said is not None), None)
+        if said is not None:
+            log.warning("the plan is not changed, as the other one cannot be had: %s", said)
+            self.close()
+            self._plans[True] = before
+            self._is_placed(before.plan.settings.place)
+            self._use(before)
+        assert self.runner is not None
+        return self.runner
+
+    def _is_placed(self, place: Placement) -> None:
+        """Arrays are about to be where steps are to find them."""
+        if place != self.placed:
+            self.placed = place
+            self._plans.pop(False, None)  # it was made for arrays in other places
 
     def flops_of(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
         """What the model computes in a step of these, which it has a plan for. A micro-batch that is smaller than what
@@ -337,10 +391,12 @@ class Planning:
         if isinstance(self._schedule, Schedule) and request.train:
             return own_plan(request, self._schedule, self.placed)
         plan = self._best(request, times) if request.ranks == 1 else self._best_of_all(request, times)
-        size = request.ranks
-        check_world(Mesh(data=size).everyone().world(plan.schedule))
-        prove(plan.schedule, Needs.of(plan.program, plan.settings, size))
+        self._check(plan, request.ranks)
         return plan
+
+    def _check(self, plan: Plan, ranks: int) -> None:
+        check_world(Mesh(data=ranks).everyone().world(plan.schedule))
+        prove(plan.schedule, Needs.of(plan.program, plan.settings, ranks))
 
     def _best_of_all(self, request: Request, times: StageTimes | None) -> Plan:
         """The plan for all ranks, which rank 0 makes: the others wait, rather than take its cores for the same."""
