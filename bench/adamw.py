@@ -56,7 +56,7 @@ def our_step(grad: torch.Tensor, threads: int, *, with_norm: bool) -> Work:
         nonlocal count
         count += 1
         kernels.step(
-            HYPER, count, grad=grad, master=master, moments=moments, out=out, partials=partials, threads=threads
+            HYPER, count, grad=grad, weights=out, rest=master, moments=moments, partials=partials, threads=threads
         )
 
     return work

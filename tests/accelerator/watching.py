@@ -18,7 +18,7 @@ device reads and writes no other host memory after a call has returned.
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from penstock.optim import kernels
+from penstock.optim.codes import Codes
 from penstock.runtime.actions import Actions
 from penstock.runtime.executor import Executor
 from penstock.runtime.streams import DeviceStreams, Mark
@@ -205,6 +206,12 @@ def _watch_locks(sim: Simulated) -> None:
     background.threading = SimpleNamespace(**names | {"Lock": Lock, "Condition": condition})  # type: ignore[attr-defined]
 
 
+def _arrays(given: Any) -> Iterator[Any]:
+    """The arrays in an argument: one, or moments, which may have codes and scales."""
+    for one in given if isinstance(given, tuple) else (given,):
+        yield from (one.codes, one.scales) if isinstance(one, Codes) else (one,)
+
+
 def _watch_memory(sim: Simulated) -> None:
     def touched(array: Any, what: str, *, writes: bool) -> None:
         if isinstance(array, torch.Tensor) and array.device.type == "cpu":
@@ -223,7 +230,7 @@ def _watch_memory(sim: Simulated) -> None:
             given = {**dict(enumerate(args)), **kwargs}
             for names, written in ((reads, False), (writes, True)):
                 for key in names:
-                    for array in given[key] if isinstance(given.get(key), tuple) else (given.get(key),):
+                    for array in _arrays(given.get(key)):
                         touched(array, what, writes=written)
             return plain(*args, **kwargs)
 
@@ -232,7 +239,7 @@ def _watch_memory(sim: Simulated) -> None:
     watched(Store, "read", "a read from disk", writes=(3,))
     watched(Store, "write", "a write to disk", reads=(3,))
     watched(np, "copyto", "a copy on the host", reads=(1,), writes=(0,))
-    watched(kernels, "step", "an optimizer step", reads=("grad",), writes=("master", "moments", "out"))
+    watched(kernels, "step", "an optimizer step", reads=("grad",), writes=("weights", "rest", "moments"))
     watched(kernels, "partial_norms", "a norm", reads=(0,))
     watched(kernels, "add", "an addition", reads=(1,), writes=(0,))
     watched(kernels, "cast", "a cast", reads=(1,), writes=(0,))

@@ -8,6 +8,7 @@ import torch
 from penstock.engine import planning
 from penstock.optim import fallback, kernels
 from penstock.optim.agreement import KINDS, PRECISIONS, other_bits
+from penstock.optim.codes import Codes
 from penstock.optim.formula import Hyper, scalars
 from tests.accelerator import DEVICE
 
@@ -25,14 +26,28 @@ def test_what_other_devices_compute_with_has_the_bits_of_the_native_kernels() ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-def test_one_bit_of_one_element_is_a_difference(kind: Any, precision: str) -> None:
+@pytest.mark.parametrize("form", [form for forms in PRECISIONS.values() for form in forms])
+def test_one_bit_of_one_element_is_a_difference(kind: Any, form: tuple[torch.dtype, torch.dtype | None]) -> None:
     def off(hyper: Hyper, count: int, **arrays: Any) -> None:
         in_torch(hyper, count, **arrays)
-        if (hyper.kind, count) == (kind, 3) and (arrays["out"] is None) == (precision == "fp32"):
-            (arrays["master"] if arrays["out"] is None else arrays["out"]).view(torch.uint8)[0] ^= 1
+        weights, rest = arrays["weights"], arrays["rest"]
+        if (weights.dtype, None if rest is None else rest.dtype, count) == (*form, 3):
+            weights.view(torch.uint8)[0] ^= 1
 
-    assert f"{kind}.{precision}" in other_bits(CPU, (kind,), (precision,), step=off)
+    (precision,) = (name for name, forms in PRECISIONS.items() if form in forms)
+    assert other_bits(CPU, (kind,), PRECISIONS, ("fp32",), step=off) == (f"{kind}.{precision}",)
+
+
+@pytest.mark.parametrize("part", ["codes", "scales"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_bit_of_compact_moments_is_a_difference_and_named(part: str, which: int) -> None:
+    def off(hyper: Hyper, count: int, **arrays: Any) -> None:
+        in_torch(hyper, count, **arrays)
+        moment = arrays["moments"][which]
+        if isinstance(moment, Codes) and count == 3:
+            getattr(moment, part).view(torch.uint8)[-1] ^= 1
+
+    assert other_bits(CPU, ("adamw",), ("bf16",), step=off) == ("adamw.bf16.int8",)
 
 
 @pytest.mark.parametrize(("different", "said"), [((), 0), (("adamw.bf16",), 1)])

@@ -64,7 +64,7 @@ def test_equal_to_the_reference_in_double_and_in_fp32(spec: OptimizerSpec, refer
     exact, single = (torch.nn.Parameter(start.clone().to(dtype)) for dtype in (torch.float64, torch.float32))
     optimizers = [reference([exact]), reference([single])]
     for count, grad in enumerate(grads, start=1):
-        kernels.step(hyper, count, grad=grad, master=ours, moments=moments)
+        kernels.step(hyper, count, grad=grad, weights=ours, moments=moments)
         for p, optimizer in zip((exact, single), optimizers, strict=True):
             p.grad = grad.to(p.dtype)
             optimizer.step()
@@ -79,7 +79,7 @@ def test_bias_correction_is_that_of_the_first_step() -> None:
     grad = torch.tensor([3.0, -0.25, 1e-6, -70.0])
     master, moments = torch.zeros(4), (torch.zeros(4), torch.zeros(4))
     hyper = Hyper(kind="adamw", lr=1e-2, betas=(0.9, 0.999))
-    kernels.step(hyper, 1, grad=grad, master=master, moments=moments)
+    kernels.step(hyper, 1, grad=grad, weights=master, moments=moments)
     torch.testing.assert_close(master, -1e-2 * grad.sign(), rtol=1e-6, atol=0)
 
 
@@ -89,7 +89,7 @@ def test_grad_scale_is_a_scaled_gradient() -> None:
     results = []
     for g, scale in ((grad, 0.37), (grad * 0.37, 1.0)):
         master, moment = torch.ones(N), torch.zeros(N)
-        kernels.step(hyper, 1, grad=g, master=master, moments=(moment,), grad_scale=scale)
+        kernels.step(hyper, 1, grad=g, weights=master, moments=(moment,), grad_scale=scale)
         results.append(master)
     assert torch.equal(*results)
 

@@ -14,7 +14,20 @@ from penstock.errors import ConfigError
 from penstock.optim import fallback, kernels, library
 from penstock.optim.formula import Hyper, Kind, scalars
 from penstock.optim.norm import BLOCK
-from tests.optim.test_kernels import BF16, FP16, FP32, assert_same_bits, values
+from tests.optim.state import (
+    BESIDE,
+    BESIDE_FP16,
+    BF16,
+    EIGHT_BIT,
+    FP16,
+    FP32,
+    SPLIT,
+    WHOLE,
+    Form,
+    State,
+    assert_same_bits,
+    values,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets: infinities and NaNs
 
@@ -33,22 +46,23 @@ def fused() -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
-@pytest.mark.parametrize(("grad_dtype", "out_dtype"), [(FP32, None), (FP32, FP16), (BF16, BF16)])
+@pytest.mark.parametrize(
+    ("grad_dtype", "form", "moment_dtype"),
+    [(FP32, WHOLE, FP32), (FP32, BESIDE_FP16, BF16), (BF16, BESIDE, EIGHT_BIT), (BF16, SPLIT, FP32)],
+)
 def test_a_step_has_the_same_bits(
-    kind: Kind, grad_dtype: torch.dtype, out_dtype: torch.dtype | None, fused: ModuleType
+    kind: Kind, grad_dtype: torch.dtype, form: Form, moment_dtype: torch.dtype, fused: ModuleType
 ) -> None:
     """Of values of every magnitude, denormals, infinities and NaNs, in a part of a block, too."""
-    rng, n = np.random.default_rng(3), 2 * BLOCK + 77
+    rng, n = np.random.default_rng(3), 2 * BLOCK + 96
     hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     grad, master = values(rng, n, wild=True), values(rng, n, wild=True)
     moments = tuple(values(rng, n, wild=True).abs() for _ in range(hyper.moments))
     found = []
     for module in (fused, fallback):
-        first, *rest = [master.clone(), *(m.clone() for m in moments)]
-        out = None if out_dtype is None else torch.empty(n, dtype=out_dtype)
-        s = scalars(hyper, 2, 0.5)
-        module.step(kind, s, grad=grad, grad_dtype=grad_dtype, master=first, moments=tuple(rest), out=out)
-        found.append([first, *rest, *([] if out is None else [out])])
+        state = State.of(master, moments, form, moment_dtype)
+        module.step(kind, scalars(hyper, 2, 0.5), grad=grad, grad_dtype=grad_dtype, **state[:])
+        found.append(state.tensors())
     assert_same_bits(*found)
 
 
@@ -58,7 +72,8 @@ def test_squares_are_folded_in_one_order_and_in_passing(dtype: torch.dtype, fuse
     wanted = fallback.fold_squares(grad, dtype)
     assert torch.equal(fused.fold_squares(grad, dtype), wanted)
     squares, s = torch.empty_like(wanted), scalars(Hyper(kind="sgd", lr=0.1), 1)
-    fused.step("sgd", s, grad=grad, master=grad.clone(), moments=(), out=None, grad_dtype=dtype, squares=squares)
+    state = State.of(grad, (), WHOLE, FP32)
+    fused.step("sgd", s, grad=grad, **state[:], grad_dtype=dtype, squares=squares)
     assert torch.equal(squares, wanted)
 
 

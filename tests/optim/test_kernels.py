@@ -14,64 +14,64 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.optim import fallback, kernels, library
+from penstock.optim.codes import GROUP, zero_moment
 from penstock.optim.formula import MOMENTS, Hyper, Kind, scalars
 from penstock.optim.norm import BLOCK
+from penstock.schedule.program import round_up
 from tests.accelerator import DEVICE
+from tests.optim.state import (
+    BESIDE,
+    BF16,
+    EIGHT_BIT,
+    FORMS,
+    FP16,
+    FP32,
+    MOMENT_DTYPES,
+    SPLIT,
+    WHOLE,
+    Form,
+    State,
+    assert_same_bits,
+    values,
+)
 from tests.patience import PATIENCE
-
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45, -1e-40, 1.1754942e-38, 3.4028235e38, -3.4028235e38)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Inputs of one step; ``run`` gives its outputs as a list of tensors."""
+    """Inputs of one step, master copy and moments in fp32; ``run`` gives its outputs as a list of tensors."""
 
     hyper: Hyper
     count: int
     grad: torch.Tensor
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]
-    out_dtype: torch.dtype | None
+    form: Form
+    moment_dtype: torch.dtype
     grad_scale: float
 
-    def buffers(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
-        out = None if self.out_dtype is None else torch.zeros(len(self.master), dtype=self.out_dtype)
-        return self.master.clone(), tuple(m.clone() for m in self.moments), out
+    def state(self) -> State:
+        return State.of(self.master, self.moments, self.form, self.moment_dtype)
 
     def run_native(self, threads: int, part: int | None = None) -> list[torch.Tensor]:
         """``part``: the step is done in chunks of so many elements."""
-        master, moments, out = self.buffers()
-        n = len(master)
+        state, n = self.state(), len(self.master)
         for at in range(0, n, part or n):
             chunk = slice(at, at + (part or n))
             kernels.step(
                 self.hyper,
                 self.count,
                 grad=self.grad[chunk],
-                master=master[chunk],
-                moments=tuple(m[chunk] for m in moments),
-                out=None if out is None else out[chunk],
+                **state[chunk],
                 grad_scale=self.grad_scale,
                 threads=threads,
             )
-        return [master, *moments, *([] if out is None else [out])]
+        return state.tensors()
 
     def run_fallback(self) -> list[torch.Tensor]:
-        master, moments, out = self.buffers()
-        values = scalars(self.hyper, self.count, self.grad_scale)
-        fallback.step(self.hyper.kind, values, grad=self.grad, master=master, moments=moments, out=out)
-        return [master, *moments, *([] if out is None else [out])]
-
-
-def values(rng: np.random.Generator, n: int, wild: bool) -> torch.Tensor:
-    """Everyday numbers; when wild, of all magnitudes, and one in eight is zero, infinite, NaN, denormal or huge."""
-    x = rng.standard_normal(n)
-    if wild:
-        with np.errstate(over="ignore"):
-            x = (x * 10.0 ** rng.uniform(-46, 39, n)).astype(np.float32)
-        x = np.where(rng.random(n) < 0.125, rng.choice(np.array(SPECIAL, np.float32), n), x)
-    return torch.from_numpy(x.astype(np.float32))
+        state = self.state()
+        fallback.step(self.hyper.kind, scalars(self.hyper, self.count, self.grad_scale), grad=self.grad, **state[:])
+        return state.tensors()
 
 
 @st.composite
@@ -79,6 +79,8 @@ def cases(draw: st.DrawFn) -> Case:
     kind: Kind = draw(st.sampled_from(get_args(Kind)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     n = draw(st.one_of(st.integers(1, 100), st.integers(1, 3 * BLOCK), st.integers(16 * BLOCK, 20 * BLOCK)))
+    moment_dtype = draw(st.sampled_from(MOMENT_DTYPES))
+    n = round_up(n, GROUP) if moment_dtype == EIGHT_BIT else n
     wild = draw(st.booleans())
     unit = st.floats(0, 0.9999)
     moments = tuple(values(rng, n, wild) for _ in range(MOMENTS[kind]))
@@ -94,22 +96,15 @@ def cases(draw: st.DrawFn) -> Case:
         grad=values(rng, n, wild).to(draw(st.sampled_from((FP32, BF16)))),
         master=values(rng, n, wild),
         moments=(*moments[:1], *(v.abs() for v in moments[1:])),
-        out_dtype=draw(st.sampled_from((None, BF16, FP16))),
+        form=draw(st.sampled_from(FORMS)),
+        moment_dtype=moment_dtype,
         grad_scale=draw(st.sampled_from((1.0, 0.3, 2.0**-16))),
     )
 
 
-def assert_same_bits(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Equal bit by bit; of an fp32 NaN only that it is one, since processors choose its sign and payload."""
-    for a, b in zip(got, expected, strict=True):
-        bits = torch.int32 if a.dtype == FP32 else torch.int16
-        same = a.view(bits) == b.view(bits)
-        if a.dtype == FP32:
-            same |= a.isnan() & b.isnan()
-        assert same.all(), f"{a[~same][:4]} is not {b[~same][:4]}"
-
-
-def everyday_case(kind: Kind, n: int, grad: torch.dtype = BF16) -> Case:
+def everyday_case(
+    kind: Kind, n: int, grad: torch.dtype = BF16, form: Form = BESIDE, moment_dtype: torch.dtype = FP32
+) -> Case:
     rng = np.random.default_rng(0)
     first, *second = (values(rng, n, wild=False) for _ in range(2))
     moments = (first, *(v.abs() for v in second))[: MOMENTS[kind]]
@@ -120,7 +115,8 @@ def everyday_case(kind: Kind, n: int, grad: torch.dtype = BF16) -> Case:
         grad=values(rng, n, wild=False).to(grad),
         master=values(rng, n, wild=False),
         moments=moments,
-        out_dtype=BF16,
+        form=form,
+        moment_dtype=moment_dtype,
         grad_scale=0.5,
     )
 
@@ -148,17 +144,16 @@ def test_all_instruction_sets_give_the_same_bits(case: Case) -> None:
 @pytest.mark.parametrize("part", [BLOCK, 3 * BLOCK, 64 * BLOCK])
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_chunks_do_not_change_the_result(kind: Kind, part: int) -> None:
-    case = everyday_case(kind, 70 * BLOCK)
+    case = everyday_case(kind, 70 * BLOCK, form=SPLIT if part == BLOCK else BESIDE, moment_dtype=EIGHT_BIT)
     assert_same_bits(case.run_native(threads=2, part=part), case.run_native(threads=1))
 
 
 def test_an_unaligned_copy_equals_an_aligned_one() -> None:
     """The aligned one is written around the caches, the other is not."""
     case = everyday_case("adamw", 2 * BLOCK)
-    master, moments, _ = case.buffers()
-    out = torch.zeros(2 * BLOCK + 1, dtype=BF16)[1:]
-    kernels.step(case.hyper, case.count, grad=case.grad, master=master, moments=moments, out=out, grad_scale=0.5)
-    assert_same_bits([out], case.run_native(threads=1)[-1:])
+    arguments = case.state()[:] | {"weights": torch.zeros(2 * BLOCK + 1, dtype=BF16)[1:]}
+    kernels.step(case.hyper, case.count, grad=case.grad, grad_scale=0.5, **arguments)
+    assert_same_bits([arguments["weights"]], case.run_native(threads=1)[:1])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -215,7 +210,7 @@ def test_the_fallbacks_root_is_correctly_rounded() -> None:
 def test_denormals_survive_a_thread_that_flushes_them() -> None:
     case = everyday_case("sgd", 5 * BLOCK, FP32)
     tiny = torch.full_like(case.master, 1e-41)
-    kept = Case(**{**vars(case), "grad": tiny, "master": tiny, "hyper": Hyper(kind="sgd", lr=0.5), "out_dtype": None})
+    kept = Case(**{**vars(case), "grad": tiny, "master": tiny, "hyper": Hyper(kind="sgd", lr=0.5), "form": WHOLE})
     expected = kept.run_native(threads=2)
     assert (expected[0] != 0).all()
     torch.set_flush_denormal(True)
@@ -229,15 +224,16 @@ def test_denormals_survive_a_thread_that_flushes_them() -> None:
 def test_a_forked_child_gets_threads_of_its_own() -> None:
     """The parent's pool threads do not exist in the child: waiting for them would hang."""
     case = everyday_case("adamw", 70 * BLOCK)
-    expected = case.run_native(threads=2)[0].numpy().tobytes()
+    expected = case.run_native(threads=2)[1].numpy().tobytes()
     context = multiprocessing.get_context("fork")
-    master, moments, _ = case.buffers()
+    state = case.state()
+    arguments = state[:]
     queue: multiprocessing.Queue[bool] = context.Queue()
 
     def step_in_child() -> None:
         """Without torch's own operators, whose threads do not survive a fork."""
-        kernels.step(case.hyper, case.count, grad=case.grad, master=master, moments=moments, grad_scale=0.5, threads=2)
-        queue.put(master.numpy().tobytes() == expected)
+        kernels.step(case.hyper, case.count, grad=case.grad, **arguments, grad_scale=0.5, threads=2)
+        queue.put(arguments["rest"].numpy().tobytes() == expected)
 
     child = context.Process(target=step_in_child, daemon=True)
     child.start()
@@ -252,11 +248,18 @@ def test_a_forked_child_gets_threads_of_its_own() -> None:
     [
         ("grad", torch.zeros(BLOCK, dtype=FP16)),
         ("grad", torch.zeros(BLOCK - 1)),
-        ("master", torch.zeros(2 * BLOCK)[::2]),
-        ("master", torch.zeros(BLOCK, dtype=torch.float64)),
+        ("weights", torch.zeros(2 * BLOCK, dtype=BF16)[::2]),
+        ("weights", torch.zeros(BLOCK)),
+        ("weights", torch.zeros(BLOCK, dtype=torch.float64)),
+        ("rest", torch.zeros(2 * BLOCK)[::2]),
+        ("rest", torch.zeros(BLOCK - 1)),
+        ("rest", torch.zeros(BLOCK, dtype=BF16)),
+        ("rest", None),
         ("moments", (torch.zeros(BLOCK),)),
-        ("moments", (torch.zeros(BLOCK), torch.zeros(BLOCK, dtype=BF16))),
-        ("out", torch.zeros(BLOCK)),
+        ("moments", (torch.zeros(BLOCK), torch.zeros(BLOCK, dtype=FP16))),
+        ("moments", (torch.zeros(BLOCK), zero_moment(torch.int8, BLOCK))),
+        ("moments", (zero_moment(torch.uint8, BLOCK), torch.zeros(BLOCK))),
+        ("moments", (zero_moment(torch.int8, BLOCK - GROUP), torch.zeros(BLOCK))),
         ("partials", np.zeros(2)),
         ("partials", np.zeros(1, np.float32)),
         ("squares", torch.zeros(1, dtype=torch.float64)),
@@ -265,9 +268,9 @@ def test_a_forked_child_gets_threads_of_its_own() -> None:
 def test_wrong_buffers_are_refused_before_native_code_sees_them(name: str, wrong: object) -> None:
     good: dict[str, object] = {
         "grad": torch.zeros(BLOCK),
-        "master": torch.zeros(BLOCK),
+        "weights": torch.zeros(BLOCK, dtype=BF16),
+        "rest": torch.zeros(BLOCK),
         "moments": (torch.zeros(BLOCK), torch.zeros(BLOCK)),
-        "out": torch.zeros(BLOCK, dtype=BF16),
         "partials": np.zeros(1),
     }
     kernels.step(everyday_case("adamw", BLOCK).hyper, 1, **good)  # type: ignore[arg-type]
@@ -314,17 +317,6 @@ def test_asking_for_torch_gives_torch_without_a_warning(monkeypatch: pytest.Monk
 @given(case=cases())
 @settings(max_examples=60, deadline=None)
 def test_a_gpu_gives_the_same_bits(case: Case) -> None:
-    master, moments, out = (case.master.to(DEVICE), tuple(m.to(DEVICE) for m in case.moments), None)
-    if case.out_dtype is not None:
-        out = torch.zeros(len(master), dtype=case.out_dtype, device=DEVICE)
-    kernels.step(
-        case.hyper,
-        case.count,
-        grad=case.grad.to(DEVICE),
-        master=master,
-        moments=moments,
-        out=out,
-        grad_scale=case.grad_scale,
-    )
-    got = [master, *moments, *([] if out is None else [out])]
-    assert_same_bits([x.cpu() for x in got], case.run_native(threads=1))
+    state = case.state().to(DEVICE)
+    kernels.step(case.hyper, case.count, grad=case.grad.to(DEVICE), **state[:], grad_scale=case.grad_scale)
+    assert_same_bits(state.tensors(), case.run_native(threads=1))

@@ -14,14 +14,14 @@ from penstock.optim.crossing import copy_cast
 from penstock.optim.formula import MOMENTS, Kind
 from penstock.optim.norm import BLOCK, grad_norm
 from tests.accelerator import DEVICE
-from tests.optim.test_kernels import Case, assert_same_bits, cases, everyday_case, values
+from tests.optim.state import BESIDE, BF16, FORMS, FP16, FP32, WHOLE, Form, assert_same_bits, values
+from tests.optim.test_kernels import Case, cases, everyday_case
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 TIES = (1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 2.0**128 - 2.0**119, 2.0**-134, 3 * 2.0**-134)
 """halfway between two bf16 numbers, normal and denormal, or between the largest and infinity"""
 
 
-def wild_case(kind: Kind, out: torch.dtype | None, n: int = 18 * BLOCK) -> Case:
+def wild_case(kind: Kind, form: Form, n: int = 18 * BLOCK) -> Case:
     """Gradients of every magnitude with ties, infinities, NaNs and denormals; a whole number of blocks."""
     rng = np.random.default_rng(len(kind))
     grad = values(rng, n, wild=True)
@@ -29,32 +29,27 @@ def wild_case(kind: Kind, out: torch.dtype | None, n: int = 18 * BLOCK) -> Case:
     grad.view(torch.int32)[5::97] = 0x7F800001  # a NaN whose upper half is that of infinity
     moments = tuple(values(rng, n, wild=True).abs() for _ in range(MOMENTS[kind]))
     master = values(rng, n, wild=True)
-    return replace(everyday_case(kind, BLOCK), grad=grad, master=master, moments=moments, out_dtype=out)
+    return replace(everyday_case(kind, BLOCK), grad=grad, master=master, moments=moments, form=form)
 
 
 Written = tuple[list[torch.Tensor], np.ndarray]
 
 
 def run(case: Case, threads: int, grad_dtype: torch.dtype, device: str = "cpu") -> Written:
-    """What one step writes: master, moments and copy; and the sums of squares."""
-    master, moments, out = case.buffers()
-    master, moments = master.to(device), tuple(m.to(device) for m in moments)
-    out = None if out is None else out.to(device)
-    partials = np.full(len(master) // BLOCK, np.nan)
+    """What one step writes; and the sums of squares."""
+    state, n = case.state().to(device), len(case.master)
+    partials = np.full(n // BLOCK, np.nan)
     kernels.step(
         case.hyper,
         case.count,
         grad=case.grad.to(device),
-        master=master,
-        moments=moments,
-        out=out,
+        **state[:],
         grad_dtype=grad_dtype,
         grad_scale=case.grad_scale,
-        partials=partials if len(master) % BLOCK == 0 else None,
+        partials=partials if n % BLOCK == 0 else None,
         threads=threads,
     )
-    written = [master, *moments, *([] if out is None else [out])]
-    return [x.cpu() for x in written], partials
+    return state.tensors(), partials
 
 
 def assert_same(got: Written, expected: Written) -> None:
@@ -69,10 +64,10 @@ def cast_before(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("out", [None, BF16, FP16])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", get_args(Kind))
-def test_rounding_as_it_is_read_equals_a_cast_before(kind: Kind, out: torch.dtype | None, threads: int) -> None:
-    case = wild_case(kind, out)
+def test_rounding_as_it_is_read_equals_a_cast_before(kind: Kind, form: Form, threads: int) -> None:
+    case = wild_case(kind, form)
     assert_same(run(case, threads, BF16), run(cast_before(case), 1, FP32))
 
 
@@ -87,7 +82,7 @@ def test_of_every_size_on_every_instruction_set(case: Case, threads: int) -> Non
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_torch_rounds_as_the_native_kernels_do(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = wild_case(kind, BF16)
+    case = wild_case(kind, BESIDE)
     expected = run(case, 2, BF16)
     monkeypatch.setattr(library, "native", lambda: None)
     assert_same(run(case, 1, BF16), expected)
@@ -139,7 +134,7 @@ def test_a_dtype_that_gradients_are_not_rounded_to_is_refused() -> None:
 
 @pytest.mark.parametrize("narrow", [BF16, FP16])
 def test_in_one_memory_the_cast_is_the_copy(narrow: torch.dtype) -> None:
-    source = wild_case("sgd", None).grad
+    source = wild_case("sgd", WHOLE).grad
     expected, target = torch.empty(len(source), dtype=narrow), torch.zeros(len(source), dtype=narrow)
     kernels.cast(expected, source)
     copy_cast(target, source, None)
@@ -160,7 +155,7 @@ def test_what_does_not_fit_between_host_and_device_is_refused(staging: torch.Ten
 def test_a_gpu_casts_to_the_same_bits(narrow: torch.dtype) -> None:
     """Every pattern's neighbourhood is in ``test_rounding_is_to_nearest_even_as_in_torch``; here, a sweep and ties."""
     sweep = torch.from_numpy(np.arange(0, 2**32, 9_973, dtype=np.uint64).astype(np.uint32).view(np.float32))
-    for source in (sweep, wild_case("sgd", None).grad):
+    for source in (sweep, wild_case("sgd", WHOLE).grad):
         expected = torch.empty(len(source), dtype=narrow)
         kernels.cast(expected, source)
         there = torch.empty(len(source), dtype=narrow, device=DEVICE)
@@ -177,7 +172,7 @@ def test_a_gpu_casts_to_the_same_bits(narrow: torch.dtype) -> None:
 @pytest.mark.accelerator
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_a_gpu_rounds_a_gradient_to_the_same_bits(kind: Kind) -> None:
-    case = wild_case(kind, BF16)
+    case = wild_case(kind, BESIDE)
     assert_same(run(case, 1, BF16, DEVICE), run(case, 2, BF16))
 
 

@@ -190,7 +190,7 @@ class Steps:
     ) -> Load:
         """Steps of one optimizer; parameters.
 
-        ``out``: dtype of the copy beside the master, if there is one. ``grad``: dtype of the gradient in memory;
+        ``out``: dtype of the weights beside the master, if they are not it. ``grad``: dtype of the gradient in memory;
         ``grad_dtype``: what it is rounded to as it is read.
         """
         hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
@@ -208,9 +208,9 @@ class Steps:
                 hyper,
                 next(count),
                 grad=gradient.view(grad)[:numel],
-                master=master,
+                weights=master if out is None else copied.view(out)[:numel],
+                rest=None if out is None else master,
                 moments=(first, second)[: hyper.moments],
-                out=None if out is None else copied.view(out)[:numel],
                 grad_dtype=grad_dtype,
                 threads=self._threads,
             )

@@ -149,8 +149,8 @@ def _slowest(times: Sequence[StageTimes | None]) -> StageTimes | None:
 @cache
 def warn_of_other_bits(device: torch.device, optimizer: str) -> None:
     """Say so, once, if steps of an optimizer (``"adamw.bf16"``) on the device do not have the host's bits."""
-    kind, precision = optimizer.split(".")
-    if other_bits(device, [k for k in KINDS if k == kind], [precision]):
+    kind, precision, *moments = optimizer.split(".")
+    if other_bits(device, [k for k in KINDS if k == kind], [precision], moments or ["fp32"]):
         log.warning(
             "%s steps on this device differ from the host's in some bits, so where the optimizer state lives changes "
             "the numbers: budget.state='host' or 'disk' keeps it on one side",

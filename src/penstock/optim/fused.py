@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from penstock.optim import fused_device as device
+from penstock.optim.codes import Codes, Moment
 from penstock.optim.formula import Kind, Scalars
 from penstock.optim.norm import BLOCK
 
@@ -26,27 +27,28 @@ def step(
     s: Scalars,
     *,
     grad: torch.Tensor,
-    master: torch.Tensor,
-    moments: tuple[torch.Tensor, ...],
-    out: torch.Tensor | None,
+    weights: torch.Tensor,
+    rest: torch.Tensor | None,
+    moments: tuple[Moment, ...],
     grad_dtype: torch.dtype = torch.float32,
     squares: torch.Tensor | None = None,
 ) -> None:
     """``fallback.step``."""
-    first, second = (*moments, None, None)[:2]
-    with torch.cuda.device_of(master):  # type: ignore[no-untyped-call]
-        device.step[_grid(master)](
+    first, second = (*map(_pointers, moments), (None, None), (None, None))[:2]
+    with torch.cuda.device_of(weights):  # type: ignore[no-untyped-call]
+        device.step[_grid(weights)](
             grad,
-            master,
-            first,
-            second,
-            _bits(out),
+            weights if rest is None else _bits(weights),
+            rest,
+            *first,
+            *second,
             squares,
-            master.numel(),
+            weights.numel(),
             *astuple(s),
             kind=kind,
             rounding=_narrower(grad, grad_dtype),
-            like=None if out is None else _ROUNDED[out.dtype],
+            split=rest is not None and rest.dtype == torch.int16,
+            like=None if rest is None else _ROUNDED[weights.dtype],
             **_SETTINGS,
         )
 
@@ -68,6 +70,37 @@ def cast(dst: torch.Tensor, src: torch.Tensor) -> None:
         device.cast[_grid(dst)](_bits(dst), src, dst.numel(), like=_ROUNDED[dst.dtype], **_SETTINGS)
 
 
+def split(weights: torch.Tensor, rest: torch.Tensor, master: torch.Tensor) -> None:
+    """``fallback.split``."""
+    with torch.cuda.device_of(master):  # type: ignore[no-untyped-call]
+        device.split[_grid(master)](_bits(weights), rest, master, master.numel(), **_SETTINGS)
+
+
+def join(master: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor) -> None:
+    """``fallback.join``."""
+    with torch.cuda.device_of(master):  # type: ignore[no-untyped-call]
+        device.join[_grid(master)](master, _bits(weights), rest, master.numel(), **_SETTINGS)
+
+
+def encode(codes: Codes, values: torch.Tensor) -> None:
+    """``fallback.encode``."""
+    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
+        device.encode[_grid(values)](codes.codes, codes.scales, values, values.numel(), **_SETTINGS)
+
+
+def decode(values: torch.Tensor, codes: Codes) -> None:
+    """``fallback.decode``."""
+    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
+        device.decode[_grid(values)](values, codes.codes, codes.scales, values.numel(), **_SETTINGS)
+
+
+def _pointers(moment: Moment) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A moment as the kernels take it: fp32, the bits of bf16, or codes, and their scales."""
+    if isinstance(moment, Codes):
+        return moment.codes, moment.scales
+    return moment if moment.dtype == torch.float32 else _bits(moment), None
+
+
 def _narrower(grad: torch.Tensor, dtype: torch.dtype) -> bool:
     return grad.dtype == torch.float32 and dtype != torch.float32
 
@@ -76,5 +109,5 @@ def _grid(tensor: torch.Tensor) -> tuple[int]:
     return (triton.cdiv(tensor.numel(), BLOCK),)
 
 
-def _bits(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.view(torch.int16)
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)

@@ -7,19 +7,32 @@ rounded to bf16 as they are read. ``like``: the dtype, bf16 or fp16, of what is 
 import triton
 import triton.language as tl
 
+from penstock.optim import codes
 from penstock.optim.norm import BLOCK
 
 _SIZE = tl.constexpr(BLOCK)
+_GROUP = tl.constexpr(codes.GROUP)
+_GROUPS = tl.constexpr(BLOCK // codes.GROUP)
+_BELOW = tl.constexpr(codes.BELOW)
+_NAN_SCALE = tl.constexpr(codes.NAN_SCALE)
+_FIRST = tl.constexpr(float(codes.FIRST))
+_SECOND = tl.constexpr(float(codes.SECOND))
+_STEP = tl.constexpr(codes.STEP)
+_ROOT_STEP = tl.constexpr(codes.ROOT_STEP)
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: in a sum with it, the last bits are a small number rounded
+_ROUND_BITS = tl.constexpr(0x4B400000)
 _LEVELS = tl.constexpr(BLOCK.bit_length() - 1)
 
 
 @triton.jit
 def step(
     grad,
-    master,
+    weights,
+    rest,
     first,
+    first_scales,
     second,
-    out,
+    second_scales,
     squares,
     n,
     grad_scale,
@@ -34,16 +47,25 @@ def step(
     eps,
     kind: tl.constexpr,
     rounding: tl.constexpr,
+    split: tl.constexpr,
     like: tl.constexpr,
 ):
-    """``formula``, line by line. ``like``: the dtype of ``out``, whose bits are written as int16."""
+    """``formula``, line by line. ``split``: ``weights`` and ``rest`` are the halves of the master copy.
+
+    ``weights`` beside ``rest``, and moments in bf16, are the int16 of their bits; ``like`` is the weights' dtype.
+    """
     at = _places()
     inside = at < n
     g = _as_read(tl.load(grad + at, mask=inside, other=0.0), rounding)
     if squares is not None:
         tl.store(squares + tl.program_id(0), _fold(g))
     g = g * grad_scale
-    p = tl.load(master + at, mask=inside, other=0.0)
+    if rest is None:
+        p = tl.load(weights + at, mask=inside, other=0.0)
+    elif split:
+        p = _joined(tl.load(weights + at, mask=inside, other=0), tl.load(rest + at, mask=inside, other=0))
+    else:
+        p = tl.load(rest + at, mask=inside, other=0.0)
     if kind == "adamw":
         p = p * decay
     elif kind != "lion":
@@ -51,7 +73,7 @@ def step(
     if kind == "sgd":
         p = p - g * rate
     else:
-        m = tl.load(first + at, mask=inside, other=0.0)
+        m = _moment(first, first_scales, at, n)
         if kind == "lion":
             c = m * beta1 + g * weight1
             m = m * beta2 + g * weight2
@@ -64,14 +86,19 @@ def step(
             p = p - (g + m * beta1) * rate
         else:
             m = m + (g - m) * weight1
-            v = tl.load(second + at, mask=inside, other=0.0)
+            v = _moment(second, second_scales, at, n)
             v = v * beta2 + (g * weight2) * g
             p = p - tl.div_rn(m * rate, tl.sqrt_rn(v) * root + eps)
-            tl.store(second + at, v, mask=inside)
-        tl.store(first + at, m, mask=inside)
-    tl.store(master + at, p, mask=inside)
-    if out is not None:
-        tl.store(out + at, _rounded(p, like), mask=inside)
+            _keep(second, second_scales, at, n, v)
+        _keep(first, first_scales, at, n, m)
+    if rest is None:
+        tl.store(weights + at, p, mask=inside)
+    elif split:
+        tl.store(weights + at, _upper(p), mask=inside)
+        tl.store(rest + at, _lower(p), mask=inside)
+    else:
+        tl.store(rest + at, p, mask=inside)
+        tl.store(weights + at, _rounded(p, like), mask=inside)
 
 
 @triton.jit
@@ -84,6 +111,126 @@ def cast(dst, src, n, like: tl.constexpr):
     at = _places()
     inside = at < n
     tl.store(dst + at, _rounded(_wide(tl.load(src + at, mask=inside, other=0.0)), like), mask=inside)
+
+
+@triton.jit
+def split(weights, rest, master, n):
+    at = _places()
+    p = tl.load(master + at, mask=at < n, other=0.0)
+    tl.store(weights + at, _upper(p), mask=at < n)
+    tl.store(rest + at, _lower(p), mask=at < n)
+
+
+@triton.jit
+def join(master, weights, rest, n):
+    at = _places()
+    p = _joined(tl.load(weights + at, mask=at < n, other=0), tl.load(rest + at, mask=at < n, other=0))
+    tl.store(master + at, p, mask=at < n)
+
+
+@triton.jit
+def encode(codes, scales, values, n):
+    at = _places()
+    _keep(codes, scales, at, n, tl.load(values + at, mask=at < n, other=0.0))
+
+
+@triton.jit
+def decode(values, codes, scales, n):
+    at = _places()
+    tl.store(values + at, _moment(codes, scales, at, n), mask=at < n)
+
+
+@triton.jit
+def _joined(upper, lower):
+    """A master copy of its halves, both int16."""
+    return ((upper.to(tl.int32) << 16) + lower.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _upper(p):
+    return tl.where(p != p, 0x7FC0, (p.to(tl.int32, bitcast=True) + 0x8000) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _lower(p):
+    return tl.where(p != p, 0, p.to(tl.int32, bitcast=True)).to(tl.int16)
+
+
+@triton.jit
+def _moment(values, scales, at, n):
+    """A moment in fp32: of fp32, of the bits of bf16, or of codes where there are scales."""
+    x = tl.load(values + at, mask=at < n, other=0)
+    if scales is not None:
+        groups = _group_places()
+        scale = _of_scale(tl.load(scales + groups, mask=groups < n // _GROUP, other=0).to(tl.int32) & 0xFFFF)[:, None]
+        code = tl.reshape(x.to(tl.int32), (_GROUPS, _GROUP))
+        if x.dtype == tl.uint8:
+            root = code.to(tl.float32) * (scale * _ROOT_STEP)
+            found = root * root
+        else:
+            y = tl.where(code < 0, -code, code).to(tl.float32) * _STEP
+            size = tl.div_rn(y, 2.0 - y) * scale
+            found = tl.where(code < 0, -size, size)
+        return tl.reshape(found, (_SIZE,))
+    if x.dtype == tl.int16:
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _keep(values, scales, at, n, x):
+    """Writes a moment: the inverse of ``_moment``, with rounding."""
+    if scales is not None:
+        x = tl.reshape(x, (_GROUPS, _GROUP))
+        if values.dtype.element_ty == tl.uint8:
+            x = tl.sqrt_rn(x)
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        scale = _scale(tl.reduce(size, 1, _larger))
+        valid = (scale != 0) & (scale != _NAN_SCALE)
+        value = tl.where(valid, _of_scale(scale), 1.0)
+        inverse = tl.where(valid, tl.div_rn(tl.full((_GROUPS,), 1.0, tl.float32), value), 0.0)
+        part = size.to(tl.float32, bitcast=True) * inverse[:, None]
+        if values.dtype.element_ty == tl.uint8:
+            code = _code(part * _SECOND, _SECOND)
+        else:
+            code = _code(tl.div_rn(part + part, 1.0 + part) * _FIRST, _FIRST)
+            code = tl.where(bits < 0, -code, code)
+        code = tl.reshape(tl.where(valid[:, None], code, 0), (_SIZE,))
+        groups = _group_places()
+        tl.store(scales + groups, scale.to(tl.int16), mask=groups < n // _GROUP)
+        tl.store(values + at, code.to(values.dtype.element_ty), mask=at < n)
+    elif values.dtype.element_ty == tl.int16:
+        tl.store(values + at, _rounded(x, tl.bfloat16), mask=at < n)
+    else:
+        tl.store(values + at, x, mask=at < n)
+
+
+@triton.jit
+def _scale(largest):
+    """The codes of scales, int32, of the bits of the largest size of each group."""
+    code = ((largest + 0xFFF + ((largest >> 13) & 1)) >> 13) - _BELOW
+    code = tl.minimum(tl.maximum(code, 1), _NAN_SCALE - 1)
+    return tl.where(largest == 0, 0, tl.where(largest > 0x7F800000, _NAN_SCALE, code))
+
+
+@triton.jit
+def _of_scale(code):
+    """The values of scales, fp32, of their codes."""
+    bits = tl.where(code == 0, 0, tl.where(code == _NAN_SCALE, 0x7FC00000, (code + _BELOW) << 13))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _code(x, largest: tl.constexpr):
+    """``x``, at least 0, to nearest, ties to even, as int32; ``largest`` of what is larger or no number."""
+    return (tl.where(x < largest, x, largest) + _ROUND).to(tl.int32, bitcast=True) - _ROUND_BITS
+
+
+@triton.jit
+def _group_places():
+    """Where the scales of this program's elements are."""
+    return tl.program_id(0).to(tl.int64) * _GROUPS + tl.arange(0, _GROUPS)
 
 
 @triton.jit
@@ -131,3 +278,8 @@ def _fold(g):
 @triton.jit
 def _plus(a, b):
     return a + b
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.where(a > b, a, b)

@@ -15,11 +15,12 @@ from typing import Literal, Protocol, cast
 import torch
 
 from penstock.errors import ConfigError
+from penstock.optim.codes import Codes, Moment
 from penstock.optim.formula import Kind
 from penstock.optim.formula import Scalars as ScalarValues
 from penstock.optim.norm import BLOCK
 
-ABI = 2  # penstock_abi() in native/api.cpp
+ABI = 3  # penstock_abi() in native/api.cpp
 LEVELS = ("baseline", "avx2", "avx512")
 Level = Literal["baseline", "avx2", "avx512"]
 KINDS: dict[Kind, int] = {"adamw": 0, "adam": 1, "sgd": 2, "momentum": 3, "nesterov": 4, "lion": 5}  # enum Kind
@@ -36,9 +37,9 @@ class TorchKernels(Protocol):
         s: ScalarValues,
         *,
         grad: torch.Tensor,
-        master: torch.Tensor,
-        moments: tuple[torch.Tensor, ...],
-        out: torch.Tensor | None,
+        weights: torch.Tensor,
+        rest: torch.Tensor | None,
+        moments: tuple[Moment, ...],
         grad_dtype: torch.dtype = ...,
         squares: torch.Tensor | None = ...,
     ) -> None: ...
@@ -47,6 +48,14 @@ class TorchKernels(Protocol):
 
     def cast(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
 
+    def split(self, weights: torch.Tensor, rest: torch.Tensor, master: torch.Tensor) -> None: ...
+
+    def join(self, master: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor) -> None: ...
+
+    def encode(self, codes: Codes, values: torch.Tensor) -> None: ...
+
+    def decode(self, values: torch.Tensor, codes: Codes) -> None: ...
+
 
 class Scalars(ctypes.Structure):
     """``struct Scalars`` of ``native/kernels.h``."""
@@ -54,17 +63,28 @@ class Scalars(ctypes.Structure):
     _fields_ = [(field.name, ctypes.c_float) for field in fields(ScalarValues)]
 
 
+class MomentArgs(ctypes.Structure):
+    """``struct MomentArgs`` of ``native/kernels.h``."""
+
+    _fields_ = [("values", ctypes.c_void_p), ("scales", ctypes.c_void_p)]
+
+
 class StepArgs(ctypes.Structure):
     """``struct StepArgs`` of ``native/kernels.h``."""
 
     _fields_ = [
         ("grad", ctypes.c_void_p),
-        ("master", ctypes.c_void_p),
-        ("first", ctypes.c_void_p),
-        ("second", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("rest", ctypes.c_void_p),
+        ("first", MomentArgs),
+        ("second", MomentArgs),
         ("partials", ctypes.c_void_p),
         ("scalars", Scalars),
+        ("kind", ctypes.c_int),
+        ("grad_type", ctypes.c_int),
+        ("form", ctypes.c_int),
+        ("first_type", ctypes.c_int),
+        ("second_type", ctypes.c_int),
     ]
 
 
@@ -72,10 +92,14 @@ _FOR_TRITON = "It needs triton, which pip install torch brings for a GPU, and a 
 
 _INT, _POINTER, _SIZE = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
 _SIGNATURES = {
-    "penstock_step": (_INT, _INT, _INT, ctypes.POINTER(StepArgs), _SIZE, _INT),
+    "penstock_step": (ctypes.POINTER(StepArgs), _SIZE, _INT),
     "penstock_norms": (_INT, _POINTER, _POINTER, _SIZE, _INT),
     "penstock_add": (_INT, _POINTER, _POINTER, _SIZE, _INT),
     "penstock_cast": (_INT, _POINTER, _INT, _POINTER, _SIZE, _INT),
+    "penstock_split": (_POINTER, _POINTER, _POINTER, _SIZE, _INT),
+    "penstock_join": (_POINTER, _POINTER, _POINTER, _SIZE, _INT),
+    "penstock_encode": (_INT, _POINTER, _POINTER, _POINTER, _SIZE, _INT),
+    "penstock_decode": (_INT, _POINTER, _POINTER, _POINTER, _SIZE, _INT),
     "penstock_use_level": (_INT,),
 }
 

@@ -66,14 +66,15 @@ class Stepping:
             else:
                 self.partial_norms(gradient, norms)
             norms = None
+        weights, rest = (master, None) if out is None else (out, master)
         for a, b, hyper, count in spans:
             kernels.step(
                 update.hypers[hyper],
                 count,
                 grad=gradient[a:b],
-                master=master[a:b],
+                weights=weights[a:b],
+                rest=None if rest is None else rest[a:b],
                 moments=tuple(m[a:b] for m in moments),
-                out=None if out is None else out[a:b],
                 grad_dtype=self._grad_dtype,
                 grad_scale=update.grad_scale,
                 partials=None if isinstance(norms, torch.Tensor) else norms,

@@ -43,17 +43,15 @@ using namespace penstock;
 
 // Raised whenever a signature below changes, or what it accepts, so that a stale library is refused and not called
 // wrongly.
-EXPORT int penstock_abi() { return 2; }
+EXPORT int penstock_abi() { return 3; }
 
 EXPORT int penstock_best_level() { return best_level(); }
 
 EXPORT void penstock_use_level(int wanted) { level = wanted; }
 
-EXPORT void penstock_step(int kind, int grad, int out, const StepArgs* args, size_t n, int threads) {
+EXPORT void penstock_step(const StepArgs* args, size_t n, int threads) {
   const Table& table = *kLevels[level];
-  each_range(n, threads, [&](size_t begin, size_t end) {
-    table.step(static_cast<Kind>(kind), static_cast<DType>(grad), static_cast<DType>(out), *args, begin, end);
-  });
+  each_range(n, threads, [&](size_t begin, size_t end) { table.step(*args, begin, end); });
 }
 
 EXPORT void penstock_norms(int type, const void* x, double* partials, size_t n, int threads) {
@@ -71,4 +69,25 @@ EXPORT void penstock_cast(int to, void* dst, int from, const void* src, size_t n
   each_range(n, threads, [&](size_t b, size_t e) {
     table.cast(static_cast<DType>(to), dst, static_cast<DType>(from), src, b, e);
   });
+}
+
+EXPORT void penstock_split(void* weights, void* rest, const float* master, size_t n, int threads) {
+  const Table& table = *kLevels[level];
+  each_range(n, threads, [&](size_t b, size_t e) { table.split(weights, rest, master, b, e); });
+}
+
+EXPORT void penstock_join(float* master, const void* weights, const void* rest, size_t n, int threads) {
+  const Table& table = *kLevels[level];
+  each_range(n, threads, [&](size_t b, size_t e) { table.join(master, weights, rest, b, e); });
+}
+
+// second: of a second moment (uint8 codes of roots), else of a first one (int8 codes).
+EXPORT void penstock_encode(int second, void* codes, uint16_t* scales, const float* x, size_t n, int threads) {
+  const Table& table = *kLevels[level];
+  each_range(n, threads, [&](size_t b, size_t e) { table.encode(second != 0, codes, scales, x, b, e); });
+}
+
+EXPORT void penstock_decode(int second, float* x, const void* codes, const uint16_t* scales, size_t n, int threads) {
+  const Table& table = *kLevels[level];
+  each_range(n, threads, [&](size_t b, size_t e) { table.decode(second != 0, x, codes, scales, b, e); });
 }

@@ -4,87 +4,18 @@
 // set must never be the one the linker keeps for the baseline.
 #include "kernels.h"
 
-#include <cstring>
-#include <type_traits>
+#include "compact.h"
+#include "numbers.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
-#define INLINE inline __attribute__((always_inline))
 #define CONCAT_(a, b) a##b
 #define CONCAT(a, b) CONCAT_(a, b)
 
 namespace penstock {
 namespace {
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-struct None {};
-struct Rounded {  // a float in memory that is read as the bfloat16 it rounds to
-  float value;
-};
-
-INLINE uint32_t bits_of(float f) {
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  return u;
-}
-
-INLINE float float_of(uint32_t u) {
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
-}
-
-INLINE float load(float f) { return f; }
-
-INLINE float load(BFloat16 b) { return float_of(static_cast<uint32_t>(b.bits) << 16); }
-
-INLINE float load(Float16 h) {
-  const uint32_t exponents = 0x7c00u << 13;
-  uint32_t u = (h.bits & 0x7fffu) << 13;
-  const uint32_t exponent = u & exponents;
-  u += (127u - 15u) << 23;
-  const uint32_t special = u + ((128u - 16u) << 23);                                             // infinity and NaN
-  const uint32_t denormal = bits_of(float_of(u + (1u << 23)) - float_of(113u << 23));
-  u = exponent == exponents ? special : exponent == 0 ? denormal : u;
-  return float_of(u | (h.bits & 0x8000u) << 16);
-}
-
-// Round to nearest, ties to even; every NaN becomes the one positive quiet NaN.
-template <class T>
-INLINE T round_to(float f);
-
-template <>
-INLINE float round_to<float>(float f) {
-  return f;
-}
-
-template <>
-INLINE BFloat16 round_to<BFloat16>(float f) {
-  const uint32_t u = bits_of(f);
-  const uint32_t rounded = (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
-  return {static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
-}
-
-template <>
-INLINE Float16 round_to<Float16>(float f) {
-  const uint32_t magic = ((127u - 15u) + (23u - 10u) + 1u) << 23;  // adding it makes the hardware round a denormal
-  const uint32_t u = bits_of(f) & 0x7fffffffu;
-  const uint32_t sign = bits_of(f) >> 16 & 0x8000u;
-  const uint32_t normal = (u + 0xfffu + (u >> 13 & 1u) - ((127u - 15u) << 23)) >> 13;
-  const uint32_t denormal = bits_of(float_of(u) + float_of(magic)) - magic;
-  const uint32_t finite = (u < 113u << 23 ? denormal : normal) | sign;
-  const uint32_t over = u >= (127u + 16u) << 23 ? (0x7c00u | sign) : finite;
-  return {static_cast<uint16_t>(u > 0x7f800000u ? 0x7e00u : over)};
-}
-
-INLINE float load(Rounded r) { return load(round_to<BFloat16>(r.value)); }
 
 // One element's step. `m` and `v` are the moments, where the optimizer has them.
 template <Kind K>
@@ -129,13 +60,13 @@ INLINE double fold(const G* __restrict x) {
   return v[0];
 }
 
-// The working copy is not read again soon. Written around the caches, its lines need not be read before they are
-// written: 28 bytes per element cross the memory bus and not 30. Both are aligned to kLine bytes.
+// The working copy beside a master is not read again soon. Written around the caches, its lines need not be read before
+// they are written: 28 bytes per element cross the memory bus and not 30. Both are aligned to kLine bytes.
 constexpr size_t kLine = 64;
 
 template <class O>
-INLINE void stream_block(O* __restrict dst, const O* __restrict src) {
-  constexpr size_t bytes = kBlock * sizeof(O);
+INLINE void stream_tile(O* __restrict dst, const O* __restrict src) {
+  constexpr size_t bytes = kTile * sizeof(O);
   char* to = reinterpret_cast<char*>(dst);
   const char* from = reinterpret_cast<const char*>(src);
 #if defined(__AVX512F__)
@@ -159,62 +90,118 @@ INLINE void streams_are_visible() {
 #endif
 }
 
+template <class D, class S>
+INLINE void convert(D* __restrict dst, const S* __restrict src, size_t n) {
+  for (size_t i = 0; i < n; ++i) dst[i] = round_to<D>(load(src[i]));
+}
+
 template <class O>
-INLINE void write_block(O* __restrict dst, const O* __restrict src, size_t n) {
-  if (n == kBlock && reinterpret_cast<uintptr_t>(dst) % kLine == 0) return stream_block(dst, src);
-  memcpy(dst, src, n * sizeof(O));
+void write_rounded(O* __restrict dst, const float* __restrict src, size_t n) {
+  alignas(kLine) O rounded[kTile];
+  convert(rounded, src, n);
+  if (n == kTile && reinterpret_cast<uintptr_t>(dst) % kLine == 0) return stream_tile(dst, rounded);
+  memcpy(dst, rounded, n * sizeof(O));
 }
 
-template <Kind K, class G, class O>
-void step_range(const StepArgs& args, size_t begin, size_t end) {
-  constexpr bool has_first = K != kSGD, has_second = K == kAdamW || K == kAdam, has_out = !std::is_same_v<O, None>;
-  const G* __restrict grad = static_cast<const G*>(args.grad);
-  float* __restrict master = args.master;
-  float* __restrict first = args.first;
-  float* __restrict second = args.second;
-  O* __restrict out = static_cast<O*>(args.out);
-  const Scalars s = args.scalars;
-  for (size_t at = begin; at < end; at += kBlock) {
-    const size_t stop = at + kBlock < end ? at + kBlock : end;
-    alignas(kLine) O rounded[has_out ? kBlock : 1];
-    for (size_t i = at; i < stop; ++i) {
-      float m = has_first ? first[i] : 0.0f, v = has_second ? second[i] : 0.0f;
-      const float p = update<K>(master[i], load(grad[i]) * s.grad_scale, m, v, s);
-      if constexpr (has_first) first[i] = m;
-      if constexpr (has_second) second[i] = v;
-      master[i] = p;
-      if constexpr (has_out) rounded[i - at] = round_to<O>(p);
-    }
-    if constexpr (has_out) write_block(out + at, rounded, stop - at);
-    if (args.partials) args.partials[at / kBlock] = fold(grad + at);  // after: the gradients are now in the cache
+// One tile's floats: `buffer`, or the memory itself where it has floats, so that nothing is copied.
+using Tile = float[kTile];
+
+const float* read_gradient(const StepArgs& args, size_t at, size_t n, Tile& buffer) {
+  const float* floats = static_cast<const float*>(args.grad);
+  if (args.grad_type == kBFloat16) {
+    convert(buffer, static_cast<const BFloat16*>(args.grad) + at, n);
+  } else if (args.grad_type == kRounded) {
+    convert(buffer, reinterpret_cast<const Rounded*>(floats) + at, n);
+  } else {
+    return floats + at;
   }
-  if constexpr (has_out) streams_are_visible();
+  return buffer;
 }
 
-template <Kind K, class G>
-void step_to(DType out, const StepArgs& args, size_t begin, size_t end) {
-  if (out == kBFloat16) return step_range<K, G, BFloat16>(args, begin, end);
-  if (out == kFloat16) return step_range<K, G, Float16>(args, begin, end);
-  step_range<K, G, None>(args, begin, end);
+float* read_master(const StepArgs& args, size_t at, size_t n, Tile& buffer) {
+  if (args.form == kWhole) return static_cast<float*>(args.weights) + at;
+  if (args.form != kSplit) return static_cast<float*>(args.rest) + at;
+  join_range(buffer, static_cast<BFloat16*>(args.weights) + at, static_cast<uint16_t*>(args.rest) + at, n);
+  return buffer;
+}
+
+void write_master(const StepArgs& args, size_t at, size_t n, const float* p) {
+  BFloat16* weights = static_cast<BFloat16*>(args.weights) + at;
+  if (args.form == kSplit) return split_range(weights, static_cast<uint16_t*>(args.rest) + at, p, n);
+  if (args.form == kBeside16) return write_rounded(weights, p, n);
+  if (args.form == kBesideFloat16) return write_rounded(static_cast<Float16*>(args.weights) + at, p, n);
+}
+
+// C: the type of its codes.
+template <class C>
+float* read_moment(const MomentArgs& moment, Moment type, size_t at, size_t n, Tile& buffer) {
+  if (moment.values == nullptr) return buffer;
+  if (type == kMoment32) return static_cast<float*>(moment.values) + at;
+  if (type == kMoment16) {
+    convert(buffer, static_cast<const BFloat16*>(moment.values) + at, n);
+  } else {
+    decode_tile(buffer, static_cast<const C*>(moment.values) + at, moment.scales + at / kGroup, n);
+  }
+  return buffer;
+}
+
+template <class C>
+void write_moment(const MomentArgs& moment, Moment type, size_t at, size_t n, const float* values) {
+  if (moment.values == nullptr || type == kMoment32) return;
+  if (type == kMoment16) return convert(static_cast<BFloat16*>(moment.values) + at, values, n);
+  encode_tile(static_cast<C*>(moment.values) + at, moment.scales + at / kGroup, values, n);
 }
 
 template <Kind K>
-void step_from(DType grad, DType out, const StepArgs& args, size_t begin, size_t end) {
-  if (grad == kBFloat16) return step_to<K, BFloat16>(out, args, begin, end);
-  if (grad == kRounded) return step_to<K, Rounded>(out, args, begin, end);
-  step_to<K, float>(out, args, begin, end);
+void update_tile(float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v,
+                 const Scalars& scalars, size_t n) {
+  constexpr bool has_first = K != kSGD, has_second = K == kAdamW || K == kAdam;
+  const Scalars s = scalars;
+  for (size_t i = 0; i < n; ++i) {
+    float first = has_first ? m[i] : 0.0f, second = has_second ? v[i] : 0.0f;
+    p[i] = update<K>(p[i], g[i] * s.grad_scale, first, second, s);
+    if constexpr (has_first) m[i] = first;
+    if constexpr (has_second) v[i] = second;
+  }
 }
 
-void step(Kind kind, DType grad, DType out, const StepArgs& args, size_t begin, size_t end) {
+using Update = void (*)(float*, const float*, float*, float*, const Scalars&, size_t);
+
+Update update_of(Kind kind) {
   switch (kind) {
-    case kAdamW: return step_from<kAdamW>(grad, out, args, begin, end);
-    case kAdam: return step_from<kAdam>(grad, out, args, begin, end);
-    case kSGD: return step_from<kSGD>(grad, out, args, begin, end);
-    case kMomentum: return step_from<kMomentum>(grad, out, args, begin, end);
-    case kNesterov: return step_from<kNesterov>(grad, out, args, begin, end);
-    case kLion: return step_from<kLion>(grad, out, args, begin, end);
-    case kKinds: break;
+    case kAdamW: return update_tile<kAdamW>;
+    case kAdam: return update_tile<kAdam>;
+    case kSGD: return update_tile<kSGD>;
+    case kMomentum: return update_tile<kMomentum>;
+    case kNesterov: return update_tile<kNesterov>;
+    case kLion: return update_tile<kLion>;
   }
+  return nullptr;
+}
+
+void norms(DType type, const void* x, double* partials, size_t begin, size_t end);
+
+// Whatever the state's form, it is the same few loops over a tile: to floats, the update, and back. The tile stays in
+// the first cache meanwhile, and a form costs no other copy of the rest.
+void step(const StepArgs& args, size_t begin, size_t end) {
+  const Update update = update_of(args.kind);
+  alignas(kLine) Tile gradient, master, first, second;
+  for (size_t block = begin; block < end; block += kBlock) {
+    const size_t stop = block + kBlock < end ? block + kBlock : end;
+    for (size_t at = block; at < stop; at += kTile) {
+      const size_t n = stop - at < kTile ? stop - at : kTile;
+      const float* g = read_gradient(args, at, n, gradient);
+      float* p = read_master(args, at, n, master);
+      float* m = read_moment<int8_t>(args.first, args.first_type, at, n, first);
+      float* v = read_moment<uint8_t>(args.second, args.second_type, at, n, second);
+      update(p, g, m, v, args.scalars, n);
+      write_master(args, at, n, p);
+      write_moment<int8_t>(args.first, args.first_type, at, n, m);
+      write_moment<uint8_t>(args.second, args.second_type, at, n, v);
+    }
+    if (args.partials) norms(args.grad_type, args.grad, args.partials, block, stop);  // after: it is in the cache now
+  }
+  streams_are_visible();
 }
 
 template <class X>
@@ -238,16 +225,11 @@ void add(DType type, float* acc, const void* x, size_t begin, size_t end) {
   add_range(acc, static_cast<const float*>(x), begin, end);
 }
 
-template <class D, class S>
-void cast_range(D* __restrict dst, const S* __restrict src, size_t begin, size_t end) {
-  for (size_t i = begin; i < end; ++i) dst[i] = round_to<D>(load(src[i]));
-}
-
 template <class D>
 void cast_from(D* dst, DType from, const void* src, size_t begin, size_t end) {
-  if (from == kBFloat16) return cast_range(dst, static_cast<const BFloat16*>(src), begin, end);
-  if (from == kFloat16) return cast_range(dst, static_cast<const Float16*>(src), begin, end);
-  cast_range(dst, static_cast<const float*>(src), begin, end);
+  if (from == kBFloat16) return convert(dst + begin, static_cast<const BFloat16*>(src) + begin, end - begin);
+  if (from == kFloat16) return convert(dst + begin, static_cast<const Float16*>(src) + begin, end - begin);
+  convert(dst + begin, static_cast<const float*>(src) + begin, end - begin);
 }
 
 void cast(DType to, void* dst, DType from, const void* src, size_t begin, size_t end) {
@@ -256,8 +238,40 @@ void cast(DType to, void* dst, DType from, const void* src, size_t begin, size_t
   cast_from(static_cast<float*>(dst), from, src, begin, end);
 }
 
+void split(void* weights, void* rest, const float* master, size_t begin, size_t end) {
+  split_range(static_cast<BFloat16*>(weights) + begin, static_cast<uint16_t*>(rest) + begin, master + begin,
+              end - begin);
+}
+
+void join(float* master, const void* weights, const void* rest, size_t begin, size_t end) {
+  join_range(master + begin, static_cast<const BFloat16*>(weights) + begin, static_cast<const uint16_t*>(rest) + begin,
+             end - begin);
+}
+
+template <class F>
+INLINE void each_tile(size_t begin, size_t end, const F& f) {
+  for (size_t at = begin; at < end; at += kTile) f(at, end - at < kTile ? end - at : kTile);
+}
+
+void encode(bool second, void* codes, uint16_t* scales, const float* x, size_t begin, size_t end) {
+  each_tile(begin, end, [&](size_t at, size_t n) {
+    uint16_t* of = scales + at / kGroup;
+    if (second) return encode_tile(static_cast<uint8_t*>(codes) + at, of, x + at, n);
+    encode_tile(static_cast<int8_t*>(codes) + at, of, x + at, n);
+  });
+}
+
+void decode(bool second, float* x, const void* codes, const uint16_t* scales, size_t begin, size_t end) {
+  each_tile(begin, end, [&](size_t at, size_t n) {
+    const uint16_t* of = scales + at / kGroup;
+    if (second) return decode_tile(x + at, static_cast<const uint8_t*>(codes) + at, of, n);
+    decode_tile(x + at, static_cast<const int8_t*>(codes) + at, of, n);
+  });
+}
+
 }  // namespace
 
-extern const Table CONCAT(table_, PENSTOCK_LEVEL) = {step, norms, add, cast};
+extern const Table CONCAT(table_, PENSTOCK_LEVEL) = {step, norms, add,    cast,
+                                                    split, join, encode, decode};
 
 }  // namespace penstock
