@@ -6,7 +6,7 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,8 @@ def check(path: Path) -> None:
             assert np.array_equal(out, content(seed))
 
 
-def filled(paths: list[Path], stripe: int = 3 * ALIGN) -> Store:
-    store = Store.create(paths, LAYOUT, model={}, stripe=stripe)
+def filled(paths: list[Path], stripe: int = 3 * ALIGN, weights: Sequence[int] = ()) -> Store:
+    store = Store.create(paths, LAYOUT, model={}, stripe=stripe, weights=weights)
     for seed, (name, _) in enumerate(ENTRIES):
         store.write(name, 0, content(10 + seed), 0)
         store.write(name, 0, content(seed), 1)
@@ -133,13 +133,13 @@ def test_a_drive_that_is_not_the_stores_gets_a_copy(reflink_disk: Path, tmp_path
     check(tmp_path / "s")
 
 
-@pytest.mark.parametrize("drives", [1, 3])
+@pytest.mark.parametrize("weights", [(1,), (1, 1, 1), (3, 1, 2)])
 def test_whether_shared_or_copied_a_snapshot_is_the_same(
-    drives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the file system stops sharing on the way. The system call is played by a copy here."""
-    files = set()
-    with filled([tmp_path / f"d{i}" for i in range(drives)]) as store:
+    files, drives = set(), len(weights)
+    with filled([tmp_path / f"d{i}" for i in range(drives)], weights=weights) as store:
         stretches = len(store.lend("a", 1).stretches)
         assert (stretches > 1) == (drives > 1)
         cases = {

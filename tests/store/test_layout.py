@@ -1,6 +1,8 @@
 """Layout and striping: pure arithmetic, checked against the definition byte by byte."""
 
 import json
+from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -109,7 +111,9 @@ def test_wrong_layouts_are_refused(data: object, message: str) -> None:
 
 @st.composite
 def striped_ranges(draw: st.DrawFn) -> tuple[Striping, int, int, int, int]:
-    striping = Striping(files=draw(st.integers(1, 4)), stripe=draw(st.integers(1, 5)) * ALIGN)
+    files = draw(st.integers(1, 4))
+    weights = draw(st.sampled_from([(), tuple(draw(st.integers(1, 8)) for _ in range(files))]))
+    striping = Striping(files=files, stripe=draw(st.integers(1, 5)) * ALIGN, weights=weights)
     total = draw(st.integers(1, 60))
     first = draw(st.integers(0, total - 1))
     count = draw(st.integers(1, total - first))
@@ -125,11 +129,58 @@ def test_pieces_are_the_bytes_that_striping_says(case: tuple[Striping, int, int,
         assert piece.offset + piece.nbytes <= striping.file_sizes(total)[piece.file]
         assert piece.start == len(places) * ALIGN
         places += [(piece.file, piece.offset + done) for done in range(0, piece.nbytes, ALIGN)]
+    dealt = _dealt(striping, (address + nbytes) // striping.stripe + 1)
     expected = []
     for block in range(address, address + nbytes, ALIGN):
-        stripe = block // striping.stripe
-        expected.append((stripe % striping.files, stripe // striping.files * striping.stripe + block % striping.stripe))
+        file, number = dealt[block // striping.stripe]
+        expected.append((file, number * striping.stripe + block % striping.stripe))
     assert places == expected
+
+
+def _dealt(striping: Striping, count: int) -> list[tuple[int, int]]:
+    """(file, number in it) of so many stripes: dealt one by one to the file that is furthest behind its share, so that
+    each has its weight of every round."""
+    weights = striping.weights or (1,) * striping.files
+    had = [0] * striping.files
+    dealt = []
+    for _ in range(count):
+        file = min(range(striping.files), key=lambda i: (Fraction(2 * had[i] + 1, 2 * weights[i]), i))
+        dealt.append((file, had[file]))
+        had[file] += 1
+    return dealt
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=4), st.integers(0, 60), st.integers(1, 5))
+def test_every_byte_has_one_place_and_each_file_its_share(weights: list[int], blocks: int, stripe: int) -> None:
+    striping = Striping(files=len(weights), stripe=stripe * ALIGN, weights=tuple(weights))
+    taken = [0] * len(weights)
+    places = set()
+    for piece in striping.pieces(0, blocks * ALIGN, blocks * ALIGN):
+        places |= {(piece.file, piece.offset + at) for at in range(0, piece.nbytes, ALIGN)}
+        taken[piece.file] += piece.nbytes
+    assert len(places) == blocks
+    rounds = blocks // (sum(weights) * stripe)
+    for weight, nbytes in zip(weights, taken, strict=True):
+        assert rounds * weight <= nbytes / striping.stripe <= (rounds + 1) * weight
+
+
+@given(striped_ranges())
+def test_equal_weights_are_the_layout_without_any(case: tuple[Striping, int, int, int, int]) -> None:
+    striping, total, address, nbytes, request = case
+    even = replace(striping, weights=())
+    ones = replace(striping, weights=(1,) * striping.files)
+    assert ones.file_sizes(total) == even.file_sizes(total)
+    assert [*ones.pieces(address, nbytes, request)] == [*even.pieces(address, nbytes, request)]
+    stripe, files = striping.stripe, striping.files
+    for piece in even.pieces(address, nbytes, request):
+        number, within = divmod(address + piece.start, stripe)
+        assert (piece.file, piece.offset) == (number % files, number // files * stripe + within)
+
+
+def test_the_order_of_a_round_is_what_stores_that_are_there_have() -> None:
+    striping = Striping(files=3, stripe=ALIGN, weights=(3, 2, 1))
+    found = [(piece.file, piece.offset // ALIGN) for piece in striping.pieces(0, 8 * ALIGN, ALIGN)]
+    assert found == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (0, 3), (1, 2)]
 
 
 @given(striped_ranges())

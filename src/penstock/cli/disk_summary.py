@@ -1,10 +1,11 @@
 """What a run keeps on disk, in words: the space it takes, what a kill costs, and what giving that up would gain."""
 
 from penstock.config import INTERVAL, Budget, Durability, format_size, parse_duration
+from penstock.hardware.drives import in_proportion
 from penstock.planner.durability import Weighed
 from penstock.planner.fit import Plan
 from penstock.report.sentence import format_time
-from penstock.store.store import DATA
+from penstock.store.manifest import DATA, Manifest
 
 
 def space(budget: Budget, ranks: int) -> str:
@@ -14,7 +15,15 @@ def space(budget: Budget, ranks: int) -> str:
         return f"no state on disk (budget.disk){' ' if kept else ''}{kept}"
     size = sum((path / DATA).stat().st_size for paths in budget.stores(ranks) for path in paths)
     slots = "twice the state, in two slots" if budget.slots == 2 else "the state in one slot"
-    return f"{format_size(size)} of disk taken in {', '.join(map(str, budget.disk_paths))}: {slots}"
+    where = ", ".join(map(str, budget.disk_paths)) + _shares(budget, ranks)
+    return f"{format_size(size)} of disk taken in {where}: {slots}"
+
+
+def _shares(budget: Budget, ranks: int) -> str:
+    """In which proportion the stores have their drives, where it is not evenly."""
+    found = dict.fromkeys(Manifest.read(paths[0]).weights for paths in budget.stores(ranks))
+    words = [in_proportion(weights) for weights in found if weights]
+    return f", striped {' and '.join(words)}" if words else ""
 
 
 def cost_of_a_kill(budget: Budget, plan: Plan | None) -> str | None:

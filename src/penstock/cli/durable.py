@@ -27,7 +27,7 @@ def with_durability(
         if chosen.durability is None and budget.slots == 2:  # state is pinned in memory
             chosen = replace(budget, durability="interval")
         return replace(config, budget=chosen), None
-    task, weighed = task_of(config, machine, disk_free=free_here(budget.disk_paths), ranks=ranks), None
+    task, weighed = task_of(config, machine, disk_free=free_here(budget.disk_paths, machine.drives), ranks=ranks), None
     if ranks == 1 and budget.may_keep_every_step(task.precision):
         weighed = weigh(task, cut.size, config.sequences_per_step // cut.size)
     default = weighed.default if weighed is not None and undecided(task) else "step"

@@ -159,7 +159,7 @@ def _of_config(arguments: FileArguments) -> PlanReport:
     if arguments.disk_free is not None:
         free = parse_size(arguments.disk_free)
     else:
-        free = free_here(paths) if arguments.machine is None else free_bytes(machine)
+        free = free_here(paths, machine.drives) if arguments.machine is None else free_bytes(machine)
     if tbw is None:
         tbw = config.drive_tbw
     if tbw is not None:

@@ -101,6 +101,7 @@ def _run(arguments: Arguments, config: TrainConfig, record: RunRecord) -> int:
 
 def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool:
     """Make the new stores, and put them in place; False: they would be as the old ones."""
+    from penstock.engine.stripes import weights_of_rank
     from penstock.state.reshard import reshard
 
     folder, ranks = arguments.folder, arguments.ranks
@@ -124,7 +125,9 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
         for path in _flat(new):
             make_directory(path.parent)
         with progress("written") as bar:
-            reshard(old, new, names=targets, strands=strands, whole=config.parts(ranks) == 1, show=bar.show)
+            weights = [weights_of_rank(paths, (), rank, ranks) for rank, paths in enumerate(new)]
+            whole = config.parts(ranks) == 1
+            reshard(old, new, names=targets, strands=strands, weights=weights, whole=whole, show=bar.show)
     except BaseException:
         _taken_back(folder, config, record)
         raise

@@ -130,7 +130,7 @@ def _as_scheduled(config: TrainConfig, schedule: Schedule) -> Cut:
 
 def _fastest(config: TrainConfig, machine: Machine, ranks: int) -> tuple[int, str]:
     """The size with the shortest predicted step, and how many times as long others would take."""
-    task = settled(task_of(config, machine, disk_free=free_here(config.budget.disk_paths), ranks=ranks))
+    task = settled(task_of(config, machine, disk_free=free_here(config.budget.disk_paths, machine.drives), ranks=ranks))
     sequences = config.sequences_per_step // ranks
     found = splits(task, sequences)
     _, best = choose(task, sequences, found)

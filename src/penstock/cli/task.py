@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import DataConfig, LoraConfig, ModelConfig, StepConfig, TrainConfig, fields_of
-from penstock.hardware.machine import DeviceKind, Machine
+from penstock.hardware.drives import striped_room
+from penstock.hardware.machine import DeviceKind, Drive, Machine
 from penstock.hardware.sharing import of_each_rank
 from penstock.planner.task import MOMENTS, Task
 from penstock.shape.huggingface import model_shape
@@ -109,11 +110,11 @@ def _configuration(model: ModelConfig) -> Mapping[str, Any]:
     return model_shape(file).config
 
 
-def free_here(paths: Sequence[Path]) -> int:
-    """Bytes that a striped store may use: what is free now, and what a store that is there already takes."""
+def free_here(paths: Sequence[Path], drives: Sequence[Drive]) -> int:
+    """Bytes that a store on ``drives`` may use: what is free now, and what one that is there already takes."""
     free = []
     for path in paths:
         there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         own = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         free.append(shutil.disk_usage(there).free + own)
-    return len(free) * min(free, default=0)
+    return striped_room(free, drives)

@@ -15,6 +15,7 @@ from penstock.config.step import check_strands
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.progress import Progress
+from penstock.engine.stripes import as_striped, weights_for
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale, format_of
@@ -141,6 +142,7 @@ def open_resources(
         ranks=ranks,
         share=share,
         any_strands=settings.strands is None,
+        weights=lambda paths: weights_for(paths, machine, ranks),
     )
     with ExitStack() as undo:
         undo.callback(commits.close)
@@ -198,7 +200,7 @@ def open_resources(
             io_threads=settings.io_threads,
             threads=numa.thread_count(device),
             overlap=settings.overlap,
-            machine=machine,
+            machine=as_striped(machine, commits.store, ranks.size),
             rate=rate_name(settings.optimizer, precision),
         )
         undo.pop_all()

@@ -222,4 +222,12 @@ def _scratch(bound: Bound, shared: EngineResources) -> Store | None:
         # What is passing was left behind by a run that was killed; a live one holds its lock.
         raise StoreError(f"{paths[0]} is needed for what lives no longer than a step, and holds a run's state: move it")
     layout = Layout.build(((name, nbytes, 1) for name, nbytes in sizes.items()), grids)
-    return Store.create(paths, layout, model={"scratch": True}, io_threads=shared.io_threads, passing=True)
+    store = shared.commits.store
+    return Store.create(
+        paths,
+        layout,
+        model={"scratch": True},
+        io_threads=shared.io_threads,
+        passing=True,
+        weights=() if store is None else store.weights,
+    )

@@ -1,8 +1,87 @@
-"""Several drives of a disk tier together, which are striped."""
+"""Several drives of a disk tier together. A store is striped over them by *weights*, small whole numbers: of every
+``sum(weights)`` stripes in a row each drive has as many as its weight. Drives that are equally fast have weight 1 each.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 
-from penstock.hardware.machine import Drive
+from penstock.hardware.machine import HEAVIEST, Drive
+
+_SAME = 0.93
+"""Share of the best rate that is as good: what two measurements of the same drive may differ by."""
+_NEAR = 0.97
+"""The same of smaller weights beside larger ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """What drives do together, striped: bytes/s, alone and in both directions at once."""
+
+    read: float
+    write: float
+    read_both: float
+    write_both: float
+
+
+def together(drives: Sequence[Drive]) -> Together:
+    """The rates of a stripe over one drive or several, with their weights; the sustained ones, where they are known."""
+    weights, steady = stripe_weights(drives), [drive.steady for drive in drives]
+    return Together(
+        read=spread([drive.read for drive in steady], weights),
+        write=spread([drive.write for drive in steady], weights),
+        read_both=spread([drive.read_both for drive in steady], weights),
+        write_both=spread([drive.write_both for drive in steady], weights),
+    )
+
+
+def spread(each: Sequence[float], weights: Sequence[int]) -> float:
+    """What all drives bear together (bytes/s, free bytes, bytes of their life), where each bears so much and gets its
+    weight of it: the first that is at its limit sets that of all.
+    """
+    return sum(weights) * min(own / weight for own, weight in zip(each, weights, strict=True))
+
+
+def striped_room(free: Sequence[int], drives: Sequence[Drive]) -> int:
+    """Bytes that a store may have on drives with so many free bytes. One for whose weights there is no room is striped
+    evenly."""
+    if not free:
+        return 0
+    return int(max(spread(free, stripe_weights(drives)), spread(free, (1,) * len(free))))
+
+
+def stripe_weights(drives: Sequence[Drive]) -> tuple[int, ...]:
+    """The weights by which a store is striped over drives: those of one that is there, else by the drives' rates."""
+    given = [drive.weight for drive in drives if drive.weight is not None]
+    if len(given) == len(drives):
+        return tuple(given)
+    return weights_of([_pace(drive.steady) for drive in drives])
+
+
+def _pace(drive: Drive) -> float:
+    """Bytes per second that are read and written again, as a step does with state: both directions at once."""
+    return 1 / (1 / drive.read_both + 1 / drive.write_both)
+
+
+def weights_of(paces: Sequence[float]) -> tuple[int, ...]:
+    """The weights with which drives of so many bytes/s are fastest together, up to ``HEAVIEST``: smaller ones where
+    these do nearly as well, and all alike where the drives differ by no more than measurements do.
+    """
+    even = (1,) * len(paces)
+    exact = [Fraction(pace) for pace in paces]
+    # Each weight is the largest with which its drive is not the slowest; which one is, and with which weight, is tried.
+    scales = {pace / weight for pace in exact for weight in range(1, HEAVIEST + 1)}
+    tried = {tuple(max(1, min(HEAVIEST, int(pace / scale))) for pace in exact) for scale in scales}
+    best = max(spread(paces, weights) for weights in tried)
+    if spread(paces, even) >= _SAME * best:
+        return even
+    good = (weights for weights in tried if spread(paces, weights) >= _NEAR * best)
+    return min(good, key=lambda weights: (sum(weights), -spread(paces, weights), weights))
+
+
+def in_proportion(weights: Sequence[int]) -> str:
+    """Weights for people: ``3:1``."""
+    return ":".join(map(str, weights))
 
 
 def used_rates(drives: Sequence[Drive]) -> str:

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from penstock.errors import ConfigError
 from penstock.schedule.ir.lanes import LANES
 
+HEAVIEST = 8
+"""The largest weight of a drive in a stripe."""
 DeviceKind = Literal["cuda", "cpu"]
 """Kinds of devices that may compute."""
 
@@ -50,6 +52,8 @@ class Drive:
     """the NUMA node of its controller, where the machine has several and tells"""
     sustained: Sustained | None = None
     """None: nobody has measured that"""
+    weight: int | None = None
+    """how many stripes of a store it has beside the other drives'; None: as many as its rates say"""
 
     @property
     def steady(self) -> "Drive":
@@ -236,9 +240,9 @@ _PARTS: dict[str, type] = {
 _MAY_BE_NULL = {"network", "crossing", "sustained"}
 _KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
 _LISTS: dict[str, type] = {"drives": Drive, "between": Between}
-_WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks", "after"}
+_WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks", "after", "weight"}
 _MAY_BE_ZERO = {"latency", "overhead", "interpreter", "free", "lockable", "node", "contention"}
-_MOST = {"latency": 1e6, "overhead": 1e6, "interpreter": 1e6, "contention": 1e6}
+_MOST = {"latency": 1e6, "overhead": 1e6, "interpreter": 1e6, "contention": 1e6, "weight": HEAVIEST}
 _MOST_OF_OTHERS = 1e21
 """No machine is near these limits, and what is within them neither overflows nor takes for ever to simulate."""
 
@@ -286,7 +290,7 @@ def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
         if value not in _KINDS[kind]:
             raise ConfigError(f"{where}: {at}={_shown(value)} is not {' or '.join(_KINDS[kind])}")
         return value
-    if name in ("tbw", "node", "room") and value is None:
+    if name in ("tbw", "node", "room", "weight") and value is None:
         return None
     return _number(value, where, at, name)
 

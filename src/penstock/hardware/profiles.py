@@ -119,8 +119,8 @@ def _drive_for(path: Path, drives: Sequence[Drive]) -> Drive | None:
     real = path.resolve()
     same = next((drive for drive in drives if Path(drive.path) == real), None)
     if same is None:
-        here = _file_system(real)
-        same = next((drive for drive in drives if _file_system(Path(drive.path)) == here), None)
+        here = file_system(real)
+        same = next((drive for drive in drives if file_system(Path(drive.path)) == here), None)
     return None if same is None else replace(same, path=str(real))
 
 
@@ -157,7 +157,7 @@ def _is_there(path: Path, drive: Drive) -> bool:
 
 
 def _is_beside(path: Path, drive: Drive) -> bool:
-    return Path(drive.path).is_dir() and _file_system(Path(drive.path)) == _file_system(path)
+    return Path(drive.path).is_dir() and file_system(Path(drive.path)) == file_system(path)
 
 
 def check_device(machine: Machine, device: str) -> None:
@@ -173,7 +173,7 @@ def check_device(machine: Machine, device: str) -> None:
         )
 
 
-def _file_system(path: Path) -> int | None:
+def file_system(path: Path) -> int | None:
     """The number of the file system that a directory is on, or will be on once it is made."""
     for folder in (path, *path.parents):
         with suppress(OSError):

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import ConfigError
+from penstock.hardware.drives import together
 from penstock.hardware.machine import Between, Device, Drive, Host, Machine, Network
 
 _LINK = ("grad_bf16", "grad_fp32", "weights_bf16", "weights_fp32")
@@ -96,7 +97,8 @@ def _slowest(dealt: Sequence[tuple[Drive, ...]]) -> tuple[Drive, ...]:
     """What takes the longest to read and write as much."""
     if not all(dealt):
         return ()
-    return max(dealt, key=lambda own: (1 / min(d.read for d in own) + 1 / min(d.steady.write for d in own)) / len(own))
+    paces = [together(own) for own in dealt]
+    return dealt[max(range(len(dealt)), key=lambda rank: 1 / paces[rank].read + 1 / paces[rank].write)]
 
 
 def _reached(machine: Machine, copiers: int, alone: float) -> float:

@@ -1,42 +1,18 @@
 """From a machine profile and a model's stage times to the costs that the simulator needs."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from penstock.config import GradDtype
 from penstock.errors import ConfigError
 from penstock.hardware.crossing import crossing_of, step_rate
-from penstock.hardware.machine import Drive, Machine
+from penstock.hardware.drives import Together, together
+from penstock.hardware.machine import Machine
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.place import BF16, FP32, Format
 from penstock.schedule.program import Program
 from penstock.shape.model import StageTimes
 from penstock.sim.costs import Costs, Pair
-
-
-@dataclass(frozen=True, kw_only=True)
-class Disk:
-    """What all drives of the disk tier do together, striped: bytes/s, alone and in both directions at once."""
-
-    read: float
-    write: float
-    read_both: float
-    write_both: float
-
-    @staticmethod
-    def of(drives: tuple[Drive, ...]) -> "Disk | None":
-        """Extents are striped evenly, so that the slowest drive sets the pace of all. Drives are written for long, so
-        the sustained rates count."""
-        if not drives:
-            return None
-        count, drives = len(drives), tuple(drive.steady for drive in drives)
-        return Disk(
-            read=count * min(d.read for d in drives),
-            write=count * min(d.write for d in drives),
-            read_both=count * min(d.read_both for d in drives),
-            write_both=count * min(d.write_both for d in drives),
-        )
 
 
 def machine_costs(
@@ -80,7 +56,7 @@ def machine_costs(
         rounded_down = BF16 * crossing_of(machine).grad_bf16
     host = machine.host.optimizer[optimizer] * touched
     device = machine.device.optimizer.get(optimizer, 0.0) or host / touched
-    disk = Disk.of(machine.drives)
+    disk = together(machine.drives) if machine.drives else None
     rates: dict[Lane, float] = {"h2d": machine.device.h2d, "d2h": machine.device.d2h, "cpu": host}
     if disk is not None:
         rates |= {"read": disk.read, "write": disk.write}
@@ -133,7 +109,7 @@ def machine_costs(
     )
 
 
-def contention(machine: Machine, disk: Disk | None) -> dict[Pair, float]:
+def contention(machine: Machine, disk: Together | None) -> dict[Pair, float]:
     """Which lanes slow each other down: measured pairs, and links that do less in both directions at once."""
     found: dict[Pair, float] = {}
     lanes: dict[str, Lane] = {lane: lane for lane in LANES}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from penstock.config import Budget, Durability
 from penstock.errors import ConfigError
+from penstock.hardware.drives import together
 from penstock.planner.search import Choice, estimate
 from penstock.planner.task import Task
 
@@ -72,7 +73,7 @@ def kill_seconds(task: Task, choice: Choice) -> float | None:
     if budget.durability != "interval":
         return None
     written = plan.state_bytes - plan.disk_bytes
-    writing = written / sum(drive.steady.write for drive in task.machine.drives)
+    writing = written / together(task.machine.drives).write
     if budget.interval_seconds is None:
         assert budget.interval_steps is not None
         return budget.interval_steps * step + writing

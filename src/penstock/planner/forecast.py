@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from penstock.config import Tier, format_size
+from penstock.hardware.drives import spread, stripe_weights
 from penstock.planner.bounds import limits_of
 from penstock.planner.phase_costs import PhaseCosts
 from penstock.planner.phase_memory import peaks_outside_steps
@@ -199,11 +200,11 @@ class Forecast:
     def wear(self) -> Wear:
         """What the drives go through, snapshots not counted."""
         written = self.lanes["write"].nbytes if "write" in self.lanes else 0
-        ratings = [drive.tbw for drive in self.task.machine.drives]
-        known = [rating for rating in ratings if rating is not None]
-        tbw = min(known) if known and len(known) == len(ratings) else None
+        drives = self.task.machine.drives
+        known = [drive.tbw for drive in drives if drive.tbw is not None]
+        tbw = min(known) if known and len(known) == len(drives) else None
         each = written * (1 + self.repeats)
-        steps = None if tbw is None or not written else len(ratings) * tbw * _TB / each
+        steps = None if tbw is None or not written else spread(known, stripe_weights(drives)) * _TB / each
         return Wear(
             written_bytes=written,
             per_parameter=self.task.ranks * written / self.parameters,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.hardware.crossing import Reads, step_rate
+from penstock.hardware.drives import together
 from penstock.planner.bounds import bound, limits_of
-from penstock.planner.costs import Disk
 from penstock.planner.question import Question
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.place import BF16, FP32, Depths, Format
@@ -69,7 +69,7 @@ def roofline(question: Question, tokens: int) -> Roofline:
     parameters = sum(group.trainable for group in request.program.groups)
     weights = sum(group.numel for group in request.program.groups) * request.form.weight_bytes
     rate = tokens / (sum(times.forward) + sum(times.backward))
-    disk = Disk.of(machine.drives)
+    disk = together(machine.drives) if machine.drives else None
     read, write = moved_per_parameter(request.form)
     turns = at_once = None
     if disk is not None:

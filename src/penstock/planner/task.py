@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.config import Budget, Family, OptimizerName, Precision, StepConfig, Tier, fields_of, format_size
 from penstock.errors import ConfigError
+from penstock.hardware.drives import striped_room
 from penstock.hardware.machine import Machine
 from penstock.planner.fit import Request
 from penstock.planner.question import Question
@@ -164,5 +165,5 @@ def own_budget(machine: Machine, *, device: str | int | None, host: str | int | 
 
 
 def free_bytes(machine: Machine) -> int:
-    """Bytes that a striped disk tier may use: every drive gets the same."""
-    return len(machine.drives) * min((drive.free for drive in machine.drives), default=0)
+    """Bytes that a striped disk tier may use."""
+    return striped_room([drive.free for drive in machine.drives], machine.drives)

@@ -1,8 +1,9 @@
 """The commits of a run: its arrays, the store below them, and the record of how far it got."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,12 @@ class Commits:
         ranks: Ranks = ALONE,
         share: Share = WHOLE,
         any_strands: bool = False,
+        weights: Callable[[Sequence[Path]], Sequence[int]] = lambda paths: (),
     ) -> None:
         """``owner``: the run that the store is to belong to; None: to none. ``ranks``: who commits together; each has a
         store of its own, with its ``share`` of the state. ``any_strands``: a store that is there says how many, and so
-        does ``model`` from then on.
+        does ``model`` from then on. ``weights``: by which a new store is striped over its directories,
+        asked when it is made.
 
         Raises:
             BudgetError: there is no disk, and memory cannot hold the state.
@@ -79,6 +82,7 @@ class Commits:
         """the same, for the thread that writes in the background"""
         self._share = share
         self._any_strands = any_strands
+        self._weights = weights
         store, resumed = None, None
         parts = [part for group in groups for part in parts_of(group, form, dtype)]
         if budget.disk_paths:
@@ -119,7 +123,9 @@ class Commits:
                 model["world"] = self.ranks.told("world", uuid.uuid4().hex)[0]
                 for path in paths:  # what the budget names, in which each rank has a folder
                     make_directory(path.parent)
-            return Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner), None
+            weights = self._weights(paths)
+            made = Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner, weights=weights)
+            return made, None
 
     def _found(self, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
         """The store that is there, and what it goes on from: the last commit that all ranks have."""

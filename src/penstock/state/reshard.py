@@ -30,14 +30,16 @@ def reshard(
     *,
     names: Sequence[Sequence[Path]],
     strands: int,
+    weights: Sequence[Sequence[int]] | None = None,
     whole: bool = False,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write what the last commit of a run names into new stores, for as many ranks as these are.
 
     ``old``, ``new``: the directories of each rank's store, by rank; the new ones have none yet. ``names``: what these
-    will be called. ``strands``: that the new ones say. ``whole``: each has all of the state, and not a part of
-    it. ``show``: told the bytes that are written, of so many in all. Needs 16 MiB of memory.
+    will be called. ``strands``: that the new ones say. ``weights``: by which each of them is striped over its
+    directories; None: evenly. ``whole``: each has all of the state, and not a part of it. ``show``: told the bytes that
+    are written, of so many in all. Needs 16 MiB of memory.
 
     Raises:
         ConfigError: nothing has been committed.
@@ -48,9 +50,9 @@ def reshard(
         slots = max(extent.slots for extent in opened[0].layout.extents)
         made = []
         models = described(opened[0].model, len(new), strands, whole=whole)
-        for paths, called, model in zip(new, names, models, strict=True):
+        for paths, called, model, own in zip(new, names, models, weights or ((),) * len(new), strict=True):
             layout = layout_of(model, slots)
-            made.append(Store.create(paths, layout, model=model, owner=opened[0].owner, names=called))
+            made.append(Store.create(paths, layout, model=model, owner=opened[0].owner, names=called, weights=own))
             stack.callback(made[-1].close)
         source, target = Parts(opened), Parts(made)
         total = sum(part.nbytes for arrays in target.arrays for part in arrays.parts.values())

@@ -1,5 +1,6 @@
 """Makes and removes a store in its directories, so that at each moment there is a whole one or none."""
 
+import logging
 import os
 import uuid
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from penstock.store.manifest import DATA, MANIFEST, PARTIAL, Manifest
 from penstock.store.owner import Owner
 from penstock.store.records import RESERVE, CommitLog, write_document
 from penstock.store.striping import Striping
+
+log = logging.getLogger("penstock")
 
 _BESIDE = ("commit.0", "commit.1", f"{MANIFEST}.partial", MANIFEST)
 
@@ -41,12 +44,30 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
     return lock
 
 
-def check_room(paths: Sequence[Path], layout: Layout, stripe: int) -> None:
+def striped(paths: Sequence[Path], layout: Layout, stripe: int, weights: Sequence[int]) -> Striping:
+    """How a store is striped: by ``weights`` (none: evenly); evenly, too, where only that leaves room for it.
+
+    Refuses before anything is written what has no room in either way.
+    """
+    even = Striping(files=len(paths), stripe=stripe)
+    if len(set(weights)) > 1:
+        asked = Striping(files=len(paths), stripe=stripe, weights=tuple(weights))
+        try:
+            check_room(paths, layout, asked)
+            return asked
+        except StoreError as error:
+            check_room(paths, layout, even)
+            log.warning("striping evenly over drives that are not equally fast, as only so there is room: %s", error)
+    else:
+        check_room(paths, layout, even)
+    return even
+
+
+def check_room(paths: Sequence[Path], layout: Layout, striping: Striping) -> None:
     """Refuse before anything is written; directories on one file system share its room."""
     needed: dict[int, int] = {}
-    sizes = file_sizes(layout, len(paths), stripe)
     small = 2 * RESERVE  # room for the commits and manifests
-    for path, size in zip(paths, sizes, strict=True):
+    for path, size in zip(paths, file_sizes(layout, striping), strict=True):
         device = path.stat().st_dev
         needed[device] = needed.get(device, small) + size
     for path in paths:
@@ -63,7 +84,7 @@ def check_room(paths: Sequence[Path], layout: Layout, stripe: int) -> None:
 def fill(
     paths: Sequence[Path],
     layout: Layout,
-    stripe: int,
+    striping: Striping,
     model: dict[str, Any],
     *,
     passing: bool,
@@ -72,8 +93,7 @@ def fill(
 ) -> None:
     """Reserve the data, describe it, and give the data its name last: a store that has data is complete."""
     identity = uuid.uuid4().hex
-    sizes = file_sizes(layout, len(paths), stripe)
-    for path, size in zip(paths, sizes, strict=True):
+    for path, size in zip(paths, file_sizes(layout, striping), strict=True):
         packed.allocate(path / PARTIAL, size)
     CommitLog.create(paths[0], identity)
     for index, path in enumerate(paths):
@@ -81,7 +101,8 @@ def fill(
             store=identity,
             index=index,
             directories=tuple(str(name.resolve()) for name in names),
-            stripe=stripe,
+            stripe=striping.stripe,
+            weights=striping.weights,
             layout=layout,
             model=model,
             passing=passing,
@@ -93,9 +114,9 @@ def fill(
         directory.sync_directory(path)
 
 
-def file_sizes(layout: Layout, files: int, stripe: int) -> tuple[int, ...]:
+def file_sizes(layout: Layout, striping: Striping) -> tuple[int, ...]:
     """Bytes of the file in each directory: the extents, and behind them the area of their checksums."""
-    return Striping(files=files, stripe=stripe).file_sizes(digests.area(layout, slots=2).end)
+    return striping.file_sizes(digests.area(layout, slots=2).end)
 
 
 def remove_files(paths: Sequence[Path]) -> None:

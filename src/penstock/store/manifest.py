@@ -11,6 +11,7 @@ from penstock.store.directory import is_there
 from penstock.store.layout import ALIGN, Layout
 from penstock.store.owner import Owner
 from penstock.store.records import read_as
+from penstock.store.striping import HEAVIEST, Striping
 
 DATA = "penstock.store"
 PARTIAL = "penstock.store.partial"  # what DATA is called until everything else is there
@@ -20,7 +21,7 @@ MANIFEST = "manifest.json"
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What is in the file ``manifest.json`` of the directory number ``index``. ``owner``: the run that it belongs to,
-    None: no run.
+    None: no run. ``weights``: of the directories, by which the store is striped over them; empty: evenly.
     """
 
     store: str
@@ -31,16 +32,28 @@ class Manifest:
     model: dict[str, Any]
     passing: bool
     owner: Owner | None = None
+    weights: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         owner = None if self.owner is None else self.owner.to_json()
-        return vars(self) | {"directories": list(self.directories), "layout": self.layout.to_json(), "owner": owner}
+        said = vars(self) | {"directories": list(self.directories), "layout": self.layout.to_json(), "owner": owner}
+        weights = said.pop("weights")
+        return said | ({"weights": list(weights)} if weights else {})
+
+    @property
+    def striping(self) -> Striping:
+        """Where the address space lies."""
+        return Striping(files=len(self.directories), stripe=self.stripe, weights=self.weights)
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < len(self.directories):
             raise ValueError(f"it is of directory {self.index} of {len(self.directories)}")
         if self.stripe < ALIGN or self.stripe % ALIGN:
             raise ValueError(f"stripe={self.stripe} is not a multiple of {ALIGN} bytes")
+        if self.weights and len(self.weights) != len(self.directories):
+            raise ValueError(f"it has weights for {len(self.weights)} of {len(self.directories)} directories")
+        if not all(0 < weight <= HEAVIEST for weight in self.weights):
+            raise ValueError(f"weights={shown(self.weights)}: each must be from 1 to {HEAVIEST}")
 
     @staticmethod
     def read(path: Path) -> "Manifest":
@@ -66,6 +79,7 @@ class _Written:
     model: dict[str, Any]
     passing: bool
     owner: Owner | None = None
+    weights: tuple[int, ...] = ()
 
 
 def read_manifests(paths: Sequence[Path]) -> Manifest:

@@ -9,7 +9,8 @@ import mmap
 import os
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock import files
@@ -38,6 +39,17 @@ def store_error(message: str, cause: OSError) -> StoreError:
     error.errno = cause.errno
     error.strerror = cause.strerror or message
     return error
+
+
+@contextmanager
+def reported(doing: str) -> Iterator[None]:
+    """Whatever the system refuses on the way is a `StoreError` to the user."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as e:
+        raise store_error(f"{doing} failed: {e}: check the directory's disk and permissions", e) from e
 
 
 def allocate(path: Path, nbytes: int) -> None:

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +17,11 @@ from penstock.store.digests import Digests, Numbers
 from penstock.store.directory import DirectoryLock
 from penstock.store.facts import StoreFacts, facts_of
 from penstock.store.layout import Extent, Grid, Layout
-from penstock.store.making import check_room, claim, file_sizes, fill, remove_files
+from penstock.store.making import claim, file_sizes, fill, remove_files, striped
 from penstock.store.manifest import DATA as DATA
 from penstock.store.manifest import Manifest, difference, read_manifests
 from penstock.store.owner import Owner, check_owner
-from penstock.store.packed import PackedFile, store_error
+from penstock.store.packed import PackedFile, reported
 from penstock.store.records import CommitLog, Table
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
 
@@ -90,6 +90,8 @@ class Store:
         self.paths = tuple(paths)
         self.layout = manifest.layout
         self.model = manifest.model
+        self.weights = manifest.weights or (1,) * len(self.paths)
+        """Of the directories, by which it is striped over them."""
         self.owner = manifest.owner
         """The run that the store belongs to; None if it belongs to none."""
         self._advice = f"{_CHECK}, and " + (
@@ -125,6 +127,7 @@ class Store:
         passing: bool = False,
         owner: Owner | None = None,
         names: Sequence[Path] | None = None,
+        weights: Sequence[int] = (),
     ) -> "Store":
         """Reserve the space for ``layout`` in ``paths`` and open it; nothing of it can be read before it is written.
 
@@ -137,16 +140,17 @@ class Store:
             passing: what is stored is needed for one step only; says what to do where it is damaged.
             owner: the run that the store is to belong to.
             names: what the directories will be called, if they are moved once it is whole.
+            weights: how many stripes of a round each directory has, for ever; none: one each.
 
         Raises:
             StoreError: a directory is missing, not writable, full, in use, or has a store already; nothing is left.
         """
         paths = [Path(path) for path in paths]
         directory.check_distinct(paths)
-        with _reported("creating a store"), ExitStack() as undo:
+        with reported("creating a store"), ExitStack() as undo:
             locks = [claim(path, undo) for path in paths]
-            check_room(paths, layout, stripe)
-            fill(paths, layout, stripe, model, passing=passing, owner=owner, names=names or paths)
+            striping = striped(paths, layout, stripe, weights)
+            fill(paths, layout, striping, model, passing=passing, owner=owner, names=names or paths)
             store = _attach(paths, locks, io_threads=io_threads, direct=direct, made=True)
             undo.pop_all()
         return store
@@ -166,7 +170,7 @@ class Store:
         """
         paths = [Path(path) for path in paths]
         directory.check_distinct(paths)
-        with _reported("opening a store"), ExitStack() as undo:
+        with reported("opening a store"), ExitStack() as undo:
             for path in paths:
                 directory.check_directory(path, writable=writable)
             read_manifests(paths)  # before a lock file is put into a directory that is perhaps not a store at all
@@ -198,7 +202,7 @@ class Store:
                 read.
         """
         paths = [Path(path) for path in paths]
-        with _reported("deleting a store"), ExitStack() as undo:
+        with reported("deleting a store"), ExitStack() as undo:
             for path in paths:
                 directory.check_directory(path)
             locks = []
@@ -454,17 +458,6 @@ class Store:
         self.close()
 
 
-@contextmanager
-def _reported(doing: str) -> Iterator[None]:
-    """Whatever the system refuses on the way is a `StoreError` to the user."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as e:
-        raise store_error(f"{doing} failed: {e}: check the directory's disk and permissions", e) from e
-
-
 def _attach(
     paths: Sequence[Path],
     locks: Sequence[DirectoryLock],
@@ -476,7 +469,7 @@ def _attach(
 ) -> Store:
     """Open the files of a complete store whose directories are locked."""
     manifest = read_manifests(paths)
-    sizes = file_sizes(manifest.layout, len(paths), manifest.stripe)
+    sizes = file_sizes(manifest.layout, manifest.striping)
     commits = CommitLog(paths[0], manifest.store, writable=writable)
     with ExitStack() as closing:
         files = []
@@ -490,7 +483,7 @@ def _attach(
             if files[-1].nbytes != size:
                 raise StoreError(f"{path / DATA} is damaged: it has {files[-1].nbytes} bytes, its manifest says {size}")
         closing.pop_all()
-    striped = StripedFiles(files, stripe=manifest.stripe, io_threads=io_threads)
+    striped = StripedFiles(files, stripe=manifest.stripe, io_threads=io_threads, weights=manifest.weights)
     try:
         return Store(paths, manifest, striped, commits, locks, made=made)
     except BaseException:

@@ -51,11 +51,20 @@ def byte_view(buffer: Buffer) -> memoryview:
 class StripedFiles:
     """One address space over the files of one or several directories. Thread-safe."""
 
-    def __init__(self, files: Sequence[PackedFile], *, stripe: int, io_threads: int, request: int = REQUEST) -> None:
+    def __init__(
+        self,
+        files: Sequence[PackedFile],
+        *,
+        stripe: int,
+        io_threads: int,
+        request: int = REQUEST,
+        weights: tuple[int, ...] = (),
+    ) -> None:
+        """``weights``: as in ``Striping``."""
         assert io_threads > 0
         assert request % ALIGN == 0
         self.files = tuple(files)
-        self._striping = Striping(files=len(files), stripe=stripe)
+        self._striping = Striping(files=len(files), stripe=stripe, weights=weights)
         self._request = request
         self._threads = io_threads * len(files)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="penstock-io")
@@ -63,6 +72,8 @@ class StripedFiles:
         self.stalls = Stalls()
         self.bytes_read = 0
         self.bytes_written = 0
+        self.written_each = [0] * len(files)
+        """bytes written to each file: of requests that failed, too, what of them was written"""
 
     def read(self, address: int, view: memoryview) -> None:
         """Fill ``view`` from ``address``; blocks until done, or raises the first error when nothing is in flight."""
@@ -86,6 +97,9 @@ class StripedFiles:
                     file = self.files[piece.file]
                     with self.stalls.request(file.path, move.__name__, piece.nbytes):
                         move(file, piece.offset, view[piece.start : piece.start + piece.nbytes])
+                    if move is PackedFile.write:
+                        with self._lock:
+                            self.written_each[piece.file] += piece.nbytes
             except BaseException:
                 pieces.clear()  # the others finish what they are at, and take no more
                 raise

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.config import TrainConfig
+from penstock.hardware.drives import spread, stripe_weights, together
 from penstock.hardware.machine import Machine
 from penstock.schedule.ir.lanes import Lane
 
@@ -36,9 +37,8 @@ def yardstick(config: TrainConfig, machine: Machine | None, *, kind: str) -> Yar
         return Yardstick(rated=rated, assumed=assumed)
     device, drives = machine.device, machine.drives if config.budget.disk_paths else ()
     links: dict[Lane, float] = {"h2d": device.h2d, "d2h": device.d2h}
-    if drives:  # striped: each moves as much as the slowest
-        links |= {"read": len(drives) * min(drive.read for drive in drives)}
-        links |= {"write": len(drives) * min(drive.steady.write for drive in drives)}
+    if drives:
+        links |= {"read": together(drives).read, "write": together(drives).write}
     precision = config.precision or ("bf16" if kind == "cuda" else "fp32")
     return Yardstick(flops=device.flops.get(precision), links=links, rated=rated, assumed=assumed)
 
@@ -55,7 +55,7 @@ def _rated(config: TrainConfig, machine: Machine | None) -> tuple[float | None, 
             return None, False
         ratings = [drive.tbw for drive in machine.drives if drive.tbw is not None]
         if len(ratings) == len(paths):
-            return len(paths) * min(ratings) * _TB, False
+            return spread(ratings, stripe_weights(machine.drives)) * _TB, False
     return len(paths) * DRIVE_WRITES * min(map(_capacity, paths)), True
 
 
