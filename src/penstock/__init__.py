@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import Budget
+from penstock.config import Budget, Endurance
 from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, RankError, ScheduleError, StoreError
 from penstock.schedule.ir.ops import Schedule
 
@@ -31,6 +31,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "ConfigError",
+    "Endurance",
     "Engine",
     "Lion",
     "ModelError",

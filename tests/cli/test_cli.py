@@ -16,8 +16,9 @@ from rich.console import Console
 
 from penstock.cli import main
 from penstock.cli.arguments import TrainArguments
+from penstock.cli.disk_summary import allowed_per_day
 from penstock.cli.metrics import MetricsFile
-from penstock.cli.showing.display import PlainDisplay, choose_display, clock
+from penstock.cli.showing.display import PlainDisplay, choose_display, clock, wear
 from penstock.cli.showing.meter import Meter, Outline
 from penstock.cli.showing.metrics import metrics_of, with_figures
 from penstock.cli.showing.screen import screen, sparkline
@@ -26,12 +27,15 @@ from penstock.cli.showing.terminal import TerminalDisplay
 from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.words import read_words
 from penstock.config import (
+    Endurance,
     Tier,
     TrainConfig,
 )
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.state.stats import StepStats
+from penstock.store.layout import Layout
+from penstock.store.store import Store
 from tests.engine.test_prediction import machine
 from tests.runs import settings_for
 
@@ -257,6 +261,44 @@ def test_the_drives_life_is_as_told_as_profiled_or_assumed(tmp_path: Path) -> No
     assert life(replace(config, budget=replace(config.budget, disk=None)), None) == (None, False)
     memory = replace(profile, drives=tuple(replace(drive, kind="tmpfs") for drive in profile.drives))
     assert life(config, memory) == (None, False)
+
+
+def test_what_a_run_writes_a_day_is_shown_beside_what_it_may_and_said_once_where_it_is_more() -> None:
+    """The first step does not count: it writes the model. Of one that commits now and then a whole interval has to be
+    known."""
+    allowed = 86400e6  # a megabyte a second; a step of two seconds writes three
+    given: Mapping[Tier, int] = {"device": 64 * MIB, "host": 24 * MIB}
+    meters = [Meter(outline=Outline(steps=40, parameters=45, given=given, yardstick=Yardstick(allowed=allowed * by)))
+              for by in (1.0, 1.0, 2.0)]  # fmt: skip
+    said: list[list[str | None]] = [[], [], []]
+    for step in range(1, 31):
+        for meter, lines, least in zip(meters, said, (0.0, 40.0, 0.0), strict=True):
+            meter.add(_stats(step=step, bytes_written=10**9 if step == 1 else 3 * 10**6))
+            lines.append(meter.wears(least))
+    assert [step for step, text in enumerate(said[0], start=1) if text] == [11]
+    assert [step for step, text in enumerate(said[1], start=1) if text] == [21]
+    assert not any(said[2])
+    assert said[0][10] is not None
+    assert "the run writes 121 GiB a day, 1.5 times the 80.5 GiB that budget.endurance allows" in said[0][10]
+    for text in (wear(meters[0]), closing(meters[0], own_bytes=1, folder=Path("r"), trace=None, stopped=False)):
+        assert ", 121 GiB a day of the 80.5 GiB allowed" in text
+    assert "a day" not in wear(_measured())
+
+
+def test_what_a_run_may_write_a_day_follows_its_stripe(tmp_path: Path) -> None:
+    config = settings_for(tmp_path)
+    endurance = Endurance(per_day="1TB")
+    two = replace(config, budget=replace(config.budget, disk=(tmp_path / "a", tmp_path / "b"), endurance=endurance))
+    profile = machine(tmp_path)
+    unequal = replace(profile, drives=tuple(replace(profile.drives[0], weight=weight) for weight in (3, 1)))
+    assert yardstick(two, None, kind="cpu").allowed == 2e12
+    assert yardstick(two, unequal, kind="cpu").allowed == pytest.approx(4e12 / 3)
+    assert yardstick(config, profile, kind="cpu").allowed is None
+    assert allowed_per_day(two.budget, 1) == 2e12
+    assert allowed_per_day(replace(two.budget, disk=(tmp_path / "a",)), 2) == 1e12  # two ranks that share a drive
+    made = Store.create(two.budget.disk_paths, Layout.build([("a", 1, 1)]), model={}, weights=(3, 1))
+    made.close()
+    assert allowed_per_day(two.budget, 1) == pytest.approx(4e12 / 3)
 
 
 def test_plain_lines_say_what_the_live_view_says() -> None:

@@ -44,3 +44,17 @@ def test_the_space_and_the_cost_of_a_kill_are_said(
     assert said[0].startswith(f"{size} of disk taken in {tmp_path / 'run' / 'store'}: {slots}")
     assert lines.index(said[0]) < first
     assert cost in "\n".join(lines[:first]) + "\n"
+
+
+def test_a_run_that_wears_its_drive_faster_than_allowed_says_so_once_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a plan for this machine nothing is predicted, so that nothing could be refused."""
+    config = write_run(tmp_path)
+    flags = ["--plan", "null", "--steps", "13", "--evaluate", "null", "--budget.endurance.per_day", "1MB"]
+    assert main(["train", str(config), *flags]) == 0
+    said = [record.message for record in caplog.records if "budget.endurance allows" in record.message]
+    assert len(said) == 1
+    assert "times the 977 KiB that budget.endurance allows its drives: it goes on" in said[0]
+    (drives,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("drives   "))
+    assert "a day of the 977 KiB allowed" in drives

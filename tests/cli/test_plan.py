@@ -351,6 +351,16 @@ def test_bad_words(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], s
     assert said in refused(capsys, *words)
 
 
+def test_what_is_written_a_day_is_told_beside_what_may_be(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config), "--budget.endurance", "{tbw: 2000TB, days: 200}"]) == 0
+    out = capsys.readouterr().out
+    said = re.search(r"endurance   ([\d.]+ \wiB) written a day, 9.09 TiB allowed", out)
+    assert said is not None
+    assert "drives      plans write at the rate of the first seconds: doctor --sustained" in out
+    assert "budget.endurance.per_day" in refused(capsys, config, "--budget.endurance.per_day", "much")
+    assert "budget.endurance takes per_day, tbw, days" in refused(capsys, config, "--budget.endurance", "{daily: 1GB}")
+
+
 def test_a_schedule_of_ones_own_is_for_simulate(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (config.parent / "own.txt").write_text("")
     assert "penstock simulate" in refused(capsys, config, "--schedule", config.parent / "own.txt")

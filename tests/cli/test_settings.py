@@ -14,7 +14,7 @@ import penstock
 from penstock.cli import settings
 from penstock.cli.located import dump_yaml, parse_yaml
 from penstock.cli.train_help import train_help
-from penstock.config import Budget, SourceConfig, TrainConfig
+from penstock.config import Budget, Endurance, SourceConfig, TrainConfig
 from penstock.errors import ConfigError
 
 MINIMAL = """\
@@ -82,8 +82,10 @@ def test_what_is_dumped_reads_back_equal(config_file: Path, tmp_path: Path) -> N
         ("budget.disk", "[a, b]"),
         ("run", "'on'"),
         ("trace_steps", "null"),
+        ("budget.endurance", "{tbw: 1200TB, days: 365}"),
     ]
     config = settings.load(config_file, flags)
+    assert config.budget.endurance == Endurance(tbw="1200TB", days=365)
     copy = tmp_path / "copy.yaml"
     copy.write_text(settings.dump(config))
     assert settings.load(copy) == config

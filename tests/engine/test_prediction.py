@@ -115,3 +115,13 @@ def test_the_profile_decides_who_rounds_gradients_and_changes_no_bit(tmp_path: P
 def test_a_plan_that_is_no_machine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(penstock.ConfigError, match="plan='fast': must be 'auto'"):
         wrap(MODELS["llama"], budget(tmp_path), plan="fast")
+
+
+def test_a_run_whose_drives_would_not_last_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    case = MODELS["llama"]
+    places = replace(budget(tmp_path / "store"), endurance=penstock.Endurance(tbw="1MB", days=10))
+    (step,) = steps_of(case, 1)
+    with wrap(case, places, plan=machine(tmp_path)) as engine:
+        with pytest.raises(penstock.BudgetError, match=r"wears its drives too fast: .* allows 97\.7 KiB a day\. What"):
+            engine.prepare(step)
+        assert engine.step_count == 0

@@ -40,6 +40,10 @@ def test_unequal_drives_have_their_shares_and_the_bits_are_those_of_one(
         commits = engine.inside.resources.commits
         assert commits.store is not None
         assert commits.store.weights == (3, 1)
+        runner = engine.inside.planning.runner
+        assert runner is not None
+        assert runner.scratch is not None
+        assert runner.scratch.weights == (3, 1)  # waiting gradients and checkpoints lie as the state does
         assert engine.inside.resources.machine is not None
         assert [each.weight for each in engine.inside.resources.machine.drives] == [3, 1]
     assert f"striping 3:1 over {paths[0]}, {paths[1]}" in caplog.text

@@ -22,6 +22,7 @@ NAMES = [
     "Budget",
     "BudgetError",
     "ConfigError",
+    "Endurance",
     "Engine",
     "Lion",
     "ModelError",
@@ -128,7 +129,19 @@ STATS = [
     "peak_bytes",
 ]
 
-BUDGET = ["device", "host", "disk", "weights", "state", "gradients", "checkpoints", "slots", "durability", "interval"]
+BUDGET = [
+    "device",
+    "host",
+    "disk",
+    "weights",
+    "state",
+    "gradients",
+    "checkpoints",
+    "slots",
+    "durability",
+    "interval",
+    "endurance",
+]
 
 
 def test_names() -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -301,6 +302,19 @@ def test_a_page_tells_the_time_of_all_steps_from_that_of_the_one_shown(tmp_path:
     shown = f"{format_time(report.step.time)}<small>from first op to last; {said} predicted ({error:+.1%})</small>"
     assert figures["step 2, op by op"] == shown
     assert f"This step was predicted to take {said}: {-error:.1%} too low." in page
+
+
+def test_a_page_says_what_is_written_a_day_beside_what_may_be(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=2)
+    lines = [
+        {"step": step, "loss": 1.0, "seconds": 2.0, "tokens": 8, "bytes_written": written}
+        for step, written in ((1, 10**12), (2, 2 * 10**6), (3, 4 * 10**6))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for allowed, remark in ((None, ""), (2e12, "<small>of 1.82 TiB that budget.endurance allows</small>")):
+        page = run_page(replace(gather(tmp_path, 2), allowed=allowed)).replace("\u00a0", " ")
+        figures = dict(re.findall(r"<dt>([^<]+)</dt><dd>(.*?)</dd>", page))
+        assert figures["written per day"] == f"121 GiB{remark}"
 
 
 EVIL = '</script><script>alert("x")</script ><!-- <script &amp;\u2028'

@@ -90,6 +90,8 @@ class Account(NoAccount):
     def wrote(self, stats: StepStats, data: Step, held_out: float | None) -> None:
         stretch, meter = self._stretch, self._stretch.meter
         meter.add(stats, held_out, self._held)
+        if worn := meter.wears(stretch.config.budget.interval_seconds or 0.0):
+            log.warning(worn)
         if not isinstance(stretch.train.stream, Prepared):
             meter.truncated = data.lost
         line = with_figures(metrics_of(stats, held_out), meter, self._held) | data.metrics()

@@ -1,10 +1,11 @@
 """What a run keeps on disk, in words: the space it takes, what a kill costs, and what giving that up would gain."""
 
 from penstock.config import INTERVAL, Budget, Durability, format_size, parse_duration
-from penstock.hardware.drives import in_proportion
+from penstock.hardware.drives import in_proportion, spread
 from penstock.planner.durability import Weighed
 from penstock.planner.fit import Plan
 from penstock.report.sentence import format_time
+from penstock.store.directory import is_there
 from penstock.store.manifest import DATA, Manifest
 
 
@@ -24,6 +25,20 @@ def _shares(budget: Budget, ranks: int) -> str:
     found = dict.fromkeys(Manifest.read(paths[0]).weights for paths in budget.stores(ranks))
     words = [in_proportion(weights) for weights in found if weights]
     return f", striped {' and '.join(words)}" if words else ""
+
+
+def allowed_per_day(budget: Budget, ranks: int) -> float | None:
+    """Bytes a day that all drives of a run may be written together, striped as its stores are; None: any."""
+    if budget.endurance is None:
+        return None
+    total = 0.0
+    for rank in range(ranks):
+        own = budget.of_rank(rank, ranks)
+        assert own.endurance is not None
+        count, first = len(own.disk_paths), own.disk_paths[0]
+        weights = Manifest.read(first).weights if is_there(first / DATA) else ()
+        total += spread([own.endurance.bytes_per_day] * count, weights or (1,) * count)
+    return total
 
 
 def cost_of_a_kill(budget: Budget, plan: Plan | None) -> str | None:

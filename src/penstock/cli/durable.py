@@ -7,6 +7,7 @@ from penstock.cli.split import Cut
 from penstock.cli.task import free_here, task_of
 from penstock.config import Precision, TrainConfig
 from penstock.hardware.machine import Machine
+from penstock.planner.ask import report
 from penstock.planner.durability import Weighed, settled, undecided, weigh
 from penstock.schedule.ir.ops import Schedule
 
@@ -30,6 +31,9 @@ def with_durability(
     task, weighed = task_of(config, machine, disk_free=free_here(budget.disk_paths, machine.drives), ranks=ranks), None
     if ranks == 1 and budget.may_keep_every_step(task.precision):
         weighed = weigh(task, cut.size, config.sequences_per_step // cut.size)
+    if budget.endurance is not None and undecided(task):  # which of the two the drives last with, the search finds out
+        found = report(task, split=(cut.size, config.sequences_per_step // cut.size))
+        return replace(config, budget=replace(budget, durability=found.forecast.task.budget.durability)), weighed
     default = weighed.default if weighed is not None and undecided(task) else "step"
     durability = settled(task, default).budget.durability
     return replace(config, budget=replace(budget, durability=durability)), weighed

@@ -183,6 +183,8 @@ def _disk(f: Forecast) -> Iterator[str]:
             f"{text}: at {wear.tbw:,.4g} TBW a drive, {_days(wear.days)} of training without a break, "
             f"{wear.steps:,.0f} steps"
         )
+    if (allowed := f.choice.question.allowance) is not None:
+        yield f"endurance   {format_size(f.written_per_day)} written a day, {format_size(allowed)} allowed"
 
 
 def _kill(report: PlanReport) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock import files
+from penstock.cli.disk_summary import allowed_per_day
 from penstock.cli.run_folder import settings_file, settings_of
 from penstock.cli.run_record import RunRecord
 from penstock.cli.words import Words
@@ -97,6 +98,7 @@ def gather(folder: Path, step: int | None) -> Report:
         metrics=read_metrics(folder / "metrics.jsonl"),
         prediction=prediction,
         budget=_budget(config, ranks) if prediction is None else prediction.budget,
+        allowed=allowed_per_day(config.budget, ranks),
     )
 
 

@@ -7,6 +7,7 @@ from penstock.config.batch import BatchConfig
 from penstock.config.budget import INTERVAL, TIERS, Budget, Durability, GradDtype, Precision, Tier
 from penstock.config.data import DataConfig, SourceConfig, TokenizerConfig, TokenizerTrainingConfig, ValidationConfig
 from penstock.config.durations import parse_duration
+from penstock.config.endurance import Endurance
 from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
 from penstock.config.model import ModelConfig, check_parts
@@ -24,6 +25,7 @@ __all__ = [
     "DataConfig",
     "DecayShape",
     "Durability",
+    "Endurance",
     "EvaluateConfig",
     "Family",
     "GradDtype",

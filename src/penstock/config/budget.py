@@ -8,6 +8,7 @@ from typing import Literal
 
 from penstock.config.checked import check_fields
 from penstock.config.durations import parse_duration
+from penstock.config.endurance import Endurance
 from penstock.config.sizes import check_size, parse_size
 from penstock.documents.typed import shown
 from penstock.errors import ConfigError
@@ -38,6 +39,8 @@ class Budget:
     run. None: with ``disk``, ``step``, unless ``penstock train`` predicts that ``interval`` takes 10% off a step |
     | ``interval`` | with durability ``interval``, what a kill may cost at most: steps (``100``), or time (``"5min"``,
     also ``"90s"`` and ``"1h"``); None: 5 minutes |
+    | ``endurance`` | section: what each drive may be written in a day, ``{per_day: 3TB}``, or ``{tbw: 1200TB, days:
+    365}``. Plans stay within it; None: they do not look |
     """
 
     device: str | int
@@ -50,6 +53,7 @@ class Budget:
     slots: Literal[1, 2] = 2
     durability: Durability | None = None
     interval: int | str | None = None
+    endurance: Endurance | None = None
 
     @cached_property
     def device_bytes(self) -> int:
@@ -75,18 +79,22 @@ class Budget:
         self._check_durability()
         if self.disk is not None and not self.disk_paths:
             raise ConfigError("budget.disk is an empty list: give a directory or None")
+        if self.endurance is not None and not self.disk_paths:
+            raise ConfigError("budget.endurance has no effect without budget.disk, as nothing is written: drop it")
 
     def of_rank(self, rank: int, ranks: int) -> "Budget":
-        """What one of several ranks on one machine has: its share of host memory, and directories of its own. Where
-        there are as many directories as ranks, each has some of them, else a folder in one.
+        """What one of several ranks on one machine has: its share of host memory and of drives, and directories of its
+        own. Where there are as many directories as ranks, each has some of them, else a folder in one.
         """
         if ranks == 1:
             return self
-        paths = self.disk_paths[rank::ranks] if len(self.disk_paths) >= ranks else ()
+        paths, users = self.disk_paths[rank::ranks] if len(self.disk_paths) >= ranks else (), 1
         if self.disk_paths and not paths:
-            paths = (self.disk_paths[rank % len(self.disk_paths)],)
+            own = rank % len(self.disk_paths)
+            paths, users = (self.disk_paths[own],), len(range(own, ranks, len(self.disk_paths)))
         disk = [path / f"{_OF_RANK}{rank}" for path in paths] or None
-        return replace(self, host=self.host_bytes // ranks, disk=disk)
+        endurance = None if self.endurance is None else self.endurance.shared(users)
+        return replace(self, host=self.host_bytes // ranks, disk=disk, endurance=endurance)
 
     def stores(self, ranks: int) -> tuple[tuple[Path, ...], ...]:
         """The directories of each rank's store, by rank; empty without a disk."""

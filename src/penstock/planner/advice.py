@@ -7,6 +7,7 @@ it fit is found by bisection.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,8 +17,10 @@ from penstock.config import TIERS, Family, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.crossing import with_faster_link
 from penstock.hardware.machine import Drive, Machine
+from penstock.planner.batches import MOST_MICRO_BATCHES
+from penstock.planner.endurance import EnduranceError, Worn
 from penstock.planner.question import Question
-from penstock.planner.search import Choice, estimate, fits, hopeless, search, smallest_programs
+from penstock.planner.search import Choice, estimate, estimate_lasting, fits, hopeless, search, smallest_programs
 from penstock.planner.task import Task
 
 WORTH_SAYING = 1.02
@@ -27,6 +30,8 @@ _MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
 _MOST = 1 << 52
 """bytes beyond which a tier is no answer"""
 _STEPS = 16
+_DOUBLED, _DRIVES = 7, 8
+"""how often host memory is doubled, and how many times the drives are multiplied, to see whether they last then"""
 _KINDS = ("weights", "state", "gradients", "checkpoints")
 _DRIVE = Drive(path="a drive", read=1e9, write=1e9, read_both=1e9, write_both=1e9, free=_MOST)
 """stands for one that is not there, when all that is asked is whether something would fit"""
@@ -192,6 +197,54 @@ def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetEr
     if _fits_on_disk(task, micro_batch_size, micro_batches):
         others.append("a directory on disk (budget.disk)")
     return BudgetError(text + (f"; or {', or '.join(others)}" if others else ""))
+
+
+def worn_out(task: Task, size: int, count: int, worn: Worn) -> BudgetError:
+    """The error for plans that all wear their drives too fast: what keeps to the endurance, each with its number, which
+    the search has found a plan for."""
+
+    def keeps(changed: Task | None, micro_batches: int = count) -> bool:
+        try:
+            question = None if changed is None else changed.question(size, micro_batches)
+            if question is None or estimate_lasting(question, task.families[0]) is None:
+                return False
+            search(replace(question, simulated_ops=_OPS))
+        except (ConfigError, BudgetError):
+            return False
+        return True
+
+    budget, machine, found = task.budget, task.machine, list[str]()
+    # A step takes no longer for it than in proportion to its batch, and no longer than now with more drives. Plans that
+    # were not the fastest may write less: half of it, let us say, before it is not worth a look.
+    hopeful = max(2, math.ceil(worn.too_fast / 2))
+    possible = (n for n in _doubled(count, MOST_MICRO_BATCHES) if n >= count * hopeful)
+    larger = next((n for n in possible if keeps(task, n)), None)
+    if larger is not None:
+        below = range(larger // 2 + 1, larger)
+        least = below[at] if (at := bisect_left(below, True, key=lambda n: keeps(task, n))) < len(below) else larger
+        found.append(f"a batch of {size * least} sequences instead of {size * count} ({least} micro-batches of {size})")
+    freed = replace(budget, durability="interval", state=None) if budget.durability == "step" else budget
+    if freed != budget and keeps(_changed(task, budget=freed)):
+        found.append("budget.durability: interval, which may keep state in memory")
+    else:
+        for host in _doubled(budget.host_bytes, budget.host_bytes << _DOUBLED):
+            if keeps(_changed(task, budget=replace(freed, host=host))):
+                words = f"{format_size(host - budget.host_bytes)} more host memory ({format_size(host)} in all)"
+                found.append(words + (" with budget.durability: interval" if freed != budget else ""))
+                break
+    for times in range(hopeful, _DRIVES + 1):
+        more = replace(machine, drives=machine.drives * times)
+        if keeps(_changed(task, machine=more, disk_free=times * task.disk_free)):
+            found.append(f"{len(more.drives)} such drives instead of {len(machine.drives)}")
+            break
+    found.append(worn.what_helps[1])
+    return EnduranceError(worn, found)
+
+
+def _doubled(count: int, most: int) -> Iterator[int]:
+    while 2 * count <= most:
+        count *= 2
+        yield count
 
 
 def _verified(task: Task, size: int, count: int, tier: Tier, needed: int | None) -> int | None:

@@ -57,6 +57,8 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "tbw": f.wear.tbw,
             "days": f.wear.days,
             "steps": f.wear.steps,
+            "written_per_day": f.written_per_day,
+            "allowed_per_day": f.choice.question.allowance,
         },
         "durability": _durability(report),
         "batches": [

@@ -11,11 +11,12 @@ from penstock.config.meanings import model_and
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories
-from penstock.planner.advice import Advice, advice, refusal
+from penstock.planner.advice import Advice, advice, refusal, worn_out
 from penstock.planner.alternatives import Alternatives, alternatives
 from penstock.planner.arguments import PlanArguments, check_drives, check_model
 from penstock.planner.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
 from penstock.planner.durability import Weighed, settled, undecided, weigh
+from penstock.planner.endurance import EnduranceError
 from penstock.planner.fit import Plan
 from penstock.planner.forecast import Forecast, forecast
 from penstock.planner.roofline import Roofline, roofline
@@ -211,6 +212,8 @@ def _found(task: Task, batch: int | None, split: tuple[int, int] | None) -> tupl
         raise ConfigError(f"{split[1]} micro-batches: at most {MOST_MICRO_BATCHES} can be planned; use larger ones")
     try:
         return search(task.question(*split)), split[0]
+    except EnduranceError as error:
+        raise worn_out(task, *split, error.worn) from None
     except BudgetError as error:
         raise refusal(task, *split, error) from None
 
@@ -220,6 +223,8 @@ def _chosen(task: Task, batch: int | None) -> tuple[Choice, Split]:
         if batch is None:
             batch = saturating(task)
         return choose(task, batch)
+    except EnduranceError as error:
+        raise worn_out(task, *cuts(batch or 1)[0], error.worn) from None
     except BudgetError as error:
         refused = refusal(task, *cuts(batch or 1)[0], error)
         smaller = next((n for n in _halves(batch or 1) if splits(task, n)), None)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from penstock.config import Family
 from penstock.errors import BudgetError, ConfigError
-from penstock.planner.search import Choice, estimate, search
+from penstock.planner.endurance import EnduranceError
+from penstock.planner.search import Choice, estimate, estimate_lasting, search
 from penstock.planner.task import MOST_OPS, Task
 
 _LARGEST_BATCH = 4096
@@ -85,7 +86,7 @@ def choose(task: Task, batch: int, found: Sequence[Split] | None = None) -> tupl
     least = min((split.seconds for split in found), default=0.0)
     first = cuts(batch)[0]
     refusal: BudgetError | None = None
-    tried = 0
+    tried = worn = 0
     for split in found or [Split(micro_batch_size=first[0], micro_batches=first[1], seconds=0.0)]:
         if best is not None and (
             tried == _TRIED or split.seconds > least * _EQUAL or best[0].expected_seconds <= least * _GOOD_ENOUGH
@@ -94,6 +95,11 @@ def choose(task: Task, batch: int, found: Sequence[Split] | None = None) -> tupl
         try:
             beat = math.inf if best is None else best[0].expected_seconds
             choice = search(task.question(split.micro_batch_size, split.micro_batches), beat=beat)
+        except EnduranceError as error:
+            refusal, worn = error, worn + 1
+            if worn == _TRIED and best is None:  # each writes as much in a step: a slow way to cut it is no way out
+                break
+            continue
         except BudgetError as error:  # shares fit, but no whole groups
             refusal = error
             continue
@@ -112,6 +118,7 @@ def saturating(task: Task) -> int:
     Raises:
         BudgetError: not even one sequence fits; says why.
     """
+    whole, task = task, replace(task, budget=replace(task.budget, endurance=None))
     at_once = next((found[0].micro_batch_size for n in _SAMPLES if (found := splits(task, n))), None)
     if at_once is None:
         search(task.question(1, 1))  # says why
@@ -122,7 +129,15 @@ def saturating(task: Task) -> int:
         if best is not None and (more is None or more < best * _WORTH):
             break
         batch, best = 2 * batch, more
+    if whole.budget.endurance is not None:  # a larger batch writes no more in a step, which takes longer
+        larger = [batch << n for n in range(_LARGEST_BATCH.bit_length()) if batch << n <= at_once * _MICRO_BATCHES]
+        batch = next((n for n in larger if _lasts(whole, n, min(at_once, n))), batch)
     return batch
+
+
+def _lasts(task: Task, batch: int, micro_batch_size: int) -> bool:
+    question = task.question(micro_batch_size, batch // micro_batch_size)
+    return estimate_lasting(question, task.families[0]) is not None
 
 
 def curve(task: Task, micro_batch_size: int, *, until: int, also: int | None = None) -> list[Point]:

@@ -197,6 +197,11 @@ class Forecast:
         return self.choice.plan.state_bytes - sum(group.trainable for group in groups) * FP32
 
     @property
+    def written_per_day(self) -> float:
+        """Bytes that a rank writes in a day of training without a break, commits of state in memory counted."""
+        return self.choice.question.written_per_day(self.choice.plan, self.choice.seconds)
+
+    @property
     def wear(self) -> Wear:
         """What the drives go through, snapshots not counted."""
         written = self.lanes["write"].nbytes if "write" in self.lanes else 0

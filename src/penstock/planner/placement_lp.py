@@ -20,6 +20,7 @@ wins, subject to
     sum_(w,s) y[k, w, s, q] = n[k] * z[q] for every class k and tier q; n[k]: groups of the class
     sum c = 1, sum z = 1
     base[m](c, z) + sum y * bytes[m] <= budget[m]   for every tier m, in units of its budget
+    sum_p load[p, write] <= most_writing, where drives must last; in units of it
 
 ``base`` is what the step's own pools (``Provision``) and fixed memory take with everything at the bottom, so
 that a solution that the schedule can express is one that fits, up to pools that vanish when nothing needs them.
@@ -44,6 +45,7 @@ from penstock.planner.bounds import StepBound
 from penstock.planner.classes import GroupClass, Home
 from penstock.planner.fit import Request, base_placement, provision
 from penstock.planner.phase_costs import PhaseCosts, Prices, columns
+from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.place import FP32, Placement, Settings, chunk_count
 from penstock.sim.costs import Costs
@@ -119,11 +121,14 @@ class PlacementLP:
         costs: Costs,
         *,
         disk_free: int | None = None,
+        most_writing: float | None = None,
         prices: Prices | None = None,
     ) -> None:
-        """``disk_free``: bytes that may be used on disk; None: enough. ``prices``: see ``PhaseCosts``."""
+        """``disk_free``: bytes that may be used on disk; None: enough. ``most_writing``: seconds of a step's writes;
+        None: any. ``prices``: see ``PhaseCosts``."""
         self.request = request
         self.s = settings
+        self.most_writing = most_writing
         self.loads = PhaseCosts(request, settings, costs, prices)
         self.bound = StepBound.of(costs, settings, disk=request.bottom == "disk")
         self.base = base_placement(request)
@@ -327,6 +332,8 @@ class _Model:
         ]
         columns = [self.columns[j] for j in chosen]
         sizes, most = self._size_rows(columns, on, waits)
+        writing, least = self._writing_row(kept[self.phases :])
+        sizes, most = np.concatenate((sizes, writing)), np.concatenate((most, least))
         if len(on) == len(waits) == 1 and [column.kind for column in columns] == [*range(len(self.lp.classes))]:
             return self._only(columns, on[0], waits[0], kept[self.phases :], sizes, most)
         wholes, counts = self._whole_rows(columns, on, waits)
@@ -408,6 +415,14 @@ class _Model:
         limited = np.isfinite(self.lp.budget)
         scale = np.maximum(self.lp.budget[limited], 1.0)
         return sizes[limited] / scale[:, None], self.lp.budget[limited] / scale
+
+    def _writing_row(self, kept: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The limit on a step's writes, where there is one. ``kept``: the columns after T."""
+        if self.lp.most_writing is None:
+            return np.zeros((0, self.phases + len(kept))), np.zeros(0)
+        writes = self._loads[:, :, STREAM_LANES.index("write")].sum(axis=1) * self.unit
+        row = np.concatenate((np.zeros(self.phases), writes[np.array(kept) - self.phases]))
+        return row[None] / max(self.lp.most_writing, 1e-9), np.ones(1)
 
 
 _SOLVED: dict[bytes, NDArray[np.float64] | None] = {}

@@ -8,6 +8,7 @@ from itertools import product
 
 from penstock.config import format_size
 from penstock.errors import BudgetError
+from penstock.hardware.drives import together
 from penstock.planner.fit import Request, base_placement, fitted, settings_of
 from penstock.planner.phase_costs import PhaseCosts, Prices
 from penstock.planner.placement_lp import PlacementLP, Shares
@@ -32,6 +33,7 @@ _SHALLOWEST = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, c
 _TIERS_TRIED = 2
 """combinations of tiers for checkpoints and gradients that are proposed for each size of chunks"""
 _PROMISING = 1.05
+_BESIDES = 1.01
 Promising = Sequence[tuple[Request, tuple[float, ...]]]
 """Requests, each with delays"""
 
@@ -251,9 +253,21 @@ class Proposals:
         )
         if key not in self._programs:
             costs = self.q.costs_of(request)
-            prices = self._priced(request, costs)
-            self._programs[key] = PlacementLP(request, settings, costs, disk_free=self.q.disk_free, prices=prices)
+            self._programs[key] = PlacementLP(
+                request,
+                settings,
+                costs,
+                disk_free=self.q.disk_free,
+                most_writing=self._most_writing(request),
+                prices=self._priced(request, costs),
+            )
         return self._programs[key]
+
+    def _most_writing(self, request: Request) -> float | None:
+        """Seconds that a step may write, if it is run once. What its ops cost besides their bytes is left a little."""
+        if self.q.most_written is None:
+            return None
+        return _BESIDES * self.q.most_written / self._runs(request) / together(self.q.machine.drives).write
 
     def _priced(self, request: Request, costs: Costs) -> Prices:
         key = request.family, request.speculates, request.casts_on_device, request.stage

@@ -8,7 +8,8 @@ from itertools import product
 from penstock.config import Family, Tier, ZeroStage
 from penstock.hardware.machine import Machine
 from penstock.planner.costs import machine_costs
-from penstock.planner.fit import Request, base_placement
+from penstock.planner.endurance import DAY, allowance, written_per_day
+from penstock.planner.fit import Plan, Request, base_placement
 from penstock.planner.phase_memory import Peaks, Phase, beyond, peaks_outside_steps
 from penstock.planner.update_mode import DELAYS, REPEATS, steps_early
 from penstock.schedule.place import Placement, Settings, Side
@@ -27,6 +28,8 @@ class Question:
     ``repeats`` is the share of steps that is expected to be run again if anything speculates. ``disk_free``: bytes that
     may be used on disk; None: enough. ``most_ops``: ops of the largest schedule that may be chosen; None: any.
     ``room``: bytes of device and host memory for what comes before and after steps (``phase_memory``); None: enough.
+    ``most_written``: bytes that a step may write on average, with its repeats; None: any. A plan then has to keep to
+    the drives' endurance, too.
     """
 
     request: Request
@@ -41,6 +44,7 @@ class Question:
     most_ops: int | None = None
     room: Mapping[Tier, int] | None = None
     simulated_ops: int = SIMULATED_OPS
+    most_written: float | None = None
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:
@@ -74,6 +78,21 @@ class Question:
     def expected(self, seconds: float, settings: Settings) -> float:
         """Seconds of a step on average, where one with these settings takes ``seconds``: some are run twice."""
         return seconds * (1 + self.repeats) if steps_early(self.request.program, settings) else seconds
+
+    @cached_property
+    def allowance(self) -> float | None:
+        """Bytes a day that the drives may be written (``budget.endurance``); None: any, or nothing is trained."""
+        return allowance(self.request.budget, self.machine) if self.request.train else None
+
+    def limited(self, seconds: float) -> "Question":
+        """The question for plans that write no more than may be written in so many seconds."""
+        assert self.allowance is not None
+        return replace(self, most_written=self.allowance / DAY * seconds)
+
+    def written_per_day(self, plan: Plan, seconds: float) -> float:
+        """Bytes a day that a plan writes whose steps take so long, if they are run once."""
+        expected = self.expected(seconds, plan.settings)
+        return written_per_day(self.request.budget, plan, expected / seconds, expected)
 
     @cached_property
     def unstartable(self) -> str | None:

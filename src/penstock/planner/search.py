@@ -25,6 +25,7 @@ from itertools import product
 from penstock.config import Family, Tier
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
+from penstock.planner.endurance import EnduranceError, Worn
 from penstock.planner.fit import Plan, Request, fit, fitted
 from penstock.planner.phase_memory import beyond
 from penstock.planner.placement_lp import PlacementLP, Waits
@@ -47,6 +48,8 @@ _BETTER = 0.998
 _HOPELESS = 1.02
 """Above so much of the best simulated time an estimate, which takes phases one after the other, rules a plan out."""
 _GOOD_ENOUGH = 1.01
+_SLOWER = (1.0, 1.3, 2.0, 4.0)
+"""How many times as long as the fastest of all a plan may be made to take by what may be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,15 +153,65 @@ def search(question: Question, *, beat: float = math.inf) -> Choice:
         BudgetError: nothing fits; says the smallest budget of each tier that works.
         ConfigError: the request asks for speculation or a delay that cannot be.
     """
-    return _Search(question, beat).run()
+    found = _Search(question, beat).run()
+    allowed = question.allowance
+    if allowed is None or question.written_per_day(found.plan, found.seconds) <= allowed:
+        return found
+    return _enduring(question, found, allowed)
+
+
+def _enduring(question: Question, worn: Choice, allowed: float) -> Choice:
+    """The best plan that keeps to the drives' endurance, where the best of all does not: of those that write no more
+    than may be written in the time that it takes, or else in a longer one, which they then have to take.
+
+    Raises:
+        EnduranceError: none does.
+    """
+    for slower in _SLOWER:
+        try:
+            found = _Search(question.limited(slower * worn.expected_seconds), math.inf).run()
+        except BudgetError:
+            continue
+        try:  # it takes longer, so that it may write more than what was allowed for
+            again = _Search(question.limited(found.expected_seconds), math.inf).run()
+        except BudgetError:
+            return found
+        return min(found, again, key=lambda choice: choice.expected_seconds)
+    runs = worn.expected_seconds / worn.seconds
+    raise EnduranceError(
+        Worn(
+            written=runs * worn.simulation.bytes_per_lane().get("write", 0),
+            seconds=worn.expected_seconds,
+            per_day=question.written_per_day(worn.plan, worn.seconds),
+            allowed=allowed,
+            parameters=max(sum(group.trainable for group in worn.plan.program.groups), 1),
+            drives=len(question.machine.drives),
+        )
+    )
 
 
 @no_collection()
 def estimate(question: Question, family: Family) -> float | None:
-    """Expected seconds of the linear program's optimum for a family, for one size of chunks; None if nothing fits."""
-    proposals = Proposals(replace(question, families=(family,)))
-    seconds = min(proposals.least(request) for request in proposals.q.requests)
+    """Expected seconds of the linear program's optimum for a family, for one size of chunks; None if nothing fits.
+    Whether it keeps to the drives' endurance is not asked."""
+    seconds = _least(replace(question, families=(family,)))
     return None if math.isinf(seconds) else seconds
+
+
+def estimate_lasting(question: Question, family: Family) -> float | None:
+    """The same of what keeps to the drives' endurance. The program takes phases one after another and no time between
+    ops, so that what it finds too fast for the drives may be slow enough for them."""
+    question = replace(question, families=(family,))
+    seconds = _least(question)
+    if math.isinf(seconds) or question.allowance is None:
+        return None if math.isinf(seconds) else seconds
+    limited = ((slower * seconds, _least(question.limited(slower * seconds))) for slower in _SLOWER)
+    return next((found for wanted, found in limited if wanted <= found * EQUAL < math.inf), None)
+
+
+def _least(question: Question) -> float:
+    proposals = Proposals(question)
+    return min(proposals.least(request) for request in proposals.q.requests)
 
 
 def fits(question: Question) -> bool:
@@ -289,10 +342,19 @@ class _Search:
         self.ops += len(plan.schedule.ops)
         self.seen.add(key)
         expected = self.q.expected(simulation.time, proposal.settings)
+        if self._wears(plan, simulation.time):
+            return False
         if self.best is not None and expected >= self.best[0] * _BETTER:
             return False
         self.best = (expected, proposal, plan, simulation)
         return True
+
+    def _wears(self, plan: Plan, seconds: float) -> bool:
+        """Whether a plan that has to keep to the drives' endurance does not."""
+        allowed = self.q.allowance
+        if self.q.most_written is None or allowed is None:
+            return False
+        return self.q.written_per_day(plan, seconds) > allowed
 
     def _is_hopeless(self, estimate: float) -> bool:
         """Whether what is estimated like this is not worth a simulation, nor shares so good their rounding."""
@@ -307,7 +369,7 @@ class _Search:
 
     def _spent(self, ops: int) -> bool:
         """Whether another simulation of so many ops would be too many; the first never is."""
-        return self.best is not None and (self.ops + ops > self.q.simulated_ops or len(self.seen) >= SIMULATIONS)
+        return bool(self.seen) and (self.ops + ops > self.q.simulated_ops or len(self.seen) >= SIMULATIONS)
 
     def _improve(self) -> bool:
         """Simulate the neighbours of the best until one is better."""

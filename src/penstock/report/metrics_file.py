@@ -20,6 +20,7 @@ class StepMetrics:
     validation: float | None
     seconds: float
     tokens: int
+    written: int = 0
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
@@ -100,7 +101,14 @@ def _metrics(record: Any) -> StepMetrics:
         validation=_finite(record.get("validation_loss")),
         seconds=_time(record["seconds"]),
         tokens=tokens,
+        written=_count(record.get("bytes_written") or 0),
     )
+
+
+def _count(value: Any) -> int:
+    if not fits(value, int) or value < 0:
+        raise ValueError(f"{shown(value)} is not a number of bytes")
+    return int(value)
 
 
 def _time(value: Any) -> float:

@@ -15,6 +15,7 @@ from penstock.report.series import series
 from penstock.report.trace_file import MeasuredStep
 from penstock.schedule.ir.lanes import LANES, Lane
 
+_DAY = 86400.0
 _POINTS = 2000
 """Steps that a curve is drawn through at most; of more, the lowest and the highest of each stretch."""
 
@@ -22,7 +23,7 @@ _POINTS = 2000
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """The facts about a run that its page shows. ``budget``: bytes that tiers were given. ``traced``: how many of its
-    steps are traced.
+    steps are traced. ``allowed``: bytes a day that its drives may be written; None: any.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Report:
     metrics: Sequence[StepMetrics]
     prediction: Prediction | None
     budget: Mapping[Tier, int]
+    allowed: float | None = None
 
     @property
     def settled(self) -> Sequence[StepMetrics]:
@@ -119,7 +121,15 @@ def _strangers(step: MeasuredStep, prediction: Prediction) -> str:
 
 
 def _figures(report: Report) -> list[Figure]:
-    return [*_times(report), *_rate_of_all(report), *_peaks(report)]
+    return [*_times(report), *_rate_of_all(report), *_peaks(report), *_wear(report)]
+
+
+def _wear(report: Report) -> list[Figure]:
+    written, seconds = sum(m.written for m in report.settled), sum(m.seconds for m in report.settled)
+    if not written or seconds <= 0:
+        return []
+    remark = "" if report.allowed is None else f"of {format_size(report.allowed)} that budget.endurance allows"
+    return [Figure(name="written per day", value=format_size(written / seconds * _DAY), remark=remark)]
 
 
 def _times(report: Report) -> list[Figure]:

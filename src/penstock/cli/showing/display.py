@@ -203,11 +203,19 @@ def step_time(meter: Meter) -> str:
 
 def wear(meter: Meter) -> str:
     """What the run has written, and how long the drives last at this pace."""
-    text = f"{format_size(meter.written)} written"
+    text = f"{format_size(meter.written)} written{a_day(meter)}"
     if (days := meter.drive_days) is None:
         return text
     life = f"{days:,.0f} days" if days >= 2 else f"{days * 24:,.0f} hours"
     return f"{text}, new drives last {life}" + (" (assumed)" if meter.outline.yardstick.assumed else "")
+
+
+def a_day(meter: Meter) -> str:
+    """What is written in a day beside what may be, where there is a limit; begins with a comma, or is empty."""
+    allowed, written = meter.outline.yardstick.allowed, meter.written_per_day
+    if allowed is None or written is None:
+        return ""
+    return f", {format_size(written)} a day of the {format_size(allowed)} allowed"
 
 
 def counts(meter: Meter) -> list[str]:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from penstock.cli.showing.yardstick import Yardstick
-from penstock.config import Tier
+from penstock.config import Tier, format_size
 from penstock.planner.fit import Plan
 from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
 from penstock.state.stats import StepStats
@@ -80,6 +80,9 @@ class Meter:
     seconds: float = 0.0
     written: int = 0
     """bytes to disk, of all ranks; of steps that a kill has undone it is not known"""
+    paced: tuple[int, int, float] = (0, 0, 0.0)
+    """steps of this stretch but its first, which begins the run, bytes that they have written, and their seconds"""
+    said_to_wear: bool = False
     truncated: int = 0
     """tokens of streamed documents that were left out so far, of a run that could not say so before its first step"""
     flops: float = 0.0
@@ -116,6 +119,9 @@ class Meter:
         if not self.planning:
             self.step_seconds.append(stats.seconds)
         self.planning = False
+        if self.losses:
+            steps, written, seconds = self.paced
+            self.paced = steps + 1, written + stats.bytes_written, seconds + stats.seconds
         self.losses.append(stats.loss)
         if validation is not None:
             self.validation.append(validation)
@@ -167,6 +173,27 @@ class Meter:
         wear."""
         rated, written = self.outline.yardstick.rated, sum(s.bytes_written for s in self.recent)
         return None if rated is None or not written else rated / (written / self._time) / _DAY
+
+    @property
+    def written_per_day(self) -> float | None:
+        """Bytes that this stretch writes in a day without a break; None: nothing, or that is not known yet."""
+        _, written, seconds = self.paced
+        return written / seconds * _DAY if written else None
+
+    def wears(self, least: float) -> str | None:
+        """That the drives are written faster than they may be, in words, once it is known of ten steps and ``least``
+        seconds; None: they are not, or it has been said."""
+        steps, _, seconds = self.paced
+        allowed, written = self.outline.yardstick.allowed, self.written_per_day
+        if self.said_to_wear or allowed is None or written is None or written <= allowed:
+            return None
+        if steps < _RECENT or seconds < least:
+            return None
+        self.said_to_wear = True
+        return (
+            f"the run writes {format_size(written)} a day, {written / allowed:.3g} times the {format_size(allowed)} "
+            "that budget.endurance allows its drives: it goes on. penstock plan says what would write less"
+        )
 
     @property
     def held_up(self) -> dict[Lane, float]:

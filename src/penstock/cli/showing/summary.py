@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from penstock.cli.launch import how_to_start
-from penstock.cli.showing.display import clock, counts, format_flops
+from penstock.cli.showing.display import a_day, clock, counts, format_flops
 from penstock.cli.showing.meter import Meter
 from penstock.config import TrainConfig, format_size
 from penstock.report.sentence import format_time
@@ -81,7 +81,7 @@ def _speed(meter: Meter) -> str:
 
 def _wear(meter: Meter) -> str:
     """What was written, and which part of the drives' life that is."""
-    yardstick, text = meter.outline.yardstick, f"{format_size(meter.written)} written"
+    yardstick, text = meter.outline.yardstick, f"{format_size(meter.written)} written{a_day(meter)}"
     if yardstick.rated is None:
         return text
     life = f"{format_size(yardstick.rated)} that they are {'assumed to bear' if yardstick.assumed else 'rated for'}"

@@ -21,26 +21,31 @@ _TB = 1e12
 class Yardstick:
     """``flops``: FLOP/s of a large matrix product in the run's precision; ``links``: bytes/s that each was measured to
     move; none without a machine profile. ``rated``: bytes that may be written to all drives of the run together in
-    their life; None: there are none, or they do not wear. ``assumed``: that is a guess from their size.
+    their life; None: there are none, or they do not wear. ``assumed``: that is a guess from their size. ``allowed``:
+    bytes that they may be written in a day together (``budget.endurance``); None: any.
     """
 
     flops: float | None = None
     links: Mapping[Lane, float] = field(default_factory=dict)
     rated: float | None = None
     assumed: bool = False
+    allowed: float | None = None
 
 
 def yardstick(config: TrainConfig, machine: Machine | None, *, kind: str) -> Yardstick:
     """The yardstick of a run on a device of a ``kind``."""
     rated, assumed = _rated(config, machine)
+    endurance, count = config.budget.endurance, len(config.budget.disk_paths)
+    weights = stripe_weights(machine.drives) if machine is not None and len(machine.drives) == count else (1,) * count
+    allowed = None if endurance is None else spread([endurance.bytes_per_day] * count, weights)
     if machine is None:
-        return Yardstick(rated=rated, assumed=assumed)
+        return Yardstick(rated=rated, assumed=assumed, allowed=allowed)
     device, drives = machine.device, machine.drives if config.budget.disk_paths else ()
     links: dict[Lane, float] = {"h2d": device.h2d, "d2h": device.d2h}
     if drives:
         links |= {"read": together(drives).read, "write": together(drives).write}
     precision = config.precision or ("bf16" if kind == "cuda" else "fp32")
-    return Yardstick(flops=device.flops.get(precision), links=links, rated=rated, assumed=assumed)
+    return Yardstick(flops=device.flops.get(precision), links=links, rated=rated, assumed=assumed, allowed=allowed)
 
 
 def _rated(config: TrainConfig, machine: Machine | None) -> tuple[float | None, bool]:

@@ -1,0 +1,91 @@
+"""How a plan wears its drives, beside what ``budget.endurance`` allows: bytes a day, of training without a break."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.config import Budget, format_size
+from penstock.errors import BudgetError
+from penstock.hardware.drives import spread, stripe_weights
+from penstock.hardware.machine import Machine
+from penstock.planner.fit import Plan
+from penstock.schedule.place import FP32
+
+DAY = 86400.0
+
+
+def allowance(budget: Budget, machine: Machine) -> float | None:
+    """Bytes a day that all drives together may be written, striped; None: as many as there are."""
+    if budget.endurance is None or not machine.drives:
+        return None
+    return spread([budget.endurance.bytes_per_day] * len(machine.drives), stripe_weights(machine.drives))
+
+
+def written_per_day(budget: Budget, plan: Plan, runs: float, expected: float) -> float:
+    """Bytes a day that a plan writes whose steps take ``expected`` seconds each, with ``runs`` of a step on average:
+    what the steps write, and commits of state in memory, where it is committed now and then. Snapshots not counted.
+    """
+    step = plan.schedule.bytes_per_lane().get("write", 0) * runs
+    return (step / expected + _in_background(budget, plan, expected)) * DAY
+
+
+def _in_background(budget: Budget, plan: Plan, expected: float) -> float:
+    """Bytes per second of commits of what is in memory."""
+    if budget.durability != "interval" or not budget.disk_paths:
+        return 0.0
+    gradients = FP32 * sum(group.trainable for group in plan.program.groups)
+    kept = max(plan.state_bytes - gradients - plan.disk_bytes, 0)
+    if budget.interval_steps is not None:
+        return kept / (budget.interval_steps * expected)
+    assert budget.interval_seconds is not None
+    return kept / max(budget.interval_seconds, expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worn:
+    """A plan that wears its drives too fast: bytes that a step writes, its seconds, bytes a day that are written and
+    allowed, parameters that are trained, and drives."""
+
+    written: float
+    seconds: float
+    per_day: float
+    allowed: float
+    parameters: int
+    drives: int
+
+    @property
+    def too_fast(self) -> float:
+        """How many times as much is written as is allowed."""
+        return self.per_day / self.allowed
+
+    def __str__(self) -> str:
+        return (
+            f"its steps of {self.seconds:.3g} s write {format_size(self.written)} each, "
+            f"{self.written / self.parameters:.3g} bytes per parameter, or {format_size(self.per_day)} a day, and "
+            f"budget.endurance allows {format_size(self.allowed)} a day"
+        )
+
+    @property
+    def what_helps(self) -> tuple[str, ...]:
+        """What keeps to the allowance by arithmetic alone."""
+        drives = math.ceil(self.drives * self.too_fast)
+        fewer = self.written / self.parameters / self.too_fast
+        return (
+            f"steps of {self.seconds * self.too_fast:.3g} s that write as much (a larger batch)",
+            f"at most {fewer:.3g} bytes written per parameter (state in memory, or an optimizer that keeps less)",
+            f"{drives} such drives instead of {self.drives}, where steps are not faster for it",
+        )
+
+
+class EnduranceError(BudgetError):
+    """No plan keeps to ``budget.endurance``. ``worn``: what the best one does."""
+
+    def __init__(self, worn: Worn, what_helps: Sequence[str] = ()) -> None:
+        self.worn = worn
+        self._what_helps = tuple(what_helps) or worn.what_helps
+        helps = ", or ".join(self._what_helps)
+        super().__init__(f"the plan wears its drives too fast: {worn}. What would help: {helps}")
+
+    def __reduce__(self) -> tuple[type["EnduranceError"], tuple[Worn, tuple[str, ...]]]:
+        """Rank 0 tells the others what it has found, and why there is no plan."""
+        return type(self), (self.worn, self._what_helps)
