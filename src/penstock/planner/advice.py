@@ -18,7 +18,7 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.crossing import with_faster_link
 from penstock.hardware.machine import Drive, Machine
 from penstock.planner.batches import MOST_MICRO_BATCHES
-from penstock.planner.endurance import EnduranceError, Worn
+from penstock.planner.endurance import EnduranceError
 from penstock.planner.question import Question
 from penstock.planner.search import Choice, estimate, estimate_lasting, fits, hopeless, search, smallest_programs
 from penstock.planner.task import Task
@@ -199,7 +199,7 @@ def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetEr
     return BudgetError(text + (f"; or {', or '.join(others)}" if others else ""))
 
 
-def worn_out(task: Task, size: int, count: int, worn: Worn) -> BudgetError:
+def worn_out(task: Task, size: int, count: int, why: EnduranceError) -> BudgetError:
     """The error for plans that all wear their drives too fast: what keeps to the endurance, each with its number, which
     the search has found a plan for."""
 
@@ -213,6 +213,8 @@ def worn_out(task: Task, size: int, count: int, worn: Worn) -> BudgetError:
             return False
         return True
 
+    worn = why.worn
+    assert worn is not None, "it was found here"
     budget, machine, found = task.budget, task.machine, list[str]()
     # A step takes no longer for it than in proportion to its batch, and no longer than now with more drives. Plans that
     # were not the fastest may write less: half of it, let us say, before it is not worth a look.
@@ -238,7 +240,7 @@ def worn_out(task: Task, size: int, count: int, worn: Worn) -> BudgetError:
             found.append(f"{len(more.drives)} such drives instead of {len(machine.drives)}")
             break
     found.append(worn.what_helps[1])
-    return EnduranceError(worn, found)
+    return EnduranceError.of(worn, found)
 
 
 def _doubled(count: int, most: int) -> Iterator[int]:

@@ -213,7 +213,7 @@ def _found(task: Task, batch: int | None, split: tuple[int, int] | None) -> tupl
     try:
         return search(task.question(*split)), split[0]
     except EnduranceError as error:
-        raise worn_out(task, *split, error.worn) from None
+        raise worn_out(task, *split, error) from None
     except BudgetError as error:
         raise refusal(task, *split, error) from None
 
@@ -224,7 +224,7 @@ def _chosen(task: Task, batch: int | None) -> tuple[Choice, Split]:
             batch = saturating(task)
         return choose(task, batch)
     except EnduranceError as error:
-        raise worn_out(task, *cuts(batch or 1)[0], error.worn) from None
+        raise worn_out(task, *cuts(batch or 1)[0], error) from None
     except BudgetError as error:
         refused = refusal(task, *cuts(batch or 1)[0], error)
         smaller = next((n for n in _halves(batch or 1) if splits(task, n)), None)

@@ -78,14 +78,14 @@ class Worn:
 
 
 class EnduranceError(BudgetError):
-    """No plan keeps to ``budget.endurance``. ``worn``: what the best one does."""
+    """No plan keeps to ``budget.endurance``. ``worn``: what the best one does; None where another rank has said so."""
 
-    def __init__(self, worn: Worn, what_helps: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, worn: Worn | None = None) -> None:
+        super().__init__(message)
         self.worn = worn
-        self._what_helps = tuple(what_helps) or worn.what_helps
-        helps = ", or ".join(self._what_helps)
-        super().__init__(f"the plan wears its drives too fast: {worn}. What would help: {helps}")
 
-    def __reduce__(self) -> tuple[type["EnduranceError"], tuple[Worn, tuple[str, ...]]]:
-        """Rank 0 tells the others what it has found, and why there is no plan."""
-        return type(self), (self.worn, self._what_helps)
+    @staticmethod
+    def of(worn: Worn, what_helps: Sequence[str] = ()) -> "EnduranceError":
+        """``what_helps``: what is known to; none: what does by arithmetic."""
+        helps = ", or ".join(what_helps or worn.what_helps)
+        return EnduranceError(f"the plan wears its drives too fast: {worn}. What would help: {helps}", worn=worn)

@@ -178,7 +178,7 @@ def _enduring(question: Question, worn: Choice, allowed: float) -> Choice:
             return found
         return min(found, again, key=lambda choice: choice.expected_seconds)
     runs = worn.expected_seconds / worn.seconds
-    raise EnduranceError(
+    raise EnduranceError.of(
         Worn(
             written=runs * worn.simulation.bytes_per_lane().get("write", 0),
             seconds=worn.expected_seconds,
