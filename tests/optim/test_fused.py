@@ -12,6 +12,7 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.optim import fallback, kernels, library
+from penstock.optim.codes import Codes, zero_moment
 from penstock.optim.formula import Hyper, Kind, scalars
 from penstock.optim.norm import BLOCK
 from tests.optim.state import (
@@ -28,6 +29,7 @@ from tests.optim.state import (
     assert_same_bits,
     values,
 )
+from tests.optim.test_compact import every_lower, wild
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets: infinities and NaNs
 
@@ -85,6 +87,36 @@ def test_casts_have_the_native_bits(source: torch.dtype, target: torch.dtype, fu
     fused.cast(found, wild)
     kernels.cast(wanted, wild)
     assert_same_bits([found], [wanted])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_codes_have_the_native_bits(dtype: torch.dtype, fused: ModuleType) -> None:
+    x = wild()
+    x = x.abs() if dtype == torch.uint8 else x
+    found, wanted = zero_moment(dtype, len(x)), zero_moment(dtype, len(x))
+    assert isinstance(found, Codes)
+    assert isinstance(wanted, Codes)
+    fused.encode(found, x)
+    kernels.encode(wanted, x)
+    assert_same_bits([found.codes, found.scales], [wanted.codes, wanted.scales])
+    back, expected = torch.empty(len(x)), torch.empty(len(x))
+    fused.decode(back, found)
+    kernels.decode(expected, wanted)
+    assert_same_bits([back], [expected])
+
+
+def test_split_weights_have_the_native_bits(fused: ModuleType) -> None:
+    master = torch.cat([every_lower()[::61], values(np.random.default_rng(6), 77, wild=True)])
+    (weights, rest), (mine, lower) = (
+        (torch.empty(len(master), dtype=BF16), torch.empty(len(master), dtype=torch.int16)) for _ in range(2)
+    )
+    kernels.split(weights, rest, master)
+    fused.split(mine, lower, master)
+    assert_same_bits([mine, lower], [weights, rest])
+    back, expected = torch.empty(len(master)), torch.empty(len(master))
+    kernels.join(expected, weights, rest)
+    fused.join(back, weights, rest)
+    assert_same_bits([back], [expected])
 
 
 @pytest.fixture

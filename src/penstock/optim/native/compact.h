@@ -4,6 +4,10 @@
 #include "kernels.h"
 #include "numbers.h"
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 namespace penstock {
 namespace {
 
@@ -19,8 +23,8 @@ void split_range(BFloat16* __restrict upper, uint16_t* __restrict lower, const f
 
 void join_range(float* __restrict x, const BFloat16* __restrict upper, const uint16_t* __restrict lower, size_t n) {
   for (size_t i = 0; i < n; ++i) {
-    const uint32_t carried = lower[i] & 0x8000u;  // rounding has added it
-    x[i] = float_of((static_cast<uint32_t>(upper[i].bits) << 16) + lower[i] - (carried << 1));
+    const int32_t rest = static_cast<int16_t>(lower[i]);  // below zero where the upper half was rounded up
+    x[i] = float_of((static_cast<uint32_t>(upper[i].bits) << 16) + static_cast<uint32_t>(rest));
   }
 }
 
@@ -52,99 +56,145 @@ INLINE float inverse_of_scale(int32_t code) {
 
 INLINE int32_t size_of(float f) { return static_cast<int32_t>(bits_of(f) & 0x7fffffffu); }
 
-// 0..most, to nearest, ties to even; `most` of what is larger, infinite or no number.
-INLINE int32_t rounded_code(float x, float most) {
-  const float limited = x < most ? x : most;
-  return static_cast<int32_t>(bits_of(limited + kRound) - bits_of(kRound));
+// A size as part of its group's scale, at most 1, which has the largest code: rounding may have made the scale a little
+// smaller, and none is above 2^16. As integers, which are in the same order, infinity, too.
+INLINE float part_of(float size, float inverse) {
+  const uint32_t part = bits_of(size * inverse), one = bits_of(1.0f);
+  return float_of(static_cast<int32_t>(part) < static_cast<int32_t>(one) ? part : one);
 }
+
+// x of 0..255 to nearest, ties to even, in the last 8 bits.
+INLINE uint32_t rounded_code(float x) { return bits_of(x + kRound); }
+
+// What is particular to a moment; everything is of 32 bits here, the codes, too.
+struct First {  // numbers of a first moment
+  using Code = int8_t;
+  static INLINE float factor(int32_t scale) { return value_of_scale(scale); }
+  static INLINE float decoded(int32_t code, float factor) {
+    const float y = static_cast<float>(code < 0 ? -code : code) * (1.0f / 127.0f);
+    const float size = (y / (2.0f - y)) * factor;
+    return float_of(bits_of(size) | (static_cast<uint32_t>(code) & 0x80000000u));
+  }
+  static INLINE uint32_t encoded(float x, float inverse) {  // the last 8 bits
+    const float part = part_of(float_of(static_cast<uint32_t>(size_of(x))), inverse);
+    const uint32_t code = rounded_code(127.0f * ((part + part) / (1.0f + part)));
+    const uint32_t negative = static_cast<uint32_t>(static_cast<int32_t>(bits_of(x)) >> 31);
+    return (code ^ negative) - negative;
+  }
+};
+
+struct Second {  // roots of a second moment are encoded, their squares decoded
+  using Code = uint8_t;
+  static INLINE float factor(int32_t scale) { return value_of_scale(scale) * (1.0f / 255.0f); }
+  static INLINE float decoded(int32_t code, float factor) {
+    const float root = static_cast<float>(code) * factor;
+    return root * root;
+  }
+  static INLINE uint32_t encoded(float root, float inverse) {
+    const float code = 255.0f * part_of(root, inverse), least = root > 0.0f ? 1.0f : 0.0f;
+    return rounded_code(code > least ? code : least);
+  }
+};
 
 constexpr size_t kTile = 256;  // elements that are decoded, updated and encoded at a time, in the first cache
 constexpr size_t kTileGroups = kTile / kGroup;
+using Tile = float[kTile];
+using TileCodes = int32_t[kTile];
+using TileSizes = int32_t[kTileGroups];  // the bits of the largest size of each group
 
-// The scales of the groups of a tile, and what to multiply by; `valid` is -1, or 0 for a group whose codes are 0.
-struct TileScales {
-  alignas(64) float inverse[kTileGroups];
-  alignas(64) int32_t valid[kTileGroups];
-};
+// Codes between 8 bits and 32, one group at a time: compilers take many shuffles for that.
+#if defined(__AVX512F__)
+INLINE __m512i widened(const int8_t*, __m128i codes) { return _mm512_maskz_cvtepi8_epi32(0xffff, codes); }
+INLINE __m512i widened(const uint8_t*, __m128i codes) { return _mm512_maskz_cvtepu8_epi32(0xffff, codes); }
+#elif defined(__AVX2__)
+INLINE __m256i widened(const int8_t*, __m128i codes) { return _mm256_cvtepi8_epi32(codes); }
+INLINE __m256i widened(const uint8_t*, __m128i codes) { return _mm256_cvtepu8_epi32(codes); }
+#endif
 
-INLINE void find_scales(uint16_t* __restrict scales, TileScales& found, const float* __restrict x, size_t groups) {
-  alignas(64) int32_t largest[kTileGroups];
-  for (size_t g = 0; g < groups; ++g) {
+template <class C>
+INLINE void widen_group(int32_t* __restrict to, const C* __restrict from) {
+#if defined(__AVX512F__)
+  for (size_t i = 0; i < kGroup; i += 16)
+    _mm512_store_si512(to + i, widened(from, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+#elif defined(__AVX2__)
+  for (size_t i = 0; i < kGroup; i += 8)
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to + i),
+                       widened(from, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i))));
+#else
+  for (size_t i = 0; i < kGroup; ++i) to[i] = from[i];
+#endif
+}
+
+template <class C>
+INLINE void narrow_group(C* __restrict to, const uint32_t* __restrict from) {  // the last 8 bits
+#if defined(__AVX512F__)
+  for (size_t i = 0; i < kGroup; i += 16)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm512_maskz_cvtepi32_epi8(0xffff, _mm512_load_si512(from + i)));
+#else
+  for (size_t i = 0; i < kGroup; ++i) to[i] = static_cast<C>(from[i]);
+#endif
+}
+
+template <class C>
+INLINE void widen(TileCodes& to, const C* from, size_t n) {
+  for (size_t at = 0; at < n; at += kGroup) widen_group(to + at, from + at);
+}
+
+INLINE void find_largest(TileSizes& largest, const float* __restrict x, size_t n) {
+  for (size_t at = 0; at < n; at += kGroup) {
     int32_t most = 0;
     for (size_t i = 0; i < kGroup; ++i) {
-      const int32_t size = size_of(x[g * kGroup + i]);
+      const int32_t size = size_of(x[at + i]);
       most = size > most ? size : most;
     }
-    largest[g] = most;
+    largest[at / kGroup] = most;
   }
-  for (size_t g = 0; g < groups; ++g) {
+}
+
+// The scales of a tile's groups, and what to encode with.
+struct TileScales {
+  alignas(64) float inverse[kTileGroups];
+  alignas(64) uint32_t valid[kTileGroups];  // all ones, or 0 for a group whose codes are 0
+};
+
+INLINE void find_scales(TileScales& found, uint16_t* scales, const TileSizes& largest, size_t groups) {
+  alignas(64) uint16_t codes[kTileGroups];
+  for (size_t g = 0; g < kTileGroups; ++g) {  // all of a tile, also where there are fewer: no remainder
     const int32_t code = scale_of(largest[g]);
-    scales[g] = static_cast<uint16_t>(code);
+    codes[g] = static_cast<uint16_t>(code);
     found.inverse[g] = inverse_of_scale(code);
-    found.valid[g] = code == 0 || code == kNotANumber ? 0 : -1;
+    found.valid[g] = code == 0 || code == kNotANumber ? 0u : ~0u;
+  }
+  if (groups == kTileGroups) {
+    memcpy(scales, codes, sizeof codes);
+  } else {
+    memcpy(scales, codes, groups * sizeof(uint16_t));
   }
 }
 
-// x of one tile at most to codes of a first moment, with sign.
-INLINE void encode_tile(int8_t* __restrict codes, uint16_t* __restrict scales, const float* __restrict x, size_t n) {
-  TileScales of;
-  find_scales(scales, of, x, n / kGroup);
-  for (size_t g = 0; g < n / kGroup; ++g) {
-    const float inverse = of.inverse[g];
-    const int32_t valid = of.valid[g];
-    const float* __restrict from = x + g * kGroup;
-    int8_t* __restrict to = codes + g * kGroup;
-    for (size_t i = 0; i < kGroup; ++i) {
-      const float part = float_of(static_cast<uint32_t>(size_of(from[i]))) * inverse;
-      const int32_t code = rounded_code(127.0f * ((part + part) / (1.0f + part)), 127.0f) & valid;
-      const int32_t negative = static_cast<int32_t>(bits_of(from[i])) >> 31;
-      to[i] = static_cast<int8_t>((code ^ negative) - negative);
-    }
-  }
+template <class M>
+INLINE void encode_group(typename M::Code* codes, const float* __restrict x, const TileScales& scales, size_t g) {
+  alignas(64) uint32_t wide[kGroup];
+  for (size_t i = 0; i < kGroup; ++i) wide[i] = M::encoded(x[g * kGroup + i], scales.inverse[g]) & scales.valid[g];
+  narrow_group(codes + g * kGroup, wide);
 }
 
-INLINE void decode_tile(float* __restrict x, const int8_t* __restrict codes, const uint16_t* __restrict scales,
-                        size_t n) {
-  constexpr float step = 1.0f / 127.0f;
-  for (size_t g = 0; g < n / kGroup; ++g) {
-    const float scale = value_of_scale(scales[g]);
-    const int8_t* __restrict from = codes + g * kGroup;
-    float* __restrict to = x + g * kGroup;
-    for (size_t i = 0; i < kGroup; ++i) {
-      const int32_t code = from[i];
-      const float y = static_cast<float>(code < 0 ? -code : code) * step;
-      const float size = (y / (2.0f - y)) * scale;
-      to[i] = float_of(bits_of(size) | (static_cast<uint32_t>(code) & 0x80000000u));
-    }
-  }
+// x of one tile at most, as M encodes it.
+template <class M>
+INLINE void encode_tile(typename M::Code* codes, uint16_t* scales, const float* x, const TileSizes& largest, size_t n) {
+  TileScales found;
+  find_scales(found, scales, largest, n / kGroup);
+  for (size_t g = 0; g < n / kGroup; ++g) encode_group<M>(codes, x, found, g);
 }
 
-// x of one tile at most to codes of a second moment: of its roots.
-INLINE void encode_tile(uint8_t* __restrict codes, uint16_t* __restrict scales, const float* __restrict x, size_t n) {
-  alignas(64) float roots[kTile];
-  for (size_t i = 0; i < n; ++i) roots[i] = __builtin_sqrtf(x[i]);
-  TileScales of;
-  find_scales(scales, of, roots, n / kGroup);
-  for (size_t g = 0; g < n / kGroup; ++g) {
-    const float inverse = of.inverse[g];
-    const int32_t valid = of.valid[g];
-    const float* from = roots + g * kGroup;
-    uint8_t* __restrict to = codes + g * kGroup;
-    for (size_t i = 0; i < kGroup; ++i)
-      to[i] = static_cast<uint8_t>(rounded_code(255.0f * (from[i] * inverse), 255.0f) & valid);
-  }
-}
-
-INLINE void decode_tile(float* __restrict x, const uint8_t* __restrict codes, const uint16_t* __restrict scales,
-                        size_t n) {
-  for (size_t g = 0; g < n / kGroup; ++g) {
-    const float step = value_of_scale(scales[g]) * (1.0f / 255.0f);
-    const uint8_t* __restrict from = codes + g * kGroup;
-    float* __restrict to = x + g * kGroup;
-    for (size_t i = 0; i < kGroup; ++i) {
-      const float root = static_cast<float>(static_cast<int32_t>(from[i])) * step;
-      to[i] = root * root;
-    }
+template <class M>
+INLINE void decode_tile(float* __restrict x, const typename M::Code* codes, const uint16_t* scales, size_t n) {
+  alignas(64) TileCodes wide;
+  widen(wide, codes, n);
+  for (size_t at = 0; at < n; at += kGroup) {
+    const float factor = M::factor(scales[at / kGroup]);
+    for (size_t i = at; i < at + kGroup; ++i) x[i] = M::decoded(wide[i], factor);
   }
 }
 

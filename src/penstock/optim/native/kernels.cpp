@@ -7,25 +7,22 @@
 #include "compact.h"
 #include "numbers.h"
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
-
 #define CONCAT_(a, b) a##b
 #define CONCAT(a, b) CONCAT_(a, b)
 
 namespace penstock {
 namespace {
 
-// One element's step. `m` and `v` are the moments, where the optimizer has them.
+// One element's step. `m` and `v` are the moments, where the optimizer has them; `root` becomes that of the new v.
 template <Kind K>
-INLINE float update(float p, float g, float& m, float& v, const Scalars& s) {
+INLINE float update(float p, float g, float& m, float& v, float& root, const Scalars& s) {
   if constexpr (K == kAdamW || K == kAdam) {
     if constexpr (K == kAdamW) p = p * s.decay;
     if constexpr (K == kAdam) g = g + s.l2 * p;
     m = m + s.weight1 * (g - m);
     v = s.beta2 * v + (s.weight2 * g) * g;
-    return p - (s.rate * m) / (__builtin_sqrtf(v) * s.root + s.eps);
+    root = __builtin_sqrtf(v);
+    return p - (s.rate * m) / (root * s.root + s.eps);
   } else if constexpr (K == kLion) {
     const float c = s.beta1 * m + s.weight1 * g;
     m = s.beta2 * m + s.weight2 * g;
@@ -103,9 +100,7 @@ void write_rounded(O* __restrict dst, const float* __restrict src, size_t n) {
   memcpy(dst, rounded, n * sizeof(O));
 }
 
-// One tile's floats: `buffer`, or the memory itself where it has floats, so that nothing is copied.
-using Tile = float[kTile];
-
+// What is read is `buffer`, or the memory itself where it has floats, so that nothing is copied.
 const float* read_gradient(const StepArgs& args, size_t at, size_t n, Tile& buffer) {
   const float* floats = static_cast<const float*>(args.grad);
   if (args.grad_type == kBFloat16) {
@@ -132,49 +127,94 @@ void write_master(const StepArgs& args, size_t at, size_t n, const float* p) {
   if (args.form == kBesideFloat16) return write_rounded(static_cast<Float16*>(args.weights) + at, p, n);
 }
 
-// C: the type of its codes.
-template <class C>
-float* read_moment(const MomentArgs& moment, Moment type, size_t at, size_t n, Tile& buffer) {
-  if (moment.values == nullptr) return buffer;
-  if (type == kMoment32) return static_cast<float*>(moment.values) + at;
-  if (type == kMoment16) {
-    convert(buffer, static_cast<const BFloat16*>(moment.values) + at, n);
-  } else {
-    decode_tile(buffer, static_cast<const C*>(moment.values) + at, moment.scales + at / kGroup, n);
-  }
-  return buffer;
+// A moment of one tile, while it is updated.
+struct TileMoment {
+  float* values;           // to be updated; of codes only written, to be encoded
+  const uint16_t* scales;  // null: there are no codes
+  alignas(kLine) Tile buffer;
+  alignas(kLine) TileCodes codes;
+  alignas(kLine) TileSizes largest;  // of codes: of each group of what is written
+};
+
+template <class M>
+void read_moment(TileMoment& tile, const MomentArgs& moment, Moment type, size_t at, size_t n) {
+  if (moment.values == nullptr) return;
+  tile.values = type == kMoment32 ? static_cast<float*>(moment.values) + at : tile.buffer;
+  if (type == kMoment16) convert(tile.buffer, static_cast<const BFloat16*>(moment.values) + at, n);
+  if (type != kCodes) return;
+  tile.scales = moment.scales + at / kGroup;
+  widen(tile.codes, static_cast<const typename M::Code*>(moment.values) + at, n);
 }
 
-template <class C>
-void write_moment(const MomentArgs& moment, Moment type, size_t at, size_t n, const float* values) {
+template <class M>
+void write_moment(const TileMoment& tile, const MomentArgs& moment, Moment type, size_t at, size_t n) {
   if (moment.values == nullptr || type == kMoment32) return;
-  if (type == kMoment16) return convert(static_cast<BFloat16*>(moment.values) + at, values, n);
-  encode_tile(static_cast<C*>(moment.values) + at, moment.scales + at / kGroup, values, n);
+  if (type == kMoment16) return convert(static_cast<BFloat16*>(moment.values) + at, tile.buffer, n);
+  typename M::Code* codes = static_cast<typename M::Code*>(moment.values) + at;
+  encode_tile<M>(codes, moment.scales + at / kGroup, tile.buffer, tile.largest, n);
 }
 
-template <Kind K>
-void update_tile(float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v,
+// Both moments in codes, in one loop: one waits for divisions while the other is packed.
+void write_codes(const TileMoment& first, const TileMoment& second, const StepArgs& args, size_t at, size_t n) {
+  TileScales of_first, of_second;
+  find_scales(of_first, args.first.scales + at / kGroup, first.largest, n / kGroup);
+  find_scales(of_second, args.second.scales + at / kGroup, second.largest, n / kGroup);
+  for (size_t g = 0; g < n / kGroup; ++g) {
+    encode_group<First>(static_cast<int8_t*>(args.first.values) + at, first.buffer, of_first, g);
+    encode_group<Second>(static_cast<uint8_t*>(args.second.values) + at, second.buffer, of_second, g);
+  }
+}
+
+// Codes are decoded, and the largest of each group found, in the update's own loop: it waits for divisions anyway.
+template <Kind K, bool FirstCodes, bool SecondCodes>
+void update_tile(float* __restrict p, const float* __restrict g, TileMoment& first, TileMoment& second,
                  const Scalars& scalars, size_t n) {
   constexpr bool has_first = K != kSGD, has_second = K == kAdamW || K == kAdam;
+  constexpr bool grouped = FirstCodes || SecondCodes;
   const Scalars s = scalars;
-  for (size_t i = 0; i < n; ++i) {
-    float first = has_first ? m[i] : 0.0f, second = has_second ? v[i] : 0.0f;
-    p[i] = update<K>(p[i], g[i] * s.grad_scale, first, second, s);
-    if constexpr (has_first) m[i] = first;
-    if constexpr (has_second) v[i] = second;
+  float* __restrict first_values = first.values;
+  float* __restrict second_values = second.values;
+  for (size_t at = 0; at < n; at += grouped ? kGroup : n) {
+    const float first_factor = FirstCodes ? First::factor(first.scales[at / kGroup]) : 0.0f;
+    const float second_factor = SecondCodes ? Second::factor(second.scales[at / kGroup]) : 0.0f;
+    int32_t first_most = 0, second_most = 0;
+#pragma GCC ivdep
+    for (size_t k = 0; k < (grouped ? kGroup : n); ++k) {
+      const size_t i = at + k;
+      float m = 0.0f, v = 0.0f, root = 0.0f;
+      if constexpr (has_first) m = FirstCodes ? First::decoded(first.codes[i], first_factor) : first_values[i];
+      if constexpr (has_second) v = SecondCodes ? Second::decoded(second.codes[i], second_factor) : second_values[i];
+      p[i] = update<K>(p[i], g[i] * s.grad_scale, m, v, root, s);
+      if constexpr (has_first) first_values[i] = m;
+      if constexpr (has_second) second_values[i] = SecondCodes ? root : v;
+      if constexpr (FirstCodes) first_most = size_of(m) > first_most ? size_of(m) : first_most;
+      if constexpr (SecondCodes) second_most = size_of(root) > second_most ? size_of(root) : second_most;
+    }
+    if constexpr (FirstCodes) first.largest[at / kGroup] = first_most;
+    if constexpr (SecondCodes) second.largest[at / kGroup] = second_most;
   }
 }
 
-using Update = void (*)(float*, const float*, float*, float*, const Scalars&, size_t);
+using Update = void (*)(float*, const float*, TileMoment&, TileMoment&, const Scalars&, size_t);
 
-Update update_of(Kind kind) {
-  switch (kind) {
-    case kAdamW: return update_tile<kAdamW>;
-    case kAdam: return update_tile<kAdam>;
-    case kSGD: return update_tile<kSGD>;
-    case kMomentum: return update_tile<kMomentum>;
-    case kNesterov: return update_tile<kNesterov>;
-    case kLion: return update_tile<kLion>;
+template <Kind K>
+Update update_with(bool first, bool second) {
+  constexpr bool has_first = K != kSGD, has_second = K == kAdamW || K == kAdam;
+  if (has_first && has_second && first && second) return update_tile<K, has_first, has_second>;
+  if (has_first && first) return update_tile<K, has_first, false>;
+  if (has_second && second) return update_tile<K, false, has_second>;
+  return update_tile<K, false, false>;
+}
+
+Update update_of(const StepArgs& args) {
+  const bool first = args.first_type == kCodes, second = args.second_type == kCodes;
+  switch (args.kind) {
+    case kAdamW: return update_with<kAdamW>(first, second);
+    case kAdam: return update_with<kAdam>(first, second);
+    case kSGD: return update_with<kSGD>(first, second);
+    case kMomentum: return update_with<kMomentum>(first, second);
+    case kNesterov: return update_with<kNesterov>(first, second);
+    case kLion: return update_with<kLion>(first, second);
   }
   return nullptr;
 }
@@ -184,20 +224,26 @@ void norms(DType type, const void* x, double* partials, size_t begin, size_t end
 // Whatever the state's form, it is the same few loops over a tile: to floats, the update, and back. The tile stays in
 // the first cache meanwhile, and a form costs no other copy of the rest.
 void step(const StepArgs& args, size_t begin, size_t end) {
-  const Update update = update_of(args.kind);
-  alignas(kLine) Tile gradient, master, first, second;
+  const Update update = update_of(args);
+  alignas(kLine) Tile gradient, master;
+  TileMoment first = {}, second = {};
+  const bool both_codes = args.second.values != nullptr && args.first_type == kCodes && args.second_type == kCodes;
   for (size_t block = begin; block < end; block += kBlock) {
     const size_t stop = block + kBlock < end ? block + kBlock : end;
     for (size_t at = block; at < stop; at += kTile) {
       const size_t n = stop - at < kTile ? stop - at : kTile;
       const float* g = read_gradient(args, at, n, gradient);
       float* p = read_master(args, at, n, master);
-      float* m = read_moment<int8_t>(args.first, args.first_type, at, n, first);
-      float* v = read_moment<uint8_t>(args.second, args.second_type, at, n, second);
-      update(p, g, m, v, args.scalars, n);
+      read_moment<First>(first, args.first, args.first_type, at, n);
+      read_moment<Second>(second, args.second, args.second_type, at, n);
+      update(p, g, first, second, args.scalars, n);
       write_master(args, at, n, p);
-      write_moment<int8_t>(args.first, args.first_type, at, n, m);
-      write_moment<uint8_t>(args.second, args.second_type, at, n, v);
+      if (both_codes) {
+        write_codes(first, second, args, at, n);
+        continue;
+      }
+      write_moment<First>(first, args.first, args.first_type, at, n);
+      write_moment<Second>(second, args.second, args.second_type, at, n);
     }
     if (args.partials) norms(args.grad_type, args.grad, args.partials, block, stop);  // after: it is in the cache now
   }
@@ -256,16 +302,20 @@ INLINE void each_tile(size_t begin, size_t end, const F& f) {
 void encode(bool second, void* codes, uint16_t* scales, const float* x, size_t begin, size_t end) {
   each_tile(begin, end, [&](size_t at, size_t n) {
     uint16_t* of = scales + at / kGroup;
-    if (second) return encode_tile(static_cast<uint8_t*>(codes) + at, of, x + at, n);
-    encode_tile(static_cast<int8_t*>(codes) + at, of, x + at, n);
+    alignas(kLine) Tile values;
+    alignas(kLine) TileSizes largest = {};
+    for (size_t i = 0; i < n; ++i) values[i] = second ? __builtin_sqrtf(x[at + i]) : x[at + i];
+    find_largest(largest, values, n);
+    if (second) return encode_tile<Second>(static_cast<uint8_t*>(codes) + at, of, values, largest, n);
+    encode_tile<First>(static_cast<int8_t*>(codes) + at, of, values, largest, n);
   });
 }
 
 void decode(bool second, float* x, const void* codes, const uint16_t* scales, size_t begin, size_t end) {
   each_tile(begin, end, [&](size_t at, size_t n) {
     const uint16_t* of = scales + at / kGroup;
-    if (second) return decode_tile(x + at, static_cast<const uint8_t*>(codes) + at, of, n);
-    decode_tile(x + at, static_cast<const int8_t*>(codes) + at, of, n);
+    if (second) return decode_tile<Second>(x + at, static_cast<const uint8_t*>(codes) + at, of, n);
+    decode_tile<First>(x + at, static_cast<const int8_t*>(codes) + at, of, n);
   });
 }
 
