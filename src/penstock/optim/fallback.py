@@ -110,8 +110,7 @@ def encode(codes: Codes, values: torch.Tensor) -> None:
     inverse = torch.where(valid, torch.ones_like(value) / value, 0.0)
     part = size.view(torch.float32) * inverse.unsqueeze(1)
     if second:
-        code = (part * SECOND).nan_to_num_(nan=SECOND).clamp_(max=SECOND).round_()
-        code = torch.where(x > 0, code.clamp(min=1), code)
+        code = (part * SECOND).nan_to_num_(nan=SECOND).clamp_(1, SECOND).round_()
     else:
         code = (((part + part) / (1.0 + part)) * FIRST).nan_to_num_(nan=FIRST).clamp_(max=FIRST).round_()
         code = torch.where(x.view(torch.int32) < 0, -code, code)

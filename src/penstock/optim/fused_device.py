@@ -192,8 +192,7 @@ def _keep(values, scales, at, n, x):
         inverse = tl.where(valid, tl.div_rn(tl.full((_GROUPS,), 1.0, tl.float32), value), 0.0)
         part = size.to(tl.float32, bitcast=True) * inverse[:, None]
         if values.dtype.element_ty == tl.uint8:
-            code = _code(part * _SECOND, _SECOND)
-            code = tl.where((x > 0) & (code == 0), 1, code)
+            code = tl.maximum(_code(part * _SECOND, _SECOND), 1)
         else:
             code = _code(tl.div_rn(part + part, 1.0 + part) * _FIRST, _FIRST)
             code = tl.where(bits < 0, -code, code)

@@ -63,7 +63,7 @@ INLINE float part_of(float size, float inverse) {
   return float_of(static_cast<int32_t>(part) < static_cast<int32_t>(one) ? part : one);
 }
 
-// x of 0..255 to nearest, ties to even, in the last 8 bits.
+// x of -127..255 to nearest, ties to even, in the last 8 bits.
 INLINE uint32_t rounded_code(float x) { return bits_of(x + kRound); }
 
 // What is particular to a moment; everything is of 32 bits here, the codes, too.
@@ -71,15 +71,13 @@ struct First {  // numbers of a first moment
   using Code = int8_t;
   static INLINE float factor(int32_t scale) { return value_of_scale(scale); }
   static INLINE float decoded(int32_t code, float factor) {
-    const float y = static_cast<float>(code < 0 ? -code : code) * (1.0f / 127.0f);
-    const float size = (y / (2.0f - y)) * factor;
-    return float_of(bits_of(size) | (static_cast<uint32_t>(code) & 0x80000000u));
+    const float y = static_cast<float>(code) * (1.0f / 127.0f);  // the sign goes through: rounding is symmetric
+    return (y / (2.0f - float_of(static_cast<uint32_t>(size_of(y))))) * factor;
   }
   static INLINE uint32_t encoded(float x, float inverse) {  // the last 8 bits
     const float part = part_of(float_of(static_cast<uint32_t>(size_of(x))), inverse);
-    const uint32_t code = rounded_code(127.0f * ((part + part) / (1.0f + part)));
-    const uint32_t negative = static_cast<uint32_t>(static_cast<int32_t>(bits_of(x)) >> 31);
-    return (code ^ negative) - negative;
+    const float code = 127.0f * ((part + part) / (1.0f + part));
+    return rounded_code(float_of(bits_of(code) | (bits_of(x) & 0x80000000u)));
   }
 };
 
@@ -91,8 +89,8 @@ struct Second {  // roots of a second moment are encoded, their squares decoded
     return root * root;
   }
   static INLINE uint32_t encoded(float root, float inverse) {
-    const float code = 255.0f * part_of(root, inverse), least = root > 0.0f ? 1.0f : 0.0f;
-    return rounded_code(code > least ? code : least);
+    const uint32_t code = rounded_code(255.0f * part_of(root, inverse)), one = rounded_code(1.0f);
+    return code > one ? code : one;
   }
 };
 
@@ -155,29 +153,30 @@ INLINE void find_largest(TileSizes& largest, const float* __restrict x, size_t n
 // The scales of a tile's groups, and what to encode with.
 struct TileScales {
   alignas(64) float inverse[kTileGroups];
-  alignas(64) uint32_t valid[kTileGroups];  // all ones, or 0 for a group whose codes are 0
+  alignas(64) int32_t codes[kTileGroups];
 };
 
 INLINE void find_scales(TileScales& found, uint16_t* scales, const TileSizes& largest, size_t groups) {
-  alignas(64) uint16_t codes[kTileGroups];
+  alignas(64) uint16_t narrow[kTileGroups];
   for (size_t g = 0; g < kTileGroups; ++g) {  // all of a tile, also where there are fewer: no remainder
     const int32_t code = scale_of(largest[g]);
-    codes[g] = static_cast<uint16_t>(code);
+    narrow[g] = static_cast<uint16_t>(code);
     found.inverse[g] = inverse_of_scale(code);
-    found.valid[g] = code == 0 || code == kNotANumber ? 0u : ~0u;
+    found.codes[g] = code;
   }
   if (groups == kTileGroups) {
-    memcpy(scales, codes, sizeof codes);
+    memcpy(scales, narrow, sizeof narrow);
   } else {
-    memcpy(scales, codes, groups * sizeof(uint16_t));
+    memcpy(scales, narrow, groups * sizeof(uint16_t));
   }
 }
 
 template <class M>
 INLINE void encode_group(typename M::Code* codes, const float* __restrict x, const TileScales& scales, size_t g) {
   alignas(64) uint32_t wide[kGroup];
-  for (size_t i = 0; i < kGroup; ++i) wide[i] = M::encoded(x[g * kGroup + i], scales.inverse[g]) & scales.valid[g];
+  for (size_t i = 0; i < kGroup; ++i) wide[i] = M::encoded(x[g * kGroup + i], scales.inverse[g]);
   narrow_group(codes + g * kGroup, wide);
+  if (scales.codes[g] == 0 || scales.codes[g] == kNotANumber) memset(codes + g * kGroup, 0, kGroup);
 }
 
 // x of one tile at most, as M encodes it.
