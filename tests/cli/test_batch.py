@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.cli import main, settings, split
+from penstock.cli.durable import with_durability
 from penstock.cli.launch import in_words
 from penstock.cli.split import Cut
-from penstock.config import BatchConfig, TrainConfig
+from penstock.config import BatchConfig, Endurance, TrainConfig
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import save_profile
@@ -149,3 +150,18 @@ def test_epochs_become_steps_of_the_data_that_is_there(path: Path, tmp_path: Pat
     tokens = prepared.stat().st_size // 2
     assert (ran.epochs, ran.steps) == (None, round(0.02 * (tokens // 32) / 4))
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == ran.steps
+
+
+def test_a_run_whose_drives_last_with_commits_now_and_then_has_these(config: TrainConfig, tmp_path: Path) -> None:
+    """As the plan command chooses; where durable steps are asked for they are refused before anything is trained."""
+    cpu = machine(tmp_path)
+    free = replace(config.budget, device="64MiB", host="64MiB", weights=None, state=None)
+    roomy = replace(free, endurance=Endurance(per_day="1TB"))
+    lasting = replace(config, budget=roomy)
+    cut = split.cut_batch(lasting, "vertical", cpu, "cpu")
+    assert cut == split.cut_batch(replace(config, budget=free), "vertical", cpu, "cpu")
+    found, _ = with_durability(lasting, "vertical", cpu, cut, "fp32", 1)
+    assert found.budget.durability == "interval"
+    every = replace(lasting, budget=replace(roomy, durability="step"))
+    with pytest.raises(BudgetError, match=r"wears its drives too fast.* budget\.durability: interval, which may keep"):
+        with_durability(every, "vertical", cpu, cut, "fp32", 1)

@@ -31,7 +31,7 @@ def with_durability(
     task, weighed = task_of(config, machine, disk_free=free_here(budget.disk_paths, machine.drives), ranks=ranks), None
     if ranks == 1 and budget.may_keep_every_step(task.precision):
         weighed = weigh(task, cut.size, config.sequences_per_step // cut.size)
-    if budget.endurance is not None and undecided(task):  # which of the two the drives last with, the search finds out
+    if budget.endurance is not None and ranks == 1:  # which durability the drives last with, the search finds out
         found = report(task, split=(cut.size, config.sequences_per_step // cut.size))
         return replace(config, budget=replace(budget, durability=found.forecast.task.budget.durability)), weighed
     default = weighed.default if weighed is not None and undecided(task) else "step"

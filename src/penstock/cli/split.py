@@ -5,7 +5,7 @@ run is: it is written into the run's settings, and a resumed run takes it from t
 """
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.cli.launch import how_to_start, in_words
@@ -130,6 +130,8 @@ def _as_scheduled(config: TrainConfig, schedule: Schedule) -> Cut:
 
 def _fastest(config: TrainConfig, machine: Machine, ranks: int) -> tuple[int, str]:
     """The size with the shortest predicted step, and how many times as long others would take."""
+    lasting = replace(config.budget, endurance=None)  # which durability the drives last with is asked for one cut
+    config = replace(config, budget=lasting)
     task = settled(task_of(config, machine, disk_free=free_here(config.budget.disk_paths, machine.drives), ranks=ranks))
     sequences = config.sequences_per_step // ranks
     found = splits(task, sequences)
