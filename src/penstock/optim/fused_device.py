@@ -171,10 +171,12 @@ def _moment(values, scales, at, n):
             y = tl.where(code < 0, -code, code).to(tl.float32) * _STEP
             size = tl.div_rn(y, 2.0 - y) * scale
             found = tl.where(code < 0, -size, size)
-        return tl.reshape(found, (_SIZE,))
-    if x.dtype == tl.int16:
-        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return x
+        wide = tl.reshape(found, (_SIZE,))
+    elif x.dtype == tl.int16:
+        wide = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x
+    return wide
 
 
 @triton.jit
