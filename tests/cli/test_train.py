@@ -3,6 +3,8 @@
 import json
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,15 @@ import torch
 from penstock.cli import main, settings
 from penstock.cli.recipe import lr_factor, optimizer_spec
 from penstock.config import LrScheduleConfig, OptimizerConfig, OverrideConfig
+from penstock.engine import planning
+from penstock.engine.following import Searched
 from penstock.hardware.profiles import save_profile
 from penstock.optim.spec import SGD, Override
+from penstock.planner.fit import Plan
+from penstock.planner.following import Deviations
+from penstock.planner.question import Question
 from penstock.report.prediction import parse_prediction
+from penstock.schedule.program import ALIGN
 from tests import warm
 from tests.engine.test_prediction import machine
 from tests.patience import PATIENCE, until
@@ -189,6 +197,41 @@ def test_a_stored_profile_brings_a_prediction_and_its_schedule_runs_from_a_file(
     planned = _numbers(tmp_path / "run")
     assert main(["train", str(config), *flags, "--schedule", str(own), "--overwrite"]) == 0
     assert _numbers(tmp_path / "run") == planned
+
+
+def test_a_plan_that_follows_the_machine_says_when_and_why(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the line of its step, in its metrics, and in the report; the numbers are those of one plan."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_profile(machine(tmp_path))
+    flags = ["--plan", "auto", "--steps", "4", "--evaluate", "null", "--clip_grad_norm", "null"]
+    assert main(["train", str(config), *flags, "--replan", "false"]) == 0
+    steady = _numbers(tmp_path / "run")
+    seen: list[int] = []
+
+    def slow(deviations: Deviations) -> dict[str, float]:
+        seen.append(len(seen))
+        return {"read": 8.0} if len(seen) == 2 else {}
+
+    def smaller_chunks(question: Question, plan: Plan, *_: object) -> Searched:
+        settings = replace(plan.settings, chunk=plan.settings.chunk // 2 // ALIGN * ALIGN)
+        return Searched(settings=settings, seconds=0.0, now=2.0, then=1.0)
+
+    monkeypatch.setattr(Deviations, "off", slow)
+    monkeypatch.setattr(planning, "better", smaller_chunks)
+    capsys.readouterr()
+    assert main(["train", str(config), *flags, "--overwrite"]) == 0
+    assert _numbers(tmp_path / "run") == steady
+    (line,) = (line for line in _metrics(tmp_path / "run") if "plan_change" in line)
+    why = line["plan_change"]
+    assert line["step"] == 4, "the first step of a plan shows nothing"
+    assert why.startswith("reads at 125 MB/s, 1,000 predicted: chunks of ")
+    assert why.endswith(", 2 s -> 1 s a step predicted")
+    assert f"step 4: {why}\n" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert escape(f"The plan changed before step 4: {why}.") in page
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ USED = {
         "planner/bounds.py": "which buffers hold its lanes up",
         "cli/simulate_arguments.py": "of a schedule that is simulated, without a plan",
         **dict.fromkeys(
-            ("engine/timing.py", "planner/sample.py", "runtime/", "shape/meta.py", "tape/"), "a stage of a program"
+            ("engine/timing.py", "planner/following.py", "planner/sample.py", "runtime/", "shape/meta.py", "tape/"),
+            "a stage of a program",
         ),
     },
     "slots": {"store/": "the slots", "state/": "the slots", "planner/phase_memory.py": "the memory of their checksums"},

@@ -83,7 +83,7 @@ class Account(NoAccount):
         stretch = self._stretch
         self._held = _held_up(stretch.engine)
         stretch.meter.planned(stretch.engine.plan)
-        self._foretell()
+        self._foretell(stats.step)
         if slow := stretch.pace.check(stats, self._known):
             log.warning(slow)
 
@@ -97,19 +97,24 @@ class Account(NoAccount):
         line = with_figures(metrics_of(stats, held_out), meter, self._held) | data.metrics()
         self._metrics.write(line)
         self._trackers.log(stats.step, line)
+        if stats.plan_change is not None:
+            stretch.display.say(f"step {stats.step}: {stats.plan_change}")
         stretch.display.update()
 
     def ends(self, how: Literal["done", "stopped"]) -> None:
         self._trackers.close(how)
 
-    def _foretell(self) -> None:
-        """Write down what is predicted of this plan's steps, when it is not known yet."""
+    def _foretell(self, step: int) -> None:
+        """Take in what is predicted of this plan's steps, when it is not known yet; in the run's folder is what was
+        predicted of the last steps that are traced."""
         stretch, simulation = self._stretch, self._stretch.engine.prediction
         if simulation is None or simulation is self._known:
             return
         self._known = simulation
         prediction = Prediction.of(simulation, budget=stretch.meter.outline.given)
-        write_prediction(stretch.folder, prediction)
+        traced = stretch.config.trace_steps
+        if traced is None or step - stretch.first <= max(traced, 1):
+            write_prediction(stretch.folder, prediction)
         stretch.meter.forecast(prediction.time, prediction.bottleneck)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -387,6 +387,7 @@ def _engine(
         budget=config.budget if config.budget.disk_paths else replace(config.budget, durability="none"),
         schedule=schedule,
         plan=profile,
+        replan=None if profile is None else config.replan,
         device=config.device,
         loss_fn=None if config.loss_tile is None else tiled_loss(config.loss_tile),
         compile=config.compile,

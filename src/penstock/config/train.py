@@ -52,6 +52,8 @@ class TrainConfig(StepConfig):
     | ``loss_tile`` | tokens whose logits are in memory at a time, in the loss and its gradient; null: all |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
+    | ``replan`` | whether the plan follows the machine, and changes between two steps when drives, links or processors
+    are not as measured; null: with ``plan: auto``, and no schedule's file |
     | ``device`` | a torch device; null: the accelerator if there is one, else ``cpu`` |
     | ``drive_tbw`` | terabytes (1e12 bytes) that each drive of ``budget.disk`` may be written in its life, to tell how
     long it lasts; null: as the machine's profile says, else 0.3 of its size a day over five years |
@@ -79,6 +81,7 @@ class TrainConfig(StepConfig):
     loss_tile: int | None = 1024
     schedule: Family | Path = "vertical"
     plan: Literal["auto"] | None = "auto"
+    replan: bool | None = None
     device: str | None = None
     drive_tbw: float | None = None
     seed: int = 0
@@ -176,7 +179,10 @@ class TrainConfig(StepConfig):
             )
 
     def _check_overlap(self) -> None:
-        """``delay`` and ``speculate`` are refused where the schedule leaves no choice."""
+        """``delay``, ``speculate`` and ``replan`` are refused where the schedule leaves no choice."""
+        if self.replan and (self.plan is None or isinstance(self.schedule, Path)):
+            other = "plan: null, which predicts nothing" if self.plan is None else "a schedule's file, which is kept"
+            raise ConfigError(f"replan has no effect with {other}: drop it")
         for key in ("delay", "speculate"):
             if getattr(self, key) is not None and isinstance(self.schedule, Path):
                 raise ConfigError(

@@ -41,6 +41,9 @@ class LoopArguments(StreamConfig):
     that are predicted to be fastest, and ``Engine.prediction`` tells what was predicted. None, or where none is stored:
     state is placed by an order of preference, and nothing is predicted. Of several ranks, rank 0's counts. Changes no
     result |
+    | ``replan`` | whether the plan follows the machine: when steps show that its drives, links or processors are not as
+    the profile says, the plan is made again for what they are, and changed between two steps. Changes no result; None:
+    where there is a profile, and no schedule of your own |
     | ``blocks`` | the submodules to run one by one; None: found |
     | ``compile`` | whether blocks are compiled by ``torch.compile``, all of a class at once; a text names its backend.
     Each shape of micro-batch is compiled for itself, so give few. Changes results (compiled code rounds elsewhere), but
@@ -56,6 +59,7 @@ class LoopArguments(StreamConfig):
     budget: Budget
     schedule: Family | Schedule = "vertical"
     plan: Machine | Literal["auto"] | None = "auto"
+    replan: bool | None = None
     blocks: Sequence[nn.Module] | None = None
     compile: bool | str = False
     io_threads: int = 4
@@ -71,6 +75,10 @@ class LoopArguments(StreamConfig):
         self.check_with(self.budget)
         if not 1 <= self.io_threads <= 32:
             raise ConfigError(f"io_threads={self.io_threads}: must be at least 1 and at most 32")
+        if self.replan and self.plan is None:
+            raise ConfigError("replan has no effect with plan=None, which predicts nothing: leave one out")
+        if self.replan and isinstance(self.schedule, Schedule):
+            raise ConfigError("replan has no effect with a schedule of your own, which is kept: leave one out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +115,13 @@ class WrapArguments(LoopArguments, StepConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seed(self.seed)
+        if self.replan and not self.overlap:
+            raise ConfigError("replan has no effect with overlap=False, whose steps nothing predicts: leave one out")
+
+    @property
+    def follows_machine(self) -> bool:
+        """Whether plans may change for what steps show of the machine."""
+        return self.replan is not False and self.overlap and not isinstance(self.schedule, Schedule)
 
 
 def check_types(arguments: StreamConfig) -> None:

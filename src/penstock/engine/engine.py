@@ -181,6 +181,8 @@ class Engine:
             if self.step_count > before:  # it counts, whatever failed then
                 assert attempt.stats is not None
                 self.trace, self.counters = attempt.trace, attempt.samples
+                if not attempt.skipped:
+                    self._planning.look(runner)
                 written = self._resources.commits.written + runner.scratch_written - scratch
                 self._progress.last = replace(
                     attempt.stats,
@@ -188,6 +190,7 @@ class Engine:
                     labels=None if given else self._planning.labels.known,
                     bytes_written=written - self._written,
                     seconds=time.perf_counter() - began,
+                    plan_change=self._planning.changed,
                 )
                 self._written = self._resources.commits.written
         assert self._progress.last is not None

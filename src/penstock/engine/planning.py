@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,18 +13,23 @@ import torch
 from penstock.config import Tier, fields_of
 from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
+from penstock.engine.following import Following, Searched, Step, better, change_in_words
 from penstock.engine.labels import LabelCount
+from penstock.engine.probed import Probed, join, join_facts, model_flops, slowest_of, within
 from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
 from penstock.engine.timing import time_stages
 from penstock.engine.visiting import VisitingWeights
 from penstock.errors import BudgetError, ConfigError, ModelError, StoreError
+from penstock.hardware.drives import together
 from penstock.hardware.sharing import crowding, of_each_rank
 from penstock.optim.agreement import KINDS, other_bits
 from penstock.optim.fallback import DEVICE_TEMPORARIES
-from penstock.planner.costs import machine_costs
+from penstock.planner.costs import contention, machine_costs
 from penstock.planner.fit import Plan, Request, fit, off_device
+from penstock.planner.following import corrected, corrected_times, what_is_off
 from penstock.planner.own_schedule import own_plan
+from penstock.planner.question import Question
 from penstock.planner.search import best
 from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
@@ -63,89 +69,6 @@ class Ready:
         )
 
 
-def _within(shape: batch.Shapes, others: Sequence[batch.Shapes]) -> bool:
-    """Whether a micro-batch is smaller than another one in every respect."""
-    return any(other != shape and batch.covers(other, shape) for other in others)
-
-
-def _join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, ...]]) -> tuple[Stage, ...]:
-    """Stages that have room for each of several micro-batches, whose ``facts`` are known.
-
-    Raises:
-        ModelError: they went different ways through the model.
-    """
-    ways = {tuple((s.kind, s.name) for s in stages) for stages in probed}
-    if len(ways) > 1:
-        raise ModelError(
-            "micro-batches of different shapes take different ways through the model's blocks: give each step "
-            "micro-batches that take the same way"
-        )
-    joined = []
-    for same, known in zip(zip(*probed, strict=True), zip(*facts, strict=True), strict=True):
-        stage = replace(
-            same[0],
-            forward_reads=tuple(sorted({g for s in same for g in s.forward_reads})),
-            backward_reads=tuple(sorted({g for s in same for g in s.backward_reads})),
-            gradients=tuple(sorted({g for s in same for g in s.gradients})),
-            **{size: max(getattr(s, size) for s in same) for size in _SIZES},
-        )
-        if len({f.offload for f in known}) > 1:  # what only some of them can move stays for the others
-            stage = replace(stage, kept=stage.kept + stage.checkpoint + stage.gradient)
-            if not _movable_for_all(known):
-                stage = replace(stage, checkpoint=0, gradient=0)
-        joined.append(stage)
-    return tuple(joined)
-
-
-def _movable_for_all(known: Sequence[StageFacts]) -> tuple[trees.Place, ...]:
-    """The places of a stage's checkpoint that every micro-batch can move: the size of an output can decide whether it
-    has memory of its own or is a view.
-    """
-    return tuple(place for place in known[0].offload if all(place in f.offload for f in known))
-
-
-def _join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ...]:
-    """What the tape has to know to run each of several micro-batches."""
-    joined = []
-    for same in zip(*probed, strict=True):
-        buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
-        written = tuple(dict.fromkeys(p for f in same for p in f.call.written))
-        joined.append(replace(same[0], call=Facts(buffers=buffers, written=written), offload=_movable_for_all(same)))
-    return tuple(joined)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probed:
-    """What one shape of micro-batch has shown. ``times``: only where there is a machine to predict for. ``flops``: of
-    the model, forward and backward, without what is computed again; ``tokens``: of the micro-batch.
-    """
-
-    stages: tuple[Stage, ...]
-    facts: tuple[StageFacts, ...]
-    times: StageTimes | None
-    flops: float
-    tokens: int
-
-
-def _model_flops(stages: Sequence[Stage], flops: Sequence[tuple[int, int]]) -> float:
-    """FLOP of (forward, backward) of each stage, without the forwards that the backward of calls runs again."""
-    again = (
-        forward for stage, (forward, backward) in zip(stages, flops, strict=True) if stage.kind == "call" and backward
-    )
-    return float(sum(map(sum, flops)) - sum(again))
-
-
-def _slowest(times: Sequence[StageTimes | None]) -> StageTimes | None:
-    """Times of the stages that cover each of several micro-batches."""
-    known = [t for t in times if t is not None]
-    if not known:
-        return None
-    return StageTimes(
-        forward=tuple(max(same) for same in zip(*(t.forward for t in known), strict=True)),
-        backward=tuple(max(same) for same in zip(*(t.backward for t in known), strict=True)),
-    )
-
-
 @cache
 def warn_of_other_bits(device: torch.device, optimizer: str) -> None:
     """Say so, once, if steps of an optimizer (``"adamw.bf16"``) on the device do not have the host's bits."""
@@ -163,7 +86,6 @@ _WINDOW = 50
 _OTHER = 0.1
 """a share of steps that differs by more than this from what was expected is worth another plan"""
 _OFTEN = 0.5
-_SIZES = ("checkpoint", "gradient", "kept", "forward_peak", "backward_peak")
 
 
 class Planning:
@@ -183,11 +105,16 @@ class Planning:
         ranks, whole = resources.ranks, resources.machine
         threads = max(ranks.told("threads", resources.threads))
         self._machine = None if whole is None else of_each_rank(whole, ranks.size, threads)
-        """as each rank sees it; None: nothing is predicted"""
+        """as each rank sees it, by what steps have shown; None: nothing is predicted"""
+        follows = settings.follows_machine and self._machine is not None
+        self._following = Following() if follows else None
+        self.changed: str | None = None
+        """why the plan has changed since the step before; None: it has not"""
         self._crowded = 1.0 if whole is None else crowding(whole, ranks.size, threads)
         self._repeats = expected_repeats(settings)
         self._over: list[bool] = []
         self._plans: dict[bool, Ready] = {}
+        self._why = ""  # the machine is another one than predicted, in words
         self._before: Ready | None = None
         """the plan that was in use before a change that has not come into use yet; None: there is none"""
         self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
@@ -203,16 +130,21 @@ class Planning:
         """
         shapes = [batch.shapes(mb) for mb in micro_batches]
         ready, ranks = self._plans.get(train), self._shared.ranks
-        covered = ranks.told("plan", ready is not None and ready.covers(shapes))
-        if ready is not None and all(covered):
+        if train:
+            self.changed = None
+        seen = self._following.take() if train and self._following is not None else None
+        told = ranks.told("plan", (ready is not None and ready.covers(shapes), seen))
+        if ready is not None and all(covered for covered, _ in told):
+            if train and self._following is not None:
+                ready = self._follow(self._following, ready, [step for _, step in told])
             return self._use(ready) if self._before is None or not train else self._use_changed(ready, self._before)
         self._before = None
         ranks.agree("number of micro-batches", len(micro_batches))
         self.close()
-        largest = {s: mb for s, mb in zip(shapes, micro_batches, strict=True) if not _within(s, shapes)}
+        largest = {s: mb for s, mb in zip(shapes, micro_batches, strict=True) if not within(s, shapes)}
         self._probe_all({s: mb for s, mb in largest.items() if (train, s) not in self._probed}, train=train)
         probed = [self._probed[train, shape] for shape in largest]
-        facts = _join_facts([p.facts for p in probed])
+        facts = join_facts([p.facts for p in probed])
         stages = self._join_ranks(probed)
         if train and not any(stage.gradients for stage in stages):
             raise ModelError(NOTHING_TRAINS)
@@ -228,6 +160,66 @@ class Planning:
             plan=plan, facts=facts, shapes=tuple(largest), prediction=prediction, request=request, times=times
         )
         return self._use(self._plans[train])
+
+    def look(self, runner: Runner) -> None:
+        """A step is done that counts: see what its lanes did. The first of a runner warms up, and shows nothing."""
+        ready = self._plans.get(True)
+        if self._following is None or ready is None or ready.plan is not runner.plan or runner.runs < 2:
+            return
+        assert self._machine is not None
+        assert ready.prediction is not None
+        drives = self._machine.drives
+        slowed = contention(self._machine, together(drives) if drives else None)
+        self._following.look(ready.plan, ready.prediction, slowed, runner.marks)
+
+    def _follow(self, following: Following, ready: Ready, steps: Sequence[Step | None]) -> Ready:
+        """The plan for the next step: that of the last one, predicted by what the last steps have shown, or a better
+        one. All ranks come here with what all have seen."""
+        machine, times = self._machine, ready.times
+        assert machine is not None
+        assert times is not None
+        learned = following.learn(steps)
+        if learned is not None:
+            off, factors = learned
+            self._why = what_is_off(off, machine)
+            self._machine = corrected(machine, factors)
+            times = corrected_times(times, factors, ready.plan.program.stages)
+            ready = replace(ready, times=times, prediction=self._predict(ready.plan, times))
+            self._plans[True] = ready
+            following.corrected()
+        if not following.due:
+            return ready
+        prediction = ready.prediction
+        assert prediction is not None
+        question = self._question(ready.request, times)
+        if not following.is_due(question.expected(prediction.time, ready.plan.settings)):
+            return ready
+        found: Searched = self._shared.ranks.once(
+            "better plan", lambda: better(question, ready.plan, prediction, following.search_seconds)
+        )
+        following.search_seconds = found.seconds
+        following.searched(found)
+        if found.settings is None:
+            log.debug("%s; the plan stays, %.3g s a step predicted", self._why, found.now)
+            return ready
+        self.changed = change_in_words(self._why, ready.plan.settings, found)
+        self.change(found.settings)
+        following.changed()
+        return self._plans[True]
+
+    def _question(self, request: Request, times: StageTimes) -> Question:
+        """What is asked of a search that is free to move everything."""
+        assert self._machine is not None
+        shared = self._shared
+        return Question(
+            request=request,
+            machine=self._machine,
+            times=times,
+            optimizer=shared.rate,
+            families=(request.family,),
+            io_threads=shared.io_threads,
+            repeats=self._repeats,
+        )
 
     @property
     def request(self) -> Request:
@@ -264,6 +256,8 @@ class Planning:
         if said is not None:
             log.warning("the plan is not changed, as the other one cannot be had: %s", said)
             self.close()
+            self._following = None  # what cannot be had once is not tried again
+            self.changed = None
             self._plans[True] = before
             self._is_placed(before.plan.settings.place)
             self._use(before)
@@ -350,7 +344,7 @@ class Planning:
         others = [both for by_rank in found for both in by_rank]
         unknown = StageFacts(site=None, call=Facts(), offload=())
         known = [tuple(replace(unknown, offload=places) for places in offloads) for _, offloads in others]
-        return _join([stages for stages, _ in others], known)
+        return join([stages for stages, _ in others], known)
 
     def _request(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
@@ -379,7 +373,7 @@ class Planning:
 
     def _times(self, own: Sequence[StageTimes | None]) -> StageTimes | None:
         """Times of the stages on the slowest rank, while all compute: each was measured while the others waited."""
-        slowest = _slowest(self._shared.ranks.told("stage times", _slowest(own)))
+        slowest = slowest_of(self._shared.ranks.told("stage times", slowest_of(own)))
         if slowest is None or self._shared.ranks.size == 1:
             return slowest
         return StageTimes(
@@ -390,7 +384,11 @@ class Planning:
     def _fit(self, request: Request, times: StageTimes | None) -> Plan:
         if isinstance(self._schedule, Schedule) and request.train:
             return own_plan(request, self._schedule, self.placed)
+        began = time.perf_counter()
         plan = self._best(request, times) if request.ranks == 1 else self._best_of_all(request, times)
+        if self._following is not None and request.train:
+            self._following.search_seconds = time.perf_counter() - began
+            self._following.changed()
         self._check(plan, request.ranks)
         return plan
 
@@ -478,6 +476,6 @@ class Planning:
             stages=stages,
             facts=facts,
             times=times,
-            flops=_model_flops(stages, shared.tape.flops),
+            flops=model_flops(stages, shared.tape.flops),
             tokens=batch.tokens(micro_batch),
         )

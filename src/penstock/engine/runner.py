@@ -20,6 +20,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.pools import Pools
 from penstock.runtime.serial import SerialExecutor
 from penstock.runtime.stepping import Stepping
+from penstock.runtime.streams import Mark
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.program import ALIGN
@@ -49,6 +50,8 @@ class Runner:
 
     def __init__(self, plan: Plan, facts: tuple[StageFacts, ...], shared: EngineResources) -> None:
         self.plan = plan
+        self.runs = 0
+        """steps and evaluations that came to their end"""
         self._facts = facts
         self._shared = shared
         self._streams = shared.streams
@@ -150,6 +153,7 @@ class Runner:
             self._executor.run()
             losses = [float(loss) for loss in torch.stack(tape.losses()).tolist()]
             tape.finish()
+            self.runs += 1
         except BaseException:
             tape.abort()
             self.actions.release()
@@ -171,6 +175,11 @@ class Runner:
     def speculates(self) -> bool:
         """Whether a step writes before it knows the norm that its numbers depend on."""
         return self.plan.schedule.speculative
+
+    @property
+    def marks(self) -> Mapping[str, Mark]:
+        """When each op of the last run began and ended, and what it moved."""
+        return self._executor.marks
 
     def totals(self) -> Totals:
         """What the last run has moved, and how long that took."""

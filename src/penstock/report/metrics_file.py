@@ -13,7 +13,10 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """The metrics of a step that the pictures need. None: not finite, or not evaluated after this step."""
+    """The metrics of a step that the pictures need. None: not finite, or not evaluated after this step.
+
+    ``plan_change``: why its plan is another one than that of the step before; None: it is the same.
+    """
 
     step: int
     loss: float | None
@@ -21,6 +24,7 @@ class StepMetrics:
     seconds: float
     tokens: int
     written: int = 0
+    plan_change: str | None = None
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
@@ -102,6 +106,7 @@ def _metrics(record: Any) -> StepMetrics:
         seconds=_time(record["seconds"]),
         tokens=tokens,
         written=_count(record.get("bytes_written") or 0),
+        plan_change=_text(record.get("plan_change")),
     )
 
 
@@ -109,6 +114,12 @@ def _count(value: Any) -> int:
     if not fits(value, int) or value < 0:
         raise ValueError(f"{shown(value)} is not a number of bytes")
     return int(value)
+
+
+def _text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{shown(value)} is no text")
+    return value
 
 
 def _time(value: Any) -> float:

@@ -16,6 +16,8 @@ from penstock.report.trace_file import MeasuredStep
 from penstock.schedule.ir.lanes import LANES, Lane
 
 _DAY = 86400.0
+_CHANGES = 10
+"""Changes of plan that a page tells, the last ones."""
 _POINTS = 2000
 """Steps that a curve is drawn through at most; of more, the lowest and the highest of each stretch."""
 
@@ -106,6 +108,10 @@ def _notes(report: Report) -> list[str]:
         )
     elif report.compared is not None and (strange := _strangers(report.step, report.compared)):
         notes.append(f"The prediction is of another schedule than the step ran: {strange}.")
+    changed = [m for m in report.metrics if m.plan_change is not None]
+    notes += [f"The plan changed before step {m.step}: {m.plan_change}." for m in changed[-_CHANGES:]]
+    if len(changed) > _CHANGES:
+        notes.append(f"It changed {len(changed) - _CHANGES} times before; metrics.jsonl has all changes.")
     return notes
 
 

@@ -22,6 +22,18 @@ def move_order(sizes: Sequence[int], now: Sequence[Tier], wanted: Sequence[Tier]
     return tuple(order)
 
 
+def fills_no_tier_more(sizes: Sequence[int], now: Sequence[Tier], wanted: Sequence[Tier]) -> bool:
+    """Whether there is such an order, as ``move_order`` goes about it."""
+    held, final = held_by(sizes, now), held_by(sizes, wanted)
+    most = {tier: max(held[tier], final[tier]) for tier in TIERS} | {"disk": sum(sizes)}
+    for i in move_order(sizes, now, wanted):
+        held[now[i]] -= sizes[i]
+        held[wanted[i]] += sizes[i]
+        if held[wanted[i]] > most[wanted[i]]:
+            return False
+    return True
+
+
 def held_by(sizes: Sequence[int], tiers: Sequence[Tier]) -> dict[Tier, int]:
     """Bytes that each tier holds of arrays with these sizes and places."""
     held: dict[Tier, int] = dict.fromkeys(TIERS, 0)

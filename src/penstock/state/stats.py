@@ -37,6 +37,9 @@ class StepStats:
     two; without what is computed a second time. Counted in the probe: model FLOPs utilisation is this over time and
     peak
     """
+    plan_change: str | None = None
+    """why this step has another plan than the one before: what the machine does now, and what changes; None: it has
+    not"""
     bytes_written: int = 0
     """to disk since the step before: state, checkpoints, gradients, commits"""
     bytes_moved: dict[Lane, int] = field(default_factory=dict)

@@ -28,7 +28,8 @@ def metrics_of(stats: StepStats, validation: float | None) -> dict[str, Any]:
         "repeats": stats.repeats,
         "loss_scale": stats.loss_scale,
     }
-    return line if validation is None else {**line, "validation_loss": validation}
+    now_and_then = {"validation_loss": validation, "plan_change": stats.plan_change}
+    return line | {key: value for key, value in now_and_then.items() if value is not None}
 
 
 def with_figures(line: Mapping[str, Any], meter: Meter, held: Mapping[Lane, float]) -> dict[str, Any]:

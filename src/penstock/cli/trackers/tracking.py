@@ -137,6 +137,8 @@ def named(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             continue
         if key == "validation_loss":
             yield "eval/loss", float(value)
+        elif key == "plan_change":  # words, which metrics.jsonl has
+            yield "system/plan_change", 1.0
         elif key in _LEARNING:
             yield _LEARNING[key], float(value)
         else:

@@ -1,0 +1,230 @@
+"""Follows the machine: looks at each step that is done, and finds a better plan when its lanes are not as predicted.
+
+``planner.following`` has the arithmetic: which numbers tell it, and what a change must promise. All ranks are told the
+numbers of all, and so come to the same in the same step; rank 0 searches.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config import Tier, format_size
+from penstock.errors import BudgetError
+from penstock.planner.fit import Plan
+from penstock.planner.following import (
+    AGAIN,
+    HORIZON,
+    KEYS,
+    LEAST_GAIN,
+    PATIENCE,
+    Deviations,
+    Seen,
+    moving_seconds,
+    of_all_ranks,
+    stage_key,
+)
+from penstock.planner.question import Question
+from penstock.planner.search import estimate, search
+from penstock.runtime.streams import Mark
+from penstock.schedule.moving import fills_no_tier_more
+from penstock.schedule.place import FP32, Placement, Settings
+from penstock.sim.costs import Pair
+from penstock.sim.result import Simulation
+
+Step = tuple[dict[str, float], dict[str, float]]
+"""Factors and shares of a step (``planner.following.Seen``)."""
+
+
+class Lens:
+    """A plan's ops as arrays, beside which a step that ran them is looked at."""
+
+    def __init__(self, plan: Plan, prediction: Simulation) -> None:
+        ops, stages = plan.schedule.ops, plan.program.stages
+        self._names = [op.id for op in ops]
+        lanes = [op.lane for op in ops]
+        self._computes = np.array([lane == "compute" for lane in lanes])
+        self._nbytes = np.array([op.nbytes for op in ops], dtype=np.float64)
+        self._alone = np.array(prediction.alone[0])
+        keys = [stage_key(op.id.kind, stages[op.id.stage]) if op.lane == "compute" else None for op in ops]
+        found = {key: np.array([key in both for both in zip(keys, lanes, strict=True)]) for key in KEYS}
+        self._of_key = {key: of for key, of in found.items() if of.any()}
+
+    def look(self, marks: Mapping[str, Mark]) -> Seen:
+        """What a step did that left these marks."""
+        found = [marks[name] for name in self._names]
+        starts, ends = np.array([mark.start for mark in found]), np.array([mark.end for mark in found])
+        moved = np.array([mark.moved for mark in found], dtype=np.float64)
+        # Shorter micro-batches than were planned for move less; a delayed chunk that nobody has left moves nothing.
+        share = np.divide(
+            moved, self._nbytes, out=np.ones_like(moved), where=(self._nbytes > 0) & (moved < self._nbytes)
+        )
+        expected = self._alone * np.where(self._computes, 1.0, share)
+        return Seen(
+            together=_together(self._of_key, starts, ends),
+            expected={key: float(expected[of].sum()) for key, of in self._of_key.items()},
+        )
+
+
+def _together(
+    of_key: Mapping[str, NDArray[np.bool_]], starts: NDArray[np.float64], ends: NDArray[np.float64]
+) -> dict[int, float]:
+    """Seconds by which keys were busy at once (``Seen.together``); ``of_key``: which ops are of each."""
+    moments = np.unique(np.concatenate((starts, ends)))
+    if len(moments) < 2:
+        return {}
+    masks = np.zeros(len(moments) - 1, dtype=np.int64)
+    begun, over = np.searchsorted(moments, starts), np.searchsorted(moments, ends)
+    for key, of in of_key.items():
+        change = np.bincount(begun[of], minlength=len(moments)) - np.bincount(over[of], minlength=len(moments))
+        masks |= (np.cumsum(change)[:-1] > 0).astype(np.int64) << KEYS.index(key)
+    kinds, index = np.unique(masks, return_inverse=True)
+    seconds = np.bincount(index, weights=np.diff(moments))
+    return dict(zip(kinds.tolist(), seconds.tolist(), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What rank 0 has found. ``settings``: of the better plan; None: there is none. ``seconds``: that this took;
+    ``now``, ``then``: of a step on average, by the plan in use and by the better one."""
+
+    settings: Settings | None
+    seconds: float
+    now: float
+    then: float
+
+
+class Following:
+    """What is known of the steps so far, and when to search again."""
+
+    def __init__(self) -> None:
+        self.search_seconds = 0.0
+        """that the last search for a plan took; known to rank 0"""
+        self._deviations = Deviations()
+        self._lens: tuple[Simulation, Lens] | None = None
+        self._last: Step | None = None
+        self.due = False
+        """whether the machine is another one than at the last search"""
+        self._rested = 0
+        self._patience = PATIENCE[0]
+        self._known: float | None = None  # seconds of a step by the plan in use, when it was last searched
+
+    def look(
+        self, plan: Plan, prediction: Simulation, contention: Mapping[Pair, float], marks: Mapping[str, Mark]
+    ) -> None:
+        """A step is done; ``marks``: what its ops did."""
+        if self._lens is None or self._lens[0] is not prediction:
+            self._lens = prediction, Lens(plan, prediction)
+        seen = self._lens[1].look(marks)
+        self._last = seen.factors(contention), seen.shares()
+
+    def take(self) -> Step | None:
+        """What the last step has shown, once; None: nothing."""
+        last, self._last = self._last, None
+        return last
+
+    def learn(self, steps: Sequence[Step | None]) -> tuple[Mapping[str, float], Mapping[str, float]] | None:
+        """Take in a step of all ranks: the factors of what is not as predicted, and all factors; None: all is."""
+        known = [step for step in steps if step is not None]
+        if len(known) < len(steps):
+            return None
+        self._rested += 1
+        self._deviations.add(of_all_ranks([f for f, _ in known]), of_all_ranks([s for _, s in known]))
+        off = self._deviations.off()
+        return (off, self._deviations.middle()) if off else None
+
+    def corrected(self) -> None:
+        """What is predicted is by these factors from here on."""
+        self.due = True
+        self._deviations.clear()
+
+    def is_due(self, now: float) -> bool:
+        """Whether to search, with a plan in use whose steps take ``now`` seconds by all that is known: not at once
+        after a search in vain, unless steps are other ones than then."""
+        other = self._known is None or abs(now / self._known - 1) > AGAIN
+        return self.due and (other or self._rested >= self._patience)
+
+    def searched(self, found: Searched) -> None:
+        """A search is over."""
+        self.due, self._rested, self._known = False, 0, found.now
+        least, most = PATIENCE
+        self._patience = least if found.settings is not None else min(2 * self._patience, most)
+
+    def changed(self) -> None:
+        """Another plan is in use, or none is any more."""
+        self._deviations.clear()
+        self._last = None
+
+
+def better(question: Question, plan: Plan, simulation: Simulation, search_seconds: float) -> Searched:
+    """Search for a plan that is worth a change.
+
+    ``plan``, in use, whose ``simulation`` is by the question's rates. ``search_seconds``: what a search takes. One that
+    takes longer than what the least gain would bring is made only where the linear program promises more.
+    """
+    began, now = time.perf_counter(), question.expected(simulation.time, plan.settings)
+    nothing = Searched(settings=None, seconds=search_seconds, now=now, then=now)
+    if search_seconds > HORIZON * LEAST_GAIN * now:
+        found = [seconds for f in question.families if (seconds := estimate(question, f)) is not None]
+        if HORIZON * (now - min(found, default=now)) < search_seconds:
+            return nothing
+    try:
+        choice = search(question)
+    except BudgetError:  # of plans that are made anew, none: the one in use has what it needs
+        return nothing
+    took, then = time.perf_counter() - began, choice.expected_seconds
+    old, new = plan.settings.place, choice.plan.settings.place
+    # The first step by another plan warms up, and what is delayed is done beforehand.
+    cost = took + now + moving_seconds(plan.program, plan.settings.form, old, new, question.machine)
+    worth = now - then >= LEAST_GAIN * now and HORIZON * (now - then) > cost
+    if not worth or not _order_of_moves(plan, new):
+        return replace(nothing, seconds=took)
+    return Searched(settings=choice.plan.settings, seconds=took, now=now, then=then)
+
+
+def _order_of_moves(plan: Plan, new: Placement) -> bool:
+    """Whether arrays can move to another placement with no tier fuller on the way than before or after."""
+    form, old = plan.settings.form, plan.settings.place
+    width = form.state_slot_bytes - (0 if form.split else FP32)
+    sizes, now, then = list[int](), list[Tier](), list[Tier]()
+    for group in plan.program.groups:
+        g = group.index
+        sizes += [group.numel * form.weight_bytes, group.trainable * width]
+        now += [old.weights[g], old.state[g]]
+        then += [new.weights[g], new.state[g]]
+    return fills_no_tier_more(sizes, now, then)
+
+
+def differences(old: Settings, new: Settings) -> str:
+    """What changes from one plan to another, in words."""
+    a, b = old.place, new.place
+    parts = [*_moves("weights", a.weights, b.weights), *_moves("state", a.state, b.state)]
+    if a.checkpoints != b.checkpoints:
+        parts.append(f"checkpoints go to {b.checkpoints}")
+    if a.gradients != b.gradients:
+        parts.append(f"gradients wait on {b.gradients}")
+    if old.delay != new.delay:
+        parts.append(f"delay {old.delay:g} -> {new.delay:g}")
+    if old.speculate != new.speculate:
+        parts.append("steps before the norm is known" if new.speculate else "steps wait for the norm")
+    if old.cast != new.cast:
+        parts.append(f"gradients are rounded on the {new.cast}")
+    if old.stage != new.stage:
+        parts.append(f"ZeRO stage {old.stage} -> {new.stage}")
+    if old.chunk != new.chunk:
+        parts.append(f"chunks of {format_size(old.chunk * FP32)} -> {format_size(new.chunk * FP32)}")
+    return ", ".join(parts) or "other numbers of buffers"
+
+
+def _moves(what: str, old: Sequence[Tier], new: Sequence[Tier]) -> list[str]:
+    counts = Counter(then for now, then in zip(old, new, strict=True) if now != then)
+    return [f"{what} of {count} group{'s' * (count > 1)} to {tier}" for tier, count in counts.items()]
+
+
+def change_in_words(why: str, old: Settings, found: Searched) -> str:
+    """Why a plan is changed, and what changes, in words."""
+    assert found.settings is not None
+    return f"{why}: {differences(old, found.settings)}, {found.now:.3g} s -> {found.then:.3g} s a step predicted"

@@ -1,0 +1,96 @@
+"""What the probe has shown of each shape of micro-batch, and of several shapes together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.engine import batch
+from penstock.errors import ModelError
+from penstock.schedule.program import Stage
+from penstock.shape.model import StageTimes
+from penstock.tape import trees
+from penstock.tape.suspended import Facts, StageFacts
+
+_SIZES = ("checkpoint", "gradient", "kept", "forward_peak", "backward_peak")
+
+
+def within(shape: batch.Shapes, others: Sequence[batch.Shapes]) -> bool:
+    """Whether a micro-batch is smaller than another one in every respect."""
+    return any(other != shape and batch.covers(other, shape) for other in others)
+
+
+def join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, ...]]) -> tuple[Stage, ...]:
+    """Stages that have room for each of several micro-batches, whose ``facts`` are known.
+
+    Raises:
+        ModelError: they went different ways through the model.
+    """
+    ways = {tuple((s.kind, s.name) for s in stages) for stages in probed}
+    if len(ways) > 1:
+        raise ModelError(
+            "micro-batches of different shapes take different ways through the model's blocks: give each step "
+            "micro-batches that take the same way"
+        )
+    joined = []
+    for same, known in zip(zip(*probed, strict=True), zip(*facts, strict=True), strict=True):
+        stage = replace(
+            same[0],
+            forward_reads=tuple(sorted({g for s in same for g in s.forward_reads})),
+            backward_reads=tuple(sorted({g for s in same for g in s.backward_reads})),
+            gradients=tuple(sorted({g for s in same for g in s.gradients})),
+            **{size: max(getattr(s, size) for s in same) for size in _SIZES},
+        )
+        if len({f.offload for f in known}) > 1:  # what only some of them can move stays for the others
+            stage = replace(stage, kept=stage.kept + stage.checkpoint + stage.gradient)
+            if not _movable_for_all(known):
+                stage = replace(stage, checkpoint=0, gradient=0)
+        joined.append(stage)
+    return tuple(joined)
+
+
+def _movable_for_all(known: Sequence[StageFacts]) -> tuple[trees.Place, ...]:
+    """The places of a stage's checkpoint that every micro-batch can move: the size of an output can decide whether it
+    has memory of its own or is a view.
+    """
+    return tuple(place for place in known[0].offload if all(place in f.offload for f in known))
+
+
+def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ...]:
+    """What the tape has to know to run each of several micro-batches."""
+    joined = []
+    for same in zip(*probed, strict=True):
+        buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
+        written = tuple(dict.fromkeys(p for f in same for p in f.call.written))
+        joined.append(replace(same[0], call=Facts(buffers=buffers, written=written), offload=_movable_for_all(same)))
+    return tuple(joined)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What one shape of micro-batch has shown. ``times``: only where there is a machine to predict for. ``flops``: of
+    the model, forward and backward, without what is computed again; ``tokens``: of the micro-batch.
+    """
+
+    stages: tuple[Stage, ...]
+    facts: tuple[StageFacts, ...]
+    times: StageTimes | None
+    flops: float
+    tokens: int
+
+
+def model_flops(stages: Sequence[Stage], flops: Sequence[tuple[int, int]]) -> float:
+    """FLOP of (forward, backward) of each stage, without the forwards that the backward of calls runs again."""
+    again = (
+        forward for stage, (forward, backward) in zip(stages, flops, strict=True) if stage.kind == "call" and backward
+    )
+    return float(sum(map(sum, flops)) - sum(again))
+
+
+def slowest_of(times: Sequence[StageTimes | None]) -> StageTimes | None:
+    """Times of the stages that cover each of several micro-batches."""
+    known = [t for t in times if t is not None]
+    if not known:
+        return None
+    return StageTimes(
+        forward=tuple(max(same) for same in zip(*(t.forward for t in known), strict=True)),
+        backward=tuple(max(same) for same in zip(*(t.backward for t in known), strict=True)),
+    )

@@ -1,0 +1,282 @@
+"""Following the machine while a run goes on: what its lanes do beside what was predicted, and the rates that tell it.
+
+One number for each lane says how a step went: what the lane's ops took of the machine over what they were predicted to
+take, both as if nothing else had run beside them (``Seen.factors``). 1 is as predicted, 4 a lane that goes at a quarter
+of its rate. Lanes that wait for each other, or slow each other down as the profile says, do not change it, so it tells
+which lane is another one than the plan was made for, which a step's seconds do not.
+
+``Deviations`` says when these numbers are no noise any more, ``corrected`` and ``corrected_times`` make the profile and
+the stage times of them. By those the same step is as predicted: every number is 1 again, and nothing swings.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.hardware.drives import together
+from penstock.hardware.machine import Machine
+from penstock.schedule.ir.lanes import LANES, Lane
+from penstock.schedule.place import FP32, Format, Placement
+from penstock.schedule.program import Program, Stage
+from penstock.shape.model import StageTimes
+from penstock.sim.costs import Pair
+
+WINDOW = 3
+"""The last steps of which the median counts: of these one may be anything."""
+LEAST = math.log(1.1)
+"""A lane whose factor (its logarithm) is less than this off is as predicted: a prediction is 10% off at worst."""
+OF_NOISE = 3.0
+"""Times its noise that a lane must be off."""
+MATTERS = 0.05
+"""The share of a step that a lane must be busy for to matter."""
+HORIZON = 50
+"""Steps for which a machine is expected to stay as it was found. What a change costs must come back within them."""
+LEAST_GAIN = 0.03
+"""The share of a step that a change must promise."""
+PATIENCE = 8, 512
+"""Steps after a search that found nothing better before the next one: at first, and, doubled each time, at most."""
+AGAIN = 0.1
+"""The share by which steps must take more or less than at the last search for another one before that."""
+
+_REMEMBERED = 16
+_OUTSIDE: frozenset[Lane] = frozenset(("read", "write", "net"))
+"""Lanes whose pace is set by what is not the processor, so that one that goes slower takes less from the others."""
+_ROUNDS = 4
+
+STAGE_KEYS = ("forward", "backward", "ends")
+"""Compute, by what it is of: blocks' forward and backward, and the model's own code between blocks."""
+KEYS: tuple[str, ...] = (*LANES, *STAGE_KEYS)
+"""What is looked at in a step."""
+
+
+def stage_key(kind: str, stage: Stage) -> str | None:
+    """Which of ``STAGE_KEYS`` an op of compute counts to; None: it is none of a stage."""
+    if kind not in ("F", "E", "B", "I", "W"):
+        return None
+    if stage.kind == "segment":
+        return "ends"
+    return "forward" if kind == "F" else "backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One step as it ran.
+
+    ``together``: seconds by which of ``KEYS`` were busy at once, a bit for each. ``expected``: seconds that each of
+    them was predicted to take for what it moved, alone.
+    """
+
+    together: Mapping[int, float]
+    expected: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """From the first op's start to the last one's end."""
+        return sum(self.together.values())
+
+    def factors(self, contention: Mapping[Pair, float]) -> dict[str, float]:
+        """By lane and by stage key: what its ops have taken over what they were predicted to take.
+
+        While lanes b run beside lane a, that gets ahead by 1 / (1 + sum of c[a, b]) of its rate. What a drive that
+        goes at a part of its rate takes from others is that part of what was measured, so ``c[a, b]`` is divided by
+        the factor of b; some rounds of this find both.
+        """
+        found: dict[str, float] = {}
+        for _ in range(_ROUNDS):
+            slowed = _scaled(contention, found)
+            found = {
+                key: work / self.expected[key]
+                for key in KEYS
+                if key != "compute" and self.expected.get(key, 0.0) > 0 and (work := self._work(key, slowed)) > 0
+            }
+        return found
+
+    def shares(self) -> dict[str, float]:
+        """By lane and by stage key: the share of the step that it was busy."""
+        whole = max(self.seconds, 1e-9)
+        return {key: self._work(key, {}) / whole for key in KEYS if key != "compute"}
+
+    def _work(self, key: str, contention: Mapping[Pair, float]) -> float:
+        """Seconds that a lane, or a stage key, was busy, each as much as it got ahead in it."""
+        here = 1 << KEYS.index(key)
+        lane: Lane = "compute" if key in STAGE_KEYS else LANES[KEYS.index(key)]
+        total = 0.0
+        for mask, seconds in self.together.items():
+            if mask & here:
+                beside = (b for i, b in enumerate(LANES) if mask >> i & 1 and b != lane)
+                total += seconds / (1.0 + sum(contention.get((lane, b), 0.0) for b in beside))
+        return total
+
+
+def _scaled(contention: Mapping[Pair, float], factors: Mapping[str, float]) -> dict[Pair, float]:
+    """What lanes take from each other where some go at another pace. Reads and writes share a drive as before."""
+    return {(a, b): c / _less(a, b, factors) for (a, b), c in contention.items()}
+
+
+def _less(a: str, b: str, factors: Mapping[str, float]) -> float:
+    """How many times less lane b takes from lane a than was measured."""
+    one_drive = {a, b} == {"read", "write"}
+    return factors.get(b, 1.0) if b in _OUTSIDE and not one_drive else 1.0
+
+
+def of_all_ranks(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Factors, or shares, of all ranks together: those of the slowest, as plans are made for it. Only what a rank takes
+    for collectives counts least: there all wait for the last one, which does not wait."""
+    keys = sorted({key for one in found for key in one})
+    return {key: (min if key == "net" else max)(one[key] for one in found if key in one) for key in keys}
+
+
+class Deviations:
+    """The last steps' factors, as logarithms, and whether they are off by more than their noise.
+
+    The noise of each is estimated from the steps themselves: 1.48 times the median of the differences between one step
+    and the next, over the root of 2, which is the standard deviation where it is normal, and which a jump from one pace
+    to another does not raise.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self._shares: Mapping[str, float] = {}
+        self._jumps: dict[str, deque[float]] = {}
+
+    def add(self, factors: Mapping[str, float], shares: Mapping[str, float]) -> None:
+        """Take in a step."""
+        now = {key: math.log(factor) for key, factor in factors.items()}
+        before = self._recent[-1] if self._recent else {}
+        for key in now.keys() & before.keys():
+            self._jumps.setdefault(key, deque(maxlen=_REMEMBERED)).append(abs(now[key] - before[key]))
+        self._recent.append(now)
+        self._shares = shares
+
+    def clear(self) -> None:
+        """What is predicted is another one from here on. The noise is not."""
+        self._recent.clear()
+
+    def noise(self, key: str) -> float:
+        jumps = self._jumps.get(key)
+        return 1.4826 * statistics.median(jumps) / math.sqrt(2) if jumps else 0.0
+
+    def middle(self) -> dict[str, float]:
+        """The median factor of each lane and stage key over the last steps, where each of them has one."""
+        keys = set.intersection(*(set(step) for step in self._recent)) if self._recent else set()
+        return {key: math.exp(statistics.median(step[key] for step in self._recent)) for key in sorted(keys)}
+
+    def off(self) -> dict[str, float]:
+        """The factors of what is not as predicted, by more than its noise; empty: all is, or too little is known."""
+        if len(self._recent) < WINDOW:
+            return {}
+        return {
+            key: factor
+            for key, factor in self.middle().items()
+            if self._shares.get(key, 0.0) >= MATTERS and abs(math.log(factor)) > max(LEAST, OF_NOISE * self.noise(key))
+        }
+
+
+def corrected(machine: Machine, factors: Mapping[str, float]) -> Machine:
+    """The profile by which lanes take ``factors`` times as long as by ``machine``."""
+
+    def by(lane: Lane) -> float:
+        return 1.0 / factors.get(lane, 1.0)
+
+    device, host = machine.device, machine.host
+    down, up, steps = by("d2h"), by("h2d"), by("cpu")
+    crossing, of_crossing = machine.crossing, {"grad": down, "weights": up, "step": steps}
+    network = machine.network
+    return replace(
+        machine,
+        drives=tuple(
+            replace(
+                drive,
+                read=drive.read * by("read"),
+                read_both=drive.read_both * by("read"),
+                write=drive.write * by("write"),
+                write_both=drive.write_both * by("write"),
+            )
+            for drive in (drive.steady for drive in machine.drives)
+        ),
+        device=replace(
+            device,
+            h2d=device.h2d * up,
+            h2d_both=device.h2d_both * up,
+            d2h=device.d2h * down,
+            d2h_both=device.d2h_both * down,
+        ),
+        host=replace(host, optimizer={name: rate * steps for name, rate in host.optimizer.items()}),
+        crossing=None
+        if crossing is None  # it is derived from the other rates
+        else replace(
+            crossing, **{name: rate * of_crossing[name.partition("_")[0]] for name, rate in vars(crossing).items()}
+        ),
+        network=None if network is None else replace(network, bandwidth=network.bandwidth * by("net")),
+        contention={pair: value / _less(*_both(pair), factors) for pair, value in machine.contention.items()},
+    )
+
+
+def _both(pair: str) -> tuple[str, str]:
+    """The lanes of a pair of ``Machine.contention``."""
+    a, _, b = pair.partition("+")
+    return a, b
+
+
+def corrected_times(times: StageTimes, factors: Mapping[str, float], stages: Sequence[Stage]) -> StageTimes:
+    """Stage times that are ``factors`` times as long."""
+
+    def by(kind: str) -> Iterable[float]:
+        return (factors.get(stage_key(kind, stage) or "", 1.0) for stage in stages)
+
+    return StageTimes(
+        forward=tuple(seconds * factor for seconds, factor in zip(times.forward, by("F"), strict=True)),
+        backward=tuple(seconds * factor for seconds, factor in zip(times.backward, by("B"), strict=True)),
+    )
+
+
+def moving_seconds(program: Program, form: Format, now: Placement, then: Placement, machine: Machine) -> float:
+    """Seconds in which arrays move from where they are to where another plan has them, one after the other."""
+    disk, device = together(machine.drives) if machine.drives else None, machine.device
+    each = {
+        "read": math.inf if disk is None else disk.read,
+        "write": math.inf if disk is None else disk.write,
+        "up": device.h2d,
+        "down": device.d2h,
+    }
+    total = 0.0
+    width = form.state_slot_bytes - (0 if form.split else FP32)
+    for group in program.groups:
+        g = group.index
+        for nbytes, before, after in (
+            (group.numel * form.weight_bytes, now.weights[g], then.weights[g]),
+            (group.trainable * width, now.state[g], then.state[g]),
+        ):
+            if before != after:
+                total += nbytes / each["read"] * (before == "disk") + nbytes / each["write"] * (after == "disk")
+                total += nbytes / each["up"] * (after == "device") + nbytes / each["down"] * (before == "device")
+    return total
+
+
+_NAMES: Mapping[str, str] = {
+    "read": "reads", "write": "writes", "h2d": "copies to the device", "d2h": "copies from the device",
+    "cpu": "the optimizer", "net": "collectives", "forward": "the blocks' forward", "backward": "the blocks' backward",
+    "ends": "the model's ends",
+}  # fmt: skip
+
+
+def what_is_off(off: Mapping[str, float], before: Machine) -> str:
+    """Which lanes are not as predicted, in words: the one that is off the most first."""
+    disk = together(before.drives) if before.drives else None
+    rates = {
+        "read": 0.0 if disk is None else disk.read,
+        "write": 0.0 if disk is None else disk.write,
+        "h2d": before.device.h2d,
+        "d2h": before.device.d2h,
+        "net": 0.0 if before.network is None else before.network.bandwidth,
+    }
+    parts = []
+    for key in sorted(off, key=lambda key: -abs(math.log(off[key]))):
+        rate = rates.get(key, 0.0)
+        if rate:
+            parts.append(f"{_NAMES[key]} at {rate / off[key] / 1e6:,.0f} MB/s, {rate / 1e6:,.0f} predicted")
+        else:
+            parts.append(f"{_NAMES[key]} at {1 / off[key]:.2f} of the pace predicted")
+    return "; ".join(parts)

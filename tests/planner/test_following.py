@@ -1,0 +1,190 @@
+"""What steps tell of the machine: simulated on one that is another than was predicted, they tell which lane and by how
+much, by rates that then predict them; noise tells nothing."""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from penstock.engine.following import Lens
+from penstock.hardware.drives import together
+from penstock.hardware.machine import Device, Drive, Host, Machine
+from penstock.planner.costs import contention, machine_costs
+from penstock.planner.fit import Plan
+from penstock.planner.following import WINDOW, Deviations, Seen, corrected, corrected_times
+from penstock.runtime.streams import Mark
+from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.lower.visits import vertical
+from penstock.schedule.place import Depths, Format, Placement, Settings
+from penstock.schedule.program import ALIGN
+from penstock.shape.model import StageTimes
+from penstock.sim.result import Simulation
+from penstock.sim.simulate import simulate
+from tests.programs import transformer
+
+MB = 10**6
+PROGRAM = transformer(6)
+STAGES = len(PROGRAM.stages)
+
+
+def machine(read: float = 400, write: float = 200, *, duplex: bool = True) -> Machine:
+    """A machine whose processor computes, with a drive of so many MB/s."""
+    both = 1.0 if duplex else 0.5
+    drive = Drive(
+        path="/d",
+        read=read * MB,
+        write=write * MB,
+        read_both=both * read * MB,
+        write_both=both * write * MB,
+        free=10**12,
+    )
+    return Machine(
+        name="made up",
+        host=Host(cores=2, memory=2**34, lockable=2**34, copy=1e10, optimizer={"adamw.fp32": 3e7}),
+        device=Device(
+            name="cpu", kind="cpu", memory=2**34, flops={"fp32": 1e11}, h2d=2e9, d2h=2e9, h2d_both=1e9, d2h_both=1e9
+        ),
+        drives=(drive,),
+        contention={"compute+read": 0.2, "cpu+read": 0.3, "compute+cpu": 0.5, "cpu+compute": 0.4, "read+compute": 0.1},
+        overhead=1e-6,
+    )
+
+
+@cache
+def plan() -> Plan:
+    """A step with everything on disk."""
+    count = len(PROGRAM.groups)
+    settings = Settings(
+        micro_batches=2, chunk=4 * ALIGN, form=Format(weight_bytes=4, moments=2), depths=Depths(), wait=False,
+        place=Placement(weights=("disk",) * count, state=("disk",) * count, gradients="host", checkpoints="host"),
+    )  # fmt: skip
+    return Plan(program=PROGRAM, settings=settings, schedule=vertical(PROGRAM, settings), state_bytes=0, disk_bytes=0)
+
+
+def times(scale: float = 1.0) -> StageTimes:
+    """Stage times of the order of what the drive takes."""
+    return StageTimes(forward=(scale * 2e-4,) * STAGES, backward=(scale * 5e-4,) * STAGES)
+
+
+def world() -> World:
+    return Mesh(data=1).everyone().in_step(plan().schedule)
+
+
+def ran(on: Machine, stages: StageTimes) -> Simulation:
+    """A step on a machine."""
+    return simulate(world(), machine_costs(on, PROGRAM, plan().settings.form, stages, "adamw.fp32"))
+
+
+def seen(step: Simulation, prediction: Simulation, noise: float = 0.0, rng: random.Random | None = None) -> Seen:
+    """A step as one that was predicted otherwise. ``noise``: of how long all of it takes."""
+    pace = math.exp(rng.gauss(0, noise)) if rng is not None else 1.0
+    ops = plan().schedule.ops
+    marks = {
+        op.id: Mark(lane=op.lane, start=pace * start, end=pace * end, moved=op.nbytes)
+        for op, start, end in zip(ops, step.starts[0], step.ends[0], strict=True)
+    }
+    return Lens(plan(), prediction).look(marks)
+
+
+def pairs(of: Machine) -> dict[tuple[str, str], float]:
+    return {(str(a), str(b)): c for (a, b), c in contention(of, together(of.drives)).items()}
+
+
+def factors(step: Seen, by: Machine) -> dict[str, float]:
+    return step.factors(contention(by, together(by.drives)))
+
+
+def slower_drive(of: Machine, times: float) -> Machine:
+    """A machine whose drive goes at a part of its rate, and so takes less from the other lanes."""
+    return corrected(of, {"read": times, "write": times})
+
+
+@pytest.mark.parametrize("duplex", [True, False])
+@pytest.mark.parametrize("drive", [1.0, 4.0, 0.25])
+@pytest.mark.parametrize("compute", [1.0, 1.5])
+def test_a_step_tells_which_lane_is_another_and_rates_that_predict_it(
+    duplex: bool, drive: float, compute: float
+) -> None:
+    known = machine(duplex=duplex)
+    real, stages = slower_drive(known, drive), times(compute)
+    step = ran(real, stages)
+    found = factors(seen(step, ran(known, times())), known)
+    expected = {"read": drive, "write": drive, "h2d": 1.0, "d2h": 1.0, "cpu": 1.0}
+    expected |= dict.fromkeys(("forward", "backward", "ends"), compute)
+    assert found == {key: pytest.approx(value, rel=0.08) for key, value in expected.items()}
+    believed = corrected(known, found)
+    again = ran(believed, corrected_times(times(), found, PROGRAM.stages))
+    assert again.time == pytest.approx(step.time, rel=0.03)
+    assert factors(seen(step, again), believed) == {key: pytest.approx(1.0, rel=0.05) for key in expected}
+
+
+def test_lanes_that_wait_for_a_slow_drive_are_not_slow() -> None:
+    """Though the step takes three times as long, and each of its ops begins later."""
+    known = machine()
+    step, prediction = ran(slower_drive(known, 4.0), times()), ran(known, times())
+    assert step.time > 2 * prediction.time
+    found = factors(seen(step, prediction), known)
+    assert {key for key, factor in found.items() if abs(math.log(factor)) > math.log(1.1)} == {"read", "write"}
+
+
+def test_a_shorter_micro_batch_moves_less_and_its_lane_is_not_fast() -> None:
+    known = machine()
+    prediction = ran(known, times())
+    ops = plan().schedule.ops
+    half = {op.id: 0.5 if op.id.kind in ("SC", "LC") else 1.0 for op in ops}
+    marks = {
+        op.id: Mark(
+            lane=op.lane, start=start, end=start + half[op.id] * (end - start), moved=int(half[op.id] * op.nbytes)
+        )
+        for op, start, end in zip(ops, prediction.starts[0], prediction.ends[0], strict=True)
+    }
+    found = factors(Lens(plan(), prediction).look(marks), known)
+    assert found["h2d"] == pytest.approx(1.0, rel=0.05)
+
+
+def steps(
+    real: Machine, known: Machine, noise: float, seed: int
+) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+    rng, step, prediction = random.Random(seed), ran(real, times()), ran(known, times())
+    while True:
+        one = seen(step, prediction, noise, rng)
+        yield factors(one, known), one.shares()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03, 0.15])
+def test_noise_is_no_deviation_and_another_disk_is_one_within_as_many_steps_as_count(noise: float) -> None:
+    known, told = machine(), Deviations()
+    steady = steps(known, known, noise, seed=1)
+    for _ in range(100):
+        told.add(*next(steady))
+        assert not told.off()
+    slow = steps(slower_drive(known, 4.0), known, noise, seed=2)
+    for _ in range(WINDOW - 1):
+        told.add(*next(slow))
+    told.add(*next(slow))
+    assert {"read", "write"} <= told.off().keys()
+    assert told.middle()["read"] == pytest.approx(4.0, rel=0.1 + 2 * noise)
+
+
+def test_what_hardly_anything_depends_on_is_not_looked_at() -> None:
+    told = Deviations()
+    for _ in range(WINDOW):
+        told.add({"d2h": 5.0, "read": 1.0}, {"d2h": 0.01, "read": 0.9})
+    assert not told.off()
+    told.add({"d2h": 5.0, "read": 1.0}, {"d2h": 0.1, "read": 0.9})
+    assert told.off() == {"d2h": pytest.approx(5.0)}
+
+
+def test_corrections_undo_each_other() -> None:
+    known = replace(machine(duplex=False))
+    slow = corrected(known, {"read": 4.0, "write": 3.0, "cpu": 2.0, "h2d": 1.5, "d2h": 0.5})
+    back = corrected(slow, {"read": 1 / 4, "write": 1 / 3, "cpu": 1 / 2, "h2d": 1 / 1.5, "d2h": 2.0})
+    assert slow.drives[0].read == pytest.approx(100 * MB)
+    assert slow.contention["cpu+read"] == pytest.approx(0.3 / 4)
+    assert pairs(back) == pytest.approx(pairs(known))
+    assert back.drives[0].write_both == pytest.approx(known.drives[0].write_both)
+    assert back.host.optimizer == pytest.approx(known.host.optimizer)
