@@ -81,7 +81,7 @@ REQUIRED_SHARES: Mapping[str, tuple[str | Mapping[str, Any], float]] = {
 
 def schedule_of(tier: Tier, *, layers: int = 32, micro_batches: int = 8) -> Schedule:
     """A step whose weights and state live on a tier, and whose gradients cross in bf16; nothing waits for the norm."""
-    form = Format(weight_bytes=2, moments=2)
+    form = Format.of("bf16", 2)
     program = model_shape({**_SMALL, "num_hidden_layers": layers}).profile(1, 16, form).program
     everything: tuple[Tier, ...] = (tier,) * len(program.groups)
     settings = Settings(

@@ -11,7 +11,7 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
-from penstock.config import Family, Tier
+from penstock.config import TIERS, Family, Tier
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
@@ -80,7 +80,7 @@ class AnyCase:
         return (horizontal if self.family == "horizontal" else vertical)(self.program, self.settings)
 
 
-FORMATS = st.builds(Format, weight_bytes=st.sampled_from((2, 4)), moments=st.integers(0, 2))
+FORMATS = st.builds(Format.of, st.sampled_from(("fp32", "bf16", "fp16")), st.integers(0, 2))
 
 
 @st.composite
@@ -94,7 +94,7 @@ def cases(draw: st.DrawFn) -> AnyCase:
         micro_batches=draw(st.integers(1, 4)),
         chunk=draw(st.sampled_from((1, 2, 5, 64))) * ALIGN,
         form=form,
-        place=draw(placements(program, form)),
+        place=draw(placements(program)),
         depths=draw(depths()),
         wait=wait,
         speculate=wait and draw(st.booleans()),
@@ -123,16 +123,15 @@ def depths(draw: st.DrawFn) -> Depths:
 
 
 @st.composite
-def placements(draw: st.DrawFn, program: Program, form: Format) -> Placement:
+def placements(draw: st.DrawFn, program: Program) -> Placement:
     """Any placement that is possible: all groups alike, or each somewhere else."""
     made = Counter(g for stage in program.stages for g in stage.gradients)
-    anywhere: list[tuple[Tier, Tier]] = [("host", "host"), ("host", "disk"), ("disk", "host"), ("disk", "disk")]
-    split: list[tuple[Tier, Tier]] = [("device", "host"), ("device", "disk")] if form.split else []
-    alike = draw(st.sampled_from((None, None, *anywhere, *split)))
+    anywhere: list[tuple[Tier, Tier]] = [(w, s) for w in TIERS for s in TIERS if s != "device"]
+    alike = draw(st.sampled_from((None, None, *anywhere)))
     homes = []
     for group in program.groups:
         own = [("device", "host")] if not group.trainable else [("device", "device")] if made[group.index] < 2 else []
-        homes.append(alike or draw(st.sampled_from([*anywhere, *split, *own])))
+        homes.append(alike or draw(st.sampled_from([*anywhere, *own])))
     return Placement(
         weights=tuple(weights for weights, _ in homes),
         state=tuple(state for _, state in homes),

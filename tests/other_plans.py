@@ -21,13 +21,11 @@ def other_plans(request: Request, seed: int) -> Iterator[Settings]:
     while True:
         weights = [rng.choice(tiers) for _ in groups]
         state = ["disk" if every_step else rng.choice(tiers) for _ in groups]
-        if every_step and not request.form.split:
-            weights = ["disk"] * len(groups)
         place = Placement(
             weights=tuple(weights), state=tuple(state), checkpoints=rng.choice(tiers),  # type: ignore[arg-type]
             gradients=rng.choice(("host", "disk")) if "disk" in tiers else "host",
         )  # fmt: skip
-        if any(place.fault(group, request.form) for group in groups) or any(state[g] == "device" for g in tied):
+        if any(place.fault(group) for group in groups) or any(state[g] == "device" for g in tied):
             continue
         delay = 0.0 if request.one_by_one else rng.choice((0.0, 0.3, 1.0))
         early = rng.choice((False, True)) and request.may_speculate

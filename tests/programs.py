@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal
 
-from penstock.config import Tier, ZeroStage
+from penstock.config import TIERS, Tier, ZeroStage
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.provision import Fixed
 from penstock.schedule.lower.seat import streaming_seat
@@ -58,13 +58,10 @@ def transformer(
     return Program(groups=groups, stages=tuple(stages))
 
 
-def placement(rng: Random, program: Program, form: Format, *, tied: bool) -> Placement:
+def placement(rng: Random, program: Program, *, tied: bool) -> Placement:
     """Any placement that is possible, another one for each group."""
-    pairs: list[tuple[Tier, Tier]] = [("host", "host"), ("host", "disk"), ("disk", "host"), ("disk", "disk")]
-    split: list[tuple[Tier, Tier]] = [("device", "host"), ("device", "disk")] if form.split else []
-    chosen = [
-        rng.choice(pairs + split + ([] if tied and g.index == 0 else [("device", "device")])) for g in program.groups
-    ]
+    below: list[tuple[Tier, Tier]] = [(w, s) for w in TIERS for s in TIERS if s != "device"]
+    chosen = [rng.choice(below + ([] if tied and g.index == 0 else [("device", "device")])) for g in program.groups]
     if rng.random() < 0.3:
         chosen = [("disk", "disk")] * len(chosen)
     return Placement(
@@ -79,7 +76,7 @@ def all_on_disk(program: Program, *, chunk: int, micro_batches: int = 1, **more:
     """Settings of a step in 16 bits that streams all of a program, and waits for no norm unless ``more`` says so."""
     disk: tuple[Tier, ...] = ("disk",) * len(program.groups)
     place = Placement(weights=disk, state=disk, gradients="host", checkpoints="host")
-    common = {"form": Format(weight_bytes=2, moments=2), "depths": Depths(), "wait": False, "place": place}
+    common = {"form": Format.of("bf16", 2), "depths": Depths(), "wait": False, "place": place}
     return Settings(micro_batches=micro_batches, chunk=chunk, **common | more)
 
 
@@ -122,7 +119,7 @@ def random_case(seed: int, *, largest: int = 4) -> Case:
     rng = Random(seed)
     tied = rng.random() < 0.3
     program = transformer(rng.randint(1, largest), tied=tied, frozen=rng.random() < 0.3, reader=rng.random() < 0.3)
-    form = Format(weight_bytes=rng.choice((2, 4)), moments=rng.randint(0, 2))
+    form = Format.of(rng.choice(("fp32", "bf16", "fp16")), rng.randint(0, 2))
     train = rng.random() < 0.85
     depths = Depths(
         weights=rng.randint(1, 3),
@@ -136,7 +133,7 @@ def random_case(seed: int, *, largest: int = 4) -> Case:
         micro_batches=rng.randint(1, largest),
         chunk=rng.choice((1, 5, 20)) * ALIGN,
         form=form,
-        place=placement(rng, program, form, tied=tied),
+        place=placement(rng, program, tied=tied),
         depths=depths,
         wait=train and rng.random() < 0.5,
         train=train,

@@ -65,7 +65,7 @@ def question(
         request=request,
         machine=machine,
         times=times_for(program),
-        optimizer="adamw.bf16" if form.split else "adamw.fp32",
+        optimizer="adamw.fp32" if form.weight_bytes == 4 else "adamw.bf16",
         families=(family,),
         disk_free=disk_free,
     )

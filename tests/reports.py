@@ -34,7 +34,7 @@ def offload_schedule(layers: int = 3, micro_batches: int = 2, delay: float = 0.0
         Settings(
             micro_batches=micro_batches,
             chunk=5 * ALIGN,
-            form=Format(weight_bytes=4, moments=2),
+            form=Format.of("fp32", 2),
             place=place,
             depths=Depths(),
             wait=False,

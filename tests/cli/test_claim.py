@@ -42,7 +42,7 @@ def make_store(config: TrainConfig, *, step: int | None = None, whole: bool = Tr
     owner = owner_in(Path(config.run))
     with Store.create(config.budget.disk_paths, LAYOUT, model={}, owner=owner) as store:
         if step is not None:
-            store.commit({"step": step, "whole": whole, "slots": "0", "stale": []})
+            store.commit({"step": step, "whole": whole, "slots": "0"})
 
 
 def run_of(config: TrainConfig, *, step: int | None = None, whole: bool = True, start: Start = "new") -> TrainConfig:

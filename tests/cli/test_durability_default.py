@@ -97,14 +97,14 @@ def test_a_budget_says_when_commits_are_due() -> None:
 
 def test_with_a_disk_every_step_is_durable_by_default() -> None:
     free = Budget(device=1, host=1, disk="d")
-    assert free.by_default("fp32").durability == "step"
+    assert free.by_default().durability == "step"
     for other in (
         Budget(device=1, host=1),
         replace(free, slots=1),
         replace(free, state="host"),
         replace(free, durability="none"),
     ):
-        assert other.by_default("fp32").durability == other.durability
+        assert other.by_default().durability == other.durability
 
 
 def test_the_default_is_every_step_unless_it_costs_over_a_tenth(campaign: Campaign) -> None:
@@ -153,7 +153,7 @@ def _holds(ask: Asked) -> None:
     plan = found.plan
     trained = [g.index for g in plan.program.groups if g.trainable]
     if kept == "step":
-        assert all(plan.settings.place.all_on_disk(g, plan.settings.form) for g in trained)
+        assert all(plan.settings.place.all_on_disk(g) for g in trained)
         assert lost <= 2 * found.forecast.choice.expected_seconds
     else:
         assert lost >= 300

@@ -133,7 +133,7 @@ def _index(folder: Path, index: Any) -> None:
 
 def _configuration(folder: Path, config: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
-    model_shape(folder / "config.json").profile(1, 16, Format(weight_bytes=2, moments=2))
+    model_shape(folder / "config.json").profile(1, 16, Format.of("bf16", 2))
 
 
 def _report(folder: Path, name: str, write: Callable[[Any], str], document: Any) -> None:

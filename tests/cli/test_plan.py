@@ -368,7 +368,7 @@ def test_a_schedule_of_ones_own_is_for_simulate(config: Path, capsys: pytest.Cap
 
 def test_a_delay_that_pays_is_part_of_the_plan() -> None:
     """Where the disk bounds the step, a share of the optimizer's work goes into the next forward."""
-    found = penstock.plan("gpt-65b", machine="a100-40g", micro_batches=2, micro_batch_size=8, schedule="vertical")
+    found = penstock.plan("gpt-65b", machine="a100-40g", micro_batches=2, micro_batch_size=6, schedule="vertical")
     assert found.plan.settings.delay > 0
 
 

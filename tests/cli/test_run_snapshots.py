@@ -96,7 +96,7 @@ def test_a_run_in_memory_is_verified_and_exported_from_its_snapshot_as_it_is_fro
     assert "snapshot-1: read" in said
     assert "Every checksum is right." in said
     with SnapshotReader(run / "snapshot-1") as snapshot:
-        place = snapshot.layout["master.0"].offset
+        place = snapshot.layout["weights.0"].offset
     with (run / "snapshot-1/penstock.snapshot").open("r+b") as file:
         file.seek(place)
         byte = file.read(1)[0]

@@ -380,7 +380,6 @@ WRONG_WORDS: dict[str, tuple[list[str], str]] = {
         "precision must be one of fp32, bf16, fp16",
     ),
     "a precision for a puzzle": (["fsdp", "--precision", "bf16"], "--precision does nothing for --costs puzzle"),
-    "fp32 in two places": (["zero-offload", "--precision", "fp32"], "cannot work in fp32"),
     "too long": (["vertical", "--sequence-length", "4096"], "2048"),
     "no network": (["1f1b", "--costs", "a100-40g"], "has no network between ranks"),
     "text and numbers": (["1f1b", "--text", "--json"], "--text prints the schedule and simulates nothing"),

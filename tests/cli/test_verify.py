@@ -107,7 +107,7 @@ def test_what_cannot_be_verified_says_why(tmp_path: Path, trained: Path, capsys:
 
 def test_a_store_that_was_left_within_a_step_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Store.create([tmp_path / "s"], Layout.build([("a", 4096, 2)]), model={}) as store:
-        store.commit({"step": 4, "whole": False, "slots": "0", "stale": []})
+        store.commit({"step": 4, "whole": False, "slots": "0"})
     assert main(["verify", str(tmp_path / "s")]) == 1
     assert "stopped in or before step 5 with state in memory" in capsys.readouterr().err
 

@@ -214,15 +214,15 @@ def test_a_commit_that_failed_is_taken_back_before_what_it_names_is_written(
 
 
 def test_a_schedule_of_ones_own_may_not_step_in_place_before_the_norm() -> None:
-    """In fp32 with weights in memory and moments on disk, state comes from disk and goes there, and yet not all."""
+    """With weights on disk and moments in memory, something comes from disk and goes there, and yet not all."""
     program = transformer(2)
     count = len(program.groups)
     settings = Settings(
         micro_batches=2,
         chunk=5 * ALIGN,
-        form=Format(weight_bytes=4, moments=2),
+        form=Format.of("fp32", 2),
         place=Placement(
-            weights=("host", *("disk",) * (count - 1)), state=("disk",) * count, gradients="host", checkpoints="device"
+            weights=("disk",) * count, state=("host", *("disk",) * (count - 1)), gradients="host", checkpoints="device"
         ),
         depths=Depths(),
         wait=True,

@@ -133,12 +133,12 @@ class Run:
 
     def __init__(self, case: Case, schedule: Schedule) -> None:
         self.case, self.schedule = case, schedule
-        self.place, self.split = case.settings.place, case.settings.form.split
+        self.place = case.settings.place
         self.cuts = [[c.index for c in chunks(g, case.settings.chunk) if c.trainable] for g in case.program.groups]
         late = {(op.id.group, op.id.chunk) for op in late_steps(schedule)}
         self.now = 1
         self.state = {(g, c): 1 - ((g, c) in late) for g, cut in enumerate(self.cuts) for c in cut}
-        self.weights = dict(self.state)
+        self.weights, self.home = dict(self.state), dict(self.state)
         self.waiting = dict.fromkeys(late, 0)
         self.held = {start: 0 for start, _, _ in schedule.carried}
         self.uploaded: dict[tuple[str, int], int] = {}
@@ -174,31 +174,43 @@ class Run:
             case "RG":
                 self.held[op.writes[0]] = self.waiting[at]
             case "RS":
-                self.held[op.writes[0]] = self.state[at]
+                for name in op.writes:
+                    self.held[name] = self.state[at] if name.kind == "S" else self.home[at]
             case "OP":
                 self._optimize(op, at)
             case "OD":
                 for c in self.cuts[at[0]]:
-                    self.state[at[0], c] = self.weights[at[0], c] = self.now + 1
+                    self.state[at[0], c] = self.weights[at[0], c] = self.home[at[0], c] = self.now + 1
             case "WS":
                 self.state[at] = self.held[op.reads[0]]
-                if not self.split and self.place.weights[at[0]] == "disk":
-                    self.weights[at] = self.held[op.reads[0]]
-            case "WW" | "UN":
-                self.weights[at] = self.held[op.reads[0]]
+            case "WW":
+                self.home[at] = self.held[op.reads[0]] if op.reads else self.weights[at]
+                if self.place.weights[at[0]] == "disk":
+                    self.weights[at] = self.home[at]
+            case "UN":
+                self.weights[at] = self.held[op.reads[0]] if op.reads else self.home[at]
 
     def _optimize(self, op: Op, at: tuple[int, int]) -> None:
-        gradient, *state = op.reads
-        old = self.held[state[0]] if state else self.state[at]
-        assert self.held[gradient] == old, "each gradient is applied once, in order"
+        gradient, *through = op.reads
+        kinds = [name.kind for name in through]
+        old = [*(self.held[name] for name in through)]
+        old += [self.state[at]] * ("S" not in kinds) + [self._in_memory(at)] * ("O" not in kinds)
+        assert {*old} == {self.held[gradient]}, "each gradient is applied once, in order"
         for name in op.writes:
-            self.held[name] = old + 1
-        if not state:
-            self.state[at] = old + 1
-        elif not self.split and self.place.state[at[0]] != "disk":
-            self.state[at] = old + 1  # only the master copy is on disk
-        if self.place.weights[at[0]] == "host":
-            self.weights[at] = old + 1
+            self.held[name] = old[0] + 1
+        if "S" not in kinds:
+            self.state[at] = old[0] + 1
+        if "O" not in kinds and self.place.weights[at[0]] == "host":
+            self.weights[at] = old[0] + 1
+        if "O" not in kinds and self._is_home(at[0]):
+            self.home[at] = old[0] + 1
+
+    def _is_home(self, g: int) -> bool:
+        """Whether a group's weights are at home in host memory."""
+        return self.place.home(self.case.program.groups[g]) == "host"
+
+    def _in_memory(self, at: tuple[int, int]) -> int:
+        return self.weights[at] if self.place.weights[at[0]] == "host" else self.home[at]
 
     def _compute(self, op: Op) -> None:
         stage = self.case.program.stages[op.id.stage]
@@ -292,7 +304,7 @@ def placed(
     return Settings(
         micro_batches=M,
         chunk=chunk * ALIGN,
-        form=Format(weight_bytes=2, moments=2),
+        form=Format.of("bf16", 2),
         place=Placement(weights=("disk",) * count, state=("disk",) * count, gradients="host", checkpoints=checkpoints),
         depths=Depths(),
         wait=wait,
@@ -418,7 +430,7 @@ def test_a_delay_is_faster_where_the_drive_would_idle_in_the_forward() -> None:
     costs = Costs(name="disk", seconds=disk_bound)
     times = {}
     for share in (0.0, 0.25, 0.5):
-        s = replace(placed(program=program, delay=share), micro_batches=2)
+        s = replace(placed(program=program, delay=share), micro_batches=2, form=Format.of("fp16", 2))
         found = simulate(World.of(vertical(program, s)), costs)
         times[share] = found.time
         assert found.time >= found.lower_bound
@@ -464,7 +476,7 @@ def test_only_the_vertical_schedule_delays() -> None:
 @pytest.mark.parametrize("weights", ["host", "disk"])
 def test_a_users_schedule_says_itself_what_it_delays(gradients: Literal["host", "disk"], weights: Tier) -> None:
     budget = Budget(device=1 << 30, host=1 << 30, disk="/disk", weights=weights, state="disk", gradients=gradients)
-    form = Format(weight_bytes=2, moments=2)
+    form = Format.of("bf16", 2)
     request = Request(program=PLAIN, budget=budget, form=form, micro_batches=2, wait=True, speculate=False)
     plan = fit(request)
     late = vertical(PLAIN, replace(plan.settings, delay=0.5))

@@ -1,6 +1,7 @@
 """What a run that is killed goes on from, for each durability: the store as it lies there is copied, and resumed."""
 
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,11 +77,13 @@ def test_frozen_weights_in_memory_that_a_snapshot_brings_outlive_a_kill(tmp_path
 
 @pytest.mark.parametrize("weights", ["host", "device"])
 @pytest.mark.parametrize("delay", [0.0, 0.5])
-def test_weights_in_memory_follow_from_the_state_on_disk(tmp_path: Path, weights: str, delay: float) -> None:
+def test_copies_of_weights_in_memory_follow_from_what_is_on_disk(tmp_path: Path, weights: str, delay: float) -> None:
     """Every step is a commit all the same."""
     with wrap(CASE, budget(tmp_path / "run", weights=weights), speculate=True, delay=delay, **COMMON) as engine:
         run = [engine.step(micro_batches) for micro_batches in STEPS[:3]]
-        assert engine.inside.resources.arrays.stale()
+        arrays = engine.inside.resources.arrays
+        assert {arrays.found_on(g.index) for g in arrays.groups} == {weights}
+        assert arrays.state_on_disk()
         left = killed(tmp_path / "run", tmp_path / "left")
     assert len(run) == 3
     with wrap(CASE, budget(left, weights=weights), **COMMON) as engine:
@@ -150,7 +153,7 @@ def test_durability_by_the_step_puts_all_state_on_disk(tmp_path: Path) -> None:
     with wrap(CASE, where, **COMMON) as engine:
         engine.step(STEPS[0])
         assert engine.inside.resources.commits.every_step
-        assert engine.inside.resources.arrays.stale()
+        assert engine.inside.resources.arrays.state_on_disk()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,13 @@ def test_what_cannot_be_promised_is_refused(tmp_path: Path, wrong: dict[str, Any
         penstock.Budget(**{"device": "1MiB", "host": "1MiB", "disk": tmp_path} | wrong)
 
 
-def test_in_fp32_weights_in_memory_are_state_in_memory(tmp_path: Path) -> None:
-    where = penstock.Budget(device="64MiB", host="64MiB", disk=tmp_path, durability="step", weights="host")
-    with pytest.raises(ConfigError, match="in fp32 the weights are part of it"):
-        wrap(CASE, where, precision="fp32")
+@pytest.mark.parametrize("weights", ["host", "device"])
+def test_in_fp32_a_copy_of_weights_in_memory_costs_no_durability(tmp_path: Path, weights: Any) -> None:
+    """The weights are the master copy then, and are at home on disk all the same."""
+    where = penstock.Budget(device="64MiB", host="64MiB", disk=tmp_path / "run", durability="step", weights=weights)
+    with wrap(CASE, where, precision="fp32") as engine:
+        expected = run_steps(engine, STEPS[:2]).state
+        left = killed(tmp_path / "run", tmp_path / "left")
+    with wrap(CASE, replace(where, disk=left), precision="fp32") as engine:
+        assert engine.step_count == 2
+        assert_same_state(state_of(engine), expected)

@@ -97,7 +97,7 @@ def test_a_plan_that_is_not_to_change_does_not(settings: dict[str, Any], tmp_pat
 
 
 def test_what_is_forced_stays(tmp_path: Path) -> None:
-    found = run(tmp_path, slow=range(3, len(STEPS)), delay=0.4)
+    found = run(tmp_path, slow=range(3, len(STEPS)), delay=0.3)
     assert len(changes(found)) == 1
     assert "delay" not in str([s.plan_change for s in found.stats])
 

@@ -65,11 +65,16 @@ def test_evaluations_between_steps_find_the_state_where_their_plan_says(tmp_path
 def check_placed(engine: penstock.Engine) -> None:
     place, arrays = engine.plan.settings.place, engine.inside.resources.arrays
     for group in arrays.groups:
-        assert arrays.tier_of(f"weights.{group.index}") == place.weights[group.index]
+        assert arrays.found_on(group.index) == place.weights[group.index]
     fixed = engine.plan.schedule.fixed
     for tier in ("device", "host"):
         planned = sum(n for where, what, n in fixed if where == tier and what in ("weights", "state"))
         held = sum(p.nbytes for name, p in arrays.parts.items() if arrays.tier_of(name) == tier)
+        held += sum(
+            arrays.weights(g.index).nbytes
+            for g in arrays.groups
+            if arrays.found_on(g.index) == tier != arrays.tier_of(f"weights.{g.index}")
+        )
         assert held == planned
 
 

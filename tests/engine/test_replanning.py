@@ -82,7 +82,8 @@ def check_placed(engine: penstock.Engine) -> None:
     """Arrays are where the plan says, and what is held is within the budget."""
     place, arrays = engine.plan.settings.place, engine.inside.resources.arrays
     for group in arrays.groups:
-        assert arrays.tier_of(f"weights.{group.index}") == place.weights[group.index]
+        assert arrays.found_on(group.index) == place.weights[group.index]
+        assert arrays.tier_of(f"weights.{group.index}") == place.home(group)
         assert all(
             arrays.tier_of(part.name) == place.state[group.index]
             for part in arrays.parts.values()
@@ -117,18 +118,22 @@ def test_a_run_that_is_killed_right_after_a_change_goes_on_from_its_last_commit(
 
 
 @pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize(("name", "call"), zip(KEPT, ("preadv", "pwritev"), strict=True))
 def test_a_plan_that_cannot_be_had_is_not_changed_to(
-    name: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, call: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A write that fails while arrays move to disk costs the change, and nothing else."""
+    """A read that fails while copies of weights are made, or a write while arrays move to disk, costs the change, and
+    nothing else."""
     with RUNS[name].engine(tmp_path) as engine:
         before = engine.prepare(STEPS[0])
         stats = [engine.step(STEPS[0])]
         engine.inside.rest()
         plans = other_plans(engine.inside.planning.request, seed=5)
-        engine.inside.planning.change(next(p for p in plans if p.place.weights.count("disk") > 2))
-        with failing_once(after, monkeypatch) as failed, caplog.at_level("WARNING"):
+        tier = "disk" if call == "pwritev" else "host"
+        found_there = lambda place: (place.state if call == "pwritev" else place.weights).count(tier)  # noqa: E731
+        now = found_there(engine.plan.settings.place)
+        engine.inside.planning.change(next(p for p in plans if found_there(p.place) > now + 2))
+        with failing_once(call, after, monkeypatch) as failed, caplog.at_level("WARNING"):
             engine.prepare(STEPS[1])
         assert failed
         assert "the plan is not changed" in caplog.text
@@ -142,9 +147,9 @@ def test_a_plan_that_cannot_be_had_is_not_changed_to(
 
 
 @contextmanager
-def failing_once(after: int, patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """One write to a drive fails inside, once so many have worked; yields which one did."""
-    real, count, failed = os.pwritev, itertools.count(), list[int]()
+def failing_once(call: str, after: int, patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """One call to a drive fails inside, once so many have worked; yields which one did."""
+    real, count, failed = getattr(os, call), itertools.count(), list[int]()
 
     def fail(*args: Any) -> int:
         if (number := next(count)) == after:
@@ -153,5 +158,5 @@ def failing_once(after: int, patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return real(*args)
 
     with patch.context() as patched:
-        patched.setattr(os, "pwritev", fail)
+        patched.setattr(os, call, fail)
         yield failed

@@ -12,6 +12,7 @@ from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.lower.visits import vertical
+from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
 from tests.programs import Case, random_case, transformer
@@ -35,7 +36,7 @@ def test_only_state_that_is_all_on_disk_steps_before_the_norm(case: Case) -> Non
     clocks, norm = Clocks(run_order(schedule)), schedule.by_id.get("NORM")
     for op in schedule.ops:
         if op.id.kind in ("OP", "OD"):
-            on_disk = s.place.all_on_disk(op.id.group, s.form)
+            on_disk = s.place.all_on_disk(op.id.group)
             assert s.waits(op.id.group) == (not on_disk)
             assert on_disk or (norm is not None and clocks.before(norm, op))
 
@@ -59,7 +60,7 @@ def test_a_step_before_the_norm_is_refused_where_nothing_can_take_it_back() -> N
     s = Settings(
         micro_batches=2,
         chunk=5 * ALIGN,
-        form=Format(weight_bytes=2, moments=2),
+        form=Format.of("bf16", 2),
         place=Placement(
             weights=("disk",) * count, state=("host", *("disk",) * (count - 1)), gradients="host", checkpoints="device"
         ),
@@ -76,4 +77,4 @@ def test_a_step_before_the_norm_is_refused_where_nothing_can_take_it_back() -> N
     early = replace(early, after=tuple(n for n in early.after if n != "NORM"))
     ops.insert(ops.index(schedule.by_id["NORM"]), early)
     with pytest.raises(ScheduleError, match=r"op OP0\.0 may run before NORM"):
-        check(replace(schedule, ops=tuple(ops)))
+        prove(replace(schedule, ops=tuple(ops)), Needs.of(program, s))

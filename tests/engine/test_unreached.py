@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.config import Tier
+from penstock.optim import kernels
 from penstock.planner import fit
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.place import Placement
@@ -132,9 +133,12 @@ def check_whole(store: Path, expected: Result | None) -> None:
     with committed([[store]]) as last:
         for name, place in last.values.parameters.items():
             numel = place.shape.numel()
-            master = expected.state[place.array][place.offset : place.offset + numel].float()
+            parts = [expected.state[array][place.offset : place.offset + numel] for array in place.arrays]
+            master = parts[0].float()
+            if len(parts) == 2:
+                kernels.join(master, parts[0].contiguous(), parts[1].contiguous())
             found = last.values.parameter(name).flatten()
-            assert torch.equal(master, found), place.array
+            assert torch.equal(master, found), name
 
 
 # ---- what is right

@@ -37,18 +37,14 @@ def asked(
 
 def equal_blocks() -> Question:
     """A block is one of the largest chunks, of which no delay takes a share."""
-    found = asked(
-        12, 2048, 2048, form=Format(weight_bytes=4, moments=2), seconds=0.05, count=6, device=256 * MIB, host=1024 * MIB
-    )
+    found = asked(12, 2048, 2048, form=Format.of("fp32", 2), seconds=0.05, count=6, device=256 * MIB, host=1024 * MIB)
     budget = replace(found.request.budget, weights="disk", state="disk")
     return replace(found, request=replace(found.request, budget=budget))
 
 
 def large_vocabulary() -> Question:
     """Six small blocks in little host memory, where a delay finds no room beside large chunks."""
-    return asked(
-        6, 256, 1024, form=Format(weight_bytes=2, moments=2), seconds=0.012, count=4, device=64 * MIB, host=48 * MIB
-    )
+    return asked(6, 256, 1024, form=Format.of("bf16", 2), seconds=0.012, count=4, device=64 * MIB, host=48 * MIB)
 
 
 def test_with_a_norm_the_delay_is_chosen_as_well() -> None:

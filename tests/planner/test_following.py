@@ -59,7 +59,7 @@ def plan() -> Plan:
     """A step with everything on disk."""
     count = len(PROGRAM.groups)
     settings = Settings(
-        micro_batches=2, chunk=4 * ALIGN, form=Format(weight_bytes=4, moments=2), depths=Depths(), wait=False,
+        micro_batches=2, chunk=4 * ALIGN, form=Format.of("fp32", 2), depths=Depths(), wait=False,
         place=Placement(weights=("disk",) * count, state=("disk",) * count, gradients="host", checkpoints="host"),
     )  # fmt: skip
     return Plan(program=PROGRAM, settings=settings, schedule=vertical(PROGRAM, settings), state_bytes=0, disk_bytes=0)

@@ -20,7 +20,7 @@ from penstock.sim.simulate import simulate
 from tests.programs import transformer
 from tests.questions import MACHINE, question, times_for
 
-ADAM16 = Format(weight_bytes=2, moments=2)
+ADAM16 = Format.of("bf16", 2)
 MIB = 1 << 20
 LINK = 4e6
 """bytes/s down: what bounds these steps"""

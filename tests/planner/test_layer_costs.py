@@ -17,7 +17,7 @@ from penstock.shape.model import stage_times
 from penstock.shape.shipped import named
 from penstock.sim.costs import Costs
 
-FORM = Format(weight_bytes=2, moments=2)
+FORM = Format.of("bf16", 2)
 PROFILE = named("llama-8b").with_layers(4).profile(1, 2048, FORM)
 BLOCK = PROFILE.program.groups[PROFILE.program.stages[1].forward_reads[0]].numel
 MACHINE = replace(shipped_machine("a100-40g"), network=Network(bandwidth=1e9, latency=1e-3), overhead=1e-2)
@@ -34,9 +34,9 @@ def costs_of(world: World) -> Costs:
 
 def test_sizes_are_those_of_a_block() -> None:
     sizes = layer_sizes(PROFILE, FORM)
-    assert (sizes.weights, sizes.gradient, sizes.state) == (2 * BLOCK, 4 * BLOCK, 12 * BLOCK)
+    assert (sizes.weights, sizes.gradient, sizes.state) == (2 * BLOCK, 4 * BLOCK, 10 * BLOCK)
     assert sizes.activation == 2048 * 4096 * 2
-    assert layer_sizes(PROFILE, Format(weight_bytes=4, moments=2)).state == 8 * BLOCK  # the master copy is the weights
+    assert layer_sizes(PROFILE, Format.of("fp32", 2)).state == 8 * BLOCK  # the master copy is the weights
 
 
 def test_computing_takes_a_blocks_time_for_each_micro_batch_and_the_loss_the_epilogues() -> None:

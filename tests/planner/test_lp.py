@@ -24,7 +24,7 @@ from penstock.sim.simulate import simulate
 from tests.programs import Case, placement, random_case, transformer
 from tests.questions import MACHINE, question, request_of, times_for
 
-ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
+ADAM32, ADAM16 = Format.of("fp32", 2), Format.of("bf16", 2)
 
 
 def costs_of(case: Case) -> Costs:
@@ -109,7 +109,7 @@ def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int, ran
     if case.settings.train:
         strands = Random(-seed - 1).choice((1, 2, 4))
         case = replace(case, settings=replace(case.settings, strands=strands))
-    place = placement(Random(seed), case.program, case.settings.form, tied=bool(tied_groups(case.program)))
+    place = placement(Random(seed), case.program, tied=bool(tied_groups(case.program)))
     case = replace(case, settings=replace(case.settings, place=place))
     case = case if ranks == 1 else case.shared_by(ranks, stage)
     lp = PlacementLP(
@@ -140,7 +140,7 @@ def test_the_optimum_is_no_worse_than_any_placement_that_fits(form: Format, wait
     least = min(shares.seconds for shares in lp.solve_whole())
     rng, tried = Random(1), 0
     for _ in range(400):
-        place = placement(rng, request.program, form, tied=False)
+        place = placement(rng, request.program, tied=False)
         option = replace(settings, place=place)
         sizes = lp.base_sizes(place.checkpoints, place.gradients if wait else "host")
         homes = enumerate(zip(place.weights, place.state, strict=True))

@@ -29,7 +29,7 @@ from tests.training import budget, steps_of, wrap
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = MODELS["llama_sdpa"]
-FORM = Format(weight_bytes=4, moments=2)
+FORM = Format.of("fp32", 2)
 
 
 class Slabs:
@@ -183,7 +183,7 @@ def test_arrays_are_those_that_the_engine_keeps(tmp_path: Path) -> None:
         parts = engine.inside.resources.arrays.parts.values()
         program = Program.__new__(Program)
         object.__setattr__(program, "groups", engine.inside.resources.arrays.groups)
-        found = arrays(program, Format(weight_bytes=2, moments=2))
+        found = arrays(program, Format.of("bf16", 2))
         assert [(a.group, a.nbytes) for a in found] == [(p.group, p.nbytes) for p in parts]
         assert [a.state for a in found] == [not p.name.startswith("weights") for p in parts]
         assert sum(page_up(p.nbytes) for p in parts) == sum(page_up(a.nbytes) for a in found)

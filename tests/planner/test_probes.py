@@ -63,7 +63,7 @@ def test_loads_are_those_of_the_schedule_in_each_phase_and_lane(seed: int, layer
     late = delay if case.family == "vertical" and case.settings.train else 0.0
     whole = replace(
         case.settings,
-        place=placement(rng, program, case.settings.form, tied=tied),
+        place=placement(rng, program, tied=tied),
         depths=replace(case.settings.depths, inputs=rng.randint(2, 6)),
         delay=late,
     )
@@ -106,7 +106,7 @@ def test_blocks_that_take_turns_or_share_weights_have_samples() -> None:
     for program_ in (turns, Program(groups=groups, stages=stages)):
         for seed in range(4):
             case = random_case(seed, largest=5)
-            place = placement(Random(seed), program_, case.settings.form, tied=True)
+            place = placement(Random(seed), program_, tied=True)
             found = replace(case, program=program_, settings=replace(case.settings, place=place))
             np.testing.assert_allclose(predicted(found), lowered(found), rtol=1e-9, atol=1e-9)
 
@@ -177,6 +177,6 @@ def test_weights_that_some_blocks_share_leave_in_between_in_the_sample_too() -> 
     shared = Program(groups=program.groups, stages=tuple(sixth))
     for seed in range(6):
         case = random_case(seed, largest=5)
-        place = placement(Random(seed), shared, case.settings.form, tied=True)
+        place = placement(Random(seed), shared, tied=True)
         found = replace(case, program=shared, settings=replace(case.settings, place=place))
         np.testing.assert_allclose(predicted(found), lowered(found), rtol=1e-9, atol=1e-9)

@@ -25,7 +25,7 @@ from penstock.sim.simulate import simulate
 from tests.programs import placement, transformer
 from tests.questions import DRIVE, MACHINE, question, searched
 
-ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
+ADAM32, ADAM16 = Format.of("fp32", 2), Format.of("bf16", 2)
 MIB = 1 << 20
 WRITES_HALF = replace(
     MACHINE, drives=(replace(DRIVE, read=2e7, write=1e7, read_both=1.9e7, write_both=0.95e7),), name="writes slowly"
@@ -93,21 +93,20 @@ NO_DISK, PLAIN = Budget(device=MIB, host=MIB), Budget(device=MIB, host=MIB, disk
 
 
 @pytest.mark.parametrize(
-    ("budget", "form", "wait", "said"),
+    ("budget", "wait", "said"),
     [
-        (PLAIN, ADAM16, False, "neither clip_grad_norm nor fp16"),
-        (NO_DISK, ADAM16, True, "there is no disk: give budget.disk"),
-        (replace(PLAIN, slots=1), ADAM16, True, "budget.slots=1 .* use slots=2"),
-        (replace(PLAIN, state="host"), ADAM16, True, "budget.state='host' leaves no group's state on disk"),
-        (replace(PLAIN, weights="host"), ADAM32, True, "budget.weights='host' leaves no group's state on disk"),
+        (PLAIN, False, "neither clip_grad_norm nor fp16"),
+        (NO_DISK, True, "there is no disk: give budget.disk"),
+        (replace(PLAIN, slots=1), True, "budget.slots=1 .* use slots=2"),
+        (replace(PLAIN, state="host"), True, "budget.state='host' leaves no group's state on disk"),
     ],
 )
 def test_speculation_that_cannot_be_is_refused_with_the_reason_and_not_chosen(
-    budget: Budget, form: Format, wait: bool, said: str
+    budget: Budget, wait: bool, said: str
 ) -> None:
-    why = no_speculation(budget, form, wait=wait)
+    why = no_speculation(budget, wait=wait)
     assert why is not None
-    asked = question(transformer(3), form=form, wait=wait)
+    asked = question(transformer(3), form=ADAM16, wait=wait)
     roomy = replace(budget, device=1 << 40, host=1 << 40, checkpoints="host", gradients="host")
     request = replace(asked.request, budget=roomy, speculate=True)
     for ask in (lambda: fit(request), lambda: search(replace(asked, request=request))):
@@ -117,8 +116,8 @@ def test_speculation_that_cannot_be_is_refused_with_the_reason_and_not_chosen(
     assert not searched(replace(asked, request=replace(request, speculate=None))).plan.settings.speculate
 
 
-def test_weights_in_memory_do_not_stand_in_the_way_of_16_bit_speculation() -> None:
-    assert no_speculation(replace(PLAIN, weights="host"), ADAM16, wait=True) is None
+def test_copies_of_weights_in_memory_do_not_stand_in_the_way_of_speculation() -> None:
+    assert no_speculation(replace(PLAIN, weights="host"), wait=True) is None
 
 
 # ---- without a machine
@@ -130,7 +129,7 @@ def test_without_a_profile_what_ends_on_disk_speculates_and_holds_no_gradients(f
     plan = fit(replace(asked, speculate=None))
     check(plan.schedule)
     assert plan.schedule.speculative
-    on_disk = [g for g in asked.program.groups if plan.settings.place.all_on_disk(g.index, form)]
+    on_disk = [g for g in asked.program.groups if plan.settings.place.all_on_disk(g.index)]
     assert len(on_disk) > 3
     assert not any(plan.settings.waits(group.index) for group in on_disk)
     assert not fit(replace(asked, speculate=False)).schedule.speculative
@@ -153,7 +152,7 @@ def test_without_a_profile_a_forced_delay_is_kept_and_none_is_chosen() -> None:
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_where_the_disk_writes_slower_than_it_reads_a_delay_is_chosen_and_beats_none(wait: bool) -> None:
-    asked = open_question(wait=wait)
+    asked = open_question(Format.of("fp16", 2), wait=wait)
     chosen, none = searched(asked), searched(forced(asked, delay=0.0))
     check(chosen.plan.schedule)
     assert chosen.plan.settings.delay > 0
@@ -218,7 +217,7 @@ def test_with_a_delay_the_linear_program_never_promises_room_that_there_is_not(s
     request = replace(asked.request, speculate=speculate, delay=rng.choice((0.1, 0.25, 0.5, 1.0)))
     settings = replace(fitted(request), depths=Depths(), chunk=1 << 12)
     lp = PlacementLP(request, settings, asked.costs)
-    place = placement(rng, request.program, request.form, tied=False)
+    place = placement(rng, request.program, tied=False)
     counted = lp.base_sizes(place.checkpoints, place.gradients)
     for g, home in enumerate(zip(place.weights, place.state, strict=True)):
         counted = counted + lp.group_sizes(g, home, place.gradients)
@@ -257,7 +256,7 @@ def test_what_is_asked_for_and_the_schedule_does_otherwise_is_refused() -> None:
         own_plan(replace(request, delay=0.5), schedule)
     with pytest.raises(ScheduleError, match="the schedule speculates: leave speculate=False out"):
         own_plan(replace(request, delay=None), planned(delay=0.25, speculate=True)[1])
-    with pytest.raises(ScheduleError, match=r"weights of embed at home on disk, and budget\.weights='host'"):
+    with pytest.raises(ScheduleError, match=r"weights of embed on disk, and budget\.weights='host'"):
         own_plan(replace(request, delay=None, budget=replace(request.budget, weights="host")), schedule)
 
 

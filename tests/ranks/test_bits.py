@@ -68,10 +68,10 @@ def whole_state(engine: penstock.Engine) -> dict[str, torch.Tensor]:
     found = {}
     for name, place in values.parameters.items():
         if place.trainable:
-            group = int(place.array.rpartition(".")[2])
+            group = int(place.arrays[0].rpartition(".")[2])
             for moment in range(resources.arrays.form.moments):
                 flat = torch.empty(place.shape.numel())
-                resources.whole_arrays.fetch(f"moment{moment}.{group}", place.offset, flat)
+                resources.whole_arrays.fetch((f"moment{moment}.{group}",), place.offset, flat)
                 found[f"{name}/{moment}"] = flat
     return found
 

@@ -191,7 +191,8 @@ def test_ops_of_a_trace_that_touch_share_a_row_though_its_times_are_rounded(tmp_
     for step in (1, 2, 3):
         facts, _ = _unpacked(run_page(gather(tmp_path, step)))
         rows = [facts["lanes"][lane] for lane, _, _ in facts["sides"][1]["stretches"]]
-        assert [rows.count(lane) for lane in ("compute", "h2d", "d2h", "write", "cpu")] == [1, 1, 1, 1, 1]
+        assert [rows.count(lane) for lane in ("compute", "h2d", "d2h", "cpu")] == [1, 1, 1, 1]
+        assert rows.count("write") <= 2, "as many as there are workers"
 
 
 def test_a_page_says_bytes_exactly_and_errors_relative_to_the_measurement(tmp_path: Path) -> None:

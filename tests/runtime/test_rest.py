@@ -30,8 +30,8 @@ def wanted() -> Result:
 
 
 def roundabout() -> Schedule:
-    """State goes home when an op that comes after the step has read it: that it comes after the step is not said."""
-    late = [op for op in built().ops if op.id.kind == "WS" and {other.kind for other in op.after} >= {"OP", "UW"}]
+    """Weights go home when an op that comes after the step has read them: that it comes after the step is not said."""
+    late = [op for op in built().ops if op.id.kind == "WW" and {other.kind for other in op.after} >= {"OP", "UW"}]
     assert late
     return replace(
         built(),

@@ -141,7 +141,7 @@ def test_new_weights_on_their_way_up_are_not_held_up_by_loads(build: Builder, de
         checkpoints="host",
     )
     few = Depths(weights=depth, gradients=1, stage_in=1, stage_out=1, state=1, checkpoints=1)
-    form = Format(weight_bytes=2, moments=2)
+    form = Format.of("bf16", 2)
     check(build(program, Settings(micro_batches=2, chunk=ALIGN, form=form, place=place, depths=few, wait=False)))
 
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from penstock.config import Tier
+from penstock.config import Precision, Tier
 from penstock.schedule.check import check
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Schedule
@@ -56,7 +56,7 @@ LAYERS = 3
 BLOCKS, ENDS = LAYERS * 12 * ALIGN, 41 * ALIGN
 N = BLOCKS + ENDS
 BLOCK = BLOCKS // LAYERS
-ADAM32, ADAM16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
+ADAM32, ADAM16 = Format.of("fp32", 2), Format.of("bf16", 2)
 
 
 def moved(family: str, s: Settings) -> dict[Lane, int]:
@@ -108,48 +108,67 @@ def test_fp32_adam_on_disk_reads_4_and_4_and_12_and_writes_12_bytes_per_paramete
     assert found["write"] == 12 * N
 
 
-def test_bf16_adam_on_disk_reads_2_and_2_and_12_and_writes_12_and_2_bytes_per_parameter() -> None:
+def test_bf16_adam_on_disk_reads_2_and_2_and_12_and_writes_12_bytes_per_parameter() -> None:
+    """The master copy is 2 bytes of weights and 2 more."""
     found = moved("vertical", settings(transformer(LAYERS), "disk", "disk", form=ADAM16))
+    assert found["read"] == (2 + 2 + 12) * BLOCKS - 2 * BLOCK + (2 + 12) * ENDS
+    assert found["write"] == 12 * N
+
+
+def test_fp16_adam_on_disk_reads_2_and_2_and_12_and_writes_12_and_2_bytes_per_parameter() -> None:
+    """The master copy is beside the weights, which a step only writes."""
+    found = moved("vertical", settings(transformer(LAYERS), "disk", "disk", form=Format.of("fp16", 2)))
     assert found["read"] == (2 + 2 + 12) * BLOCKS - 2 * BLOCK + (2 + 12) * ENDS
     assert found["write"] == (12 + 2) * N
 
 
 @pytest.mark.parametrize(("moments", "family"), list(product((0, 1, 2), ("vertical", "horizontal"))))
-@pytest.mark.parametrize("width", [2, 4])
-def test_the_optimizer_step_touches_gradient_state_and_copy_once(moments: int, family: str, width: int) -> None:
-    """cpu lane: gradient read, master and moments read and written, working copy written where it is another array."""
-    form = Format(weight_bytes=2 if width == 2 else 4, moments=moments)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_optimizer_step_touches_gradient_weights_and_state_once(
+    moments: int, family: str, precision: Precision
+) -> None:
+    """cpu lane: gradient read, master and moments read and written, weights written where they are no part of it."""
+    form = Format.of(precision, moments)
     found = moved(family, settings(transformer(LAYERS), "disk", "disk", micro_batches=1, form=form))
-    assert found["cpu"] == (4 + 2 * 4 * (1 + moments) + (2 if width == 2 else 0)) * N
-    weights = width * loaded(family, 1)
+    copied = 2 if precision == "fp16" else 0
+    assert found["cpu"] == (4 + 2 * 4 * (1 + moments) + copied) * N
+    weights = form.weight_bytes * loaded(family, 1)
     assert found["read"] == weights + 4 * (1 + moments) * N
-    assert found["write"] == (4 * (1 + moments) + (2 if width == 2 else 0)) * N
+    assert found["write"] == (4 * (1 + moments) + copied) * N
 
 
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 @pytest.mark.parametrize(
-    ("weights", "state", "width", "read", "write"),
+    ("weights", "state", "precision", "read", "write"),
     [
-        # fp32: the master copy is where the weights are
-        ("host", "host", 4, 0, 0),
-        ("host", "disk", 4, 8, 8),
-        ("disk", "host", 4, 4, 4),
-        ("host", "host", 2, 0, 0),
-        ("host", "disk", 2, 12, 12),
-        ("disk", "host", 2, 0, 2),
-        ("device", "disk", 2, 12, 12),
+        # at home where the state is, or below: a copy in host memory is not read from disk, and a step writes both
+        ("host", "host", "fp32", 0, 0),
+        ("host", "disk", "fp32", 8, 12),
+        ("disk", "host", "fp32", 4, 4),
+        ("device", "host", "fp32", 0, 0),
+        ("device", "disk", "fp32", 12, 12),
+        ("host", "host", "bf16", 0, 0),
+        ("host", "disk", "bf16", 10, 12),
+        ("disk", "host", "bf16", 2, 2),
+        ("device", "host", "bf16", 0, 0),
+        ("device", "disk", "bf16", 12, 12),
+        # a step makes the weights anew from the master copy
+        ("host", "disk", "fp16", 12, 14),
+        ("disk", "host", "fp16", 0, 2),
+        ("device", "disk", "fp16", 12, 14),
     ],
 )
 def test_only_what_is_on_disk_is_read_and_written(
-    weights: Tier, state: Tier, width: int, read: int, write: int, family: str
+    weights: Tier, state: Tier, precision: Precision, read: int, write: int, family: str
 ) -> None:
-    form = Format(weight_bytes=2 if width == 2 else 4, moments=2)
+    form = Format.of(precision, 2)
+    width = form.weight_bytes
     found = moved(family, settings(transformer(LAYERS), weights, state, form=form))
     times = 3 if family == "horizontal" else 1
     streamed = width * loaded(family)
     assert found["read"] == (streamed if weights == "disk" else 0) + read * N
     assert found["write"] == write * N
-    assert found["h2d"] == (2 * N if weights == "device" else streamed)  # new weights go up to where they live
+    assert found["h2d"] == (width * N if weights == "device" else streamed)  # new weights go up to their copy
     assert found["d2h"] == times * 4 * N
 
 

@@ -29,7 +29,7 @@ from tests.tape_reference import Bench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FP32, BF16 = Format(weight_bytes=4, moments=2), Format(weight_bytes=2, moments=2)
+FP32, BF16 = Format.of("fp32", 2), Format.of("bf16", 2)
 
 
 def experts(build: str, implementation: str) -> Case:
@@ -322,7 +322,7 @@ def test_planning_a_shipped_model_imports_no_torch_and_takes_no_time() -> None:
     script = (
         "import sys, time; from penstock.shape.shipped import named; from penstock.schedule.place import Format\n"
         "started = time.process_time()\n"
-        "named('gpt-175b').profile(8, 2048, Format(weight_bytes=2, moments=2))\n"
+        "named('gpt-175b').profile(8, 2048, Format.of('bf16', 2))\n"
         "assert time.process_time() - started < 0.1\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )

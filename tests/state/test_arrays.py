@@ -22,8 +22,8 @@ GROUPS = (
     GroupSpec(index=1, name="block", trainable=5 * ALIGN, frozen=3 * ALIGN),
     GroupSpec(index=2, name="frozen", trainable=0, frozen=ALIGN),
 )
-SPLIT = Format(weight_bytes=2, moments=2)
-ONE = Format(weight_bytes=4, moments=2)
+SPLIT = Format.of("bf16", 2)
+ONE = Format.of("fp32", 2)
 
 
 def names(form: Format, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
@@ -33,14 +33,12 @@ def names(form: Format, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]
 def test_the_arrays_of_each_format() -> None:
     half, full = torch.bfloat16, torch.float32
     trained = {f"moment{i}.{g}": (n, full) for g, n in ((0, 2), (1, 5)) for i in (0, 1)}
-    masters = {"master.0": (2, full), "master.1": (5, full)}
-    assert names(SPLIT, half) == trained | masters | {
-        "weights.0": (2, half),
-        "weights.1": (8, half),
-        "weights.2": (1, half),
-    }
+    copies = {"weights.0": (2, half), "weights.1": (8, half), "weights.2": (1, half)}
+    lower = {"low.0": (2, torch.int16), "low.1": (5, torch.int16)}
+    assert names(SPLIT, half) == trained | copies | lower
+    assert names(Format.of("fp16", 2), half) == trained | copies | {"master.0": (2, full), "master.1": (5, full)}
     assert names(ONE, full) == trained | {"weights.0": (2, full), "weights.1": (8, full), "weights.2": (1, full)}
-    no_state = Format(weight_bytes=4, moments=0)
+    no_state = Format.of("fp32", 0)
     assert names(no_state, full) == {"weights.0": (2, full), "weights.1": (8, full), "weights.2": (1, full)}
 
 
@@ -105,7 +103,10 @@ def test_moving_keeps_every_bit(bounce: int, store: Store, monkeypatch: pytest.M
         arrays.settle(place)
         for group in GROUPS:
             first, *state = parts_of(group, SPLIT, torch.bfloat16)
-            assert arrays.tier_of(first.name) == place.weights[group.index]
+            assert arrays.tier_of(first.name) == place.home(group)
+            assert arrays.found_on(group.index) == place.weights[group.index]
+            if place.weights[group.index] != "disk":
+                assert torch.equal(arrays.weights(group.index), written[first.name])
             assert all(arrays.tier_of(part.name) == place.state[group.index] for part in state)
         check(arrays, written)
     arrays.close()
@@ -116,10 +117,10 @@ def test_what_is_written_in_memory_is_what_moves(store: Store) -> None:
     fill(arrays)
     arrays.settle(ROUTE[0])
     written = fill(arrays)
-    arrays.array("master.0")[5] = 7.0
-    written["master.0"][5] = 7.0
+    arrays.array("moment0.0")[5] = 7.0
+    written["moment0.0"][5] = 7.0
     arrays.to_disk()
-    assert arrays.tier_of("master.0") == "host"
+    assert arrays.tier_of("moment0.0") == "host"
     check(arrays, written)
     on_disk = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
     check(on_disk, written)
@@ -151,16 +152,16 @@ def write_some(arrays: StateArrays, name: str) -> None:
 
 
 def test_what_a_step_wrote_says_whether_it_can_be_dropped(stepped: tuple[StateArrays, int]) -> None:
-    """Beside what counts, or weights that follow from a master copy: yes. In place: no. Having begun says nothing."""
+    """Beside what counts, or copies of weights: yes. In place: no. Having begun says nothing."""
     arrays, slots = stepped
     arrays.note_step(1, late=False)
-    arrays.array("weights.1")[:ALIGN] = 3.0
+    arrays.weights(1)[:ALIGN] = 3.0
     assert arrays.droppable
-    write_some(arrays, "master.1")
+    write_some(arrays, "moment1.1")
     assert arrays.droppable == (slots == 2)
     if arrays.droppable:
         arrays.drop_step()
-        assert not arrays.array("weights.1").any(), "they are what their master copy says"
+        assert not arrays.weights(1).any(), "they are what is at home"
 
 
 def test_state_in_memory_and_what_a_step_finishes_for_the_one_before_cannot_be_dropped(

@@ -36,7 +36,7 @@ GROUPS = (
     GroupSpec(index=2, name="frozen", trainable=0, frozen=ALIGN),
     GroupSpec(index=3, name="block", trainable=8 * ALIGN, frozen=0),
 )
-FORM, DTYPE = Format(weight_bytes=2, moments=2), torch.bfloat16
+FORM, DTYPE = Format.of("bf16", 2), torch.bfloat16
 ORDER = (3, 1, 0)
 PLACES: dict[str, tuple[tuple[Tier, Tier], ...]] = {  # (weights, state) of each group
     "host": (("host", "host"),) * 4,
@@ -316,7 +316,7 @@ def test_pieces_are_written_in_the_order_of_the_changes(
     for _, mine in itertools.groupby(pieces, lambda piece: piece[0]):
         starts = [start for _, _, start in mine]
         assert starts == sorted(starts)
-    assert [name for _, name, start in pieces[:4] if start == 0] == ["weights.1", "master.1", "moment0.1", "moment1.1"]
+    assert [name for _, name, start in pieces[:4] if start == 0] == ["weights.1", "low.1", "moment0.1", "moment1.1"]
 
 
 def test_a_change_waits_for_the_copy_and_not_for_the_drive(
@@ -344,9 +344,9 @@ def test_a_change_writes_what_has_not_been_written_and_others_wait_for_it(
         gate = Gate(patch)
         run.background.begin(ORDER, run.commit)
         gate.wait_for(1)
-        one = threads.submit(run.change, "master.0", 0, ALIGN)
+        one = threads.submit(run.change, "moment0.0", 0, ALIGN)
         gate.wait_for(1)
-        other = threads.submit(run.change, "master.0", ALIGN, ALIGN)  # of the same piece
+        other = threads.submit(run.change, "moment0.0", ALIGN, ALIGN)  # of the same piece
         time.sleep(0.05)
         assert not one.done()
         assert not other.done()
@@ -421,7 +421,7 @@ def test_close_gives_up_what_is_not_written(
     run.background.begin(ORDER, run.commit)
     gate.wait_for(1)
     closing = threads.submit(run.background.close)
-    change = threads.submit(run.change, "master.0", 0, ALIGN)
+    change = threads.submit(run.change, "moment0.0", 0, ALIGN)
     time.sleep(0.05)
     gate.open()
     closing.result(timeout=PATIENCE)
@@ -490,7 +490,7 @@ def test_who_waits_for_a_piece_goes_on_when_its_write_fails(
         gate = Gate(patch)
         run.background.begin(ORDER, run.commit)
         gate.wait_for(1)
-        changes = [threads.submit(run.change, "master.0", 0, 2 * ALIGN) for _ in range(4)]
+        changes = [threads.submit(run.change, "moment0.0", 0, 2 * ALIGN) for _ in range(4)]
         gate.wait_for(1)
         gate.error = OSError(errno.EIO, "Input/output error")
         gate.open()

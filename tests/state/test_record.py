@@ -1,7 +1,6 @@
 """What a commit says of a run is looked at, field by field, before anything is made of it."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +9,7 @@ from penstock.errors import StoreError
 from penstock.optim.precision import LossScale
 from penstock.state.record import check_progress, check_stored
 from penstock.state.stats import StepStats
-from penstock.store.store import Store
 from tests.models import MODELS
-from tests.training import budget, steps_of, wrap
 
 CASE = MODELS["gpt2"]
 STATS = StepStats(
@@ -28,7 +25,7 @@ RUN: dict[str, Any] = {
     "last": STATS.numbers(),
     "position": {"row": 7},
 }
-STORED: dict[str, Any] = {"step": 3, "whole": True, "slots": "01", "stale": []}
+STORED: dict[str, Any] = {"step": 3, "whole": True, "slots": "01"}
 
 
 def check(record: dict[str, Any]) -> None:
@@ -59,17 +56,3 @@ def test_and_one_whose_last_step_lacks_a_number(key: str) -> None:
     last = {k: v for k, v in STATS.numbers().items() if k != key}
     with pytest.raises(StoreError, match=f"last lacks '{key}'"):
         check(RUN | {"last": last})
-
-
-def test_weights_that_are_said_to_follow_from_a_master_copy_have_one(tmp_path: Path) -> None:
-    """The store is closed then: it can be opened again."""
-    steps = steps_of(CASE, 1)
-    with wrap(CASE, budget(tmp_path), precision="bf16") as engine:
-        engine.step(steps[0])
-    with Store.open([tmp_path]) as store:
-        record = dict(store.last_commit() or {})
-        record.pop("sequence", None)
-        store.commit({**record, "stale": ["weights.99"]})
-    for _ in range(2):
-        with pytest.raises(StoreError, match=r"weights\.99.* has none"):
-            wrap(CASE, budget(tmp_path), precision="bf16")

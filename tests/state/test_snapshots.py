@@ -15,7 +15,7 @@ from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
 from penstock.state.slots import Slots
 
-FORM = Format(weight_bytes=2, moments=1)
+FORM = Format.of("bf16", 1)
 GROUPS = (
     GroupSpec(index=0, name="ends", trainable=ALIGN, frozen=ALIGN),
     GroupSpec(index=1, name="block", trainable=3 * ALIGN, frozen=0),

@@ -93,15 +93,15 @@ def test_an_extent_is_cut_into_ranges_of_whole_blocks(case: tuple[Extent, int, i
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"format": 1, "extents": []}, "format 1, this version of penstock reads format 2"),
+        ({"format": 1, "extents": []}, "format 1, this version of penstock reads format 3"),
         ([], "format None"),
-        ({"format": 2}, "damaged"),
-        ({"format": 2, "extents": [["a", 0, 4096]]}, "damaged"),
-        ({"format": 2, "extents": [["a", 0, 0, 1, []]]}, "empty"),
-        ({"format": 2, "extents": [["a", 0, 1, 1, WHOLE], ["a", 4096, 1, 1, WHOLE]]}, "twice"),
-        ({"format": 2, "extents": [["a", 4096, 1, 1, WHOLE]]}, "offsets"),
-        ({"format": 2, "extents": [["a", 0, 1, 1, [[8192, 4096]]]]}, "a is cut into blocks that do not cover it"),
-        ({"format": 2, "extents": [["a", 0, 1, 1, [[4096, 512]]]]}, "a is cut into blocks that do not cover it"),
+        ({"format": 3}, "damaged"),
+        ({"format": 3, "extents": [["a", 0, 4096]]}, "damaged"),
+        ({"format": 3, "extents": [["a", 0, 0, 1, []]]}, "empty"),
+        ({"format": 3, "extents": [["a", 0, 1, 1, WHOLE], ["a", 4096, 1, 1, WHOLE]]}, "twice"),
+        ({"format": 3, "extents": [["a", 4096, 1, 1, WHOLE]]}, "offsets"),
+        ({"format": 3, "extents": [["a", 0, 1, 1, [[8192, 4096]]]]}, "a is cut into blocks that do not cover it"),
+        ({"format": 3, "extents": [["a", 0, 1, 1, [[4096, 512]]]]}, "a is cut into blocks that do not cover it"),
     ],
 )
 def test_wrong_layouts_are_refused(data: object, message: str) -> None:

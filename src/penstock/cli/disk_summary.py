@@ -54,8 +54,8 @@ def cost_of_a_kill(budget: Budget, plan: Plan | None) -> str | None:
         return f"a commit every {budget.interval_steps} steps: a kill costs the steps since the last one"
     if plan is None:
         return None
-    place, form = plan.settings.place, plan.settings.form
-    if not all(place.all_on_disk(group.index, form) for group in plan.program.groups if group.trainable):
+    place = plan.settings.place
+    if not all(place.all_on_disk(group.index) for group in plan.program.groups if group.trainable):
         return "state in memory is kept at the end only: a kill costs the whole run (see budget.durability)"
     if budget.slots == 1:
         return "with one slot a kill within a step costs the whole run"

@@ -24,12 +24,12 @@ def with_durability(
     if isinstance(schedule, Schedule) or not budget.disk_paths:
         return config, None
     if machine is None:
-        chosen = budget.by_default(config.precision or precision)
+        chosen = budget.by_default()
         if chosen.durability is None and budget.slots == 2:  # state is pinned in memory
             chosen = replace(budget, durability="interval")
         return replace(config, budget=chosen), None
     task, weighed = task_of(config, machine, disk_free=free_here(budget.disk_paths, machine.drives), ranks=ranks), None
-    if ranks == 1 and budget.may_keep_every_step(task.precision):
+    if ranks == 1 and budget.may_keep_every_step:
         weighed = weigh(task, cut.size, config.sequences_per_step // cut.size)
     if budget.endurance is not None and ranks == 1:  # which durability the drives last with, the search finds out
         found = report(task, split=(cut.size, config.sequences_per_step // cut.size))

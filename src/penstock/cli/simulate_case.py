@@ -77,17 +77,12 @@ class Training:
 
     @property
     def form(self) -> Format:
-        return form_of(self.precision)
+        return Format.of(self.precision, 2)
 
     @property
     def optimizer(self) -> str:
         """Key of a machine's optimizer rates."""
         return f"adamw.{self.precision}"
-
-
-def form_of(precision: Precision) -> Format:
-    """The bytes of weights and of AdamW's state."""
-    return Format(weight_bytes=4 if precision == "fp32" else 2, moments=2)
 
 
 def training_of(arguments: Arguments, machine: Machine | None) -> Training:
@@ -102,7 +97,7 @@ def training_of(arguments: Arguments, machine: Machine | None) -> Training:
         shape = shape.with_layers(arguments.layers)
         name += f" with {counted(arguments.layers, 'layer')}"
     size, length = arguments.micro_batch_size or 1, arguments.sequence_length or _SEQUENCE
-    profile = shape.profile(size, length, form_of(precision))
+    profile = shape.profile(size, length, Format.of(precision, 2))
     parameters = f"{profile.parameters / 1e9:,.3g}B parameters"
     words = f"{name} ({parameters}), micro-batches of {size} x {length} tokens; {precision}, AdamW"
     return Training(profile=profile, precision=precision, words=words)

@@ -173,11 +173,11 @@ def _request(config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int
     assert not isinstance(config.schedule, Path)
     precision = config.precision_on(kind)
     moments = MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum)
-    form = Format(weight_bytes=4 if precision == "fp32" else 2, moments=moments)
+    form = Format.of(precision, moments)
     profile = shape.profile(size, config.data.sequence_length, form)
     return Request(
         program=Mesh(data=ranks).everyone().part(profile.program),
-        budget=config.budget.by_default(precision).with_pins(precision).of_rank(0, ranks),
+        budget=config.budget.by_default().with_pins().of_rank(0, ranks),
         form=form,
         micro_batches=count,
         wait=config.needs_norm,

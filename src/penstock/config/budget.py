@@ -112,33 +112,20 @@ class Budget:
             return None
         return parse_duration(INTERVAL if self.interval is None else self.interval)
 
-    def may_keep_every_step(self, precision: Precision) -> bool:
+    @property
+    def may_keep_every_step(self) -> bool:
         """Whether every step could be durable: there is a disk, with room for two slots, and no pin is in the way."""
-        state = (self.state, self.weights) if precision == "fp32" else (self.state,)
-        return bool(self.disk_paths) and self.slots == 2 and set(state) <= {None, "disk"}
+        return bool(self.disk_paths) and self.slots == 2 and self.state in (None, "disk")
 
-    def by_default(self, precision: Precision) -> "Budget":
+    def by_default(self) -> "Budget":
         """The budget with the durability that counts where none is named: every step, where that can be."""
-        if self.durability is None and self.may_keep_every_step(precision):
+        if self.durability is None and self.may_keep_every_step:
             return replace(self, durability="step")
         return self
 
-    def with_pins(self, precision: Precision) -> "Budget":
-        """The budget with what its durability asks for pinned: for ``step`` all state is on disk. In fp32, where the
-        weights are part of it, those of trained groups are, too,
-        without a pin that would hold what is frozen there.
-
-        Raises:
-            ConfigError: in fp32 the weights are pinned elsewhere.
-        """
-        if self.durability != "step":
-            return self
-        if precision == "fp32" and self.weights not in (None, "disk"):
-            raise ConfigError(
-                "budget.durability='step' needs all state on disk, and in fp32 the weights are part of it: "
-                f"budget.weights={self.weights!r} must be 'disk', or durability 'interval'"
-            )
-        return replace(self, state="disk")
+    def with_pins(self) -> "Budget":
+        """The budget with what its durability asks for pinned: for ``step`` all state is on disk."""
+        return replace(self, state="disk") if self.durability == "step" else self
 
     def _check_durability(self) -> None:
         asked = f"budget.durability={self.durability!r}"

@@ -172,7 +172,7 @@ class Steps:
         self._device = device
         self._threads = threads
         self._numel = CHUNK if device.type == "cpu" else _GROUP
-        values = (_GRADIENT, 1.0, 0.0, 1e-6, 0.0)
+        values = (_GRADIENT, 1.0, 0.0, 1e-6, _GRADIENT)
         count = _beyond_cache(_STATES, len(values) * CHUNK * FP32) if device.type == "cpu" else _STATES
         self.states = [[self._array(value) for value in values] for _ in range(count)]
 
@@ -190,8 +190,8 @@ class Steps:
     ) -> Load:
         """Steps of one optimizer; parameters.
 
-        ``out``: dtype of the weights beside the master, if they are not it. ``grad``: dtype of the gradient in memory;
-        ``grad_dtype``: what it is rounded to as it is read.
+        ``out``: dtype of the weights, if it is not fp32: bf16 ones are half of the master copy. ``grad``: dtype of the
+        gradient in memory; ``grad_dtype``: what it is rounded to as it is read.
         """
         hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
         place, count, numel = _round(len(self.states)), itertools.count(1), self._numel
@@ -209,7 +209,7 @@ class Steps:
                 next(count),
                 grad=gradient.view(grad)[:numel],
                 weights=master if out is None else copied.view(out)[:numel],
-                rest=None if out is None else master,
+                rest=None if out is None else master.view(torch.int16)[:numel] if out == torch.bfloat16 else master,
                 moments=(first, second)[: hyper.moments],
                 grad_dtype=grad_dtype,
                 threads=self._threads,

@@ -7,8 +7,8 @@ names. Once its norm is known it is
     over the limit      dropped, and run again with the factor known: the same random numbers, so the same gradients
     infinite or NaN     dropped; it is run again without changing anything, to tell which gradient it was
 
-What is not on disk waits for the norm, and is left alone in the first two runs of the last two cases. The weights of a
-group in memory are new already, though: they are cast again from the master copy that counts.
+What is not on disk waits for the norm, and is left alone in the first two runs of the last two cases. Copies of
+weights in memory are new already, though: they are read again from what counts.
 
 What happens when is the machine's to say (``fate``); here is how each action is done.
 """

@@ -186,15 +186,15 @@ def better(question: Question, plan: Plan, simulation: Simulation, search_second
 
 
 def _order_of_moves(plan: Plan, new: Placement) -> bool:
-    """Whether arrays can move to another placement with no tier fuller on the way than before or after."""
+    """Whether arrays can move to another placement with no tier fuller on the way than before or after. Copies of
+    weights are given back before, and made last."""
     form, old = plan.settings.form, plan.settings.place
-    width = form.state_slot_bytes - (0 if form.split else FP32)
     sizes, now, then = list[int](), list[Tier](), list[Tier]()
     for group in plan.program.groups:
         g = group.index
-        sizes += [group.numel * form.weight_bytes, group.trainable * width]
-        now += [old.weights[g], old.state[g]]
-        then += [new.weights[g], new.state[g]]
+        sizes += [group.numel * form.weight_bytes, group.trainable * form.state_bytes]
+        now += [old.home(group), old.state[g]]
+        then += [new.home(group), new.state[g]]
     return fills_no_tier_more(sizes, now, then)
 
 

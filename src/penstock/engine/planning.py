@@ -421,7 +421,7 @@ class Planning:
             home = (disk,) * len(request.program.groups)
             keep = Placement(weights=home, state=home, gradients="host", checkpoints="device")
         if keep is not None:
-            keep = off_device(keep, request.program, request.form)
+            keep = off_device(keep, request.program)
         try:
             return self._plan(request, times, keep)
         except BudgetError:

@@ -18,10 +18,11 @@ from penstock.engine.progress import Progress
 from penstock.engine.stripes import as_striped, weights_for
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
-from penstock.optim.precision import DTYPES, LossScale, format_of
+from penstock.optim.precision import DTYPES, LossScale
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import Share
 from penstock.runtime.streams import DeviceStreams, HostStreams, streams_for
+from penstock.schedule.place import Format
 from penstock.state import numa
 from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
@@ -132,7 +133,7 @@ def open_resources(
     commits = Commits(
         budget,
         [share.part(g.spec) for g in groups],
-        format_of(precision, settings.optimizer.moments),
+        Format.of(precision, settings.optimizer.moments),
         DTYPES[precision],
         device,
         buffers,

@@ -10,11 +10,12 @@ from torch import nn
 
 from penstock.compat.torch import buffers_of, persistent_buffers
 from penstock.errors import ModelError
+from penstock.optim import kernels
 from penstock.optim.spec import OptimizerSpec
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import FP32
 from penstock.schedule.program import GroupSpec
-from penstock.state.arrays import StateArrays, parts_of
+from penstock.state.arrays import StateArrays, moments_of, rest_of
 from penstock.state.buffers import Buffers
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.tape.groups import ParamGroup
@@ -106,17 +107,29 @@ def fill(
 
 
 def _write_group(group: GroupSpec, flat: torch.Tensor, arrays: StateArrays) -> None:
-    bounce = HostSlab(BOUNCE)
-    for part in parts_of(group, arrays.form, arrays.dtype):
-        if part.name.startswith("moment"):
-            arrays.zero(part.name)
-            continue
-        arrays.begin(part.name)
-        for start, piece in arrays.pieces(part.name, bounce):
-            piece.copy_(flat[start : start + piece.numel()])
-            arrays.write(part.name, start, piece)
-        arrays.flip(part.name)
+    bounce, beside = HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 2)
+    g, form = group.index, arrays.form
+    weights, rest = f"weights.{g}", rest_of(g, form) if group.trainable else ()
+    for name in (weights, *rest):
+        arrays.begin(name)
+    for start, piece in arrays.pieces(weights, bounce):
+        values = flat[start : start + piece.numel()]
+        piece.copy_(values)
+        for name in rest if start < group.trainable else ():
+            dtype = arrays.parts[name].dtype
+            kept = beside.bytes[: piece.numel() * dtype.itemsize].view(dtype)
+            if dtype == torch.float32:
+                kept.copy_(values)
+            else:
+                kernels.split(piece, kept, values)
+            arrays.write(name, start, kept)
+        arrays.write(weights, start, piece)
+    for name in (weights, *rest):
+        arrays.flip(name)
+    for name in moments_of(g, form) if group.trainable else ():
+        arrays.zero(name)
     bounce.close()
+    beside.close()
 
 
 def make_buffers(

@@ -28,9 +28,9 @@ class VisitingWeights:
         self._bounce = HostSlab(BOUNCE, beside=arrays.device)
 
     def load(self, g: int) -> None:
-        arrays, name = self._arrays, f"weights.{g}"
-        if arrays.tier_of(name) == "device" and self._share.size == 1:
-            self._groups[g].attach(arrays.array(name))
+        arrays = self._arrays
+        if arrays.found_on(g) == "device" and self._share.size == 1:
+            self._groups[g].attach(arrays.weights(g))
             return
         if self._share.size > 1:
             self._ranks.lend(torch.tensor([g]), self._turn)

@@ -57,8 +57,8 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
     own = isinstance(asked.schedule, Schedule)
     if isinstance(asked.schedule, Schedule):
         check(asked.schedule)
-    budget = asked.budget if own else asked.budget.by_default(precision)  # a schedule says itself where state lives
-    budget = budget.with_pins(precision)
+    budget = asked.budget if own else asked.budget.by_default()  # a schedule says itself where state lives
+    budget = budget.with_pins()
     if not budget.disk_paths and budget.durability is None:
         _say_that_nothing_is_kept()
     owner = None if asked.run is None else _owner(Path(asked.run))

@@ -7,7 +7,6 @@ from torch import nn
 
 from penstock.config import Precision
 from penstock.errors import ConfigError
-from penstock.schedule.place import Format
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -22,11 +21,6 @@ def precision_of_weights(model: nn.Module) -> Precision:
     if torch.float16 in found:
         raise ConfigError("the model is in fp16, whose gradients need a loss scale: ask for fp16 (or bf16) precision")
     return "bf16" if torch.bfloat16 in found else "fp32"
-
-
-def format_of(precision: Precision, moments: int) -> Format:
-    """Bytes per element of what moves in a precision."""
-    return Format(weight_bytes=4 if precision == "fp32" else 2, moments=moments)
 
 
 @dataclass(kw_only=True)

@@ -138,7 +138,7 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
     kinds = ("weights", "gradients", "checkpoints") if budget.durability == "step" else _KINDS
     pins = [kind for kind in kinds if getattr(budget, kind) is not None]
     if pins:
-        unpinned = replace(budget, weights=None, state=None, gradients=None, checkpoints=None).with_pins(task.precision)
+        unpinned = replace(budget, weights=None, state=None, gradients=None, checkpoints=None).with_pins()
         words = ", ".join(f"budget.{kind}" for kind in pins)
         yield from variant(f"tiers chosen by the planner instead of {words}", _changed(task, budget=unpinned))
     if task.grad_dtype == "fp32":

@@ -185,7 +185,7 @@ def _settled(task: Task, batch: int | None, split: tuple[int, int] | None) -> tu
     if not undecided(task):
         named = settled(task)
         choice, size = _found(named, batch, split)
-        may = task.ranks == 1 and task.budget.may_keep_every_step(task.precision)
+        may = task.ranks == 1 and task.budget.may_keep_every_step
         return named, choice, size, weigh(task, size, choice.request.micro_batches) if may else None
     named = settled(task, "step")
     try:

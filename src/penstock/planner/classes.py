@@ -52,16 +52,15 @@ def _looks(request: Request, phases: Phases, g: int, tied: set[int]) -> object:
 
 
 def _homes(request: Request, g: int, tied: set[int]) -> Iterator[Home]:
-    budget, split, trainable = request.budget, request.form.split, request.program.groups[g].trainable
+    budget, trainable = request.budget, request.program.groups[g].trainable
     tiers: tuple[Tier, ...] = ("device", "host", "disk") if request.bottom == "disk" else ("device", "host")
     if request.ranks > 1:  # their parts live below the device
         tiers = tiers[1:]
     bottom = budget.state or request.bottom
     for weights in tiers:
         for state in tiers if trainable else ("host" if bottom == "device" else bottom,):
-            together = not trainable or split or (weights == "device") == (state == "device")
             possible = state != "device" or (weights == "device" and g not in tied)
-            if together and possible and _pinned(request, g, (weights, state), tied):
+            if possible and _pinned(request, g, (weights, state), tied):
                 yield weights, state
 
 
@@ -69,12 +68,8 @@ def _pinned(request: Request, g: int, home: Home, tied: set[int]) -> bool:
     """Whether the budget's pins leave a group this home."""
     budget, trainable = request.budget, request.program.groups[g].trainable
     weights, state = budget.weights, budget.state
-    if trainable and request.holds_weights:
-        weights = "disk"
     if g in tied and state == "device":  # its gradient comes in parts: it steps in host memory
-        state, weights = "host", weights if request.form.split else "host"
+        state = "host"
     elif state == "device" and trainable and weights is None:
         weights = "device"
-    fp32_device = not request.form.split and weights == "device" and trainable and state is None
-    state = "device" if fp32_device and g not in tied else state
     return weights in (None, home[0]) and (not trainable or state in (None, home[1]))

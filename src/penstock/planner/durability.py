@@ -52,7 +52,7 @@ def weigh(task: Task, micro_batch_size: int, micro_batches: int) -> Weighed:
     def seconds(durability: Durability) -> float | None:
         budget = _named(task.budget, durability)
         try:
-            question = replace(task, budget=budget.with_pins(task.precision)).question(micro_batch_size, micro_batches)
+            question = replace(task, budget=budget.with_pins()).question(micro_batch_size, micro_batches)
             found = [estimate(question, family) for family in task.families]
         except ConfigError:  # a pin or speculate=True is in the way
             return None
@@ -86,7 +86,7 @@ def undecided(task: Task) -> bool:
 
 
 def _open(task: Task) -> bool:
-    return task.budget.durability is None and task.budget.may_keep_every_step(task.precision)
+    return task.budget.durability is None and task.budget.may_keep_every_step
 
 
 def settled(task: Task, chosen: Durability = "step") -> Task:
@@ -97,7 +97,7 @@ def settled(task: Task, chosen: Durability = "step") -> Task:
         budget = _named(budget, chosen)
     elif budget.durability is None and budget.disk_paths and budget.slots == 2:  # state is pinned in memory
         budget = _named(budget, "interval")
-    return replace(task, budget=budget.with_pins(task.precision))
+    return replace(task, budget=budget.with_pins())
 
 
 def _named(budget: Budget, durability: Durability) -> Budget:

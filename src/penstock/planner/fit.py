@@ -14,6 +14,7 @@ from typing import Literal
 
 from penstock.config import Budget, Family, StreamConfig, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
+from penstock.planner.phase_memory import arrays
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
 from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.ir.worlds import World
@@ -144,7 +145,7 @@ class Request(StreamConfig):
     @cached_property
     def may_speculate(self) -> bool:
         """Whether anything could, if it is not forbidden."""
-        return self.train and no_speculation(self.budget, self.form, wait=self.wait) is None
+        return self.train and no_speculation(self.budget, wait=self.wait) is None
 
     @cached_property
     def casts_on_device(self) -> bool:
@@ -164,12 +165,7 @@ class Request(StreamConfig):
     def check_update_mode(self) -> None:
         """As ``update_mode.check_update_mode``; an evaluation steps nothing and has no means."""
         if self.train:
-            check_update_mode(self, self.budget, self.form, wait=self.wait, horizontal=self.one_by_one)
-
-    @property
-    def holds_weights(self) -> bool:
-        """Whether the weights of trained groups stay on disk because every step is durable, and they are state."""
-        return self.budget.durability == "step" and not self.form.split
+            check_update_mode(self, self.budget, wait=self.wait, horizontal=self.one_by_one)
 
     @cached_property
     def one_by_one(self) -> bool:
@@ -207,17 +203,15 @@ class Request(StreamConfig):
 
     @cached_property
     def _store_bytes(self) -> int:
-        width, moments = self.form.weight_bytes, self.form.moments + self.form.split
-        groups = self.program.groups
-        stored = sum(page_up(g.numel * width) + moments * page_up(g.trainable * FP32) for g in groups)
-        return self.budget.slots * stored + 2 * checksum_bytes(groups, moments, self.budget.slots)
+        groups, form = self.program.groups, self.form
+        stored = sum(page_up(array.nbytes) for array in arrays(self.program, form))
+        return self.budget.slots * stored + 2 * checksum_bytes(groups, form.arrays, self.budget.slots)
 
     def disk_bytes(self, place: Placement) -> int:
         """Bytes of weights and state whose home is on disk."""
-        width = FP32 * (self.form.moments + self.form.split)
         return sum(
-            (g.numel * self.form.weight_bytes * (place.weights[g.index] == "disk"))
-            + g.trainable * width * (place.state[g.index] == "disk")
+            (g.numel * self.form.weight_bytes * (place.home(g) == "disk"))
+            + g.trainable * self.form.state_bytes * (place.state[g.index] == "disk")
             for g in self.program.groups
         )
 
@@ -239,7 +233,7 @@ class Request(StreamConfig):
         the settings describe; None: the one that is built from them."""
         trained = sum(g.trainable for g in self.program.groups)
         total = sum(g.numel for g in self.program.groups)
-        per_element = FP32 * (1 + self.form.moments + self.form.split)
+        per_element = FP32 + self.form.state_bytes
         return Plan(
             program=self.program,
             settings=settings,
@@ -318,13 +312,11 @@ def tied_groups(program: Program) -> set[int]:
     return {g for g, count in counts.items() if count > 1}
 
 
-def off_device(place: Placement, program: Program, form: Format) -> Placement:
+def off_device(place: Placement, program: Program) -> Placement:
     """A placement, with the state of tied groups in host memory instead of on the device: a step of another program may
     have put it there, in which they were not tied."""
     moved = {g for g in tied_groups(program) if place.state[g] == "device"}
-    weights = tuple("host" if g in moved and not form.split else tier for g, tier in enumerate(place.weights))
-    state = tuple("host" if g in moved else tier for g, tier in enumerate(place.state))
-    return replace(place, weights=weights, state=state)
+    return replace(place, state=tuple("host" if g in moved else tier for g, tier in enumerate(place.state)))
 
 
 def base_placement(request: Request) -> Placement:
@@ -333,24 +325,22 @@ def base_placement(request: Request) -> Placement:
     A tied group cannot step on the device (its gradient comes in parts, at different times): a pin to the device
     leaves it in host memory.
     """
-    budget, form, groups = request.budget, request.form, request.program.groups
+    budget, groups = request.budget, request.program.groups
     if request.ranks > 1 and "device" in (budget.weights, budget.state):
         raise ConfigError(
             f"budget.weights={budget.weights!r} with budget.state={budget.state!r} and {request.ranks} ranks: their "
             "parts live in host memory or on disk. Leave them to the plan, or give 'host' or 'disk'"
         )
     weights: Tier = budget.weights or ("device" if budget.state == "device" else request.bottom)
-    state: Tier = budget.state or ("device" if weights == "device" and not form.split else request.bottom)
-    if (state == "device" and weights != "device") or (not form.split and (weights == "device") != (state == "device")):
+    state: Tier = budget.state or request.bottom
+    if state == "device" and weights != "device":
         raise ConfigError(
-            f"budget.weights={weights!r} with budget.state={state!r} cannot work"
-            + ("" if form.split else " in fp32, where the master copy is the weights")
-            + ": state on the device needs weights on the device"
-            + ("" if form.split else ", and the other way round")
+            f"budget.weights={weights!r} with budget.state={state!r} cannot work: state on the device "
+            "needs weights on the device"
         )
     tied = tied_groups(request.program) if state == "device" else set()
     return Placement(
-        weights=tuple("host" if g.index in tied and not form.split else weights for g in groups),
+        weights=(weights,) * len(groups),
         state=tuple("host" if g.index in tied else state for g in groups),
         gradients=budget.gradients or "host",
         checkpoints=budget.checkpoints or "device",
@@ -465,17 +455,11 @@ def _raise(request: Request, settings: Settings, tier: Tier, moves: Iterable[tup
 
 def _to_device(request: Request, settings: Settings) -> Settings:
     """Give what is left of device memory to weights, then to state; last blocks first (their backward comes first)."""
-    place, split, groups = settings.place, request.form.split, request.program.groups[::-1]
+    place, groups = settings.place, request.program.groups[::-1]
     if request.budget.weights is None:
-        free_state, tied = request.budget.state is None, tied_groups(request.program)
-        # In fp32 the weights are the master copy: weights and state move together or not at all.
-        moves = [
-            (g.index, True, bool(g.trainable) and not split)
-            for g in groups
-            if place.weights[g.index] != "device" and (split or not g.trainable or (free_state and g.index not in tied))
-        ]
+        moves = [(g.index, True, False) for g in groups if place.weights[g.index] != "device"]
         settings = _raise(request, settings, "device", moves)
-    if split and request.budget.state is None:
+    if request.budget.state is None:
         place, tied = settings.place, tied_groups(request.program)
         stays = (g for g in groups if g.trainable and g.index not in tied and place.state[g.index] != "device")
         moves = [(g.index, False, True) for g in stays if place.weights[g.index] == "device"]
@@ -486,11 +470,8 @@ def _to_device(request: Request, settings: Settings) -> Settings:
 def _to_host(request: Request, settings: Settings) -> Settings:
     """Give what is left of host memory to weights, then to state."""
     place, groups = settings.place, request.program.groups[::-1]
-    # In fp32 the weights are the master copy: a group that speculates has all of its state on disk, or nothing.
-    together = request.speculates and not request.form.split and request.budget.state is None
     if request.budget.weights is None:
-        free = (g for g in groups if not (g.trainable and request.holds_weights))
-        moves = [(g.index, True, together and g.trainable > 0) for g in free if place.weights[g.index] == "disk"]
+        moves = [(g.index, True, False) for g in groups if place.weights[g.index] == "disk"]
         settings = _raise(request, settings, "host", moves)
     if request.budget.state is None:
         moves = [(g.index, False, True) for g in groups if g.trainable and place.state[g.index] == "disk"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from penstock.hardware.drives import together
 from penstock.hardware.machine import Machine
 from penstock.schedule.ir.lanes import LANES, Lane
-from penstock.schedule.place import FP32, Format, Placement
+from penstock.schedule.place import Format, Placement
 from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
 from penstock.sim.costs import Pair
@@ -233,7 +233,8 @@ def corrected_times(times: StageTimes, factors: Mapping[str, float], stages: Seq
 
 
 def moving_seconds(program: Program, form: Format, now: Placement, then: Placement, machine: Machine) -> float:
-    """Seconds in which arrays move from where they are to where another plan has them, one after the other."""
+    """Seconds in which arrays move from where they are to where another plan has them, one after the other, and copies
+    of weights are made."""
     disk, device = together(machine.drives) if machine.drives else None, machine.device
     each = {
         "read": math.inf if disk is None else disk.read,
@@ -242,12 +243,14 @@ def moving_seconds(program: Program, form: Format, now: Placement, then: Placeme
         "down": device.d2h,
     }
     total = 0.0
-    width = form.state_slot_bytes - (0 if form.split else FP32)
     for group in program.groups:
-        g = group.index
+        g, weights, home = group.index, group.numel * form.weight_bytes, then.home(group)
+        had = now.weights[g] if now.copied(group) else None
+        copy = then.weights[g] if then.copied(group) and then.weights[g] != had else home
         for nbytes, before, after in (
-            (group.numel * form.weight_bytes, now.weights[g], then.weights[g]),
-            (group.trainable * width, now.state[g], then.state[g]),
+            (weights, now.home(group), home),
+            (group.trainable * form.state_bytes, now.state[g], then.state[g]),
+            (weights, home, copy),
         ):
             if before != after:
                 total += nbytes / each["read"] * (before == "disk") + nbytes / each["write"] * (after == "disk")

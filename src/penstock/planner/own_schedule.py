@@ -12,7 +12,7 @@ from penstock.schedule.check import check
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule
 from penstock.schedule.meaning import Needs, narrow_groups_of, prove
-from penstock.schedule.place import FP32, GRAIN, PAGE, Depths, Placement, Settings, chunks, on_grain, page_up
+from penstock.schedule.place import GRAIN, PAGE, Depths, Placement, Settings, on_grain, page_up
 from penstock.schedule.program import ALIGN
 
 
@@ -69,7 +69,7 @@ def placement_of(schedule: Schedule, request: Request, others: Placement) -> Pla
 
     ``others``: where arrays are that no op is about.
     """
-    count = len(request.program.groups)
+    count, form = len(request.program.groups), request.form
     weights, state = list(others.weights), list(others.state)
     ops: list[list[Op]] = [[] for _ in range(count)]
     for op in schedule.ops:
@@ -88,9 +88,8 @@ def placement_of(schedule: Schedule, request: Request, others: Placement) -> Pla
         if "OD" in kinds:
             state[g] = "device"
         elif "OP" in kinds:
-            arrays = max((_arrays_moved(op, request, schedule) for op in ops[g] if op.id.kind == "RS"), default=0)
-            in_fp32 = not request.form.split and weights[g] == "disk"
-            state[g] = "disk" if arrays > in_fp32 or (in_fp32 and not request.form.moments) else "host"
+            weights_alone = "WW" in kinds and weights[g] == "disk" and form.state_bytes
+            state[g] = "disk" if "WS" in kinds or ("WW" in kinds and not weights_alone) else "host"
     wrote = {op.id.kind for op in schedule.lanes["write"]}
     away: Tier = "host" if any(op.id.kind == "DC" for op in schedule.lanes["d2h"]) else "device"
     return Placement(
@@ -99,12 +98,6 @@ def placement_of(schedule: Schedule, request: Request, others: Placement) -> Pla
         gradients="disk" if "WG" in wrote else "host",
         checkpoints="disk" if "WC" in wrote else away,
     )
-
-
-def _arrays_moved(op: Op, request: Request, schedule: Schedule) -> int:
-    """How many arrays of a chunk's state an op reads from disk."""
-    cut = chunks(request.program.groups[op.id.group], schedule.chunk)
-    return op.nbytes // (cut[op.id.chunk].numel * FP32) if 0 <= op.id.chunk < len(cut) else 0
 
 
 def _check_cut(request: Request, schedule: Schedule) -> None:
@@ -138,7 +131,7 @@ def _check_settings(request: Request, schedule: Schedule, place: Placement, late
     if request.speculate is not None and request.speculate != early:
         does = "speculates" if early else "does not speculate"
         raise ScheduleError(f"the schedule {does}: leave speculate={request.speculate} out, or take another schedule")
-    if early and (why := no_speculation(request.budget, request.form, wait=request.wait)) is not None:
+    if early and (why := no_speculation(request.budget, wait=request.wait)) is not None:
         raise ScheduleError(f"the schedule speculates, which cannot be: {why}")
     if request.delay is not None and (late or request.delay):
         raise ScheduleError(
@@ -151,9 +144,7 @@ def _check_settings(request: Request, schedule: Schedule, place: Placement, late
             ("state", budget.state if group.trainable else None, place.state[g], base.state[g]),
         ):
             if pin is not None and tier not in (pin, may):
-                raise ScheduleError(
-                    f"the schedule has the {kind} of {group.name} at home on {tier}, and budget.{kind}={pin!r}"
-                )
+                raise ScheduleError(f"the schedule has the {kind} of {group.name} on {tier}, and budget.{kind}={pin!r}")
             if tier == "disk" and request.bottom != "disk":
                 raise ScheduleError(f"the schedule has {kind} of {group.name} on disk: give budget.disk a directory")
     _check_waiting(request, schedule, late)
@@ -162,8 +153,8 @@ def _check_settings(request: Request, schedule: Schedule, place: Placement, late
 def _check_place(request: Request, place: Placement) -> None:
     """Raises ScheduleError: weights and state of a group cannot be where a schedule has them."""
     for g, group in enumerate(request.program.groups):
-        if (why := place.fault(group, request.form)) is not None:
-            has = f"weights of {group.name} at home on {place.weights[g]} and their state on {place.state[g]}"
+        if (why := place.fault(group)) is not None:
+            has = f"weights of {group.name} found on {place.weights[g]} and their state at home on {place.state[g]}"
             raise ScheduleError(f"the schedule has {has}: {why}")
 
 

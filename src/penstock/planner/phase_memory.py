@@ -34,8 +34,8 @@ def arrays(program: Program, form: Format) -> tuple[Array, ...]:
     for group in program.groups:
         found.append(Array(group=group.index, nbytes=group.numel * form.weight_bytes, state=False))
         if group.trainable:
-            state = Array(group=group.index, nbytes=group.trainable * FP32, state=True)
-            found += [state] * (form.moments + form.split)
+            sizes = [form.rest_bytes] * (form.rest_bytes > 0) + [FP32] * form.moments
+            found += [Array(group=group.index, nbytes=group.trainable * size, state=True) for size in sizes]
     return tuple(found)
 
 
@@ -83,27 +83,31 @@ def peaks_outside_steps(
     parts = arrays(program, form)
     sizes = [part.nbytes for part in parts]
     stored = sum(page_up(n) for n in sizes)
-    wanted: list[Tier] = [place.state[p.group] if p.state else place.weights[p.group] for p in parts]
+    groups = program.groups
+    wanted: list[Tier] = [place.state[p.group] if p.state else place.home(groups[p.group]) for p in parts]
     first: list[Tier] = ["disk"] * len(parts) if disk else _start_in_memory(sizes, host_bytes)
     start, final = held_by(sizes, first), held_by(sizes, wanted)
-    moments = form.moments + form.split
-    checksums = 2 * checksum_bytes(program.groups, moments, slots)
-    saved = stored + checksum_bytes(program.groups, moments, 1)
+    checksums = 2 * checksum_bytes(groups, form.arrays, slots)
+    saved = stored + checksum_bytes(groups, form.arrays, 1)
     base = {tier: slots * stored + checksums if tier == "disk" and disk else 0 for tier in TIERS}
 
     def peaks(device: int, host: int, more_disk: int = 0) -> Peaks:
         return {"device": device, "host": host, "disk": base["disk"] + more_disk}
 
-    whole = [cut * g.numel for g in program.groups]
+    whole = [cut * g.numel for g in groups]
     filling = max(numel * FP32 + max(BOUNCE, numel if from_meta else 0) for numel in whole)
-    placing = _moving(sizes, first, wanted)
+    placing, copies = _moving(sizes, first, wanted), dict.fromkeys(TIERS, 0)
+    for group in groups:
+        if place.copied(group):
+            copies[place.weights[group.index]] += group.numel * form.weight_bytes
+    placed = {tier: max(placing[tier], final[tier] + copies[tier]) for tier in TIERS}  # copies are made last
     return {
         "load": peaks(start["device"], start["host"] + filling),
         "probe": peaks(start["device"] + _probing(program, form, first, parts, cut), start["host"] + BOUNCE),
-        "place": peaks(placing["device"], placing["host"] + (BOUNCE if first != wanted else 0)),
+        "place": peaks(placed["device"], placed["host"] + (BOUNCE if first != wanted or any(copies.values()) else 0)),
         "save": peaks(step["device"], step["host"] + BOUNCE, saved + scratch),
         "resume": peaks(max(start["device"], step["device"]), max(start["host"], step["host"]) + BOUNCE, scratch),
-        "close": peaks(final["device"], final["host"] + (BOUNCE if disk else 0)),
+        "close": peaks(final["device"] + copies["device"], final["host"] + copies["host"] + (BOUNCE if disk else 0)),
     }
 
 

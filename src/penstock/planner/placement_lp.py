@@ -47,7 +47,7 @@ from penstock.planner.fit import Request, base_placement, provision
 from penstock.planner.phase_costs import PhaseCosts, Prices, columns
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.lower.provision import Provision
-from penstock.schedule.place import FP32, Placement, Settings, chunk_count
+from penstock.schedule.place import FP32, Placement, Settings, chunk_count, home_of_weights
 from penstock.sim.costs import Costs
 
 Waits = Literal["host", "disk"]
@@ -169,8 +169,9 @@ class PlacementLP:
         group, form = self.request.program.groups[g], self.s.form
         by_tier: dict[Tier, float] = dict.fromkeys(TIERS, 0.0)
         weights, state = home
-        by_tier[weights] += group.numel * form.weight_bytes
-        by_tier[state] += group.trainable * FP32 * (form.moments + form.split)
+        for tier in {weights, home_of_weights(weights, state) if group.trainable else weights}:
+            by_tier[tier] += group.numel * form.weight_bytes
+        by_tier[state] += group.trainable * form.state_bytes
         by_tier["disk"] = 0.0
         if group.trainable and g in self.request.route.gradient_visits:
             if state == "device":

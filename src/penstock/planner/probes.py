@@ -157,7 +157,7 @@ class Probes:
     def _home(self, group: GroupSpec, home: Home) -> Home:
         """The home, or host memory for a group that cannot live there."""
         alone = Placement(weights=(home[0],), state=(home[1],), gradients="host", checkpoints="device")
-        impossible = alone.fault(replace(group, index=0), self.request.form) is not None
+        impossible = alone.fault(replace(group, index=0)) is not None
         return ("host", "host") if impossible or (group.index in self._tied and home[1] == "device") else home
 
 

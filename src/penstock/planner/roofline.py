@@ -59,8 +59,8 @@ def moved_per_parameter(form: Format) -> tuple[int, int]:
 
     That is a block's share; weights of the ends and of the last block are read once.
     """
-    state = FP32 * (1 + form.moments)
-    return 2 * form.weight_bytes + state, state + (form.weight_bytes if form.split else 0)
+    stepped = form.weight_bytes * form.steps_weights
+    return 2 * form.weight_bytes + stepped + form.state_bytes, form.weight_bytes + form.state_bytes
 
 
 def roofline(question: Question, tokens: int) -> Roofline:

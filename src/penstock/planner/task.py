@@ -62,20 +62,18 @@ class Task(StepConfig):
                 f"the profile of {self.machine.name} has no optimizer rate {self.rate_name}, only {known}: measure it "
                 "with penstock doctor"
             )
-        check_update_mode(
-            self, self.budget, self.form, wait=self.needs_norm, horizontal="vertical" not in self.families
-        )
+        check_update_mode(self, self.budget, wait=self.needs_norm, horizontal="vertical" not in self.families)
         if self.budget.disk_paths and not self.machine.drives:
             raise ConfigError(f"the profile of {self.machine.name} has no drives, but a directory on disk is given")
 
     @property
     def form(self) -> Format:
-        return Format(weight_bytes=4 if self.precision == "fp32" else 2, moments=self.moments)
+        return Format.of(self.precision, self.moments)
 
     @property
     def may_speculate(self) -> bool:
         """Whether anything could, if it is not forbidden."""
-        return no_speculation(self.budget, self.form, wait=self.needs_norm) is None
+        return no_speculation(self.budget, wait=self.needs_norm) is None
 
     @property
     def rate_name(self) -> str:

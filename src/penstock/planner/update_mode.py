@@ -7,9 +7,9 @@
 - *Delaying*: a share of the steps is taken in the next step's forward (the delay ratio), with or without a norm.
 """
 
-from penstock.config import Budget, StepConfig, StreamConfig, Tier
+from penstock.config import Budget, StepConfig, StreamConfig
 from penstock.errors import ConfigError
-from penstock.schedule.place import Format, Settings
+from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
 
 REPEATS = 0.05
@@ -22,7 +22,7 @@ DELAYS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 DELAY_STEP = 0.05
 
 
-def no_speculation(budget: Budget, form: Format, *, wait: bool) -> str | None:
+def no_speculation(budget: Budget, *, wait: bool) -> str | None:
     """Why no group can step before the norm is known, and what to do; None: one can, if its state is on disk."""
     if not wait:
         return "no step needs the norm of its gradients: there is neither clip_grad_norm nor fp16. Leave it out"
@@ -32,30 +32,18 @@ def no_speculation(budget: Budget, form: Format, *, wait: bool) -> str | None:
         return "with budget.slots=1 a step overwrites the only copy of the state: use slots=2"
     if budget.durability == "interval":
         return "between two commits a step overwrites what the one before has left: use durability 'step'"
-    pinned = _pinned_in_memory(budget, form)
-    if pinned is not None:
-        kind, tier = pinned
-        return f"budget.{kind}={tier!r} leaves no group's state on disk: drop the pin"
+    if budget.state not in (None, "disk"):
+        return f"budget.state={budget.state!r} leaves no group's state on disk: drop the pin"
     return None
 
 
-def _pinned_in_memory(budget: Budget, form: Format) -> tuple[str, Tier] | None:
-    """The pin that keeps a part of every group's state in memory."""
-    kinds = ["state"] * bool(form.split or form.moments) + ["weights"] * (not form.split)
-    for kind in kinds:
-        tier: Tier | None = getattr(budget, kind)
-        if tier not in (None, "disk"):
-            return kind, tier
-    return None
-
-
-def check_update_mode(asked: StreamConfig, budget: Budget, form: Format, *, wait: bool, horizontal: bool) -> None:
+def check_update_mode(asked: StreamConfig, budget: Budget, *, wait: bool, horizontal: bool) -> None:
     """Refuse what is asked for and cannot be.
 
     Raises:
         ConfigError: ``speculate=True`` where nothing can; a delay with the horizontal schedule.
     """
-    if asked.speculate and (why := no_speculation(budget, form, wait=wait)) is not None:
+    if asked.speculate and (why := no_speculation(budget, wait=wait)) is not None:
         raise ConfigError(f"speculate=True cannot be: {why}")
     if asked.delay and horizontal:
         raise ConfigError(

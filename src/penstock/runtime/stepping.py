@@ -40,9 +40,9 @@ class Stepping:
         g: int,
         start: int,
         gradient: torch.Tensor,
-        master: torch.Tensor,
+        weights: torch.Tensor,
+        rest: torch.Tensor | None,
         moments: tuple[torch.Tensor, ...],
-        out: torch.Tensor | None,
         norms: NDArray[np.float64] | torch.Tensor | None,
     ) -> None:
         """The optimizer on elements ``[start, start + n)`` of this rank's part of a group, run by run of equal
@@ -51,22 +51,21 @@ class Stepping:
         ``update``: of the step whose gradient it is. ``norms``: receives the gradient's partial sums of squares; on an
         accelerator a tensor there.
         """
-        n, start = master.numel(), start + self._share.start(self._groups[g].spec)
+        n, start = weights.numel(), start + self._share.start(self._groups[g].spec)
         spans = [
             (max(first, start) - start, min(end, start + n) - start, hyper, count)
             for first, end, hyper, count in self._runs_now(update, g)
             if max(first, start) < min(end, start + n)
         ]
         whole = sum(b - a for a, b, _, _ in spans) == n
-        if out is not None and not whole:
-            self.cast(out, master)  # what is not stepped keeps its value
+        if not whole:
+            self.restore(weights, rest)
         if norms is not None and not (whole and len(spans) == 1):
             if isinstance(norms, torch.Tensor):
                 norms.copy_(self.fold_squares(gradient))
             else:
                 self.partial_norms(gradient, norms)
             norms = None
-        weights, rest = (master, None) if out is None else (out, master)
         for a, b, hyper, count in spans:
             kernels.step(
                 update.hypers[hyper],
@@ -86,9 +85,11 @@ class Stepping:
         """Add a gradient to another one, both [n] and fp32."""
         kernels.add(into, what, self._threads)
 
-    def cast(self, out: torch.Tensor, master: torch.Tensor) -> None:
-        """Make weights [n] what their master copy [n] is, rounded to their dtype."""
-        kernels.cast(out, master, self._threads)
+    def restore(self, weights: torch.Tensor, rest: torch.Tensor | None) -> None:
+        """What is not stepped keeps its value: weights [n] that were not read become what their master copy [n] says,
+        where ``rest`` is all of that."""
+        if rest is not None and rest.dtype == torch.float32:
+            kernels.cast(weights, rest, self._threads)
 
     def partial_norms(self, gradient: torch.Tensor, partials: NDArray[np.float64]) -> None:
         """Sums of squares of a gradient in host memory, one for each ``ALIGN`` elements."""

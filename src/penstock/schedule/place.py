@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import Literal
 
-from penstock.config import GradDtype, Tier, ZeroStage
+from penstock.config import GradDtype, Precision, Tier, ZeroStage
 from penstock.schedule.program import ALIGN, GroupSpec, Program
 
 FP32, BF16 = 4, 2
@@ -181,32 +181,56 @@ def delayed_share(first: int, count: int, share: float) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Bytes per element of what moves. In fp32 (``weight_bytes`` 4) the master copy *is* the weights."""
+    """Bytes per element of what moves. The fp32 master copy is what the weights and the *rest* have together: in fp32
+    the weights are it, in bf16 they are its upper half and the rest is the lower one, and in fp16 the rest is all of
+    it (see docs/numerics.md). The state is the rest and the moments.
+    """
 
     weight_bytes: Literal[2, 4]
+    rest_bytes: Literal[0, 2, 4]
     moments: int
 
-    @property
-    def split(self) -> bool:
-        """Whether a master copy exists beside the weights."""
-        return self.weight_bytes != FP32
+    @staticmethod
+    def of(precision: Precision, moments: int) -> "Format":
+        """That of a precision, with so many moments."""
+        if precision == "fp32":
+            return Format(weight_bytes=4, rest_bytes=0, moments=moments)
+        return Format(weight_bytes=2, rest_bytes=2 if precision == "bf16" else 4, moments=moments)
 
     @property
-    def state_slot_bytes(self) -> int:
-        """Bytes per element of a buffer that can hold master and moments."""
-        return FP32 * (1 + self.moments)
+    def steps_weights(self) -> bool:
+        """Whether a step reads the weights, and not only makes them anew."""
+        return self.rest_bytes < FP32
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes per element of the state."""
+        return self.rest_bytes + FP32 * self.moments
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays there are of what is trained besides the weights."""
+        return (self.rest_bytes > 0) + self.moments
 
     def step_bytes(self, gradient: int = FP32) -> int:
-        """Bytes per element that a step touches: ``gradient``, then state read and written, and the new weights."""
-        return gradient + 2 * self.state_slot_bytes + (self.weight_bytes if self.split else 0)
+        """Bytes per element that a step touches: ``gradient``, then weights and state, read and written."""
+        return gradient + 2 * self.state_bytes + self.weight_bytes * (1 + self.steps_weights)
+
+
+_BELOW: Mapping[Tier, int] = {"device": 0, "host": 1, "disk": 2}
+
+
+def home_of_weights(weights: Tier, state: Tier) -> Tier:
+    """The tier that has the weights of a trained group as a step leaves them: the lower one."""
+    return max(weights, state, key=_BELOW.__getitem__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The home tier of each group's weights and state, of waiting gradients, and of checkpoints.
+    """Where stages find each group's weights, the home tier of its state, of waiting gradients, and of checkpoints.
 
-    Possible pairs (weights, state) of a group: state on the device needs weights on the device; with fp32, whose
-    master copy is the weights, weights on the device also need state on the device.
+    A step changes weights and state together, so weights of a trained group are at home where its state is, or below.
+    Where stages find them above that, they are a copy, which each step makes new.
     """
 
     weights: tuple[Tier, ...]
@@ -214,30 +238,34 @@ class Placement:
     gradients: Literal["host", "disk"]
     checkpoints: Tier
 
-    def check(self, program: Program, form: Format) -> None:
+    def check(self, program: Program) -> None:
         assert len(self.weights) == len(self.state) == len(program.groups)
         for group in program.groups:
-            assert (why := self.fault(group, form)) is None, (group, why)
+            assert (why := self.fault(group)) is None, (group, why)
 
-    def fault(self, group: GroupSpec, form: Format) -> str | None:
+    def fault(self, group: GroupSpec) -> str | None:
         """Why a group's weights and state cannot be where they are."""
-        weights, state = self.weights[group.index], self.state[group.index]
-        if not group.trainable:
-            return None
-        if state == "device" and weights != "device":
+        if group.trainable and self.state[group.index] == "device" and self.weights[group.index] != "device":
             return "state on the device needs weights that live there"
-        if not form.split and weights == "device" and state != "device":
-            return "in fp32 the master copy is the weights, and weights on the device need state there"
         return None
 
-    def state_on_disk(self, group: int, form: Format) -> int:
-        """Bytes per trainable element that a step reads from and writes to the state extents on disk."""
-        master = self.state[group] if form.split else self.weights[group]
-        return FP32 * (master == "disk") + FP32 * form.moments * (self.state[group] == "disk")
+    def home(self, group: GroupSpec) -> Tier:
+        """The tier that has a group's weights as a step leaves them."""
+        weights, state = self.weights[group.index], self.state[group.index]
+        return home_of_weights(weights, state) if group.trainable else weights
 
-    def all_on_disk(self, group: int, form: Format) -> bool:
-        """Whether the whole of a group's state, master copy and moments, lives on disk."""
-        return self.state_on_disk(group, form) == form.state_slot_bytes
+    def copied(self, group: GroupSpec) -> bool:
+        """Whether stages find a copy of a group's weights above their home."""
+        return self.home(group) != self.weights[group.index]
+
+    def stepped_in_passing(self, group: GroupSpec) -> bool:
+        """Whether the weights that a step on the host changes come from disk, or go there, through a buffer: they are
+        at home there, and host memory has no copy."""
+        return self.home(group) == "disk" and self.weights[group.index] != "host"
+
+    def all_on_disk(self, group: int) -> bool:
+        """Whether all of a group's master copy and moments is at home on disk."""
+        return self.state[group] == "disk"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,4 +327,4 @@ class Settings:
 
     def waits(self, group: int) -> bool:
         """Whether a group's optimizer step waits for the global gradient norm."""
-        return self.wait and not (self.speculate and self.place.all_on_disk(group, self.form))
+        return self.wait and not (self.speculate and self.place.all_on_disk(group))

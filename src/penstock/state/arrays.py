@@ -1,11 +1,13 @@
 """The weights and the optimizer state of each group: arrays in device or host memory, or extents of the store.
 
     weights   compute dtype, trainable and frozen part     "weights.{g}"
-    master    fp32, trainable part; only beside 16-bit     "master.{g}"
+    rest      what the master copy has besides them, trainable part: in bf16 its lower half, int16,
+              in fp16 all of it, fp32; in fp32 there is none        "low.{g}", "master.{g}"
     moments   fp32, trainable part, one array each         "moment{i}.{g}"
 
-In fp32 the trainable part of the weights *is* the master copy. A group's arrays move between tiers only here, between
-steps, chunk by chunk, so that no tier ever holds more than it has to.
+Each array has one home. Where stages find a group's weights above that, they have a *copy* besides, which is made from
+what is at home and made new by each step. A group's arrays move between tiers only here, between steps, chunk by
+chunk, so that no tier ever holds more than it has to.
 
 On disk an array has one slot or two (``state.slots``), and what is written of it is noted there. Whoever writes all of
 an array does so between ``begin`` and ``flip``; a step that has been taken says so with ``flip_step``.
@@ -64,10 +66,33 @@ def parts_of(group: GroupSpec, form: Format, dtype: torch.dtype) -> tuple[Part, 
     g = group.index
     parts = [Part(name=f"weights.{g}", group=g, numel=group.numel, trainable=group.trainable, dtype=dtype)]
     if group.trainable:
-        names = ([f"master.{g}"] if form.split else []) + [f"moment{i}.{g}" for i in range(form.moments)]
-        n, dtype = group.trainable, torch.float32
-        parts += [Part(name=name, group=g, numel=n, trainable=n, dtype=dtype) for name in names]
+        kept = [(name, _REST[form.rest_bytes]) for name in rest_of(g, form)]
+        kept += [(name, torch.float32) for name in moments_of(g, form)]
+        n = group.trainable
+        parts += [Part(name=name, group=g, numel=n, trainable=n, dtype=dtype) for name, dtype in kept]
     return tuple(parts)
+
+
+_REST: Mapping[int, torch.dtype] = {2: torch.int16, FP32: torch.float32}
+
+
+def rest_of(g: int, form: Format) -> tuple[str, ...]:
+    """The array, if any, that has what a trained group's weights lack of its master copy."""
+    return () if not form.rest_bytes else (f"master.{g}" if form.rest_bytes == FP32 else f"low.{g}",)
+
+
+def moments_of(g: int, form: Format) -> tuple[str, ...]:
+    """The arrays of a trained group's moments."""
+    return tuple(f"moment{i}.{g}" for i in range(form.moments))
+
+
+def values_of(g: int, form: Format, *, trainable: bool) -> tuple[str, ...]:
+    """The arrays that have a group's parameters together, as exactly as they are known: the master copy of what is
+    trained; ``fetch`` takes them."""
+    weights = (f"weights.{g}",)
+    if not trainable:
+        return weights
+    return (*(weights if form.steps_weights else ()), *rest_of(g, form))
 
 
 def numpy_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
@@ -75,24 +100,36 @@ def numpy_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return tensor.view(torch.uint8).numpy()
 
 
-def fetch(part: Part, read: Callable[[str, int, torch.Tensor], None], offset: int, flat: torch.Tensor) -> None:
-    """Fill ``flat``, 1-D and fp32, with the elements of an array from ``offset`` on, all in its trainable or all in its
-    frozen part; reads all that has a checksum with some of it. ``read``: array, first element, where they go."""
+def fetch(
+    parts: Sequence[Part], read: Callable[[str, int, torch.Tensor], None], offset: int, flat: torch.Tensor
+) -> None:
+    """Fill ``flat``, 1-D, with the elements of an array from ``offset`` on, all in its trainable or all in its frozen
+    part, in any dtype that has them; or of weights and their lower half together, in fp32. Reads all that has a
+    checksum with some of it. ``read``: array, first element, where they go."""
     if not flat.numel():
         return
-    end, bounce = offset + flat.numel(), HostSlab(BOUNCE)
-    span = next(s for s in part.spans if s.start <= offset < s.stop)
+    end, step = offset + flat.numel(), BOUNCE // FP32
+    bounces = [HostSlab(step * part.dtype.itemsize) for part in parts]
+    span = next(s for s in parts[0].spans if s.start <= offset < s.stop)
     start = span.start + (offset - span.start) // span.step * span.step
     stop = min(span.start + round_up(end - span.start, span.step), span.stop)
-    step = bounce.nbytes // FP32
     try:
         for first in range(start, stop, step):
-            piece = bounce.bytes[: min(step, stop - first) * part.dtype.itemsize].view(part.dtype)
-            read(part.name, first, piece)
-            a, b = max(first, offset), min(first + piece.numel(), end)
-            flat[a - offset : b - offset].copy_(piece[a - first : b - first])
+            numel = min(step, stop - first)
+            a, b = max(first, offset), min(first + numel, end)
+            read_now = []
+            for part, bounce in zip(parts, bounces, strict=True):
+                piece = bounce.bytes[: numel * part.dtype.itemsize].view(part.dtype)
+                read(part.name, first, piece)
+                read_now.append(piece[a - first : b - first])
+            into = flat[a - offset : b - offset]
+            if len(read_now) == 1:
+                into.copy_(read_now[0])
+            else:
+                kernels.join(into, read_now[0], read_now[1])
     finally:
-        bounce.close()
+        for bounce in bounces:
+            bounce.close()
 
 
 Late = Mapping[int, Sequence[range]]
@@ -106,11 +143,20 @@ class Changes(Protocol):
         """Returns when elements ``[start, start + numel)`` of an array may be changed."""
 
 
-class StateArrays:
-    """All arrays of all groups, each in exactly one place.
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """A group's weights above their home, in ``slab``."""
 
-    ``tier_of`` says where an array is, ``array`` gives it when it is
-    in memory, and ``read`` / ``write`` work on a range of elements wherever it is.
+    tier: Tier
+    slab: HostSlab | DeviceSlab
+    array: torch.Tensor
+
+
+class StateArrays:
+    """All arrays of all groups, each in one home, and copies of weights.
+
+    ``tier_of`` says where an array is at home, ``array`` gives it when that is in memory, and ``read`` / ``write`` work
+    on a range of elements wherever it is. ``found_on`` and ``weights`` are about where stages find weights.
     """
 
     def __init__(
@@ -135,10 +181,14 @@ class StateArrays:
         self.slots = slots
         self.parts = {part.name: part for group in groups for part in parts_of(group, form, dtype)}
         self._names = {g.index: [part.name for part in parts_of(g, form, dtype)] for g in groups}
+        self._copies: dict[int, _Copy] = {}
+        """of the weights of groups that stages find above their home"""
         self.background: Changes | None = None
         """who has to know before an array in memory is changed"""
         self._changed: set[str] = set()
-        """arrays in memory that the step under way has changed"""
+        """arrays at home in memory that the step under way has changed"""
+        self._renewed: set[int] = set()
+        """groups of whose weights it has changed the copy"""
         self._late: set[int] = set()
         """groups of which it has stepped what the step before had left to it"""
         self._kept: set[str] = set()
@@ -163,8 +213,16 @@ class StateArrays:
         return "host" if isinstance(self.slabs[name], HostSlab) else "device"
 
     def array(self, name: str) -> torch.Tensor:
-        """A resident array, flat, in its dtype, on the host or on the device."""
+        """An array whose home is in memory, flat, in its dtype, on the host or on the device."""
         return self._arrays[name]
+
+    def found_on(self, g: int) -> Tier:
+        """Where stages find a group's weights."""
+        return self._copies[g].tier if g in self._copies else self.tier_of(f"weights.{g}")
+
+    def weights(self, g: int) -> torch.Tensor:
+        """A group's weights where stages find them, which is in memory: flat, in their dtype."""
+        return self._copies[g].array if g in self._copies else self._arrays[f"weights.{g}"]
 
     def read(self, name: str, start: int, out: torch.Tensor, *, before: bool = False) -> None:
         """Copy elements from ``start`` on into ``out``, a page-aligned host tensor of the array's dtype.
@@ -212,6 +270,7 @@ class StateArrays:
         """A step is about to change the arrays: what it changes is noted from here on."""
         self.slots.drop(self._trained_on_disk())
         self._changed.clear()
+        self._renewed.clear()
         self._late.clear()
 
     def note_step(self, g: int, *, late: bool) -> None:
@@ -222,6 +281,8 @@ class StateArrays:
             self._late.add(g)
         else:
             self._changed.update(name for name in self._names[g] if name in self._arrays)
+            if g in self._copies:
+                self._renewed.add(g)
 
     def complete_late(self) -> None:
         """What the step before had left is stepped: it is part of the state from here on.
@@ -237,20 +298,19 @@ class StateArrays:
     @property
     def droppable(self) -> bool:
         """True if all that was changed since ``begin_step`` can be taken back: on disk it lies beside what counts, and
-        in memory it is weights that follow from their master copy on disk.
+        in memory it is copies of what is on disk.
         """
-        in_place = bool(self._late) or self.slots.in_place(self._trained_on_disk())
-        return not in_place and self._changed.issubset(self.stale())
+        return not (self._late or self._changed or self.slots.in_place(self._trained_on_disk()))
 
     def drop_step(self) -> None:
         """Take back what a step has changed, which is ``droppable``.
 
         Raises:
-            StoreError: weights in memory could not be read back; it can be tried again.
+            StoreError: copies of weights could not be read back; it can be tried again.
         """
         self.slots.drop(self._trained_on_disk())
-        self.recast(sorted(self._changed))
-        self._changed.clear()
+        self.renew_copies(self._renewed)
+        self._renewed.clear()
 
     def complete_step(self, late: Late) -> None:
         """Bring what a step has not written of the arrays that it has written, such as their frozen parts, so that
@@ -325,67 +385,64 @@ class StateArrays:
             for part in parts_of(self.groups[g], self.form, self.dtype):
                 self.background.before_change(part.name, start, numel)
 
-    def stale(self) -> list[str]:
-        """Weights that are in memory while their master copy is on disk: their own extents are out of date."""
-        return [
-            f"weights.{g.index}"
-            for g in self.groups
-            if self.form.split
-            and g.trainable
-            and self.tier_of(f"master.{g.index}") == "disk"
-            and self.tier_of(f"weights.{g.index}") != "disk"
-        ]
-
     def state_on_disk(self) -> bool:
-        """True if all that is trained lives on disk, or follows from what does: weights from their master copy."""
-        follows = {f"weights.{g.index}" for g in self.groups if self.form.split or not g.trainable}
-        return all(name in follows or self.tier_of(name) == "disk" for name in self.parts)
+        """True if all that is trained is at home on disk."""
+        trained = {g.index for g in self.groups if g.trainable}
+        return all(part.group not in trained or self.tier_of(name) == "disk" for name, part in self.parts.items())
 
     def any_state_on_disk(self) -> bool:
         """True if any array that a step changes lives on disk."""
         return bool(self._trained_on_disk())
 
-    def recast(self, names: Sequence[str]) -> None:
-        """Make trained 16-bit weights, wherever they are, what their master copies on disk say."""
-        if not names:
-            return
-        if unknown := set(names) - {f"weights.{g.index}" for g in self.groups if self.form.split}:
-            raise StoreError(f"the last commit says that {min(unknown)!r} follows from a master copy: it has none")
-        bounce, cast = HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 4)
+    def renew_copies(self, groups: Iterable[int] | None = None) -> None:
+        """Make copies of weights what is at home. ``groups``: whose; None: all that there are.
+
+        Raises:
+            StoreError: the drive failed; it can be tried again.
+        """
+        for g in sorted(self._copies if groups is None else groups):
+            self._read_all(f"weights.{g}", self._copies[g].array)
+
+    def _read_all(self, name: str, into: torch.Tensor) -> None:
+        bounce = HostSlab(BOUNCE)
         try:
-            for name in names:
-                self.begin(name)
-                master = f"master.{self.parts[name].group}"
-                for start, piece in self.pieces(master, bounce):
-                    self.read(master, start, piece)
-                    out = cast.bytes[: piece.numel() * self.dtype.itemsize].view(self.dtype)
-                    kernels.cast(out, piece)
-                    self.write(name, start, out)
+            for start, piece in self.pieces(name, bounce):
+                self.read(name, start, piece)
+                into[start : start + piece.numel()].copy_(piece)
         finally:
             bounce.close()
-            cast.close()
-        on_disk = [name for name in names if self.tier_of(name) == "disk"]
-        self._complete(on_disk, {})
-        for name in on_disk:
-            self.flip(name)
 
-    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
-        """Fill ``flat``, 1-D and fp32, with the elements of an array from ``offset`` on, all in its trainable or all in
-        its frozen part; reads all that has a checksum with some of it."""
-        fetch(self.parts[name], self.read, offset, flat)
+    def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
+        """Fill ``flat``, 1-D, with the elements of an array, or of ``values_of`` a group, from ``offset`` on, all in
+        its trainable or all in its frozen part; reads all that has a checksum with some of it."""
+        fetch([self.parts[name] for name in names], self.read, offset, flat)
 
     def settle(self, place: Placement) -> None:
         """Move every array to the tier that a placement gives it, in an order that fills no tier more than it was, or
-        will be, if there is one."""
+        will be, if there is one; then make the copies of weights that it asks for."""
         wanted: dict[str, Tier] = {}
+        copied: dict[int, Tier] = {}
         for group in self.groups:
             first, *state = parts_of(group, self.form, self.dtype)
-            wanted[first.name] = place.weights[group.index]
+            wanted[first.name] = place.home(group)
+            if place.copied(group):
+                copied[group.index] = place.weights[group.index]
             wanted |= {part.name: place.state[group.index] for part in state}
+        for g in [g for g, copy in self._copies.items() if copied.get(g) != copy.tier]:
+            self._copies.pop(g).slab.close()
         names = list(wanted)
         sizes = [self.parts[name].nbytes for name in names]
         for i in move_order(sizes, [self.tier_of(name) for name in names], list(wanted.values())):
             self._move(names[i], wanted[names[i]])
+        for g in sorted(copied.keys() - self._copies.keys()):
+            name, tier = f"weights.{g}", copied[g]
+            slab, array = self._allocate(name, tier)
+            try:
+                self._read_all(name, array)
+            except BaseException:
+                slab.close()
+                raise
+            self._copies[g] = _Copy(tier=tier, slab=slab, array=array)
 
     def to_disk(self) -> None:
         """Write what is in memory to its extents, and keep it in memory. Needs a store."""
@@ -457,6 +514,7 @@ class StateArrays:
 
     def close(self) -> None:
         self._arrays.clear()
-        for slab in self.slabs.values():
+        for slab in (*self.slabs.values(), *(copy.slab for copy in self._copies.values())):
             slab.close()
         self.slabs.clear()
+        self._copies.clear()

@@ -43,7 +43,7 @@ class Commits:
     | ``interval`` | the last commit stands | | the last commit stands |
     | ``none`` | whole when it is closed | the same | the same |
 
-    Weights in 16 bits may live in memory all the same: they follow from their master copy, and a commit says so.
+    Copies of weights in memory make no difference: what is at home on disk is whole.
     """
 
     def __init__(
@@ -99,8 +99,6 @@ class Commits:
         try:
             self.slots = Slots.none() if store is None else Slots.of(store)
             self.arrays = StateArrays(groups, form, dtype, device, store, self.slots, host_bytes=budget.host_bytes)
-            if resumed is not None:
-                self.arrays.recast(resumed["stale"])
         except BaseException:
             if store is not None:
                 store.close()
@@ -187,7 +185,7 @@ class Commits:
         elif not self._interval:
             last = self.store.last_commit()
             if last is None or last["whole"]:
-                self._commit(progress, whole=False, stale=[])
+                self._commit(progress, whole=False)
             self.slots.committed()
 
     def mark_pending(self) -> None:
@@ -218,17 +216,17 @@ class Commits:
         if self.every_step or (between_steps and self.arrays.state_on_disk()):
             self.arrays.keep_frozen()
             self._buffers.write_changed(self._write_buffer, buffers)
-            self._commit(progress, whole=True, stale=self.arrays.stale())
+            self._commit(progress, whole=True)
         elif not self._interval:
             self.slots.committed()  # no commit promises anything: a step may overwrite what the one before it had read
 
-    def _commit(self, progress: Progress, *, whole: bool, stale: Sequence[str]) -> None:
+    def _commit(self, progress: Progress, *, whole: bool) -> None:
         with self.ranks.together():
-            self._record(progress, self.ranks, whole=whole, stale=stale)
+            self._record(progress, self.ranks, whole=whole)
 
-    def _record(self, progress: Progress, ranks: Ranks, *, whole: bool, stale: Sequence[str]) -> None:
+    def _record(self, progress: Progress, ranks: Ranks, *, whole: bool) -> None:
         assert self.store is not None
-        record = {**progress, "whole": whole, "slots": self.slots.record(), "stale": list(stale)}
+        record = {**progress, "whole": whole, "slots": self.slots.record()}
         self.store.before_record = partial(ranks.agree, "step to commit", (progress["step"], whole))
         self.store.commit(record)
         ranks.agree("commit", self.store.commits.sequence)  # before anything is written over the one before
@@ -240,12 +238,12 @@ class Commits:
 
     def commit_written(self, progress: Progress) -> None:
         """Commit a step all of whose state has been written, wherever it lives."""
-        self._commit(progress, whole=True, stale=[])
+        self._commit(progress, whole=True)
 
     def commit_beside(self, progress: Progress) -> None:
         """The same in a thread of its own, while steps go on. What fails is for whoever waits for it to raise: all
         ranks wait at the same places, and there it ends the others."""
-        self._record(progress, self._beside, whole=True, stale=[])
+        self._record(progress, self._beside, whole=True)
 
     def read_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
         """Fill ``pages`` with those of a model's buffer."""

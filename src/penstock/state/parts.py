@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.optim.precision import DTYPES, format_of
+from penstock.optim.precision import DTYPES
 from penstock.ranks.share import Share
 from penstock.schedule.place import Format, page_up
 from penstock.schedule.program import GroupSpec
@@ -19,7 +19,7 @@ from penstock.store.store import Store
 
 def form_of(model: Mapping[str, Any]) -> Format:
     """Of the arrays that a store or a snapshot has. ``model``: ``engine.start.describe_model``, here as elsewhere."""
-    return format_of(model["precision"], len(model["optimizer"]) - 1)
+    return Format.of(model["precision"], len(model["optimizer"]) - 1)
 
 
 def groups_of(model: Mapping[str, Any]) -> list[GroupSpec]:
@@ -77,8 +77,8 @@ class Parts:
         own, cpu = [self.share.part(group) for group in self.groups.values()], torch.device("cpu")
         self.arrays = [StateArrays(own, self.form, dtype, cpu, s, Slots.of(s), host_bytes=0) for s in stores]
 
-    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
+    def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``."""
-        group = self.groups[self.arrays[0].parts[name].group]
+        group = self.groups[self.arrays[0].parts[names[0]].group]
         for piece in self.share.pieces(group, offset, flat.numel()):
-            self.arrays[piece.rank].fetch(name, piece.start, flat[piece.first : piece.first + piece.numel])
+            self.arrays[piece.rank].fetch(names, piece.start, flat[piece.first : piece.first + piece.numel])

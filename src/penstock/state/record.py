@@ -22,7 +22,7 @@ _RUN: Mapping[str, Any] = {
     "last": Mapping[str, Any] | None,
     "position": Mapping[str, Any] | None,
 }
-_STORED: Mapping[str, Any] = {"whole": bool, "slots": str, "stale": Sequence[str]}
+_STORED: Mapping[str, Any] = {"whole": bool, "slots": str}
 
 
 def check_progress(found: Any, where: str, *, trained: int, seed: int) -> None:

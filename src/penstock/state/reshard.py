@@ -11,9 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from penstock.optim import kernels
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.program import VIEW_ALIGN, round_up
 from penstock.state.arrays import numpy_bytes
@@ -58,12 +55,12 @@ def reshard(
         total = sum(part.nbytes for arrays in target.arrays for part in arrays.parts.values())
         done = 0
         for rank, (arrays, store) in enumerate(zip(target.arrays, made, strict=True)):
-            for nbytes in _arrays(source, target, rank, frozenset(record["stale"])):
+            for nbytes in _arrays(source, target, rank):
                 done += nbytes
                 show(done, total)
             for name, nbytes in buffers_of(store.model):
                 _buffer(source, arrays.slots, name, nbytes)
-            store.commit({**record, "slots": arrays.slots.record(), "stale": []})
+            store.commit({**record, "slots": arrays.slots.record()})
 
 
 def described(model: Mapping[str, Any], ranks: int, strands: int, *, whole: bool = False) -> list[dict[str, Any]]:
@@ -89,29 +86,22 @@ def described(model: Mapping[str, Any], ranks: int, strands: int, *, whole: bool
     return [{**made, **of_rank(rank, ranks, whole=whole), "world": world} for rank in range(ranks)]
 
 
-def _arrays(source: Parts, target: Parts, rank: int, stale: frozenset[str]) -> Iterator[int]:
-    """Fill all arrays of one rank; yields the bytes of each piece. ``stale``: weights that follow from their master."""
+def _arrays(source: Parts, target: Parts, rank: int) -> Iterator[int]:
+    """Fill all arrays of one rank; yields the bytes of each piece."""
     arrays = target.arrays[rank]
-    bounce, master = HostSlab(BOUNCE), HostSlab(BOUNCE)
+    bounce = HostSlab(BOUNCE)
     try:
         for name, part in arrays.parts.items():
             arrays.begin(name)
             for start, piece in arrays.pieces(name, bounce):
                 piece.zero_()
                 found = found_in(source.groups[part.group], part, rank % target.share.size, start, piece.numel())
-                values = piece[: found.numel]
-                if name in stale and start < part.trainable:
-                    exact = master.bytes[: values.numel() * 4].view(torch.float32)
-                    source.fetch(f"master.{part.group}", found.start, exact)
-                    kernels.cast(values, exact)
-                else:
-                    source.fetch(name, found.start, values)
+                source.fetch((name,), found.start, piece[: found.numel])
                 arrays.write(name, start, piece)
                 yield piece.nbytes
             arrays.flip(name)
     finally:
         bounce.close()
-        master.close()
 
 
 def _buffer(source: Parts, into: Slots, name: str, nbytes: int) -> None:

@@ -26,12 +26,12 @@ class SharedArrays:
     def form(self) -> Format:
         return self._arrays.form
 
-    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
+    def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``."""
-        group = self._groups[self._arrays.parts[name].group]
+        group = self._groups[self._arrays.parts[names[0]].group]
         with self._ranks.together():
             for piece in self._share.pieces(group, offset, flat.numel()):
                 into = flat[piece.first : piece.first + piece.numel]
                 if piece.rank == self._share.rank:
-                    self._arrays.fetch(name, piece.start, into)
+                    self._arrays.fetch(names, piece.start, into)
                 self._ranks.lend(into, piece.rank)

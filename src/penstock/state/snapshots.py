@@ -236,3 +236,4 @@ def restore(snapshot: Saved, arrays: StateArrays, buffers: Buffers) -> None:
         buffers.read(snapshot.read)
     finally:
         bounce.close()
+    arrays.renew_copies()

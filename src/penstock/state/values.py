@@ -13,7 +13,7 @@ import torch
 from penstock.optim.precision import DTYPES
 from penstock.ranks.share import Share
 from penstock.schedule.place import Format, page_up
-from penstock.state.arrays import fetch, numpy_bytes, parts_of
+from penstock.state.arrays import fetch, numpy_bytes, parts_of, values_of
 from penstock.state.buffers import Transfer
 from penstock.state.memory import HostSlab
 from penstock.state.parts import Parts, form_of, groups_of
@@ -28,11 +28,11 @@ _BUFFER = "buffer."
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of a parameter: the array that holds its master copy (its only one, if it is frozen), and its first
-    element there.
+    """The place of a parameter: the arrays that have its master copy together (its weights, if it is frozen), and its
+    first element there.
     """
 
-    array: str
+    arrays: tuple[str, ...]
     offset: int
     shape: torch.Size
     trainable: bool
@@ -44,7 +44,7 @@ class Arrays(Protocol):
     @property
     def form(self) -> Format: ...
 
-    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
+    def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``."""
 
 
@@ -56,7 +56,7 @@ class Values:
         self._arrays = arrays
         self.parameters = {
             name: Place(
-                array=f"master.{g}" if trainable and arrays.form.split else f"weights.{g}",
+                arrays=values_of(g, arrays.form, trainable=trainable),
                 offset=offset,
                 shape=torch.Size(shape),
                 trainable=trainable,
@@ -74,7 +74,7 @@ class Values:
         """
         place = self.parameters[name]
         assert start + flat.numel() <= place.shape.numel()
-        self._arrays.fetch(place.array, place.offset + start, flat)
+        self._arrays.fetch(place.arrays, place.offset + start, flat)
 
     def parameter(self, name: str) -> torch.Tensor:
         """A parameter as a new fp32 tensor on the CPU.
@@ -142,11 +142,11 @@ class _SnapshotArrays:
         own = [self._share.part(group) for group in self._groups.values()]
         self._parts = {part.name: part for group in own for part in parts_of(group, self.form, dtype)}
 
-    def fetch(self, name: str, offset: int, flat: torch.Tensor) -> None:
-        part = self._parts[name]
-        for piece in self._share.pieces(self._groups[part.group], offset, flat.numel()):
+    def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
+        parts = [self._parts[name] for name in names]
+        for piece in self._share.pieces(self._groups[parts[0].group], offset, flat.numel()):
             read = partial(_read, self._readers[piece.rank])
-            fetch(part, read, piece.start, flat[piece.first : piece.first + piece.numel])
+            fetch(parts, read, piece.start, flat[piece.first : piece.first + piece.numel])
 
 
 def _read(reader: SnapshotReader, name: str, start: int, out: torch.Tensor) -> None:

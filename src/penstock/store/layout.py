@@ -10,7 +10,7 @@ from penstock.errors import StoreError
 
 ALIGN = 4096  # bytes; direct I/O needs address, offset and length in multiples of the drive's block size
 BLOCK = 1 << 20  # bytes under one checksum, of an extent that nothing else is said about
-FORMAT = 2
+FORMAT = 3
 
 
 def round_up(nbytes: int) -> int:

@@ -90,8 +90,8 @@ class Compute:
                     self.groups[g].attach(self._to.view(name, self._to.bound.whole(self._specs[g].numel), dtype))
                     self._attached[g] = name
         for g in {*stage.forward_reads, *stage.backward_reads} - self._attached.keys():
-            if self._arrays.tier_of(f"weights.{g}") == "device":
-                self.groups[g].attach(self._arrays.array(f"weights.{g}"))
+            if self._arrays.found_on(g) == "device":
+                self.groups[g].attach(self._arrays.weights(g))
                 self._attached[g] = ""
         taken = {name for name, _ in op.takes}
         for name in op.writes:

@@ -1,6 +1,6 @@
 """The optimizer's steps, and its state on the way from disk and back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -8,14 +8,15 @@ from penstock.runtime.access import Access
 from penstock.runtime.actions.norm import Norm
 from penstock.runtime.stepping import Stepping
 from penstock.schedule.ir.ops import Op
-from penstock.schedule.place import FP32
+from penstock.schedule.ir.references import Buffer
+from penstock.state.arrays import moments_of, rest_of
 
 
 class OptimizerSteps:
     """Steps chunks on the host, and whole groups on the device.
 
-    A state buffer has a chunk's arrays one behind the other, master copy (in fp32: the weights) first, then the
-    moments; of those that live in memory its part is not used.
+    A buffer of state has a chunk's arrays one behind the other: what is kept of its master copy besides the weights,
+    then the moments. Weights that are stepped in passing have one of their own.
     """
 
     def __init__(self, access: Access, norm: Norm, stepping: Stepping) -> None:
@@ -26,76 +27,93 @@ class OptimizerSteps:
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
         return {
-            "RS": self.read_state,
+            "RS": self.read,
             "OP": self.step,
             "WS": self.write_state,
+            "WW": self.write_weights,
             "OD": self.step_on_device,
             "CM": self.commit,
         }
 
-    def _names(self, g: int) -> list[str]:
+    def _state(self, g: int) -> tuple[str, ...]:
         """The arrays of a group's state."""
         form = self._arrays.form
-        return [f"master.{g}" if form.split else f"weights.{g}", *(f"moment{i}.{g}" for i in range(form.moments))]
+        return (*rest_of(g, form), *moments_of(g, form))
 
-    def _on_disk(self, op: Op) -> list[tuple[str, int]]:
-        """(array, byte offset in the state buffer) of those that are read from disk and written there."""
-        numel = self._to.bound.chunk(op).numel
-        names = enumerate(self._names(op.id.group))
-        return [(name, i * numel * FP32) for i, name in names if self._arrays.tier_of(name) == "disk"]
+    def _buffers(self, op: Op) -> tuple[Buffer | None, Buffer | None]:
+        """Those of the state and of the weights of an op's chunk, as far as they go through one."""
+        names = {name.kind: name for name in (*op.reads, *op.writes)}
+        return names.get("S"), names.get("O")
 
-    def read_state(self, op: Op) -> None:
+    def _in_buffer(self, op: Op, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The arrays of a chunk's state, with their part of its buffer."""
+        numel, offset = self._to.bound.chunk(op).numel, 0
+        for array in self._state(op.id.group):
+            dtype = self._arrays.parts[array].dtype
+            yield array, self._to.view(name, numel, dtype, offset)
+            offset += numel * dtype.itemsize
+
+    def _weights(self, op: Op, name: Buffer | None) -> torch.Tensor:
+        """The weights of an op's chunk that a step on the host changes: in a buffer, or in memory."""
+        g, c, arrays = op.id.group, self._to.bound.chunk(op), self._arrays
+        if name is not None:
+            return self._to.view(name, c.numel, arrays.dtype)
+        home = arrays.weights(g) if arrays.found_on(g) == "host" else arrays.array(f"weights.{g}")
+        return home[c.start : c.start + c.numel]
+
+    def read(self, op: Op) -> None:
         c, before = self._to.bound.chunk(op), self._to.bound.is_late(op) and self._to.context.left is not None
-        for name, offset in self._on_disk(op):
-            self._to.read(name, c.start, self._to.view(op.writes[0], c.numel, offset=offset), before=before)
+        state, new = self._buffers(op)
+        if state is not None:
+            for array, view in self._in_buffer(op, state):
+                self._to.read(array, c.start, view, before=before)
+        if new is not None and self._arrays.form.steps_weights:
+            self._to.read(f"weights.{op.id.group}", c.start, self._weights(op, new), before=before)
 
     def write_state(self, op: Op) -> None:
         if self._to.idle(op):
             return
         c = self._to.bound.chunk(op)
-        for name, offset in self._on_disk(op):
-            self._to.write(name, c.start, self._to.view(op.reads[0], c.numel, offset=offset))
+        for array, view in self._in_buffer(op, op.reads[0]):
+            self._to.write(array, c.start, view)
+
+    def write_weights(self, op: Op) -> None:
+        if self._to.idle(op):
+            return
+        _, new = self._buffers(op)
+        self._to.write(f"weights.{op.id.group}", self._to.bound.chunk(op).start, self._weights(op, new))
 
     def step(self, op: Op) -> None:
         """One chunk, in host memory."""
         g, c, arrays = op.id.group, self._to.bound.chunk(op), self._arrays
         arrays.about_to_change(g, c.start, c.numel)
-        offsets, span = dict(self._on_disk(op)), slice(c.start, c.start + c.numel)
-
-        def state(name: str) -> torch.Tensor:
-            if name in offsets:
-                return self._to.view(op.reads[1], c.numel, offset=offsets[name])
-            return arrays.array(name)[span]
-
-        out = None
-        if arrays.form.split:
-            new = [name for name in op.writes if name not in op.reads]
-            out = self._to.view(new[0], c.numel, arrays.dtype) if new else arrays.array(f"weights.{g}")[span]
+        buffer, new = self._buffers(op)
+        if buffer is not None:
+            state = [view for _, view in self._in_buffer(op, buffer)]
+        else:
+            state = [arrays.array(name)[c.start : c.start + c.numel] for name in self._state(g)]
         late = self._to.bound.is_late(op)
         in_passing = not (late or self._to.bound.normed)
-        master, *moments = map(state, self._names(g))
         gradient = self._to.gradient(op, op.reads[0])
-        self._update(g, c.start, gradient, master, moments, out, late=late, in_passing=in_passing)
+        self._update(g, c.start, gradient, self._weights(op, new), state, late=late, in_passing=in_passing)
 
     def step_on_device(self, op: Op) -> None:
         """A whole group, where its state is."""
         g, arrays = op.id.group, self._arrays
         numel = self._to.bound.program.groups[g].trainable
-        gradient, weights = self._to.view(op.reads[0], numel), arrays.array(f"weights.{g}")[:numel]
+        gradient = self._to.view(op.reads[0], numel)
         arrays.about_to_change(g, 0, numel)
         in_passing = not self._to.bound.normed
-        master, *moments = (arrays.array(name)[:numel] for name in self._names(g))
-        out = weights if arrays.form.split else None
-        self._update(g, 0, gradient, master, moments, out, late=False, in_passing=in_passing)
+        weights, *state = (arrays.array(name)[:numel] for name in (f"weights.{g}", *self._state(g)))
+        self._update(g, 0, gradient, weights, state, late=False, in_passing=in_passing)
 
     def _update(
         self,
         g: int,
         start: int,
         gradient: torch.Tensor,
-        master: torch.Tensor,
-        moments: list[torch.Tensor],
-        out: torch.Tensor | None,
+        weights: torch.Tensor,
+        state: list[torch.Tensor],
         *,
         late: bool,
         in_passing: bool,
@@ -106,14 +124,14 @@ class OptimizerSteps:
         ``in_passing``: whether the gradient's sums of squares are computed, too.
         """
         context = self._to.context
+        rest = state.pop(0) if self._arrays.form.rest_bytes else None
         update = context.left if late else None if context.idle else context.update
         if update is None:
-            if out is not None:
-                self._stepping.cast(out, master)
+            self._stepping.restore(weights, rest)
             return
         self._arrays.note_step(g, late=late)
         norms = self._norm.in_passing(g, start, gradient) if in_passing else None
-        self._stepping.step(update, g, start, gradient, master, tuple(moments), out, norms)
+        self._stepping.step(update, g, start, gradient, weights, rest, tuple(state), norms)
 
     def commit(self, op: Op) -> None:
         """What the step before has left is at home: it counts from now on, whatever happens."""

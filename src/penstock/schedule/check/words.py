@@ -63,9 +63,8 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
 
 
 def _speculates(schedule: Schedule, step: Op) -> bool:
-    """Whether an optimizer step need not know the norm: what it changes comes from disk, and goes back beside it."""
-    both = step.id.of("RS"), step.id.of("WS")
-    return schedule.speculative and all(ident in schedule.by_id for ident in both)
+    """Whether an optimizer step need not know the norm: what it changes goes to disk, beside what was there."""
+    return schedule.speculative and any(step.id.of(kind) in schedule.by_id for kind in ("WS", "WW"))
 
 
 def _check_commit(schedule: Schedule, left: set[Buffer], clocks: Clocks) -> None:
@@ -97,11 +96,10 @@ def _written(read: Op) -> OpId:
 
 
 def _made(schedule: Schedule, step: Op, reader: Op) -> list[Op]:
-    """What makes the new weights that an op reads: the optimizer step, and on disk the write that brings them there
-    (with the state where that has them). An upload reads a buffer, or the array that the step itself has written.
+    """What makes the new weights that an op reads: the optimizer step, and on disk the write that brings them there.
+    An upload reads a buffer, or the array that the step itself has written.
     """
-    on_disk = schedule.by_id.get(step.id.of("WW"), schedule.by_id.get(step.id.of("WS")))
-    home = on_disk if reader.id.kind == "RW" else None
+    home = schedule.by_id.get(step.id.of("WW")) if reader.id.kind == "RW" else None
     return [step] if home is None else [step, home]
 
 

@@ -13,8 +13,8 @@ An op's *id* is a short word that says everything about it; no two ops of a sche
 | ``UG5.1@B3`` | h2d | the chunk of all ranks' parts up again, when all micro-batches are in it, to be exchanged |
 | ``NG5.1`` ``ND5`` ``NORM`` | cpu, compute, cpu | partial sums of squares (host, device); the global norm |
 | ``WG5.1`` ``RG5.1`` | write, read | gradient chunk to disk and back, while it waits for the norm |
-| ``RS5.1`` ``OP5.1`` ``WS5.1`` | read, cpu, write | optimizer state chunk in, step, out |
-| ``WW5.1`` ``UN5.1`` | write, h2d | the chunk's new weights to disk, or up to the device where they live |
+| ``RS5.1`` ``OP5.1`` ``WS5.1`` | read, cpu, write | what the step needs of a chunk on disk; step; its state back |
+| ``WW5.1`` ``UN5.1`` | write, h2d | the chunk's new weights to disk; up to the device, to the copy that stages find |
 | ``OD5`` | compute | optimizer step of a group whose state lives on the device |
 | ``DC3m0`` ``WC3m0`` ``RC3m0`` ``UC3m0`` | d2h, write, read, h2d | checkpoint of stage 3 down, to disk, back, up |
 | ``I3m0`` ``W3m0`` | compute | backward of stage 3 split: gradient of its input, gradient of its weights |

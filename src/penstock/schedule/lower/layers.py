@@ -46,7 +46,7 @@ def layer_settings(layers: int, micro_batches: int) -> Settings:
     return Settings(
         micro_batches=micro_batches,
         chunk=0,
-        form=Format(weight_bytes=2, moments=2),
+        form=Format.of("bf16", 2),
         place=Placement(weights=there, state=there, gradients="host", checkpoints="device"),
         depths=Depths(weights=0),
         wait=False,

@@ -11,7 +11,7 @@ Bytes per parameter and step, M micro-batches, bf16 weights and Adam, next to wh
 | fp32 gradients, vertical | 4 down | 4 down |
 | checkpoints of M micro-batches, C each | M x C down and M x C up (see below) | 2MC, vertical 3MC: ours are read once |
 | gradients of checkpoints, vertical | stay on the device, block by block | 2MC |
-| all on disk, vertical | 2 + 2 + 12 read (last block 2 + 12), 12 + 2 written | the same |
+| all on disk, vertical | 2 + 2 + 12 read (last block 2 + 12), 12 written | 16, 14: their master copy is apart |
 | the same with delay ratio a | (2 - a) x 2 + 12 read: new weights go up from the step's own buffer | the same |
 
 Several ranks that go micro-batch by micro-batch sum gradients of all ranks' parts, M x 4 down and 4 up, and exchange
@@ -144,10 +144,6 @@ def _placement(request: Request, family: Streaming, checkpoints: Tier) -> Placem
     pair = f"weights={weights!r} with state={state!r}"
     if state == "device" and weights != "device":
         raise ConfigError(f"{pair} cannot work: state on the device needs weights on the device")
-    if not request.form.split and weights == "device" and state != "device":
-        raise ConfigError(
-            f"{request.family}: {pair} cannot work in fp32, where the master copy is the weights: use bf16"
-        )
     if request.ranks > 1 and "device" in (weights, state):
         raise ConfigError(
             f"ranks={request.ranks} with {pair} cannot work: with several ranks, no weights stay on a device"

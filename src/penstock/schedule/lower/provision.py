@@ -70,18 +70,18 @@ def fixed_bytes(
     device. ``step_temporaries``: bytes that the optimizer needs there besides the state, if any state is there.
     """
     tiers: tuple[Tier, ...] = ("device", "host")
-    weights = {t: sum(g.numel for g in program.groups if place.weights[g.index] == t) for t in tiers}
-    trained = {t: sum(g.trainable for g in program.groups if place.state[g.index] == t) for t in tiers}
-    per_element = FP32 * (form.moments + form.split)
+    groups = program.groups
+    weights = {t: sum(g.numel for g in groups if t in (place.weights[g.index], place.home(g))) for t in tiers}
+    trained = {t: sum(g.trainable for g in groups if place.state[g.index] == t) for t in tiers}
     return (
         ("device", "inputs", inputs),
         ("device", "working", max(max(s.forward_peak, s.backward_peak) for s in program.stages)),
         ("device", "kept", at_once * sum(s.kept for s in program.stages)),
         ("device", "optimizer", step_temporaries if trained["device"] else 0),
         ("device", "weights", weights["device"] * form.weight_bytes),
-        ("device", "state", trained["device"] * per_element),
+        ("device", "state", trained["device"] * form.state_bytes),
         ("host", "weights", weights["host"] * form.weight_bytes),
-        ("host", "state", trained["host"] * per_element),
+        ("host", "state", trained["host"] * form.state_bytes),
     )
 
 
@@ -395,8 +395,8 @@ class Provision:
         out = (summed and not apart) or any(self.held_count(g, use) < self.trained_count(g) for g, use in uses)
         waiting = any(self.s.waits(g) for g in streamed) or any(self.delayed.values())
         back = place.gradients == "disk" and waiting
-        state = any(place.state_on_disk(g, form) for g in streamed)
-        leaves = form.split and any(place.weights[g] != "host" for g in streamed)
+        state = form.state_bytes and any(place.state[g] == "disk" for g in streamed)
+        passing = any(place.stepped_in_passing(self._groups[g]) for g in streamed)
 
         if not self._narrow.isdisjoint(streamed):
             # A lane rounds and sends one chunk at a time: more buffers would wait for it.
@@ -413,8 +413,8 @@ class Provision:
                 ("stage_in", form.weight_bytes, on_disk),
                 ("gradients_out", self.widest_gradient, out),
                 ("gradients_in", self.widest_gradient, back),
-                ("state", form.state_slot_bytes, state),
-                ("new_weights", form.weight_bytes, leaves),
+                ("state", form.state_bytes, state),
+                ("new_weights", form.weight_bytes, passing),
             )
             if wanted
         )

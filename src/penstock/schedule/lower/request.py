@@ -61,7 +61,7 @@ class Request:
     sizes: Sizes = Sizes(activation=0, activation_gradient=0, weights=0, gradient=0, state=0)
     stage_ops: bool = False
     program: Program | None = None
-    form: Format = field(default_factory=lambda: Format(weight_bytes=2, moments=2))
+    form: Format = field(default_factory=lambda: Format.of("bf16", 2))
     virtual_stages: int | None = None
     gather_group: GatherGroup | None = None
     fused: bool = False

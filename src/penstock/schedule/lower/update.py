@@ -11,7 +11,7 @@ Buffers, per group ``g`` and chunk ``c``:
     R{g}.{c}       gradient read back from disk
     c{tag}         on the device, a chunk's gradient rounded to bf16 on its way into H
     S{g}.{c}       optimizer state in flight
-    O{g}.{c}       new weights in flight
+    O{g}.{c}       weights that are stepped in passing: they are at home on disk, and not found in host memory
     h{g}.{c}       delayed chunks: the H{g}.{c}u0 that the step before has left in host memory
     r{g}.{c}       the same, left on disk and read back
 
@@ -308,7 +308,7 @@ class Updates:
         if self.s.waits(g) and self.s.place.gradients == "disk":
             gradient = group_buffer("R", g, c.index)
             after = self._back(g, c, gradient, [after])
-        done, _ = self._arithmetic(g, c, gradient, [after, *first])
+        done = self._arithmetic(g, c, gradient, [after, *first])
         self._stepped.append(done)
         self.home(g, c, [done])
 
@@ -335,8 +335,8 @@ class Updates:
             after = [self._back(g, c, gradient, [])]
         else:
             self.b.emitter.carry(gradient, group_buffer("H", g, c.index, use=0), self.b.provision.held_pool)
-        done, new = self._arithmetic(g, c, gradient, after)
-        return done, new if self.s.place.weights[g] == "disk" else []
+        done = self._arithmetic(g, c, gradient, after)
+        return done, self._new(g, c) if self.s.place.weights[g] == "disk" else []
 
     def _back(self, g: int, c: Chunk, into: Buffer, after: list[OpId]) -> OpId:
         """Emit the way back of a gradient that has waited on disk."""
@@ -345,48 +345,51 @@ class Updates:
             group_op("RG", g, c.index), after=after, takes=[(into, "gradients_in")], writes=[into], nbytes=nbytes
         )
 
-    def _arithmetic(self, g: int, c: Chunk, gradient: Buffer, after: list[OpId]) -> tuple[OpId, list[Buffer]]:
-        """Emit state in and the step itself; its id, and the buffer that has the new weights if there is one."""
-        form = self.s.form
-        on_disk = self.s.place.state_on_disk(g, form) * c.numel
-        state = [group_buffer("S", g, c.index)] if on_disk else []
-        if on_disk:
-            read = group_op("RS", g, c.index)
-            after = [*after, self.b.emit(read, takes=[(state[0], "state")], writes=state, nbytes=on_disk)]
-        new = [group_buffer("O", g, c.index)] if self._leaves(g) else []
-        done = self.b.emit(
+    def _state(self, g: int, c: Chunk) -> list[Buffer]:
+        """The buffer of a chunk's state, if that is on disk."""
+        there = self.s.place.state[g] == "disk" and self.s.form.state_bytes
+        return [group_buffer("S", g, c.index)] if there else []
+
+    def _new(self, g: int, c: Chunk) -> list[Buffer]:
+        """The buffer of a chunk's weights, if they are stepped in passing."""
+        passing = self.s.place.stepped_in_passing(self.b.program.groups[g])
+        return [group_buffer("O", g, c.index)] if passing else []
+
+    def _arithmetic(self, g: int, c: Chunk, gradient: Buffer, after: list[OpId]) -> OpId:
+        """Emit what a step reads from disk, and the step itself; its id."""
+        form, state, new = self.s.form, self._state(g, c), self._new(g, c)
+        if state or new:
+            each = form.state_bytes * len(state) + form.weight_bytes * len(new) * form.steps_weights
+            takes = [*((name, "state") for name in state), *((name, "new_weights") for name in new)]
+            ident, into = group_op("RS", g, c.index), [*state, *new]
+            after = [*after, self.b.emit(ident, takes=takes, writes=into, nbytes=each * c.numel)]
+        return self.b.emit(
             group_op("OP", g, c.index),
             after=after,
-            takes=[(name, "new_weights") for name in new],
-            reads=[gradient, *state],
+            reads=[gradient, *state, *new],
             writes=[*state, *new],
             gives=[gradient],
             nbytes=form.step_bytes(self.b.provision.gradient_bytes(g)) * c.numel,
         )
-        return done, new or state
-
-    def _leaves(self, g: int) -> bool:
-        """Whether new weights go elsewhere than to their array in host memory or, in fp32, back with the state."""
-        return self.s.form.split and self.s.place.weights[g] != "host"
 
     def home(self, g: int, c: Chunk, after: list[OpId]) -> OpId:
-        """Emit the way home of state and weights; the last of them (the step itself if both are at home).
+        """Emit the way home of state and weights, and of weights to a copy on the device; the last of them (the step
+        itself if all is at home).
 
         ``after``: the step, then who reads the new weights from the buffer that goes home.
         """
-        form, last = self.s.form, after[0]
-        on_disk, leaves = self.s.place.state_on_disk(g, form) * c.numel, self._leaves(g)
-        if on_disk:
-            state = [group_buffer("S", g, c.index)]
-            readers = after[:1] if leaves else after
-            write, commit = group_op("WS", g, c.index), self._commit
-            last = self.b.emit(write, after=[*readers, *commit], reads=state, gives=state, nbytes=on_disk)
-        if leaves:
-            new = [group_buffer("O", g, c.index)]
-            kind, first = ("WW", [*after, *self._commit]) if self.s.place.weights[g] == "disk" else ("UN", after)
-            nbytes = c.numel * form.weight_bytes
-            last = self.b.emit(group_op(kind, g, c.index), after=first, reads=new, gives=new, nbytes=nbytes)
-        if self.s.place.weights[g] == "disk":
+        place, form, last = self.s.place, self.s.form, after[0]
+        state, new, nbytes = self._state(g, c), self._new(g, c), c.numel * form.weight_bytes
+        if state:
+            ident, first = group_op("WS", g, c.index), [after[0], *self._commit]
+            last = self.b.emit(ident, after=first, reads=state, gives=state, nbytes=form.state_bytes * c.numel)
+        if place.weights[g] == "device":
+            last = self.b.emit(group_op("UN", g, c.index), after=after[:1], reads=new, nbytes=nbytes)
+            after = [*after, last]
+        if place.home(self.b.program.groups[g]) == "disk":
+            ident, first = group_op("WW", g, c.index), [*after, *self._commit]
+            last = self.b.emit(ident, after=first, reads=new, gives=new, nbytes=nbytes)
+        if place.weights[g] == "disk":
             self.written[g, c.index] = last
         return last
 

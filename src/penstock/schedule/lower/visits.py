@@ -68,6 +68,6 @@ def horizontal(
 
 @no_collection()
 def _lower(route: Route, settings: Settings, fixed: Fixed, name: str, seat: Seat) -> Schedule:
-    settings.place.check(route.program, settings.form)
+    settings.place.check(route.program)
     provision = Provision(route, settings, seat)
     return lower_rank(Builder(provision, Emitter(provision.pools.values())), name, fixed)

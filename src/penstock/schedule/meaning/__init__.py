@@ -106,10 +106,12 @@ class _Step(ComputeRules, ArrayRules, WaitingRules, BetweenRules):
             if self.needs.cut and not self.gathered:
                 raise self._lacks("AN")
             want = NOW if (g, c) in self.late else AFTER
-            if self.on_disk[g, c] != want and self.place.state_on_disk(g, self.form):
+            if self.state[g, c] != want:
                 raise self._lacks(f"WS{g}.{c}")
+            if self.at_home[g, c] != want:
+                raise self._lacks(f"WW{g}.{c}")
             if self.weights[g, c] != want:
-                raise self._lacks(f"{'WW' if self.place.weights[g] == 'disk' else 'UN'}{g}.{c}")
+                raise self._lacks(f"UN{g}.{c}")
         for tag in sorted(self.late):
             kept = self.values.get(self.kept_gradients[tag]) if tag in self.kept_gradients else self.extents.get(tag)
             if kept != Gradient(*tag, self.whole[tag[0]]):

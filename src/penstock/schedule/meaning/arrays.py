@@ -23,13 +23,13 @@ class ArrayRules(Ground):
         cut = self._chunks(op)
         self._home(op, self.place.weights, "disk")
         self._moves(op, sum(c.numel for c in cut) * self.form.weight_bytes)
-        value = Weights(op.id.group, self._at_home(op, cut))
+        value = Weights(op.id.group, self._found(op, cut))
         if late := [c for c, version in value.versions.items() if version == BEFORE]:
             raise refused(op, f"reads chunk {op.id.group}.{late[0]} before the step before has brought it home")
         self._put(op, self._at(op, op.writes, "the chunk"), value, "host", op.nbytes)
 
-    def _at_home(self, op: Op, cut: list[Chunk]) -> dict[int, int]:
-        """The versions of chunks where they live, which are read."""
+    def _found(self, op: Op, cut: list[Chunk]) -> dict[int, int]:
+        """The versions of chunks where stages find them, which are read."""
         for c in cut:
             self.outside.look(op, "weights", op.id.group, c.index)
         return {c.index: self.weights[op.id.group, c.index] for c in cut}
@@ -40,7 +40,7 @@ class ArrayRules(Ground):
         source = self.values.get(op.reads[0]) if op.reads else None
         if not op.reads:
             self._home(op, self.place.weights, "host")
-            versions = self._at_home(op, cut)
+            versions = self._found(op, cut)
         elif isinstance(source, Weights) and source.group == g and list(source.versions) == [c.index for c in cut]:
             versions = source.versions
         elif op.elements is not None:
@@ -54,29 +54,46 @@ class ArrayRules(Ground):
         self._put(op, name, Weights(g, there | versions), "device", total)
 
     def _new_weights(self, op: Op, name: str) -> int:
-        """The version of an op's chunk in a host buffer: of weights alone, or at the head of its fp32 state."""
+        """The version of the weights of an op's chunk, alone in a host buffer."""
         g, c = op.id.group, op.id.chunk
         value = self.values.get(name)
         if isinstance(value, Weights) and value.group == g and list(value.versions) == [c]:
             return value.versions[c]
-        if isinstance(value, State) and value[:2] == (g, c) and not self.form.split and self.place.weights[g] == "disk":
-            return value.version
         raise refused(op, f"takes {name} for {SHOWN[Weights]} of its chunk, which it is not")
 
+    def _stepped_weights(self, op: Op, c: Chunk) -> int:
+        """The version of new weights that an op reads: from their buffer, or in memory where the step has left them."""
+        g = op.id.group
+        if self.passing[g]:
+            return self._new_weights(op, self._at(op, op.reads, "the new weights"))
+        self._at(op, op.reads, "new weights, which are in memory", count=0)
+        self.outside.look(op, "stepped weights", g, c.index)
+        return self.stepped_to.get((g, c.index), self.at_home[g, c.index])
+
     def _write_weights(self, op: Op) -> None:
-        c, g = self._chunk(op), op.id.group
-        self._home(op, self.place.weights, "disk")
+        c, g = self._chunk(op, trained=True), op.id.group
+        if self.home[g] != "disk":
+            raise refused(op, f"is for weights whose home is disk, and it is {self.home[g]}")
         self._moves(op, c.numel * self.form.weight_bytes)
         self._bring_home(op)
-        self.outside.change(op, "weights", g, c.index)
-        self.weights[g, c.index] = self._new_weights(op, self._at(op, op.reads, "the new weights"))
+        self.outside.change(op, self._home_of_weights(g), g, c.index)
+        self.at_home[g, c.index] = self._stepped_weights(op, c)
+        if self.place.weights[g] == "disk":
+            self.weights[g, c.index] = self.at_home[g, c.index]
+
+    def _home_of_weights(self, g: int) -> str:
+        """What is outside of all buffers: stages find what is at home, or a copy."""
+        return "weights" if self.home[g] == self.place.weights[g] else "weights at home"
 
     def _renew(self, op: Op) -> None:
-        c, g = self._chunk(op), op.id.group
+        c, g = self._chunk(op, trained=True), op.id.group
         self._home(op, self.place.weights, "device")
+        if self.place.state[g] == "device":
+            raise refused(op, "is for a copy of weights, and these are at home where stages find them")
         self._moves(op, c.numel * self.form.weight_bytes)
+        version = self._stepped_weights(op, c)
         self.outside.change(op, "weights", g)
-        self.weights[g, c.index] = self._new_weights(op, self._at(op, op.reads, "the new weights"))
+        self.weights[g, c.index] = version
 
     def _bring_home(self, op: Op) -> None:
         """What is written to disk is the step before's until that is committed, and this one's from then on."""
@@ -91,49 +108,62 @@ class ArrayRules(Ground):
 
     def _commit(self, op: Op) -> None:
         self.outside.change(op, "commit")
-        for g, c in sorted(self.late):
-            disk = NOW if not self.place.state_on_disk(g, self.form) else self.on_disk[g, c]
-            if (g, c) not in self.stepped or disk != NOW or self.weights[g, c] != NOW:
-                raise refused(op, f"commits the step before, whose chunk {g}.{c} is not at home yet")
+        for tag in sorted(self.late):
+            versions = (self.weights[tag], self.at_home[tag], self.state[tag])
+            if tag not in self.stepped or versions != (NOW, NOW, NOW):
+                raise refused(op, f"commits the step before, whose chunk {tag[0]}.{tag[1]} is not at home yet")
         self.committed = True
+
+    def _state_moves(self, g: int) -> bool:
+        """Whether a step reads a group's state from disk, and writes it there."""
+        return self.place.state[g] == "disk" and self.form.state_bytes > 0
 
     def _read_state(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
-        self._moves_state(op, c)
-        for what in self._arrays_on_disk(g):
-            self.outside.look(op, what, g, c.index)
-        value = State(g, c.index, self.on_disk[g, c.index])
-        self._put(op, self._at(op, op.writes, "the state"), value, "host", self.form.state_slot_bytes * c.numel)
-
-    def _moves_state(self, op: Op, c: Chunk) -> None:
-        if not self.place.state_on_disk(op.id.group, self.form):
-            raise refused(op, "is for state on disk, and nothing of it lives there")
-        self._moves(op, self.place.state_on_disk(op.id.group, self.form) * c.numel)
-
-    def _arrays_on_disk(self, g: int) -> list[str]:
-        """In fp32 the master copy is the weights."""
-        return ["state", *(["weights"] if not self.form.split and self.place.weights[g] == "disk" else [])]
+        state, new = self._state_moves(g), self.passing[g]
+        if not (state or new):
+            raise refused(op, "is for what a step reads from disk, and nothing of its group lives there")
+        each = self.form.state_bytes * state + self.form.weight_bytes * (new and self.form.steps_weights)
+        self._moves(op, each * c.numel)
+        self._at(op, op.writes, "what a step reads", count=state + new)
+        into = list(op.writes)
+        if state:
+            self.outside.look(op, "state", g, c.index)
+            value = State(g, c.index, self.state[g, c.index])
+            self._put(op, into.pop(0), value, "host", self.form.state_bytes * c.numel)
+        if new:
+            if self.form.steps_weights:
+                self.outside.look(op, self._home_of_weights(g), g, c.index)
+            nbytes = self.form.weight_bytes * c.numel
+            self._put(op, into.pop(0), Weights(g, {c.index: self.at_home[g, c.index]}), "host", nbytes)
 
     def _step(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
-        tag, disk = (g, c.index), self.place.state_on_disk(g, self.form)
+        tag, state, new = (g, c.index), self._state_moves(g), self.passing[g]
         self._home(op, self.place.state, "host", "disk")
         self._moves(op, self.form.step_bytes(self._width(g)) * c.numel)
-        leaves = self.form.split and self.place.weights[g] != "host"
-        self._at(op, op.reads, "gradient and state", count=1 + bool(disk))
-        self._at(op, op.writes, "state and new weights", count=bool(disk) + leaves)
+        self._at(op, op.reads, "gradient, state and weights", count=1 + state + new)
         late = self._check_step(op, self._gradient(op, op.reads[0]))
-        done = NOW if late else AFTER
-        if disk:
-            if self._value(op, op.reads[1], State) != State(*tag, done - 1) or op.reads[1] not in op.writes:
-                raise refused(op, f"takes {op.reads[1]} for its chunk's state, which it is not")
-            self.values[op.reads[1]] = State(*tag, done)
-        if disk != self.form.state_slot_bytes:
+        done, through = NOW if late else AFTER, list(op.reads[1:])
+        if op.writes != op.reads[1:]:
+            raise refused(op, "changes other buffers than those of the state and the weights that it reads")
+        if state:
+            if self._value(op, through[0], State) != State(*tag, done - 1):
+                raise refused(op, f"takes {through[0]} for its chunk's state, which it is not")
+            self.values[through.pop(0)] = State(*tag, done)
+        else:
             self.outside.change(op, "state in memory", *tag)
-        if leaves:
-            new = self._at(op, tuple(name for name in op.writes if name not in op.reads), "new weights alone")
-            self._put(op, new, Weights(g, {c.index: done}), "host", c.numel * self.form.weight_bytes)
-        elif self.form.split or self.place.weights[g] == "host":
+            self.state[tag] = done
+        if new:
+            if self._new_weights(op, through[0]) != done - 1:
+                raise refused(op, f"takes {through[0]} for its chunk's weights, which it is not")
+            self.values[through[0]] = Weights(g, {c.index: done})
+        else:
+            self.outside.change(op, "stepped weights", *tag)
+            self.stepped_to[tag] = done
+            if self.home[g] != "disk":
+                self.at_home[tag] = done
+        if self.place.weights[g] == "host":
             self.outside.change(op, "weights", *tag)
             self.weights[tag] = done
         self.stepped.add(tag)
@@ -144,7 +174,7 @@ class ArrayRules(Ground):
         if gradient.sum == LEFT:
             return True
         self._whole(op, gradient)
-        self._may_step(op, early=self.schedule.speculative and self.place.all_on_disk(op.id.group, self.form))
+        self._may_step(op, early=self.schedule.speculative and self.place.all_on_disk(op.id.group))
         if "NORM" not in self.schedule.by_id:  # the step computes its part in passing
             self._measured(op, self.cuts[tag[0]][tag[1]])
         return False
@@ -157,16 +187,15 @@ class ArrayRules(Ground):
 
     def _write_state(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
-        self._moves_state(op, c)
+        if not self._state_moves(g):
+            raise refused(op, "is for state on disk, and nothing of it lives there")
+        self._moves(op, self.form.state_bytes * c.numel)
         self._bring_home(op)
         value = self._value(op, self._at(op, op.reads, "the state"), State)
         if value[:2] != (g, c.index):
             raise refused(op, f"takes {op.reads[0]} for its chunk's state, which it is not")
-        for what in self._arrays_on_disk(g):
-            self.outside.change(op, what, g, c.index)
-        self.on_disk[g, c.index] = value.version
-        if "weights" in self._arrays_on_disk(g):
-            self.weights[g, c.index] = value.version
+        self.outside.change(op, "state", g, c.index)
+        self.state[g, c.index] = value.version
 
     def _step_on_device(self, op: Op) -> None:
         g = op.id.group
@@ -181,5 +210,5 @@ class ArrayRules(Ground):
             if c.trainable:
                 if "NORM" not in self.schedule.by_id:
                     self._measured(op, c)
-                self.weights[g, c.index] = self.on_disk[g, c.index] = AFTER
+                self.weights[g, c.index] = self.at_home[g, c.index] = self.state[g, c.index] = AFTER
                 self.stepped.add((g, c.index))

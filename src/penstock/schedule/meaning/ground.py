@@ -32,6 +32,9 @@ class Ground:
         program, self.place, self.form = needs.program, needs.place, needs.form
         self.schedule, self.needs, self.stages = schedule, needs, program.stages
         self.cuts = [chunks(g, schedule.chunk) for g in program.groups]
+        self.home = [self.place.home(g) for g in program.groups]
+        self.passing = [self.place.stepped_in_passing(g) for g in program.groups]
+        """group -> whether the weights that a step changes are in a buffer"""
         clocks = Clocks(order)
         self.outside = Outside(clocks)
         self.pools: dict[str, Pool] = {pool.name: pool for pool in schedule.pools}
@@ -43,6 +46,8 @@ class Ground:
         self.whole = {g: self.sums.whole(stages, count, needs.strands) for g, stages in uses.items() if stages}
         self.trained = {(g, c.index) for g in self.whole for c in self.cuts[g] if c.trainable}
         self.narrow, self.late = narrow_groups_of(schedule), late_chunks(schedule, clocks)
+        self.stepped_to: dict[ChunkAt, int] = {}
+        """version of a chunk's weights that a step has changed in memory"""
         self.normed = False
         self.gathered = False
         """whether the norm's parts of all ranks are known"""
@@ -50,8 +55,8 @@ class Ground:
         self.stepped: set[ChunkAt] = set()
         self.committed = False
         start = {(g, c.index): NOW for g, cut in enumerate(self.cuts) for c in cut} | dict.fromkeys(self.late, BEFORE)
-        self.weights, self.on_disk = dict(start), dict(start)
-        """version of each chunk's weights at home, and of what state lives on disk"""
+        self.weights, self.at_home, self.state = dict(start), dict(start), dict(start)
+        """version of each chunk's weights where stages find them, of the same at home, and of its state there"""
         self.extents: dict[ChunkAt, Gradient] = {tag: Gradient(*tag, LEFT) for tag in self.late}
         self.scratch: set[tuple[int, int]] = set()
         self.values: dict[str, Value] = {}

@@ -45,7 +45,7 @@ class AllParts(NamedTuple):
 
 
 class State(NamedTuple):
-    """Those arrays of a chunk's optimizer state that live on disk."""
+    """A chunk's optimizer state, which lives on disk."""
 
     group: int
     chunk: int
