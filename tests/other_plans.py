@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from penstock.config import Tier
 from penstock.planner.fit import Request, fitted, tied_groups
-from penstock.schedule.place import Depths, Placement, Settings
+from penstock.schedule.place import Depths, Placement, Settings, on_grain
 from penstock.schedule.program import ALIGN
 
 CHUNKS = (ALIGN, 3 * ALIGN, 1 << 16)
@@ -35,6 +35,8 @@ def other_plans(request: Request, seed: int) -> Iterator[Settings]:
         settings = replace(
             settings, place=place, chunk=rng.choice(CHUNKS), depths=depths, cast=rng.choice(("device", "host"))
         )
+        if not all(on_grain(group, settings.chunk) for group in groups):
+            continue
         device, host = request.peaks(settings)
         if device <= request.budget.device_bytes and host <= request.budget.host_bytes:
             yield settings

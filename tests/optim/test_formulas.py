@@ -59,7 +59,7 @@ def test_equal_to_the_reference_in_double_and_in_fp32(spec: OptimizerSpec, refer
     torch.manual_seed(0)
     start = torch.randn(N)
     grads = [torch.randn(N) * 10 ** (-i / 2) for i in range(STEPS)]
-    ours, moments = start.clone(), tuple(torch.zeros(N) for _ in range(spec.moments))
+    ours, moments = start.clone(), tuple(torch.zeros(N) for _ in range(spec.moment_count))
     (hyper,) = StreamedOptimizer(spec, [("w", torch.nn.Parameter(start))]).hypers()
     exact, single = (torch.nn.Parameter(start.clone().to(dtype)) for dtype in (torch.float64, torch.float32))
     optimizers = [reference([exact]), reference([single])]

@@ -76,6 +76,7 @@ PLAN = {
     "precision": None,
     "optimizer": "adamw",
     "momentum": False,
+    "moments": "fp32",
     "clip_grad_norm": None,
     "schedule": None,
     "speculate": None,

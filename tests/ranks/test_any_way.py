@@ -4,7 +4,7 @@ A case has a model, parts of which may be frozen, and settings that decide the n
 there, which must not: schedule, stage, tiers, chunks, and what happens between the steps.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,7 +19,7 @@ from tests.conftest import Campaign
 from tests.models import MODELS
 from tests.ranks.test_bits import equal, whole_state
 from tests.ranks.worlds import together
-from tests.training import budget, steps_of, wrap
+from tests.training import ADAMW, budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,8 +68,8 @@ def numbers_of(rng: Random) -> Numbers:
         "clip_grad_norm": clip,
         "grad_dtype": rng.choice(("fp32", "fp32", "bf16")),
     }
-    if rng.random() < 0.2:
-        settings["optimizer"] = penstock.SGD(lr=0.05, momentum=0.9)
+    made = penstock.SGD(lr=0.05, momentum=0.9) if rng.random() < 0.2 else ADAMW
+    settings["optimizer"] = replace(made, moments=rng.choice(("fp32", "fp32", "bf16", "int8")))
     return Numbers(
         model=rng.choice(NAMES), frozen=rng.choice(FROZEN), strands=rng.choice((2, 4, 4, 8)), settings=settings
     )
@@ -91,27 +91,24 @@ def way_of(rng: Random, numbers: Numbers) -> Way:
                 places |= {"weights": "host", "state": "host"}
         elif rng.random() < 0.2:
             places |= {"slots": 1, "durability": None}
-    if numbers.settings["precision"] == "fp32" and places.get("weights") == "host":
-        places["state"] = rng.choice(("host", "disk"))
-        if places["durability"] == "step":  # a part of the state is in memory
-            places["durability"] = None
     norm = numbers.settings["clip_grad_norm"] is not None or numbers.settings["precision"] == "fp16"
     if settings["schedule"] == "vertical":
         settings["delay"] = rng.choice((None, 0, 0.5, 1))
     can = disk and norm and places.get("slots") != 1 and places["durability"] != "interval"
-    if can and places["state"] == "disk" and (places["weights"] == "disk" or numbers.settings["precision"] != "fp32"):
+    if can and places["state"] == "disk":
         settings["speculate"] = rng.choice((None, True, False))
     if disk and norm and not settings.get("speculate") and rng.random() < 0.3:
         places["gradients"] = "disk"
     if disk and rng.random() < 0.3:
         places["checkpoints"] = "disk"
+    compact = numbers.settings["optimizer"].moments != "fp32"
     between = {step: rng.choice(("evaluate", "snapshot", *["again"] * disk)) for step in range(1, STEPS)}
     return Way(
         size=size,
         settings=settings,
         budget=places,
         disk=disk,
-        chunk=rng.choice((4096, 1 << 14, 1 << 18)),
+        chunk=rng.choice((1 << 16, 1 << 18) if compact else (4096, 1 << 14, 1 << 18)),
         between={step: what for step, what in between.items() if rng.random() < 0.5},
     )
 

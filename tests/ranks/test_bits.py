@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.planner import fit
+from penstock.schedule.place import SCALED
 from tests.conftest import Campaign
 from tests.models import MODELS
 from tests.ranks.worlds import together
@@ -73,6 +74,10 @@ def whole_state(engine: penstock.Engine) -> dict[str, torch.Tensor]:
                 flat = torch.empty(place.shape.numel())
                 resources.whole_arrays.fetch((f"moment{moment}.{group}",), place.offset, flat)
                 found[f"{name}/{moment}"] = flat
+                if (scale := f"scale{moment}.{group}") in resources.arrays.parts:
+                    scales = torch.empty(flat.numel() // SCALED, dtype=torch.int16)
+                    resources.whole_arrays.fetch((scale,), place.offset, scales)
+                    found[f"{name}/{moment}/scales"] = scales
     return found
 
 

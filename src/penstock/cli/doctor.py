@@ -146,16 +146,19 @@ def _lanes(machine: Machine) -> Iterator[str]:
 
 
 def _optimizer(machine: Machine) -> Iterator[str]:
-    precisions = list(dict.fromkeys(name.partition(".")[2] for name in machine.host.optimizer))
-    kinds = list(dict.fromkeys(name.partition(".")[0] for name in machine.host.optimizer))
+    named = [name.split(".", 2) for name in machine.host.optimizer]
+    precisions = list(dict.fromkeys(precision for _, precision, *_ in named))
+    kinds = list(dict.fromkeys((kind, *form) for kind, _, *form in named))
     places = {"host": machine.host.optimizer}
     if machine.device.kind == "cuda":
         places["device"] = machine.device.optimizer
     heads = [precision if place == "host" else f"{precision} on GPU" for place in places for precision in precisions]
     yield f"  {'million parameters/s':<22}" + "".join(f"{head:>13}" for head in heads)
-    for kind in kinds:
-        numbers = [rates.get(f"{kind}.{precision}", 0.0) for rates in places.values() for precision in precisions]
-        yield _row(f"  {kind}", "".join(f"{number / 1e6:>13,.0f}" for number in numbers))
+    for kind, *form in kinds:
+        names = [".".join((kind, precision, *form)) for precision in precisions]
+        numbers = [rates.get(name, 0.0) for rates in places.values() for name in names]
+        moments = "".join(f", {word} moments" for word in form)
+        yield _row(f"  {kind}{moments}", "".join(f"{number / 1e6:>13,.0f}" for number in numbers))
 
 
 def _crossing(crossing: Crossing) -> Iterator[str]:

@@ -141,7 +141,7 @@ def _memory(f: Forecast) -> Iterator[str]:
     place, settings = f.choice.plan.settings.place, f.choice.plan.settings
     yield f"weights     {_shares(shares(f, place.weights, frozen=True))}"
     yield f"optimizer   {_shares(shares(f, place.state, frozen=False))}"
-    if "device" in place.state and (words := f.task.machine.device.differs(f.task.rate_name)) is not None:
+    if "device" in place.state and (words := f.task.machine.device.differs(f.task.name_of_bits)) is not None:
         yield f"bits        {words}"
     if f.blocks_on_device:
         yield f"            {_of_blocks(f)}"

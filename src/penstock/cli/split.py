@@ -173,7 +173,7 @@ def _request(config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int
     assert not isinstance(config.schedule, Path)
     precision = config.precision_on(kind)
     moments = MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum)
-    form = Format.of(precision, moments)
+    form = Format.of(precision, moments, config.optimizer.moments)
     profile = shape.profile(size, config.data.sequence_length, form)
     return Request(
         program=Mesh(data=ranks).everyone().part(profile.program),

@@ -38,6 +38,7 @@ def task_of(config: TrainConfig, machine: Machine, *, disk_free: int, ranks: int
         sequence_length=config.data.sequence_length,
         optimizer=config.optimizer.name,
         moments=MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum),
+        form_of_moments=config.optimizer.moments,
         families=(config.schedule,),
         disk_free=disk_free,
         **fields_of(config, StepConfig) | {"precision": config.precision_on(machine.device.kind)},

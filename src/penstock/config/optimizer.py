@@ -6,6 +6,8 @@ from typing import Any, Literal
 from penstock.errors import ConfigError
 
 OptimizerName = Literal["adamw", "adam", "sgd", "lion"]
+Moments = Literal["fp32", "bf16", "int8"]
+"""The form that an optimizer's moments are kept in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class OptimizerConfig:
     dimensions, and those called a bias; null: false |
     | ``momentum`` | momentum (sgd); null: 0 |
     | ``nesterov`` | Nesterov's form of momentum (sgd); null: false |
+    | ``moments`` | the form that moments are kept in: ``fp32``; ``bf16``; or ``int8``, codes of 8 bits with a scale for
+    32 of them. Parameters of fewer than 4,096 elements keep theirs in fp32. Changes the numbers |
     | ``overrides`` | mappings of ``match``, ``lr``, ``weight_decay``: others for parameters whose name the regular
     expression ``match`` finds |
     """
@@ -44,15 +48,22 @@ class OptimizerConfig:
     momentum: float | None = None
     nesterov: bool | None = None
     decay_norms_and_biases: bool | None = None
+    moments: Moments = "fp32"
     overrides: tuple[OverrideConfig, ...] = ()
 
     def given(self) -> dict[str, Any]:
         """The settings that were given, but for the overrides, as keyword arguments of the optimizer's own class."""
-        values = {key: getattr(self, key) for key in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")}
+        keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
+        values = {key: getattr(self, key) for key in keys} | ({"moments": self.moments} if self.is_compact else {})
         return {key: value for key, value in values.items() if value is not None}
 
+    @property
+    def is_compact(self) -> bool:
+        """Whether moments take less than fp32."""
+        return self.moments != "fp32"
+
     def __post_init__(self) -> None:
-        takes = {"lr", "weight_decay"} | {
+        takes = {"lr", "weight_decay", "moments"} | {
             "adamw": {"betas", "eps"},
             "adam": {"betas", "eps"},
             "sgd": {"momentum", "nesterov"},

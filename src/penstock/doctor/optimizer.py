@@ -5,6 +5,7 @@ from typing import get_args
 
 import torch
 
+from penstock.config.optimizer import Moments
 from penstock.doctor import work
 from penstock.doctor.pace import Span, rate
 from penstock.optim.formula import Kind
@@ -14,16 +15,23 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def steps(device: torch.device, seconds: float, rounds: int, *, threads: int) -> dict[str, float]:
-    """Parameters/s of a step by ``"adamw.fp32"``, ``"adamw.bf16"``, ...; the gradient and the state are fp32.
+    """Parameters/s of a step by ``"adamw.fp32"``, ``"adamw.bf16"``, ...; the gradient and the moments are fp32, but in
+    ``"adamw.bf16.int8"`` and the like, which say the moments' form.
 
-    Beside a 16-bit precision the step also writes the working copy. ``sgd`` is without momentum; ``momentum`` and
-    ``nesterov`` are with it. Medians over the rounds, each of which goes through all of them.
+    ``sgd`` is without momentum; ``momentum`` and ``nesterov`` are with it. Medians over the rounds, each of which goes
+    through all of them.
     """
     steps = work.Steps(device, threads=threads)
     loads = {
         f"{kind}.{precision}": steps.load(kind, None if precision == "fp32" else dtype)
         for kind in KINDS
         for precision, dtype in DTYPES.items()
+    }
+    compact: tuple[Moments, ...] = ("bf16", "int8")
+    loads |= {
+        f"adamw.{precision}.{form}": steps.load("adamw", None if precision == "fp32" else dtype, moments=form)
+        for precision, dtype in DTYPES.items()
+        for form in compact
     }
     span = Span(warm=seconds / 5, seconds=seconds, calls=2, at_most=1.0)
     found = [{name: rate(load, span) for name, load in loads.items()} for _ in range(rounds)]

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from penstock import accelerator
+from penstock.config.optimizer import Moments
 from penstock.doctor import system
 from penstock.doctor.pace import Load
 from penstock.optim import kernels
+from penstock.optim.codes import GROUP, Codes, Moment
 from penstock.optim.crossing import copy_cast
 from penstock.optim.formula import Hyper, Kind
 from penstock.runtime.access import copy
@@ -165,6 +167,18 @@ def wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def _of_form(form: Moments, n: int, *kept: torch.Tensor) -> tuple[Moment, ...]:
+    """Both moments of n elements in a form, in memory with room for fp32 ones."""
+    if form == "fp32":
+        return kept
+    if form == "bf16":
+        return tuple(memory.view(torch.bfloat16)[:n] for memory in kept)
+    return tuple(
+        Codes(codes=memory.view(dtype)[:n], scales=memory.view(torch.int16)[n // 2 : n // 2 + n // GROUP])
+        for memory, dtype in zip(kept, (torch.int8, torch.uint8), strict=True)
+    )
+
+
 class Steps:
     """Optimizer steps on one chunk after the other, with gradient and state in memory like the engine's."""
 
@@ -186,12 +200,13 @@ class Steps:
         *,
         grad: torch.dtype = torch.float32,
         grad_dtype: torch.dtype = torch.float32,
+        moments: Moments = "fp32",
         name: str = "cpu",
     ) -> Load:
         """Steps of one optimizer; parameters.
 
         ``out``: dtype of the weights, if it is not fp32: bf16 ones are half of the master copy. ``grad``: dtype of the
-        gradient in memory; ``grad_dtype``: what it is rounded to as it is read.
+        gradient in memory; ``grad_dtype``: what it is rounded to as it is read. ``moments``: their form.
         """
         hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
         place, count, numel = _round(len(self.states)), itertools.count(1), self._numel
@@ -210,7 +225,7 @@ class Steps:
                 grad=gradient.view(grad)[:numel],
                 weights=master if out is None else copied.view(out)[:numel],
                 rest=None if out is None else master.view(torch.int16)[:numel] if out == torch.bfloat16 else master,
-                moments=(first, second)[: hyper.moments],
+                moments=_of_form(moments, numel, first, second)[: hyper.moments],
                 grad_dtype=grad_dtype,
                 threads=self._threads,
             )

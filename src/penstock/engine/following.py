@@ -192,7 +192,7 @@ def _order_of_moves(plan: Plan, new: Placement) -> bool:
     sizes, now, then = list[int](), list[Tier](), list[Tier]()
     for group in plan.program.groups:
         g = group.index
-        sizes += [group.numel * form.weight_bytes, group.trainable * form.state_bytes]
+        sizes += [group.numel * form.weight_bytes, form.state_bytes(group)]
         now += [old.home(group), old.state[g]]
         then += [new.home(group), new.state[g]]
     return fills_no_tier_more(sizes, now, then)

@@ -121,7 +121,8 @@ def open_resources(
     assert settings.loss_fn is not None, "and this"
     found, from_meta = find_blocks(model, settings.blocks), start.built_on_meta(model)
     share = ranks.share(settings.parts(ranks.size))
-    groups, buffers = group_parameters(model, found, share.size), Buffers(model)
+    form = Format.of(precision, settings.optimizer.moment_count, settings.optimizer.moments)
+    groups, buffers = group_parameters(model, found, share.size, compact=form.is_compact), Buffers(model)
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     optimizer = StreamedOptimizer(settings.optimizer, trained)
     strands = ranks.size if settings.strands is None else settings.strands
@@ -133,7 +134,7 @@ def open_resources(
     commits = Commits(
         budget,
         [share.part(g.spec) for g in groups],
-        Format.of(precision, settings.optimizer.moments),
+        form,
         DTYPES[precision],
         device,
         buffers,

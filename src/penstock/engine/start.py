@@ -15,7 +15,7 @@ from penstock.optim.spec import OptimizerSpec
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import FP32
 from penstock.schedule.program import GroupSpec
-from penstock.state.arrays import StateArrays, moments_of, rest_of
+from penstock.state.arrays import StateArrays, rest_of
 from penstock.state.buffers import Buffers
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.tape.groups import ParamGroup
@@ -126,8 +126,9 @@ def _write_group(group: GroupSpec, flat: torch.Tensor, arrays: StateArrays) -> N
         arrays.write(weights, start, piece)
     for name in (weights, *rest):
         arrays.flip(name)
-    for name in moments_of(g, form) if group.trainable else ():
-        arrays.zero(name)
+    for name in arrays.parts_of_state(g):
+        if name not in rest:
+            arrays.zero(name)
     bounce.close()
     beside.close()
 
@@ -181,12 +182,15 @@ def describe_model(
                 "name": group.spec.name,
                 "trainable": group.spec.trainable,
                 "frozen": group.spec.frozen,
+                **({"compact": True} if group.spec.compact else {}),
                 "parameters": [[s.name, list(s.shape), s.offset, s.trainable] for s in group.slices],
             }
             for group in groups
         ],
         "buffers": buffers.describe(),
     }
+    if optimizer.moments != "fp32":
+        made["moments"] = optimizer.moments
     if strands > 1:
         made["strands"] = strands
     return made

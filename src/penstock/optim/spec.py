@@ -3,8 +3,8 @@
     penstock.AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1,
                    overrides=(Override(match=r"norm|bias", weight_decay=0.0),))
 
-Defaults are those of ``torch.optim``. Each optimizer keeps ``moments`` fp32 tensors of state per parameter beside the
-master copy, named ``moment_names`` as torch names them.
+Defaults are those of ``torch.optim``. Each optimizer keeps so many moments per parameter beside the master copy, named
+``moment_names`` as torch names them.
 """
 
 import math
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.config.checked import check_fields
+from penstock.config.optimizer import Moments
 from penstock.errors import ConfigError
 
 
@@ -45,6 +46,8 @@ class Override:
 class OptimizerSpec:
     """The settings of all optimizers. Not used itself.
 
+    ``moments``: the form that moments are kept in, of parameters of at least ``COMPACT_FROM`` elements
+    (docs/numerics.md); those of the others stay in fp32.
     ``decay_norms_and_biases``: False takes ``weight_decay`` from parameters of fewer than two dimensions and from those
     called a bias. It does not touch the ``weight_decay`` of an override.
 
@@ -56,9 +59,12 @@ class OptimizerSpec:
     weight_decay: float
     overrides: tuple[Override, ...] = ()
     decay_norms_and_biases: bool = True
+    moments: Moments = "fp32"
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.moments != "fp32" and not self.moment_names:
+            raise ConfigError(f"moments={self.moments!r} has no effect: this optimizer keeps none")
         _at_least_zero("lr", self.lr)
         _at_least_zero("weight_decay", self.weight_decay)
 
@@ -67,8 +73,8 @@ class OptimizerSpec:
         raise NotImplementedError
 
     @property
-    def moments(self) -> int:
-        """The number of fp32 tensors of state that each parameter has beside its master copy."""
+    def moment_count(self) -> int:
+        """The number of moments that each parameter has beside its master copy."""
         return len(self.moment_names)
 
     @property

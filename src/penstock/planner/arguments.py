@@ -6,6 +6,7 @@ from pathlib import Path
 
 from penstock.config import Budget, Family, OptimizerName, StepConfig
 from penstock.config.checked import check_fields
+from penstock.config.optimizer import Moments
 from penstock.config.sizes import check_size
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
@@ -23,6 +24,7 @@ class PlanSettings(StepConfig):
     | ``sequence_length`` | tokens in a sequence |
     | ``optimizer`` | its name |
     | ``momentum`` | whether ``sgd`` has it |
+    | ``moments`` | the form that moments are kept in: ``fp32``, ``bf16`` or ``int8`` |
     | ``schedule`` | a family; None: the better one |
     | ``disk_free`` | bytes on disk that may be used; None: what the profile says is free |
     | ``tbw`` | terabytes that each drive is rated for; None: as in the profile |
@@ -35,6 +37,7 @@ class PlanSettings(StepConfig):
     sequence_length: int = 2048
     optimizer: OptimizerName = "adamw"
     momentum: bool = False
+    moments: Moments = "fp32"
     schedule: Family | None = None
     disk_free: str | int | None = None
     tbw: float | None = None
@@ -51,6 +54,8 @@ class PlanSettings(StepConfig):
             raise ConfigError("batch is cut into micro-batches by the planner: give it without micro_batches")
         if self.momentum and self.optimizer != "sgd":
             raise ConfigError(f"momentum has no effect with optimizer={self.optimizer!r}: leave it out")
+        if self.moments != "fp32" and self.optimizer == "sgd" and not self.momentum:
+            raise ConfigError(f"moments={self.moments!r} has no effect with sgd that has no momentum: leave it out")
         check_drives(self.disk_free, self.tbw)
 
     @property

@@ -117,6 +117,7 @@ def plan(model: str | Path | Mapping[str, Any] | ModelShape, asked: PlanArgument
         sequence_length=asked.sequence_length,
         optimizer=asked.optimizer,
         moments=MOMENTS[asked.optimizer] + asked.momentum,
+        form_of_moments=asked.moments,
         families=_FAMILIES if asked.schedule is None else (asked.schedule,),
         disk_free=free_bytes(machine) if asked.disk_free is None else parse_size(asked.disk_free),
         **fields_of(asked, StepConfig) | {"precision": asked.precision_on(machine.device.kind)},

@@ -76,7 +76,7 @@ class StepBound:
     @staticmethod
     def of(costs: Costs, settings: Settings, *, disk: bool) -> "StepBound":
         """``disk``: whether anything can go home there."""
-        full = Op(id=group_op("WS", 0, 0), nbytes=settings.chunk * settings.form.state_bytes)
+        full = Op(id=group_op("WS", 0, 0), nbytes=round(settings.chunk * settings.form.per_element))
         buffered = settings.depths.state * costs.seconds(full) if disk and settings.delay else 0.0
         limits = limits_of(costs, settings.depths, settings.stage)
         return StepBound(limits=limits, buffered=buffered)

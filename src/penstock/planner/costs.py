@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from penstock.config import GradDtype
 from penstock.errors import ConfigError
-from penstock.hardware.crossing import crossing_of, step_rate
+from penstock.hardware.crossing import compact_pace, crossing_of, step_rate
 from penstock.hardware.drives import Together, together
 from penstock.hardware.machine import Machine
 from penstock.schedule.ir.lanes import LANES, Lane
@@ -42,17 +42,18 @@ def machine_costs(
     Raises:
         ConfigError: the machine has no rate for this optimizer.
     """
-    touched = form.step_bytes()
+    touched = form.step_bytes_each()
     if optimizer not in machine.host.optimizer:
         known = ", ".join(sorted(machine.host.optimizer)) or "none"
         raise ConfigError(
             f"the profile of {machine.name} has no optimizer rate {optimizer}, only {known}: measure it "
             "with penstock doctor"
         )
-    steps = {False: step_rate(machine, optimizer, "rounded" if grad_dtype == "bf16" else "fp32") * touched}
+    pace = compact_pace(machine, optimizer, form.form)
+    steps = {False: step_rate(machine, optimizer, "rounded" if grad_dtype == "bf16" else "fp32") * pace * touched}
     rounded_down = 0.0
     if narrow:
-        steps[True] = step_rate(machine, optimizer, "bf16") * form.step_bytes(BF16)
+        steps[True] = step_rate(machine, optimizer, "bf16") * pace * form.step_bytes_each(BF16)
         rounded_down = BF16 * crossing_of(machine).grad_bf16
     host = machine.host.optimizer[optimizer] * touched
     device = machine.device.optimizer.get(optimizer, 0.0) or host / touched

@@ -205,13 +205,13 @@ class Request(StreamConfig):
     def _store_bytes(self) -> int:
         groups, form = self.program.groups, self.form
         stored = sum(page_up(array.nbytes) for array in arrays(self.program, form))
-        return self.budget.slots * stored + 2 * checksum_bytes(groups, form.arrays, self.budget.slots)
+        return self.budget.slots * stored + 2 * checksum_bytes(groups, form, self.budget.slots)
 
     def disk_bytes(self, place: Placement) -> int:
         """Bytes of weights and state whose home is on disk."""
         return sum(
             (g.numel * self.form.weight_bytes * (place.home(g) == "disk"))
-            + g.trainable * self.form.state_bytes * (place.state[g.index] == "disk")
+            + self.form.state_bytes(g) * (place.state[g.index] == "disk")
             for g in self.program.groups
         )
 
@@ -233,12 +233,12 @@ class Request(StreamConfig):
         the settings describe; None: the one that is built from them."""
         trained = sum(g.trainable for g in self.program.groups)
         total = sum(g.numel for g in self.program.groups)
-        per_element = FP32 + self.form.state_bytes
+        state = sum(self.form.state_bytes(g) for g in self.program.groups)
         return Plan(
             program=self.program,
             settings=settings,
             schedule=self.build(settings) if schedule is None else schedule,
-            state_bytes=total * self.form.weight_bytes + trained * per_element,
+            state_bytes=total * self.form.weight_bytes + trained * FP32 + state,
             disk_bytes=self.disk_bytes(settings.place),
         )
 

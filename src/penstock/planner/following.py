@@ -249,7 +249,7 @@ def moving_seconds(program: Program, form: Format, now: Placement, then: Placeme
         copy = then.weights[g] if then.copied(group) and then.weights[g] != had else home
         for nbytes, before, after in (
             (weights, now.home(group), home),
-            (group.trainable * form.state_bytes, now.state[g], then.state[g]),
+            (form.state_bytes(group), now.state[g], then.state[g]),
             (weights, home, copy),
         ):
             if before != after:

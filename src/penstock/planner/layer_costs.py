@@ -27,7 +27,7 @@ def layer_sizes(profile: ModelProfile, form: Format) -> Sizes:
         activation_gradient=block.gradient,
         weights=elements * form.weight_bytes,
         gradient=elements * FP32,
-        state=elements * form.state_bytes,
+        state=round(elements * form.per_element),
     )
 
 

@@ -88,7 +88,7 @@ def placement_of(schedule: Schedule, request: Request, others: Placement) -> Pla
         if "OD" in kinds:
             state[g] = "device"
         elif "OP" in kinds:
-            weights_alone = "WW" in kinds and weights[g] == "disk" and form.state_bytes
+            weights_alone = "WW" in kinds and weights[g] == "disk" and form.state_bytes(group)
             state[g] = "disk" if "WS" in kinds or ("WW" in kinds and not weights_alone) else "host"
     wrote = {op.id.kind for op in schedule.lanes["write"]}
     away: Tier = "host" if any(op.id.kind == "DC" for op in schedule.lanes["d2h"]) else "device"

@@ -23,7 +23,7 @@ from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import group_op, single_op, stage_op
 from penstock.schedule.lower.provision import narrow_groups
-from penstock.schedule.place import Placement, Settings, chunk_count
+from penstock.schedule.place import Placement, Settings, chunk_count, trained_chunks
 from penstock.sim.costs import Costs
 
 _LANE = {lane: i for i, lane in enumerate(STREAM_LANES)}
@@ -149,7 +149,8 @@ class PhaseCosts:
     def _weights(self, g: int, late: bool) -> NDArray[np.float64]:
         """How often a group has each of ``Prices.of_group`` with its steps delayed or on time."""
         group, share = self.request.program.groups[g], self.late(g)
-        more = (max(chunk_count(numel, self.s.chunk) - 1, 0) for numel in (group.trainable, group.frozen))
+        counts = (trained_chunks(group, self.s.chunk), chunk_count(group.frozen, self.s.chunk))
+        more = (max(count - 1, 0) for count in counts)
         return (share if late else 1 - share) * np.array([1.0, *more])
 
     def of_checkpoints(self, tier: Tier) -> Load:

@@ -34,8 +34,7 @@ def arrays(program: Program, form: Format) -> tuple[Array, ...]:
     for group in program.groups:
         found.append(Array(group=group.index, nbytes=group.numel * form.weight_bytes, state=False))
         if group.trainable:
-            sizes = [form.rest_bytes] * (form.rest_bytes > 0) + [FP32] * form.moments
-            found += [Array(group=group.index, nbytes=group.trainable * size, state=True) for size in sizes]
+            found += [Array(group=group.index, nbytes=nbytes, state=True) for nbytes in form.array_sizes(group)]
     return tuple(found)
 
 
@@ -87,8 +86,8 @@ def peaks_outside_steps(
     wanted: list[Tier] = [place.state[p.group] if p.state else place.home(groups[p.group]) for p in parts]
     first: list[Tier] = ["disk"] * len(parts) if disk else _start_in_memory(sizes, host_bytes)
     start, final = held_by(sizes, first), held_by(sizes, wanted)
-    checksums = 2 * checksum_bytes(groups, form.arrays, slots)
-    saved = stored + checksum_bytes(groups, form.arrays, 1)
+    checksums = 2 * checksum_bytes(groups, form, slots)
+    saved = stored + checksum_bytes(groups, form, 1)
     base = {tier: slots * stored + checksums if tier == "disk" and disk else 0 for tier in TIERS}
 
     def peaks(device: int, host: int, more_disk: int = 0) -> Peaks:

@@ -47,7 +47,7 @@ from penstock.planner.fit import Request, base_placement, provision
 from penstock.planner.phase_costs import PhaseCosts, Prices, columns
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.lower.provision import Provision
-from penstock.schedule.place import FP32, Placement, Settings, chunk_count, home_of_weights
+from penstock.schedule.place import FP32, Placement, Settings, home_of_weights, trained_chunks
 from penstock.sim.costs import Costs
 
 Waits = Literal["host", "disk"]
@@ -171,13 +171,13 @@ class PlacementLP:
         weights, state = home
         for tier in {weights, home_of_weights(weights, state) if group.trainable else weights}:
             by_tier[tier] += group.numel * form.weight_bytes
-        by_tier[state] += group.trainable * form.state_bytes
+        by_tier[state] += form.state_bytes(group)
         by_tier["disk"] = 0.0
         if group.trainable and g in self.request.route.gradient_visits:
             if state == "device":
                 by_tier["device"] += group.trainable * FP32 * self._provisions[gradients].device_sums
             else:
-                held = chunk_count(group.trainable, self.s.chunk) * self.s.chunk * self._widest_gradient
+                held = trained_chunks(group, self.s.chunk) * self.s.chunk * self._widest_gradient
                 by_tier["host"] += held * self._uses_held(g, home, gradients)
                 if gradients == "disk":
                     by_tier["disk"] += group.trainable * self._provisions[gradients].gradient_bytes(g)

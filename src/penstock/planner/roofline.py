@@ -54,13 +54,13 @@ class Roofline:
         return max(seconds, key=lambda name: seconds[name])
 
 
-def moved_per_parameter(form: Format) -> tuple[int, int]:
+def moved_per_parameter(form: Format) -> tuple[float, float]:
     """Bytes of disk read and written per parameter and step: weights twice and state in, state and new weights out.
 
     That is a block's share; weights of the ends and of the last block are read once.
     """
     stepped = form.weight_bytes * form.steps_weights
-    return 2 * form.weight_bytes + stepped + form.state_bytes, form.weight_bytes + form.state_bytes
+    return 2 * form.weight_bytes + stepped + form.per_element, form.weight_bytes + form.per_element
 
 
 def roofline(question: Question, tokens: int) -> Roofline:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.config import Budget, Family, OptimizerName, Precision, StepConfig, Tier, fields_of, format_size
+from penstock.config.optimizer import Moments
 from penstock.errors import ConfigError
 from penstock.hardware.drives import striped_room
 from penstock.hardware.machine import Machine
@@ -47,6 +48,8 @@ class Task(StepConfig):
     precision: Precision
     optimizer: OptimizerName
     moments: int
+    """how many the optimizer has"""
+    form_of_moments: Moments = "fp32"
     families: tuple[Family, ...]
     disk_free: int
     ranks: int = 1
@@ -68,7 +71,7 @@ class Task(StepConfig):
 
     @property
     def form(self) -> Format:
-        return Format.of(self.precision, self.moments)
+        return Format.of(self.precision, self.moments, self.form_of_moments)
 
     @property
     def may_speculate(self) -> bool:
@@ -80,6 +83,11 @@ class Task(StepConfig):
         """Key of the machine's optimizer rates; Nesterov's momentum takes as long as the other."""
         kind = "momentum" if self.optimizer == "sgd" and self.moments else self.optimizer
         return f"{kind}.{self.precision}"
+
+    @property
+    def name_of_bits(self) -> str:
+        """What the machine's profile calls the optimizer where it says whose bits differ."""
+        return f"{self.rate_name}.{self.form_of_moments}" if self.form.is_compact else self.rate_name
 
     def profile(self, micro_batch_size: int) -> ModelProfile:
         """The model's profile for micro-batches of so many sequences."""

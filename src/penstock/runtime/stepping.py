@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.optim import kernels
+from penstock.optim.codes import Moment
 from penstock.ranks.share import WHOLE, Share
 from penstock.runtime.context import Update
 from penstock.tape.groups import ParamGroup
@@ -42,7 +43,7 @@ class Stepping:
         gradient: torch.Tensor,
         weights: torch.Tensor,
         rest: torch.Tensor | None,
-        moments: tuple[torch.Tensor, ...],
+        moments: tuple[Moment, ...],
         norms: NDArray[np.float64] | torch.Tensor | None,
     ) -> None:
         """The optimizer on elements ``[start, start + n)`` of this rank's part of a group, run by run of equal

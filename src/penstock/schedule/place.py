@@ -8,6 +8,7 @@ from math import ceil
 from typing import Literal
 
 from penstock.config import GradDtype, Precision, Tier, ZeroStage
+from penstock.config.optimizer import Moments
 from penstock.schedule.program import ALIGN, GroupSpec, Program
 
 FP32, BF16 = 4, 2
@@ -64,33 +65,47 @@ def grain(numel: int) -> int:
     return GRAIN if numel >= LARGE_PART else ALIGN
 
 
-def checksum_bytes(groups: Sequence[GroupSpec], moments: int, copies: int) -> int:
-    """Bytes on disk of the checksums of ``copies`` of all weights and of ``moments`` more arrays of what is trained."""
+def checksum_bytes(groups: Sequence[GroupSpec], form: "Format", copies: int) -> int:
+    """Bytes on disk of the checksums of ``copies`` of all weights and of what else there is of what is trained."""
 
-    def blocks(numel: int) -> int:
-        return -(-numel // grain(numel))
+    def blocks(numel: int, unit: int) -> int:
+        return -(-numel // unit)
 
-    count = sum((1 + moments) * blocks(g.trainable) + blocks(g.frozen) for g in groups)
+    count = sum(
+        (1 + len(form.array_sizes(g))) * blocks(g.trainable, trained_grain(g)) + blocks(g.frozen, grain(g.frozen))
+        for g in groups
+    )
     return page_up(CHECKSUM * copies * count)
 
 
-def chunk_count(numel: int, largest: int) -> int:
-    """Into how many chunks ``numel`` elements are cut."""
+def trained_grain(group: GroupSpec) -> int:
+    """``grain`` of a group's trainable part: of a compact one so many elements that their scales are whole pages."""
+    return GRAIN if group.compact else grain(group.trainable)
+
+
+def chunk_count(numel: int, largest: int, unit: int | None = None) -> int:
+    """Into how many chunks ``numel`` elements are cut. ``unit``: their grain; None: that of so many."""
     if numel <= largest:
         return min(numel, 1)
-    unit = _unit(numel, largest)
+    unit = _unit(grain(numel) if unit is None else unit, largest)
     blocks = -(-numel // unit)
     return -(-blocks // (largest // unit))
 
 
-def _unit(numel: int, largest: int) -> int:
+def trained_chunks(group: GroupSpec, largest: int) -> int:
+    """Into how many chunks what is trained of a group is cut."""
+    return chunk_count(group.trainable, largest, trained_grain(group))
+
+
+def _unit(unit: int, largest: int) -> int:
     """What the chunks of a part are multiples of: its grain, unless that is larger than a chunk may be."""
-    return grain(numel) if largest >= grain(numel) else ALIGN
+    return unit if largest >= unit else ALIGN
 
 
 def on_grain(group: GroupSpec, largest: int) -> bool:
     """Whether chunks of at most ``largest`` elements begin and end where the disk's checksums do."""
-    return all(n <= largest or grain(n) <= largest for n in (group.trainable, group.frozen))
+    parts = ((group.trainable, trained_grain(group)), (group.frozen, grain(group.frozen)))
+    return all(n <= largest or unit <= largest for n, unit in parts)
 
 
 def chunks(group: GroupSpec, largest: int) -> tuple[Chunk, ...]:
@@ -102,7 +117,8 @@ def chunks(group: GroupSpec, largest: int) -> tuple[Chunk, ...]:
     assert largest % ALIGN == 0
     cut: list[Chunk] = []
     for begin, numel, trainable in ((0, group.trainable, True), (group.trainable, group.frozen, False)):
-        count, unit = chunk_count(numel, largest), _unit(numel, largest)
+        own = trained_grain(group) if trainable else grain(numel)
+        count, unit = chunk_count(numel, largest, own), _unit(own, largest)
         blocks = -(-numel // unit)
         edges = [min(blocks * i // count * unit, numel) for i in range(count + 1)] if count else []
         for start, stop in pairwise(edges):
@@ -181,7 +197,7 @@ def delayed_share(first: int, count: int, share: float) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Bytes per element of what moves. The fp32 master copy is what the weights and the *rest* have together: in fp32
+    """What moves of each element. The fp32 master copy is what the weights and the *rest* have together: in fp32
     the weights are it, in bf16 they are its upper half and the rest is the lower one, and in fp16 the rest is all of
     it (see docs/numerics.md). The state is the rest and the moments.
     """
@@ -190,32 +206,66 @@ class Format:
     rest_bytes: Literal[0, 2, 4]
     moments: int
 
+    form: Moments = "fp32"
+    """in which moments of groups are kept that are compact"""
+
     @staticmethod
-    def of(precision: Precision, moments: int) -> "Format":
+    def of(precision: Precision, moments: int, form: Moments = "fp32") -> "Format":
         """That of a precision, with so many moments."""
         if precision == "fp32":
-            return Format(weight_bytes=4, rest_bytes=0, moments=moments)
-        return Format(weight_bytes=2, rest_bytes=2 if precision == "bf16" else 4, moments=moments)
+            return Format(weight_bytes=4, rest_bytes=0, moments=moments, form=form)
+        return Format(weight_bytes=2, rest_bytes=2 if precision == "bf16" else 4, moments=moments, form=form)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether some moments are kept in less than fp32."""
+        return self.form != "fp32"
 
     @property
     def steps_weights(self) -> bool:
         """Whether a step reads the weights, and not only makes them anew."""
         return self.rest_bytes < FP32
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes per element of the state."""
-        return self.rest_bytes + FP32 * self.moments
+    def form_of(self, group: GroupSpec) -> Moments:
+        """The form of a group's moments."""
+        return self.form if group.compact else "fp32"
+
+    def array_sizes(self, group: GroupSpec, numel: int | None = None) -> tuple[int, ...]:
+        """Bytes of each array of a group's state, or of what they have of ``numel`` of its elements: what the master
+        copy has besides the weights, the moments, the scales of moments. Scales are padded to whole pages."""
+        n, form = group.trainable if numel is None else numel, self.form_of(group)
+        if not n:
+            return ()
+        rest = (self.rest_bytes * n,) if self.rest_bytes else ()
+        moments = (MOMENT_BYTES[form] * n,) * self.moments
+        scales = (page_up(n // SCALED * SCALE_BYTES),) * self.moments if form == "int8" else ()
+        return rest + moments + scales
+
+    def state_bytes(self, group: GroupSpec, numel: int | None = None) -> int:
+        """Bytes of a group's state, or of that of ``numel`` of its elements."""
+        return sum(self.array_sizes(group, numel))
 
     @property
-    def arrays(self) -> int:
-        """How many arrays there are of what is trained besides the weights."""
-        return (self.rest_bytes > 0) + self.moments
+    def per_element(self) -> float:
+        """Bytes per element of the state of a group that is compact, if any is."""
+        scales = SCALE_BYTES / SCALED if self.form == "int8" else 0.0
+        return self.rest_bytes + self.moments * (MOMENT_BYTES[self.form] + scales)
 
-    def step_bytes(self, gradient: int = FP32) -> int:
-        """Bytes per element that a step touches: ``gradient``, then weights and state, read and written."""
-        return gradient + 2 * self.state_bytes + self.weight_bytes * (1 + self.steps_weights)
+    def step_bytes(self, group: GroupSpec, numel: int, gradient: int = FP32) -> int:
+        """Bytes that a step of ``numel`` elements touches: ``gradient`` of each, then weights and state, read and
+        written."""
+        each = gradient + self.weight_bytes * (1 + self.steps_weights)
+        return each * numel + 2 * self.state_bytes(group, numel)
 
+    def step_bytes_each(self, gradient: int = FP32) -> float:
+        """The same of one element of a compact group, if any is."""
+        return gradient + self.weight_bytes * (1 + self.steps_weights) + 2 * self.per_element
+
+
+MOMENT_BYTES: Mapping[Moments, int] = {"fp32": FP32, "bf16": BF16, "int8": 1}
+"""Bytes of one number of a moment in each form."""
+SCALED, SCALE_BYTES = 32, 2
+"""Numbers of a moment in 8 bits that share a scale, and bytes of one (``optim.codes``)."""
 
 _BELOW: Mapping[Tier, int] = {"device": 0, "host": 1, "disk": 2}
 

@@ -24,6 +24,13 @@ LARGE_END = 1 << 18
 """Elements (1 MiB in fp32) of a module's own parameters from which on it is an end group by itself."""
 
 
+EXACT = ".exact"
+"""What follows the name of a group, in that of the small parameters that are cut off it."""
+
+COMPACT_FROM = 1 << 12
+"""Elements of a parameter from which on its moments may be kept in less than fp32."""
+
+
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
@@ -38,13 +45,15 @@ class GroupSpec:
     """A param group: parameters that move together as one flat buffer.
 
     ``[0, trainable)`` are the elements with gradient and optimizer state, ``[trainable, trainable + frozen)``
-    those without. Both counts are padded to multiples of ``ALIGN`` elements.
+    those without. Both counts are padded to multiples of ``ALIGN`` elements. ``compact``: all that is trained has its
+    moments in the form that the settings ask for; of other groups they are fp32.
     """
 
     index: int
     name: str
     trainable: int
     frozen: int
+    compact: bool = False
 
     @property
     def numel(self) -> int:

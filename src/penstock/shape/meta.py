@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind
 from penstock.schedule.place import FP32, Format
-from penstock.schedule.program import GroupSpec, Program, Stage
+from penstock.schedule.program import EXACT, GroupSpec, Program, Stage
 from penstock.shape.model import ModelProfile
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class MetaModel:
             dtype=torch.float32 if form.weight_bytes == FP32 else torch.bfloat16,
             kind=self.kind,
             loss_fn=self.loss_fn,
+            compact=form.is_compact,
         )
         whole = (found.groups, found.stages, found.flops) if names is None else _lengthen(found, names)
         if whole is None:
@@ -89,20 +90,26 @@ Flops = tuple[tuple[int, int], ...]
 def _lengthen(short: "DryRun", names: tuple[str, ...]) -> tuple[tuple[GroupSpec, ...], tuple[Stage, ...], Flops] | None:
     """The run of a model with all blocks ``names``, from the run with the first, the second and the last of them.
 
-    None where the run was not: prologue, three calls, epilogue, each call reading its own group of the last three, and
-    leaving nothing to any but the next (logits of routers go to the loss, which depends on how many there are).
+    None where the run was not: prologue, three calls, epilogue, each call reading its own groups, which come last, as
+    many as of the others, and leaving nothing to any but the next (logits of routers go to the loss, which depends on
+    how many there are).
     """
     calls = short.stages[1:-1]
-    own = len(short.groups) - 2  # the second block's group
     if [s.kind for s in calls] != ["call"] * 3 or any(s.kept for s in calls):
         return None
-    if any(s.forward_reads != (own - 1 + i,) for i, s in enumerate(calls)):
+    each = len(calls[0].forward_reads)
+    own = len(short.groups) - 2 * each  # the first of the second block's groups
+    if any(s.forward_reads != tuple(range(own + (i - 1) * each, own + i * each)) for i, s in enumerate(calls)):
         return None
     more = len(names) - 3
 
     def moved(groups: tuple[int, ...], by: int) -> tuple[int, ...]:
-        """Ends stay, the second block's group is copied, and the last block's is behind all copies."""
-        return tuple(g + (by if g == own else more if g > own else 0) for g in groups)
+        """Ends stay, the second block's groups are copied, and the last block's are behind all copies."""
+        return tuple(g + each * (0 if g < own else by if g < own + each else more) for g in groups)
+
+    def renamed(group: GroupSpec, by: int, name: str) -> GroupSpec:
+        kind = EXACT if group.name.endswith(EXACT) else ""
+        return replace(group, index=group.index + each * by, name=f"blocks.{name}{kind}")
 
     def stage_of(stage: Stage, by: int, name: str) -> Stage:
         return replace(
@@ -125,8 +132,8 @@ def _lengthen(short: "DryRun", names: tuple[str, ...]) -> tuple[tuple[GroupSpec,
     )
     groups = (
         *short.groups[:own],
-        *(replace(short.groups[own], index=own + i, name=f"blocks.{names[1 + i]}") for i in copies),
-        replace(short.groups[-1], index=own + more + 1, name=f"blocks.{names[-1]}"),
+        *(renamed(group, i, names[1 + i]) for i in copies for group in short.groups[own : own + each]),
+        *(renamed(group, more, names[-1]) for group in short.groups[own + each :]),
     )
     flops = (*short.flops[:2], *([short.flops[2]] * (more + 1)), *short.flops[3:])
     return groups, stages, flops

@@ -12,12 +12,11 @@ are not kept).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.schedule.place import FP32, Format
-from penstock.schedule.program import LARGE_END, GroupSpec, Program, Stage, flat_numel
+from penstock.schedule.program import COMPACT_FROM, EXACT, LARGE_END, GroupSpec, Program, Stage, flat_numel
 from penstock.shape.model import ModelProfile
 
 
@@ -74,14 +73,14 @@ class Transformer:
                 f"sequence_length={sequence_length}: {self.name} takes at most {self.positions} tokens at a time. "
                 "Lower it, or plan for a model with more positions"
             )
-        sizes = _Sizes(shape=self, rows=micro_batch_size, length=sequence_length, weight_bytes=form.weight_bytes)
+        sizes = _Sizes(shape=self, rows=micro_batch_size, length=sequence_length, form=form)
         epilogue = sizes.epilogue() if loss_tile is None else sizes.epilogue_in_tiles(loss_tile)
         stages = (sizes.prologue(), *(sizes.call(i) for i in range(self.layers)), epilogue)
         block, head = sizes.block_flops(), 2 * sizes.tokens * self.hidden * self.vocabulary
         attention = 4 * sizes.tokens * sequence_length * self.heads * self.head_dim
         backward = block + 2 * block + attention / 2
         return ModelProfile(
-            program=Program(groups=self.groups, stages=stages),
+            program=Program(groups=self.groups(compact=form.is_compact), stages=stages),
             forward_flops=(0.0, *(float(block),) * self.layers, (3.0 if loss_tile is None else 4.0) * head),
             backward_flops=(0.0, *(float(backward),) * self.layers, 0.0),
             tokens=sizes.tokens,
@@ -95,23 +94,44 @@ class Transformer:
         words = self.vocabulary >= 2 * width and (self.gated or self.vocabulary >= self.positions)
         return words and 2 * self.intermediate >= 5 * width
 
-    @cached_property
-    def groups(self) -> tuple[GroupSpec, ...]:
+    def groups(self, *, compact: bool) -> tuple[GroupSpec, ...]:
         """As ``tape.groups.group_parameters`` makes them: large ends, small ends, blocks."""
         small = [n for end in self.ends if not _large(end) for n in end.sizes]
-        named = [(f"ends.{end.name}", end.sizes) for end in self.ends if _large(end)]
+        named = [(_home(end), end.sizes) for end in self.ends if _large(end)]
         named += [("ends.small", tuple(small))] if small else []
         named += [(f"blocks.{self.path}.{i}", self.block) for i in range(self.layers)]
+        cut = [(name + kind, kind, own) for name, sizes in named for kind, own in _kinds(sizes, compact=compact)]
         return tuple(
-            GroupSpec(index=i, name=name, trainable=flat_numel(sizes), frozen=0)
-            for i, (name, sizes) in enumerate(named)
+            GroupSpec(index=i, name=name, trainable=flat_numel(own), frozen=0, compact=compact and not kind)
+            for i, (name, kind, own) in enumerate(cut)
         )
 
-    def readers(self, *, first: bool) -> tuple[int, ...]:
+    def readers(self, *, first: bool, compact: bool) -> tuple[int, ...]:
         """The groups of ends that the prologue (``first``) or the epilogue reads."""
-        index = {g.name: g.index for g in self.groups}
-        ends = (end for end in self.ends if (end.first if first else end.last))
-        return tuple(sorted({index[f"ends.{end.name}" if _large(end) else "ends.small"] for end in ends}))
+        index = {g.name: g.index for g in self.groups(compact=compact)}
+        ends = [end for end in self.ends if (end.first if first else end.last)]
+        return tuple(
+            sorted({index[_home(end) + kind] for end in ends for kind, _ in _kinds(end.sizes, compact=compact)})
+        )
+
+    def of_block(self, layer: int, *, compact: bool) -> tuple[int, ...]:
+        """The groups of a block."""
+        count, each = len(self.groups(compact=compact)), len(_kinds(self.block, compact=compact))
+        first = count - (self.layers - layer) * each
+        return tuple(range(first, first + each))
+
+
+def _kinds(sizes: Sequence[int], *, compact: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """The groups that parameters of these sizes are cut into: what follows their names, and the sizes in each."""
+    if not compact:
+        return [("", tuple(sizes))]
+    large = (n for n in sizes if n >= COMPACT_FROM)
+    small = (n for n in sizes if n < COMPACT_FROM)
+    return [(kind, own) for kind, own in (("", tuple(large)), (EXACT, tuple(small))) if own]
+
+
+def _home(end: End) -> str:
+    return f"ends.{end.name}" if _large(end) else "ends.small"
 
 
 def _large(end: End) -> bool:
@@ -128,7 +148,11 @@ class _Sizes:
     shape: Transformer
     rows: int
     length: int
-    weight_bytes: int
+    form: Format
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.form.weight_bytes
 
     @property
     def tokens(self) -> int:
@@ -148,7 +172,7 @@ class _Sizes:
 
     def prologue(self) -> Stage:
         shape, e, positions = self.shape, self.weight_bytes, 8 * self.length
-        reads = shape.readers(first=True)
+        reads = shape.readers(first=True, compact=self.form.is_compact)
         packed = 17 * self.tokens + 8 * self.rows  # a search for packed sequences in the positions
         embedding = shape.vocabulary * shape.hidden * e
         if shape.gated:
@@ -174,15 +198,15 @@ class _Sizes:
 
     def call(self, layer: int) -> Stage:
         shape = self.shape
-        group = len(shape.groups) - shape.layers + layer
+        groups = shape.of_block(layer, compact=self.form.is_compact)
         forward, backward = self._gated_peaks() if shape.gated else self._gpt_peaks()
         return Stage(
             index=1 + layer,
             kind="call",
             name=f"{shape.path}.{layer}",
-            forward_reads=(group,),
-            backward_reads=(group,),
-            gradients=(group,),
+            forward_reads=groups,
+            backward_reads=groups,
+            gradients=groups,
             checkpoint=self.u,
             gradient=self.u,
             kept=0,
@@ -192,7 +216,7 @@ class _Sizes:
 
     def epilogue(self) -> Stage:
         shape, e = self.shape, self.weight_bytes
-        reads = shape.readers(first=False)
+        reads = shape.readers(first=False, compact=self.form.is_compact)
         logits = self.tokens * shape.vocabulary
         norm = self._rms_norm(self.tokens, shape.hidden, output=True) if shape.gated else self.u + 8 * self.tokens
         loss = 3 * FP32 * logits  # softmax, its gradient and the one of what went in

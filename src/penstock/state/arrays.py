@@ -3,7 +3,8 @@
     weights   compute dtype, trainable and frozen part     "weights.{g}"
     rest      what the master copy has besides them, trainable part: in bf16 its lower half, int16,
               in fp16 all of it, fp32; in fp32 there is none        "low.{g}", "master.{g}"
-    moments   fp32, trainable part, one array each         "moment{i}.{g}"
+    moments   fp32, bf16, or codes of 8 bits, trainable part, one array each         "moment{i}.{g}"
+    scales    of codes, int16, one for each 32 of them, padded to whole pages        "scale{i}.{g}"
 
 Each array has one home. Where stages find a group's weights above that, they have a *copy* besides, which is made from
 what is at home and made new by each step. A group's arrays move between tiers only here, between steps, chunk by
@@ -22,10 +23,11 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.config import Tier
+from penstock.config.optimizer import Moments
 from penstock.errors import StoreError
 from penstock.optim import kernels
 from penstock.schedule.moving import move_order
-from penstock.schedule.place import FP32, Format, Placement, grain
+from penstock.schedule.place import FP32, GRAIN, PAGE, SCALE_BYTES, SCALED, Format, Placement, grain, page_up
 from penstock.schedule.program import GroupSpec, round_up
 from penstock.state.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.state.numa import near
@@ -36,13 +38,17 @@ from penstock.store.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One array of a group: ``numel`` elements of ``dtype``, the first ``trainable`` of them with optimizer state."""
+    """One array of a group: ``numel`` elements of ``dtype``, the first ``trainable`` of them with optimizer state.
+
+    ``per``: elements of the group that each of them is for; scales are padded beyond the group's end.
+    """
 
     name: str
     group: int
     numel: int
     trainable: int
     dtype: torch.dtype
+    per: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +58,14 @@ class Part:
     def spans(self) -> tuple[range, ...]:
         """The elements of the trainable and the frozen part, in steps of what has one checksum on disk."""
         cut = ((0, self.trainable), (self.trainable, self.numel))
-        return tuple(range(start, stop, grain(stop - start)) for start, stop in cut if start < stop)
+        unit = GRAIN // self.per if self.per > 1 else None
+        return tuple(range(start, stop, unit or grain(stop - start)) for start, stop in cut if start < stop)
+
+    def own(self, start: int, numel: int) -> slice:
+        """The array's own elements for ``[start, start + numel)`` of its group's, which are chunks; with padding."""
+        if self.per == 1:
+            return slice(start, start + numel)
+        return slice(start // self.per, round_up((start + numel) // self.per, PAGE // self.dtype.itemsize))
 
     @property
     def grid(self) -> Grid:
@@ -67,10 +80,25 @@ def parts_of(group: GroupSpec, form: Format, dtype: torch.dtype) -> tuple[Part, 
     parts = [Part(name=f"weights.{g}", group=g, numel=group.numel, trainable=group.trainable, dtype=dtype)]
     if group.trainable:
         kept = [(name, _REST[form.rest_bytes]) for name in rest_of(g, form)]
-        kept += [(name, torch.float32) for name in moments_of(g, form)]
+        kind = form.form_of(group)
+        kept += zip(moments_of(g, form), _MOMENTS[kind], strict=False)
         n = group.trainable
         parts += [Part(name=name, group=g, numel=n, trainable=n, dtype=dtype) for name, dtype in kept]
+        if kind == "int8":
+            count = page_up(n // SCALED * SCALE_BYTES) // SCALE_BYTES
+            parts += [
+                Part(name=name, group=g, numel=count, trainable=count, dtype=torch.int16, per=SCALED)
+                for name in scales_of(g, form)
+            ]
     return tuple(parts)
+
+
+_MOMENTS: Mapping[Moments, tuple[torch.dtype, torch.dtype]] = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "int8": (torch.int8, torch.uint8),
+}
+"""Of the first and of the second moment."""
 
 
 _REST: Mapping[int, torch.dtype] = {2: torch.int16, FP32: torch.float32}
@@ -84,6 +112,11 @@ def rest_of(g: int, form: Format) -> tuple[str, ...]:
 def moments_of(g: int, form: Format) -> tuple[str, ...]:
     """The arrays of a trained group's moments."""
     return tuple(f"moment{i}.{g}" for i in range(form.moments))
+
+
+def scales_of(g: int, form: Format) -> tuple[str, ...]:
+    """The arrays of the scales of a compact group's moments in 8 bits."""
+    return tuple(f"scale{i}.{g}" for i in range(form.moments)) if form.form == "int8" else ()
 
 
 def values_of(g: int, form: Format, *, trainable: bool) -> tuple[str, ...]:
@@ -103,11 +136,12 @@ def numpy_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
 def fetch(
     parts: Sequence[Part], read: Callable[[str, int, torch.Tensor], None], offset: int, flat: torch.Tensor
 ) -> None:
-    """Fill ``flat``, 1-D, with the elements of an array from ``offset`` on, all in its trainable or all in its frozen
-    part, in any dtype that has them; or of weights and their lower half together, in fp32. Reads all that has a
+    """Fill ``flat``, 1-D, with an array's elements for those of its group from ``offset`` on, all trainable or all
+    frozen, in any dtype that has them; or of weights and their lower half together, in fp32. Reads all that has a
     checksum with some of it. ``read``: array, first element, where they go."""
     if not flat.numel():
         return
+    offset //= parts[0].per
     end, step = offset + flat.numel(), BOUNCE // FP32
     bounces = [HostSlab(step * part.dtype.itemsize) for part in parts]
     span = next(s for s in parts[0].spans if s.start <= offset < s.stop)
@@ -243,6 +277,10 @@ class StateArrays:
         else:
             self.slots.write(name, start * data.itemsize, numpy_bytes(data))
 
+    def parts_of_state(self, g: int) -> tuple[str, ...]:
+        """The arrays of a group besides its weights."""
+        return tuple(self._names[g][1:])
+
     def begin(self, name: str) -> None:
         """All of an array is about to be written, whatever was written of it before."""
         if name in self.slots:
@@ -347,8 +385,8 @@ class StateArrays:
 
     def _late_bytes(self, name: str, late: Late) -> list[range]:
         part = self.parts[name]
-        size = part.dtype.itemsize
-        return [range(r.start * size, r.stop * size) for r in late.get(part.group, ())]
+        size, own = part.dtype.itemsize, [part.own(r.start, len(r)) for r in late.get(part.group, ())]
+        return [range(r.start * size, r.stop * size) for r in own]
 
     def _complete(self, names: Sequence[str], late: Late) -> None:
         lacking = {name: later for name in names if self.slots.lacks(name, later := self._late_bytes(name, late))}
@@ -383,7 +421,8 @@ class StateArrays:
         """Elements of a group's arrays are about to be changed: what is written in the background comes first."""
         if self.background is not None:
             for part in parts_of(self.groups[g], self.form, self.dtype):
-                self.background.before_change(part.name, start, numel)
+                own = part.own(start, numel)
+                self.background.before_change(part.name, own.start, own.stop - own.start)
 
     def state_on_disk(self) -> bool:
         """True if all that is trained is at home on disk."""
@@ -413,8 +452,8 @@ class StateArrays:
             bounce.close()
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
-        """Fill ``flat``, 1-D, with the elements of an array, or of ``values_of`` a group, from ``offset`` on, all in
-        its trainable or all in its frozen part; reads all that has a checksum with some of it."""
+        """Fill ``flat``, 1-D, with what an array, or ``values_of`` a group, has for the group's elements from
+        ``offset`` on, all trainable or all frozen; reads all that has a checksum with some of it."""
         fetch([self.parts[name] for name in names], self.read, offset, flat)
 
     def settle(self, place: Placement) -> None:

@@ -19,7 +19,7 @@ from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays, parts_of
 from penstock.state.buffers import Buffers
 from penstock.state.parts import layout_of
-from penstock.state.record import check_stored
+from penstock.state.record import check_moments, check_stored
 from penstock.state.slots import Slots
 from penstock.store.directory import make_directory
 from penstock.store.facts import facts_of
@@ -137,6 +137,7 @@ class Commits:
                 self.ranks.agree("run, whose parts their stores have", model["world"])
             if self._any_strands and "strands" in store.model:
                 model["strands"] = store.model["strands"]
+            check_moments(store.model, model, str(paths[0]))
             store.require_model(model)
             newest = self.ranks.told("last commit", store.commits.sequence)
             if store.commits.sequence > min(newest):

@@ -19,13 +19,19 @@ from penstock.store.store import Store
 
 def form_of(model: Mapping[str, Any]) -> Format:
     """Of the arrays that a store or a snapshot has. ``model``: ``engine.start.describe_model``, here as elsewhere."""
-    return Format.of(model["precision"], len(model["optimizer"]) - 1)
+    return Format.of(model["precision"], len(model["optimizer"]) - 1, model.get("moments", "fp32"))
 
 
 def groups_of(model: Mapping[str, Any]) -> list[GroupSpec]:
     """The whole groups."""
     return [
-        GroupSpec(index=g, name=group["name"], trainable=group["trainable"], frozen=group["frozen"])
+        GroupSpec(
+            index=g,
+            name=group["name"],
+            trainable=group["trainable"],
+            frozen=group["frozen"],
+            compact=group.get("compact", False),
+        )
         for g, group in enumerate(model["groups"])
     ]
 
@@ -52,9 +58,13 @@ class Elements(NamedTuple):
     numel: int
 
 
-def found_in(group: GroupSpec, part: Part, rank: int, start: int, numel: int) -> Elements:
-    """Where elements of one rank's part, all trained or all frozen, are in a ``group`` that was cut for another number
-    of ranks: what is trained, and what is frozen, is one range of elements, whoever has them. The rest is zeros."""
+def found_in(group: GroupSpec, own: GroupSpec, part: Part, rank: int, start: int, numel: int) -> Elements:
+    """Where elements of one rank's part ``own``, all trained or all frozen, are in a ``group`` that was cut for another
+    number of ranks: what is trained, and what is frozen, is one range of elements, whoever has them. The rest is zeros.
+    ``start``, ``numel``: the array's own."""
+    if part.per > 1:
+        at = rank * own.trainable + start * part.per
+        return Elements(at, max(min(group.trainable - at, own.trainable - start * part.per, numel * part.per), 0))
     frozen = start >= part.trainable
     each, first = (part.numel - part.trainable, part.trainable) if frozen else (part.trainable, 0)
     at = rank * each + start - first
@@ -79,6 +89,9 @@ class Parts:
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``."""
-        group = self.groups[self.arrays[0].parts[names[0]].group]
-        for piece in self.share.pieces(group, offset, flat.numel()):
-            self.arrays[piece.rank].fetch(names, piece.start, flat[piece.first : piece.first + piece.numel])
+        part = self.arrays[0].parts[names[0]]
+        group, per = self.groups[part.group], part.per
+        for piece in self.share.pieces(group, offset, flat.numel() * per):
+            self.arrays[piece.rank].fetch(
+                names, piece.start, flat[piece.first // per : (piece.first + piece.numel) // per]
+            )

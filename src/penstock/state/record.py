@@ -62,6 +62,20 @@ def check_stored(found: Any, where: str) -> None:
         raise StoreError(_damaged(where, "its step is negative"))
 
 
+def check_moments(found: Mapping[str, Any], model: Mapping[str, Any], where: str) -> None:
+    """Check that moments were kept in the form that is asked for now. ``found``, ``model``: what both describe.
+
+    Raises:
+        StoreError: they were not.
+    """
+    had, asked = (model.get("moments", "fp32") for model in (found, model))
+    if had != asked:
+        raise StoreError(
+            f"{where}: moments are kept in {shown(had)} there, and optimizer.moments={asked!r} asks for another form, "
+            f"which they are not converted to: go on with moments={shown(had)}, or begin a run from its export"
+        )
+
+
 def check_kept(found: Any, where: str) -> None:
     """Check what a snapshot says that is read without its model.
 

@@ -95,8 +95,9 @@ def _arrays(source: Parts, target: Parts, rank: int) -> Iterator[int]:
             arrays.begin(name)
             for start, piece in arrays.pieces(name, bounce):
                 piece.zero_()
-                found = found_in(source.groups[part.group], part, rank % target.share.size, start, piece.numel())
-                source.fetch((name,), found.start, piece[: found.numel])
+                own = arrays.groups[part.group]
+                found = found_in(source.groups[part.group], own, part, rank % target.share.size, start, piece.numel())
+                source.fetch((name,), found.start, piece[: found.numel // part.per])
                 arrays.write(name, start, piece)
                 yield piece.nbytes
             arrays.flip(name)

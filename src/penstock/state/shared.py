@@ -28,10 +28,11 @@ class SharedArrays:
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``."""
-        group = self._groups[self._arrays.parts[names[0]].group]
+        part = self._arrays.parts[names[0]]
+        group, per = self._groups[part.group], part.per
         with self._ranks.together():
-            for piece in self._share.pieces(group, offset, flat.numel()):
-                into = flat[piece.first : piece.first + piece.numel]
+            for piece in self._share.pieces(group, offset, flat.numel() * per):
+                into = flat[piece.first // per : (piece.first + piece.numel) // per]
                 if piece.rank == self._share.rank:
                     self._arrays.fetch(names, piece.start, into)
-                self._ranks.lend(into, piece.rank)
+                self._ranks.lend(into.view(torch.uint8), piece.rank)  # of any dtype

@@ -21,7 +21,7 @@ from penstock.state.arrays import StateArrays, numpy_bytes, parts_of
 from penstock.state.buffers import Buffers
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.parts import form_of, found_in, groups_of
-from penstock.state.record import check_kept
+from penstock.state.record import check_kept, check_moments
 from penstock.state.reshard import described
 from penstock.store.layout import Layout
 from penstock.store.packed import store_error
@@ -169,6 +169,7 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
 def _require_like(saved: Any, description: Mapping[str, Any], path: Path, ranks: int) -> None:
     if not isinstance(saved, Mapping):
         saved = {}
+    check_moments(saved, description, str(path))
     for key, mine in {"strands": 1, **description}.items():
         found = saved.get(key, 1 if key == "strands" else None)
         if key in OF_RANK or found == mine:  # whose part it is was looked at as it was opened
@@ -202,20 +203,20 @@ class _CutAnew:
         model = self.meta["model"]
         form, dtype = form_of(model), DTYPES[model["precision"]]
         self._groups = {group.index: group for group in groups_of(model)}
-        own = [share.part(group) for group in groups_of(described(model, share.size, 1)[share.rank])]
-        self._parts = {part.name: part for group in own for part in parts_of(group, form, dtype)}
+        self._own = [share.part(group) for group in groups_of(described(model, share.size, 1)[share.rank])]
+        self._parts = {part.name: part for group in self._own for part in parts_of(group, form, dtype)}
 
     def read(self, name: str, offset: int, buffer: NDArray[uint8]) -> None:
         part = self._parts.get(name)
         if part is None:  # a buffer, which is the same on all
             self._readers[0].read(name, offset, buffer)
             return
-        size, group = part.dtype.itemsize, self._groups[part.group]
-        found = found_in(group, part, self._rank, offset // size, buffer.size // size)
-        buffer[found.numel * size :] = 0
+        size, group, per = part.dtype.itemsize, self._groups[part.group], part.per
+        found = found_in(group, self._own[part.group], part, self._rank, offset // size, buffer.size // size)
+        buffer[found.numel // per * size :] = 0
         for piece in self._had.pieces(group, found.start, found.numel):
-            into = buffer[piece.first * size : (piece.first + piece.numel) * size]
-            self._readers[piece.rank].read(name, piece.start * size, into)
+            into = buffer[piece.first // per * size : (piece.first + piece.numel) // per * size]
+            self._readers[piece.rank].read(name, piece.start // per * size, into)
 
 
 def restore(snapshot: Saved, arrays: StateArrays, buffers: Buffers) -> None:

@@ -144,9 +144,10 @@ class _SnapshotArrays:
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         parts = [self._parts[name] for name in names]
-        for piece in self._share.pieces(self._groups[parts[0].group], offset, flat.numel()):
+        per = parts[0].per
+        for piece in self._share.pieces(self._groups[parts[0].group], offset, flat.numel() * per):
             read = partial(_read, self._readers[piece.rank])
-            fetch(parts, read, piece.start, flat[piece.first : piece.first + piece.numel])
+            fetch(parts, read, piece.start, flat[piece.first // per : (piece.first + piece.numel) // per])
 
 
 def _read(reader: SnapshotReader, name: str, start: int, out: torch.Tensor) -> None:

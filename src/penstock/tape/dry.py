@@ -57,16 +57,18 @@ def dry_run(
     kind: Kind,
     blocks: Sequence[nn.Module] | None = None,
     loss_fn: LossFn | None = None,
+    compact: bool = False,
 ) -> DryRun:
     """Probe a model on the meta device. Its parameters are placeholders of ``dtype`` afterwards.
 
-    ``micro_batch``: tensors on the CPU, whose integers and booleans then have values in the run, or on the meta device.
+    ``compact``: as in ``group_parameters``. ``micro_batch``: tensors on the CPU, whose integers and booleans then have
+    values in the run, or on the meta device.
 
     Raises:
         ModelError: the model cannot be run block by block, or needs values that a dry run does not have.
     """
     found = find_blocks(model, blocks)
-    groups = group_parameters(model, found)
+    groups = group_parameters(model, found, compact=compact)
     for group in groups:
         group.detach(dtype, _META)
     tape = Tape(model, found, groups, loss_fn or (lambda m, mb: m(**mb).loss), seed=0, device=_META)

@@ -14,7 +14,7 @@ from torch import nn
 from penstock.compat.torch import gradient_hooks
 from penstock.errors import ModelError
 from penstock.schedule.lower.mesh import Mesh
-from penstock.schedule.program import LARGE_END, VIEW_ALIGN, GroupSpec, round_up
+from penstock.schedule.program import COMPACT_FROM, EXACT, LARGE_END, VIEW_ALIGN, GroupSpec, round_up
 from penstock.tape.blocks import Block
 
 
@@ -72,9 +72,11 @@ def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
         parameter.data = data
 
 
-def lay_out(index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]], ranks: int = 1) -> ParamGroup:
+def lay_out(
+    index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]], ranks: int = 1, *, compact: bool = False
+) -> ParamGroup:
     """Place parameters in a flat buffer: trainable ones first, each part padded to ``ALIGN`` elements for each of the
-    ``ranks`` that share it."""
+    ``ranks`` that share it. ``compact``: as ``GroupSpec.compact``."""
     slices: list[ParamSlice] = []
     ranks_group = Mesh(data=ranks).everyone()
     offset = 0
@@ -91,13 +93,16 @@ def lay_out(index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]
                 offset += round_up(p.numel(), VIEW_ALIGN)
         offset = start + ranks_group.padded(offset - start)
         sizes[trainable] = offset - start
-    spec = GroupSpec(index=index, name=name, trainable=sizes[True], frozen=sizes[False])
+    spec = GroupSpec(index=index, name=name, trainable=sizes[True], frozen=sizes[False], compact=compact)
     return ParamGroup(spec=spec, slices=tuple(slices))
 
 
-def group_parameters(model: nn.Module, blocks: Sequence[Block], ranks: int = 1) -> tuple[ParamGroup, ...]:
+def group_parameters(
+    model: nn.Module, blocks: Sequence[Block], ranks: int = 1, *, compact: bool = False
+) -> tuple[ParamGroup, ...]:
     """Every parameter of the model in exactly one group: one per block, one per large end, one for the small ends.
-    ``ranks``: that share each of them.
+    ``ranks``: that share each of them. ``compact``: moments may take less than fp32, and small trained parameters,
+    which do not take part in that, have groups of their own.
 
     A parameter that several blocks use, or a block and the rest of the model, is an end. Tied parameters are one
     parameter, under the first of their names. Ends come first, blocks in their order.
@@ -123,7 +128,21 @@ def group_parameters(model: nn.Module, blocks: Sequence[Block], ranks: int = 1) 
     small = [pair for m, ps in in_module.items() if m not in large for pair in ps]
     named = [(f"ends.{m}", ps) for m, ps in large.items()] + [("ends.small", small)]
     named += [(f"blocks.{blocks[b].name}", ps) for b, ps in in_block.items()]
-    return tuple(lay_out(i, name, ps, ranks) for i, (name, ps) in enumerate((n, ps) for n, ps in named if ps))
+    if not compact:
+        return tuple(lay_out(i, name, ps, ranks) for i, (name, ps) in enumerate((n, ps) for n, ps in named if ps))
+    cut = [(name, kind, ps) for name, all_of in named for kind, ps in _by_kind(all_of) if ps]
+    return tuple(lay_out(i, name + _OF_KIND[kind], ps, ranks, compact=kind) for i, (name, kind, ps) in enumerate(cut))
+
+
+_OF_KIND = {True: "", False: EXACT}
+
+
+def _by_kind(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+) -> Iterator[tuple[bool, list[tuple[str, nn.Parameter]]]]:
+    """Those whose moments may take less than fp32, with what is frozen, and the others."""
+    for kind in (True, False):
+        yield kind, [(n, p) for n, p in parameters if kind == (p.numel() >= COMPACT_FROM or not p.requires_grad)]
 
 
 def _homes(model: nn.Module, blocks: Sequence[Block]) -> dict[int, set[int | None]]:

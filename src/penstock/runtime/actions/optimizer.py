@@ -4,19 +4,20 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from penstock.optim.codes import Codes, Moment
 from penstock.runtime.access import Access
 from penstock.runtime.actions.norm import Norm
 from penstock.runtime.stepping import Stepping
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import Buffer
-from penstock.state.arrays import moments_of, rest_of
+from penstock.schedule.place import SCALED
 
 
 class OptimizerSteps:
     """Steps chunks on the host, and whole groups on the device.
 
     A buffer of state has a chunk's arrays one behind the other: what is kept of its master copy besides the weights,
-    then the moments. Weights that are stepped in passing have one of their own.
+    the moments, and their scales if they have any. Weights that are stepped in passing have one of their own.
     """
 
     def __init__(self, access: Access, norm: Norm, stepping: Stepping) -> None:
@@ -35,11 +36,6 @@ class OptimizerSteps:
             "CM": self.commit,
         }
 
-    def _state(self, g: int) -> tuple[str, ...]:
-        """The arrays of a group's state."""
-        form = self._arrays.form
-        return (*rest_of(g, form), *moments_of(g, form))
-
     def _buffers(self, op: Op) -> tuple[Buffer | None, Buffer | None]:
         """Those of the state and of the weights of an op's chunk, as far as they go through one."""
         names = {name.kind: name for name in (*op.reads, *op.writes)}
@@ -47,11 +43,12 @@ class OptimizerSteps:
 
     def _in_buffer(self, op: Op, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The arrays of a chunk's state, with their part of its buffer."""
-        numel, offset = self._to.bound.chunk(op).numel, 0
-        for array in self._state(op.id.group):
-            dtype = self._arrays.parts[array].dtype
-            yield array, self._to.view(name, numel, dtype, offset)
-            offset += numel * dtype.itemsize
+        c, offset = self._to.bound.chunk(op), 0
+        for array in self._arrays.parts_of_state(op.id.group):
+            part = self._arrays.parts[array]
+            own = part.own(c.start, c.numel)
+            yield array, self._to.view(name, own.stop - own.start, part.dtype, offset)
+            offset += (own.stop - own.start) * part.dtype.itemsize
 
     def _weights(self, op: Op, name: Buffer | None) -> torch.Tensor:
         """The weights of an op's chunk that a step on the host changes: in a buffer, or in memory."""
@@ -66,7 +63,7 @@ class OptimizerSteps:
         state, new = self._buffers(op)
         if state is not None:
             for array, view in self._in_buffer(op, state):
-                self._to.read(array, c.start, view, before=before)
+                self._to.read(array, self._arrays.parts[array].own(c.start, c.numel).start, view, before=before)
         if new is not None and self._arrays.form.steps_weights:
             self._to.read(f"weights.{op.id.group}", c.start, self._weights(op, new), before=before)
 
@@ -75,7 +72,7 @@ class OptimizerSteps:
             return
         c = self._to.bound.chunk(op)
         for array, view in self._in_buffer(op, op.reads[0]):
-            self._to.write(array, c.start, view)
+            self._to.write(array, self._arrays.parts[array].own(c.start, c.numel).start, view)
 
     def write_weights(self, op: Op) -> None:
         if self._to.idle(op):
@@ -91,7 +88,7 @@ class OptimizerSteps:
         if buffer is not None:
             state = [view for _, view in self._in_buffer(op, buffer)]
         else:
-            state = [arrays.array(name)[c.start : c.start + c.numel] for name in self._state(g)]
+            state = [arrays.array(name)[arrays.parts[name].own(c.start, c.numel)] for name in arrays.parts_of_state(g)]
         late = self._to.bound.is_late(op)
         in_passing = not (late or self._to.bound.normed)
         gradient = self._to.gradient(op, op.reads[0])
@@ -104,7 +101,7 @@ class OptimizerSteps:
         gradient = self._to.view(op.reads[0], numel)
         arrays.about_to_change(g, 0, numel)
         in_passing = not self._to.bound.normed
-        weights, *state = (arrays.array(name)[:numel] for name in (f"weights.{g}", *self._state(g)))
+        weights, state = arrays.array(f"weights.{g}")[:numel], [arrays.array(n) for n in arrays.parts_of_state(g)]
         self._update(g, 0, gradient, weights, state, late=False, in_passing=in_passing)
 
     def _update(
@@ -125,13 +122,20 @@ class OptimizerSteps:
         """
         context = self._to.context
         rest = state.pop(0) if self._arrays.form.rest_bytes else None
+        moments, scales = state[: self._arrays.form.moments], state[self._arrays.form.moments :]
+        if scales:
+            count = weights.numel() // SCALED
+            pairs = zip(moments, scales, strict=True)
+            stepped: tuple[Moment, ...] = tuple(Codes(codes=codes, scales=own[:count]) for codes, own in pairs)
+        else:
+            stepped = tuple(moments)
         update = context.left if late else None if context.idle else context.update
         if update is None:
             self._stepping.restore(weights, rest)
             return
         self._arrays.note_step(g, late=late)
         norms = self._norm.in_passing(g, start, gradient) if in_passing else None
-        self._stepping.step(update, g, start, gradient, weights, rest, tuple(state), norms)
+        self._stepping.step(update, g, start, gradient, weights, rest, stepped, norms)
 
     def commit(self, op: Op) -> None:
         """What the step before has left is at home: it counts from now on, whatever happens."""

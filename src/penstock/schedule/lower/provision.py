@@ -34,6 +34,7 @@ from penstock.schedule.place import (
     delayed_share,
     most_sums,
     page_up,
+    trained_chunks,
 )
 from penstock.schedule.program import Program
 
@@ -72,16 +73,17 @@ def fixed_bytes(
     tiers: tuple[Tier, ...] = ("device", "host")
     groups = program.groups
     weights = {t: sum(g.numel for g in groups if t in (place.weights[g.index], place.home(g))) for t in tiers}
-    trained = {t: sum(g.trainable for g in groups if place.state[g.index] == t) for t in tiers}
+    state = {t: sum(form.state_bytes(g) for g in groups if place.state[g.index] == t) for t in tiers}
+    stepped = any(g.trainable and place.state[g.index] == "device" for g in groups)
     return (
         ("device", "inputs", inputs),
         ("device", "working", max(max(s.forward_peak, s.backward_peak) for s in program.stages)),
         ("device", "kept", at_once * sum(s.kept for s in program.stages)),
-        ("device", "optimizer", step_temporaries if trained["device"] else 0),
+        ("device", "optimizer", step_temporaries if stepped else 0),
         ("device", "weights", weights["device"] * form.weight_bytes),
-        ("device", "state", trained["device"] * form.state_bytes),
+        ("device", "state", state["device"]),
         ("host", "weights", weights["host"] * form.weight_bytes),
-        ("host", "state", trained["host"] * form.state_bytes),
+        ("host", "state", state["host"]),
     )
 
 
@@ -217,7 +219,7 @@ class Provision:
 
     def trained_count(self, g: int) -> int:
         """Number of chunks of a group that are stepped; they come first."""
-        return chunk_count(self._groups[g].trainable, self.s.chunk)
+        return trained_chunks(self._groups[g], self.s.chunk)
 
     def held_count(self, g: int, use: int) -> int:
         """How many buffers are held of chunks of a group's gradient of its ``use``-th stage."""
@@ -395,7 +397,8 @@ class Provision:
         out = (summed and not apart) or any(self.held_count(g, use) < self.trained_count(g) for g, use in uses)
         waiting = any(self.s.waits(g) for g in streamed) or any(self.delayed.values())
         back = place.gradients == "disk" and waiting
-        state = form.state_bytes and any(place.state[g] == "disk" for g in streamed)
+        on_disk_state = [self._groups[g] for g in streamed if place.state[g] == "disk"]
+        state = max((form.state_bytes(g, min(self.s.chunk, g.trainable)) for g in on_disk_state), default=0)
         passing = any(place.stepped_in_passing(self._groups[g]) for g in streamed)
 
         if not self._narrow.isdisjoint(streamed):
@@ -413,11 +416,12 @@ class Provision:
                 ("stage_in", form.weight_bytes, on_disk),
                 ("gradients_out", self.widest_gradient, out),
                 ("gradients_in", self.widest_gradient, back),
-                ("state", form.state_bytes, state),
                 ("new_weights", form.weight_bytes, passing),
             )
             if wanted
         )
+        if state:
+            yield self._staged("state", page_up(state))
 
     def _staged(self, name: str, size: int) -> Pool:
         return Pool(name=name, tier="host", size=size, count=getattr(self.s.depths, STAGED[name]))

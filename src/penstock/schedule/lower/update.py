@@ -347,7 +347,7 @@ class Updates:
 
     def _state(self, g: int, c: Chunk) -> list[Buffer]:
         """The buffer of a chunk's state, if that is on disk."""
-        there = self.s.place.state[g] == "disk" and self.s.form.state_bytes
+        there = self.s.place.state[g] == "disk" and self.s.form.state_bytes(self.b.program.groups[g])
         return [group_buffer("S", g, c.index)] if there else []
 
     def _new(self, g: int, c: Chunk) -> list[Buffer]:
@@ -357,19 +357,20 @@ class Updates:
 
     def _arithmetic(self, g: int, c: Chunk, gradient: Buffer, after: list[OpId]) -> OpId:
         """Emit what a step reads from disk, and the step itself; its id."""
-        form, state, new = self.s.form, self._state(g, c), self._new(g, c)
+        form, state, new, group = self.s.form, self._state(g, c), self._new(g, c), self.b.program.groups[g]
         if state or new:
-            each = form.state_bytes * len(state) + form.weight_bytes * len(new) * form.steps_weights
+            weights = form.weight_bytes * c.numel * len(new) * form.steps_weights
+            nbytes = form.state_bytes(group, c.numel) * len(state) + weights
             takes = [*((name, "state") for name in state), *((name, "new_weights") for name in new)]
             ident, into = group_op("RS", g, c.index), [*state, *new]
-            after = [*after, self.b.emit(ident, takes=takes, writes=into, nbytes=each * c.numel)]
+            after = [*after, self.b.emit(ident, takes=takes, writes=into, nbytes=nbytes)]
         return self.b.emit(
             group_op("OP", g, c.index),
             after=after,
             reads=[gradient, *state, *new],
             writes=[*state, *new],
             gives=[gradient],
-            nbytes=form.step_bytes(self.b.provision.gradient_bytes(g)) * c.numel,
+            nbytes=form.step_bytes(group, c.numel, self.b.provision.gradient_bytes(g)),
         )
 
     def home(self, g: int, c: Chunk, after: list[OpId]) -> OpId:
@@ -382,7 +383,8 @@ class Updates:
         state, new, nbytes = self._state(g, c), self._new(g, c), c.numel * form.weight_bytes
         if state:
             ident, first = group_op("WS", g, c.index), [after[0], *self._commit]
-            last = self.b.emit(ident, after=first, reads=state, gives=state, nbytes=form.state_bytes * c.numel)
+            moved = form.state_bytes(self.b.program.groups[g], c.numel)
+            last = self.b.emit(ident, after=first, reads=state, gives=state, nbytes=moved)
         if place.weights[g] == "device":
             last = self.b.emit(group_op("UN", g, c.index), after=after[:1], reads=new, nbytes=nbytes)
             after = [*after, last]

@@ -116,32 +116,34 @@ class ArrayRules(Ground):
 
     def _state_moves(self, g: int) -> bool:
         """Whether a step reads a group's state from disk, and writes it there."""
-        return self.place.state[g] == "disk" and self.form.state_bytes > 0
+        return self.place.state[g] == "disk" and self._state_bytes(g) > 0
+
+    def _state_bytes(self, g: int, numel: int | None = None) -> int:
+        return self.form.state_bytes(self.needs.program.groups[g], numel)
 
     def _read_state(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
         state, new = self._state_moves(g), self.passing[g]
         if not (state or new):
             raise refused(op, "is for what a step reads from disk, and nothing of its group lives there")
-        each = self.form.state_bytes * state + self.form.weight_bytes * (new and self.form.steps_weights)
-        self._moves(op, each * c.numel)
+        nbytes, weights = self._state_bytes(g, c.numel), self.form.weight_bytes * c.numel
+        self._moves(op, nbytes * state + weights * (new and self.form.steps_weights))
         self._at(op, op.writes, "what a step reads", count=state + new)
         into = list(op.writes)
         if state:
             self.outside.look(op, "state", g, c.index)
             value = State(g, c.index, self.state[g, c.index])
-            self._put(op, into.pop(0), value, "host", self.form.state_bytes * c.numel)
+            self._put(op, into.pop(0), value, "host", nbytes)
         if new:
             if self.form.steps_weights:
                 self.outside.look(op, self._home_of_weights(g), g, c.index)
-            nbytes = self.form.weight_bytes * c.numel
-            self._put(op, into.pop(0), Weights(g, {c.index: self.at_home[g, c.index]}), "host", nbytes)
+            self._put(op, into.pop(0), Weights(g, {c.index: self.at_home[g, c.index]}), "host", weights)
 
     def _step(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
         tag, state, new = (g, c.index), self._state_moves(g), self.passing[g]
         self._home(op, self.place.state, "host", "disk")
-        self._moves(op, self.form.step_bytes(self._width(g)) * c.numel)
+        self._moves(op, self.form.step_bytes(self.needs.program.groups[g], c.numel, self._width(g)))
         self._at(op, op.reads, "gradient, state and weights", count=1 + state + new)
         late = self._check_step(op, self._gradient(op, op.reads[0]))
         done, through = NOW if late else AFTER, list(op.reads[1:])
@@ -189,7 +191,7 @@ class ArrayRules(Ground):
         c, g = self._chunk(op, trained=True), op.id.group
         if not self._state_moves(g):
             raise refused(op, "is for state on disk, and nothing of it lives there")
-        self._moves(op, self.form.state_bytes * c.numel)
+        self._moves(op, self._state_bytes(g, c.numel))
         self._bring_home(op)
         value = self._value(op, self._at(op, op.reads, "the state"), State)
         if value[:2] != (g, c.index):
