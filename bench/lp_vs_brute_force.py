@@ -20,7 +20,7 @@ from bench.harness import BenchError, write_section
 from penstock.config import Budget, Family, Tier
 from penstock.hardware.profiles import shipped_machine
 from penstock.planner.classes import GroupClass, Home
-from penstock.planner.fit import Request, base_placement, settings_of
+from penstock.planner.fit import Request, base_placement, keeping, settings_of
 from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.probes import Probes
 from penstock.planner.question import Question
@@ -120,15 +120,16 @@ def grid(question: Question) -> Iterator[tuple[Request, Settings]]:
         classes = _by_size(request)
         for chunk, depths in product(_chunks(request), _DEPTHS):
             base = settings_of(request, base_placement(request), chunk, depths)
-            for settings in _placed(base, classes, question):
-                if limits.exceeded(request, settings) is None:
-                    yield request, settings
+            for placed in _placed(base, classes, question):
+                for settings in dict.fromkeys((placed, keeping(request, placed))):
+                    if limits.exceeded(request, settings) is None:
+                        yield request, settings
 
 
 def _by_size(request: Request) -> list[GroupClass]:
     """Groups of one size together, with the homes that any of them may have."""
     found: dict[int, list[GroupClass]] = {}
-    for kind in Probes(request, wait=request.wait, speculate=False).classes:
+    for kind in Probes(request, wait=request.wait, speculate=False, keep=False).classes:
         found.setdefault(request.program.groups[kind.members[0]].trainable, []).append(kind)
     return [
         GroupClass(members=tuple(sorted(g for kind in kinds for g in kind.members)), homes=kinds[0].homes)

@@ -104,6 +104,7 @@ def cases(draw: st.DrawFn) -> AnyCase:
         cast=draw(st.sampled_from(("device", "host"))),
         strands=draw(st.sampled_from((1, 1, 2, 3, 4, 8))) if train else 1,
         stage=draw(st.sampled_from((3, 2, 0))),
+        keep=draw(st.booleans()),
     )
     return AnyCase(program=program, settings=settings, family=family)
 

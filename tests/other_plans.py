@@ -33,8 +33,9 @@ def other_plans(request: Request, seed: int) -> Iterator[Settings]:
         settings = fitted(asked, place)
         depths = Depths(**{name: rng.randint(2, 4) for name in vars(Depths())})
         settings = replace(
-            settings, place=place, chunk=rng.choice(CHUNKS), depths=depths, cast=rng.choice(("device", "host"))
-        )
+            settings, place=place, chunk=rng.choice(CHUNKS), depths=depths, cast=rng.choice(("device", "host")),
+            keep=rng.choice((False, True)),
+        )  # fmt: skip
         if not all(on_grain(group, settings.chunk) for group in groups):
             continue
         device, host = request.peaks(settings)

@@ -143,4 +143,5 @@ def random_case(seed: int, *, largest: int = 4) -> Case:
     family = rng.choice(("vertical", "horizontal")) if train else "vertical"
     if rng.random() < 0.4:
         settings = replace(settings, grad_dtype="bf16", cast=rng.choice(("device", "host")))
+    settings = replace(settings, keep=rng.random() < 0.5)
     return Case(program=program, settings=settings, family=family)

@@ -51,15 +51,38 @@ def wanted() -> Result:
         return train(CASE, budget(Path(folder, "store")), STEPS, clip_grad_norm=CLIP, **serial)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_schedule_that_no_builder_makes_gives_the_bits_of_one_that_was_built(overlap: bool, tmp_path: Path) -> None:
-    with wrap(CASE, anywhere(tmp_path), clip_grad_norm=CLIP, schedule=HANDMADE, overlap=overlap) as engine:
+def edited(*edits: tuple[str, str]) -> Schedule:
+    text = str(HANDMADE)
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return parse_schedule(text)
+
+
+KEPT = (
+    ("RW1.1@B1 take i1.1@B1=staged write i1.1@B1 ", "RW1.1@B1 take O1.1=new write O1.1 "),
+    (
+        "UW1.1@B1 after RW1.1@B1 take W1@B1=blocks read i1.1@B1 write W1@B1 give i1.1@B1 ",
+        "UW1.1@B1 after RW1.1@B1 take W1@B1=blocks read O1.1 write W1@B1 ",
+    ),
+    ("RS1.1 take S1.1=state,O1.1=new write S1.1,O1.1 bytes 98304", "RS1.1 take S1.1=state write S1.1 bytes 65536"),
+)
+"""The weights of chunk 1.1 that were read for the backward stay in host memory until they are stepped."""
+
+
+@pytest.mark.parametrize(
+    ("own", "overlap"), [(HANDMADE, True), (HANDMADE, False), (edited(*KEPT), True)], ids=["overlap", "serial", "kept"]
+)
+def test_a_schedule_that_no_builder_makes_gives_the_bits_of_one_that_was_built(
+    own: Schedule, overlap: bool, tmp_path: Path
+) -> None:
+    with wrap(CASE, anywhere(tmp_path), clip_grad_norm=CLIP, schedule=own, overlap=overlap) as engine:
         found = run_steps(engine, STEPS)
-        assert engine.plan.schedule.ops == HANDMADE.ops
-        assert {e.op for e in engine.trace} == {op.id for op in HANDMADE.ops}
+        assert engine.plan.schedule.ops == own.ops
+        assert {e.op for e in engine.trace} == {op.id for op in own.ops}
         assert engine.last_step is not None
         for lane in ("read", "write", "cpu"):
-            assert engine.last_step.bytes_moved[lane] == HANDMADE.bytes_per_lane()[lane]
+            assert engine.last_step.bytes_moved[lane] == own.bytes_per_lane()[lane]
     assert_same(found, wanted())
     assert {s.clipped for s in found.stats} == {True, False}
     assert found.placed == {"device", "host", "disk"}
@@ -78,14 +101,6 @@ def test_it_trains_as_plain_torch_does_and_goes_on_from_its_store(tmp_path: Path
         assert first.norms + rest.norms == pytest.approx(plain.norms, rel=1e-5)
         assert relative(master_of(engine), plain.parameters) <= 1e-6
     assert first.losses + rest.losses == wanted().losses
-
-
-def edited(*edits: tuple[str, str]) -> Schedule:
-    text = str(HANDMADE)
-    for old, new in edits:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return parse_schedule(text)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +223,24 @@ UC_ALIAS = (
     ("read W1@B1,G1@B1m1,a0m1,D1m1", "read W1@B1,G1@B1m1,a0m0,D1m1"),
     ("give a0m1,D1m1", "give a0m0,D1m1"),
 )
+KEPT_BY_ANOTHER_NAME = (
+    (" take W1@B1=blocks read i1.1@B1 write W1@B1 give i1.1@B1 ", " take W1@B1=blocks read i1.1@B1 write W1@B1 "),
+    KEPT[2],
+    ("read H1.1u0,S1.1,O1.1 write S1.1,O1.1", "read H1.1u0,S1.1,i1.1@B1 write S1.1,i1.1@B1"),
+    ("WW1.1 after OP1.1,CM read O1.1 give O1.1", "WW1.1 after OP1.1,CM read i1.1@B1 give i1.1@B1"),
+)
+KEPT_OF_ANOTHER_CHUNK = (
+    ("RW1.0@B1 take i1.0@B1=staged write i1.0@B1 ", "RW1.0@B1 take O1.1=new write O1.1 "),
+    (
+        "UW1.0@B1 after RW1.0@B1 read i1.0@B1 write W1@B1 give i1.0@B1 ",
+        "UW1.0@B1 after RW1.0@B1 read O1.1 write W1@B1 ",
+    ),
+    KEPT[2],
+)
+KEPT_LATE = (
+    ("RS3.1 take S3.1=state,O3.1=new write S3.1,O3.1 bytes 98304", "RS3.1 take S3.1=state write S3.1 bytes 65536"),
+    ("OP3.1 after RS3.1 ", "RW3.1@F3 take O3.1=new write O3.1 bytes 32768\nOP3.1 after RS3.1,RW3.1@F3 "),
+)
 FIRST = "F2m0 take A2m0=acts read A1m0 write A2m0\n"
 SECOND = "F2m1 take A2m1=acts read A1m1 write A2m1\n"
 STALE = (
@@ -235,6 +268,21 @@ UNKNOWN_CHUNK = (
         (UC_ALIAS, "op UC0m1 writes a0m0, which it has to take"),
         (((FIRST + SECOND, SECOND + FIRST),), "op F2m1 comes before micro-batch 0 of its stage"),
         (UNKNOWN_CHUNK, "the chunk in its id is not among them"),
+        (KEPT[:2], "op RS1.1 takes O1.1, which RW1.1@B1 took before"),
+        (
+            (*KEPT[:2], (KEPT[2][0], "RS1.1 after UW1.1@B1 take S1.1=state write S1.1,O1.1 bytes 98304")),
+            "use before load: op UW1.1@B1 reads O1.1 before RS1.1 has written it",
+        ),
+        ((*KEPT[:2], (KEPT[2][0], KEPT[2][1].replace("65536", "98304"))), "op RS1.1 says that it moves 98304 bytes"),
+        ((KEPT[0], (KEPT[1][0], KEPT[1][1] + "give O1.1 "), KEPT[2]), "op WW1.1 gives back O1.1, which is not taken"),
+        (
+            (KEPT[0], (KEPT[1][0], KEPT[1][1].replace("after RW1.1@B1 ", "")), KEPT[2]),
+            "use before load: op UW1.1@B1 uses O1.1 before RW1.1@B1 has taken it",
+        ),
+        ((*KEPT, ("read H1.1u0,S1.1,O1.1 write S1.1,O1.1", "read H1.1u0,S1.1 write S1.1")), "op RS1.1 says"),
+        (KEPT_BY_ANOTHER_NAME, "op OP1.1 has i1.1@B1 where what is run looks for O1.1"),
+        (KEPT_OF_ANOTHER_CHUNK, "op OP1.1 takes O1.1 for weights of its chunk, which it is not"),
+        (KEPT_LATE, "op RW3.1@F3 may run before OP3.1, which it has to come after"),
     ],
 )
 def test_one_that_would_compute_something_else_is_refused(

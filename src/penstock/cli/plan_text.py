@@ -139,7 +139,8 @@ def _table(f: Forecast) -> Iterator[str]:
 
 def _memory(f: Forecast) -> Iterator[str]:
     place, settings = f.choice.plan.settings.place, f.choice.plan.settings
-    yield f"weights     {_shares(shares(f, place.weights, frozen=True))}"
+    stay = "; in host memory from their last read to their step" if settings.keep else ""
+    yield f"weights     {_shares(shares(f, place.weights, frozen=True))}{stay}"
     yield f"optimizer   {_shares(shares(f, place.state, frozen=False))}"
     if "device" in place.state and (words := f.task.machine.device.differs(f.task.name_of_bits)) is not None:
         yield f"bits        {words}"

@@ -112,6 +112,7 @@ def _plan(f: Forecast) -> dict[str, Any]:
         "optimizer": task.optimizer,
         "waits_for_norm": task.needs_norm,
         "speculates": steps_early(f.choice.plan.program, settings),
+        "keeps_weights": settings.keep,
         "chunk": settings.chunk,
         "depths": {name: getattr(settings.depths, name) for name in settings.depths.__dataclass_fields__},
         "weights": shares(f, place.weights, frozen=True),

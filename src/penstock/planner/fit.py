@@ -1,7 +1,8 @@
 """Fits one step of a program into a budget: what stays on which tier, how large chunks are, how far lanes run ahead.
 
 The order of preference is by bytes saved on the slowest link per byte of memory: checkpoints stay on the device,
-waiting gradients stay in host memory, then weights move up from disk, then optimizer state, as long as there is room.
+waiting gradients stay in host memory, and weights that are read for the backward until the optimizer takes them (a few
+blocks' save one read of all); then weights move up from disk, then optimizer state, as long as there is room.
 Peak memory is not estimated: it is what the schedule's own pools add up to.
 """
 
@@ -19,7 +20,7 @@ from penstock.planner.update_mode import check_update_mode, no_speculation, step
 from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
-from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, narrow_groups
+from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, in_depth, narrow_groups
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import Seat, streaming_seat
 from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
@@ -270,7 +271,7 @@ def _pooled(route: Route, settings: Settings, ranks: int) -> tuple[int, int]:
     depths = settings.depths
     unstaged = replace(depths, **dict.fromkeys(STAGED.values(), 1))
     sized = provision(route, replace(settings, depths=unstaged), ranks).pools.values()
-    pools = [replace(p, count=getattr(depths, STAGED[p.name])) if p.name in STAGED else p for p in sized]
+    pools = [in_depth(pool, depths) for pool in sized]
     return peak_bytes(pools, (), "device"), peak_bytes(pools, (), "host")
 
 
@@ -303,7 +304,14 @@ def fitted(request: Request, keep: Placement | None = None) -> Settings:
         settings = _to_host(request, settings)
     if request.early is None and not steps_early(request.program, settings):
         settings = replace(settings, speculate=False)
-    return settings
+    return keeping(request, settings, keep=settings.keep)
+
+
+def keeping(request: Request, settings: Settings, *, keep: bool = True) -> Settings:
+    """The settings with weights kept until they are stepped, or without where none would be: one schedule, one way to
+    say it. ``keep``: whether they are to be, if that is not said by the settings."""
+    kept = replace(settings, keep=keep)
+    return kept if keep and provision(request.route, kept, request.ranks).kept else replace(settings, keep=False)
 
 
 def tied_groups(program: Program) -> set[int]:
@@ -347,7 +355,7 @@ def base_placement(request: Request) -> Placement:
     )
 
 
-def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) -> Settings:
+def settings_of(request: Request, place: Placement, chunk: int, depths: Depths, *, keep: bool = False) -> Settings:
     largest = max(max(g.trainable, g.frozen) for g in request.program.groups)
     once = not request.train and bool(request.stage)  # there is no second use for which weights could stay
     return Settings(
@@ -363,6 +371,7 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths) 
         grad_dtype=request.grad_dtype,
         cast="device" if request.casts_on_device else "host",
         strands=(request.strands or 1) if request.train else 1,
+        keep=keep,
         stage=3 if request.stage is None or request.ranks == 1 or once else request.stage,
     )
 
@@ -409,7 +418,8 @@ def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
     waiting = settings.delay > 0 or any(settings.waits(g.index) for g in request.program.groups if g.trainable)
     if place.gradients == "host" and budget.gradients is None and request.bottom == "disk" and waiting:
         gradients.append("disk")
-    for spill, away in product(gradients, checkpoints):
+    kept = (True, False) if request.train and "disk" in place.weights else (False,)
+    for spill, away, keep in product(gradients, checkpoints, kept):
         for chunk, depths in product(_CHUNKS, _HOST_DEPTHS):
             device = settings.depths
             yield settings_of(
@@ -417,11 +427,13 @@ def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
                 replace(place, gradients=spill, checkpoints=away),
                 chunk,
                 replace(depths, weights=device.weights, gradients=device.gradients),
+                keep=keep,
             )
 
 
 def _fit_host(request: Request, settings: Settings) -> Settings:
-    """Choose what decides host memory: chunk size, buffers in flight, and what goes to disk."""
+    """Choose what decides host memory: chunk size, buffers in flight, weights that are kept for the optimizer, and what
+    goes to disk."""
     needs = []
     for option in _host_options(request, settings):
         needs.append(request.peak_bytes(option, "host"))

@@ -111,9 +111,10 @@ class PhaseCosts:
 
     def __init__(self, request: Request, settings: Settings, costs: Costs, prices: Prices | None = None) -> None:
         """``prices``: of the request's probes with these costs, if there are any already."""
-        self.prices = prices or Prices(Probes(request, wait=settings.wait, speculate=settings.speculate), costs)
-        self.probes = self.prices.probes
-        assert (self.probes.wait, self.probes.speculate) == (settings.wait, settings.speculate)
+        s, own = settings, None if prices is None else prices.probes
+        self.probes = own or Probes(request, wait=s.wait, speculate=s.speculate, keep=s.keep)
+        self.prices = prices or Prices(self.probes, costs)
+        assert (self.probes.wait, self.probes.speculate, self.probes.keep) == (s.wait, s.speculate, s.keep)
         assert (request.micro_batches, request.train) == (settings.micro_batches, settings.train)
         assert (request.form, request.narrow) == (settings.form, narrow_groups(request.route, settings))
         self.request = request

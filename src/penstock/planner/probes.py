@@ -54,11 +54,12 @@ class Probe:
 class Probes:
     """The probes of one request, lowered when they are asked for. ``phases``: of the request itself."""
 
-    def __init__(self, request: Request, *, wait: bool, speculate: bool) -> None:
-        """``wait``, ``speculate``: as in ``Settings``."""
+    def __init__(self, request: Request, *, wait: bool, speculate: bool, keep: bool) -> None:
+        """``wait``, ``speculate``, ``keep``: as in ``Settings``."""
         self.request = request
         self.wait = wait
         self.speculate = speculate
+        self.keep = keep
         self.phases = Phases(request.route, wait=wait, speculate=speculate)
         self.sample = Sample.of(request.program)
         self.tied = tied_groups(request.program)
@@ -146,7 +147,7 @@ class Probes:
     def _settings(self) -> Settings:
         place = _in_host_memory(self.request.program)
         largest = max(max(g.trainable, g.frozen) for g in self.request.program.groups)
-        settings = settings_of(self.request, place, largest, Depths())
+        settings = settings_of(self.request, place, largest, Depths(), keep=self.keep)
         # strands on the device are a few additions more, which the simulator counts; on the host there are as many
         return replace(settings, wait=self.wait, speculate=self.speculate, delay=0.0, strands=1)
 

@@ -9,7 +9,7 @@ from itertools import product
 from penstock.config import format_size
 from penstock.errors import BudgetError
 from penstock.hardware.drives import together
-from penstock.planner.fit import Request, base_placement, fitted, settings_of
+from penstock.planner.fit import Request, base_placement, fitted, keeping, settings_of
 from penstock.planner.phase_costs import PhaseCosts, Prices
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.probes import Probes
@@ -127,7 +127,7 @@ class Proposals:
             settings = self._deepest(replace(settings_of(request, base, chunk, Depths()), delay=delay), request)
             usual = settings is not None and settings.depths == Depths()
             if settings is not None and (usual or not found):
-                found.append(self.program(settings, request))
+                found.append(self._keeping(settings, request))
             if usual:
                 break
         solved = [(lp.relaxed.seconds, i) for i, lp in enumerate(found) if lp.relaxed is not None]
@@ -156,7 +156,7 @@ class Proposals:
         settings = self._deepest(option, request)
         if settings is None:
             return []
-        lp, runs = self.program(settings, request), self._runs(request)
+        lp, runs = self._better(settings, request), self._runs(request)
         return [Promised(lp=lp, shares=s, seconds=s.seconds * runs) for s in lp.solve_whole()[:_TIERS_TRIED]]
 
     def kept(self, promised: Promised) -> list[Proposal]:
@@ -231,6 +231,19 @@ class Proposals:
                     break
         return None
 
+    def _keeping(self, settings: Settings, request: Request) -> PlacementLP:
+        """The program of some settings with weights kept until they are stepped, where that fits."""
+        lp = self.program(keeping(request, settings), request)
+        return lp if lp.fits and lp.relaxed is not None else self.program(settings, request)
+
+    def _better(self, settings: Settings, request: Request) -> PlacementLP:
+        """The same, or without where that promises fewer seconds and compute alone does not take as many."""
+        lp = self._keeping(settings, request)
+        if lp.relaxed is None or lp.relaxed.seconds <= lp.bound.seconds(lp.loads.of_compute) * EQUAL:
+            return lp
+        without = self.program(settings, request)
+        return without if without.relaxed is not None and without.relaxed.seconds < lp.relaxed.seconds else lp
+
     def rounded(self, lp: PlacementLP, shares: Shares, patterns: Iterable[Pattern]) -> Iterator[Proposal]:
         """Whole groups for the tiers that shares have for checkpoints and gradients, as near to the optimum as fits."""
         whole = lp.solve(shares.checkpoint_tier, shares.gradient_tier, integer=True)
@@ -238,7 +251,7 @@ class Proposals:
         for pattern in patterns:
             placed = rounding.settings(pattern)
             if placed is not None:
-                yield self.proposal(placed, lp.request, pattern)
+                yield self.proposal(keeping(lp.request, placed, keep=placed.keep), lp.request, pattern)
 
     def program(self, settings: Settings, request: Request) -> PlacementLP:
         """The linear program of a request with the chunks, depths and delay of some settings."""
@@ -250,6 +263,7 @@ class Proposals:
             settings.chunk,
             settings.depths,
             settings.delay,
+            settings.keep,
         )
         if key not in self._programs:
             costs = self.q.costs_of(request)
@@ -259,7 +273,7 @@ class Proposals:
                 costs,
                 disk_free=self.q.disk_free,
                 most_writing=self._most_writing(request),
-                prices=self._priced(request, costs),
+                prices=self._priced(request, costs, keep=settings.keep),
             )
         return self._programs[key]
 
@@ -269,10 +283,11 @@ class Proposals:
             return None
         return _BESIDES * self.q.most_written / self._runs(request) / together(self.q.machine.drives).write
 
-    def _priced(self, request: Request, costs: Costs) -> Prices:
-        key = request.family, request.speculates, request.casts_on_device, request.stage
+    def _priced(self, request: Request, costs: Costs, *, keep: bool) -> Prices:
+        key = request.family, request.speculates, request.casts_on_device, request.stage, keep
         if key not in self._probes:
-            self._probes[key] = Probes(request, wait=request.wait and request.train, speculate=request.speculates)
+            wait = request.wait and request.train
+            self._probes[key] = Probes(request, wait=wait, speculate=request.speculates, keep=keep)
         counts = costs is _ONE_EACH
         if (*key, counts) not in self._prices:
             self._prices[*key, counts] = Prices(self._probes[key], costs)
@@ -320,9 +335,10 @@ class Proposals:
         """Number of ops of a schedule."""
         deep = settings.depths.weights > 1
         own = request.family, request.speculates, request.casts_on_device, request.stage
-        key = (*own, settings.chunk, settings.delay, deep)
+        key = (*own, settings.chunk, settings.delay, settings.keep, deep)
         if key not in self._counters:
-            self._counters[key] = PhaseCosts(request, settings, _ONE_EACH, self._priced(request, _ONE_EACH))
+            prices = self._priced(request, _ONE_EACH, keep=settings.keep)
+            self._counters[key] = PhaseCosts(request, settings, _ONE_EACH, prices)
         return round(float(self._counters[key].of(settings.place).sum()))
 
 

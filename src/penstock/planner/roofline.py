@@ -26,7 +26,7 @@ class Roofline:
     ``disk_seconds``, ``host_seconds``, ``link_seconds``: reading and writing everything, as far at once as the drives
     can, the optimizer's arithmetic on the host, and the busier direction of the link between host and device, each on
     its own; disk None: there is none. ``balance_tokens``: T* = (F/8) (r/Br + w/Bw), the tokens from which compute takes
-    as long as a disk that reads and writes in turns, with r and w bytes per parameter read and written (16 and 14 in
+    as long as a disk that reads and writes in turns, with r and w bytes per parameter read and written (14 and 12 in
     bf16 with Adam), F FLOP/s that the model reaches and 8 FLOP per parameter and token with recomputation.
     ``disk_tokens``: the same for ``disk_seconds``.
     """
@@ -57,10 +57,10 @@ class Roofline:
 def moved_per_parameter(form: Format) -> tuple[float, float]:
     """Bytes of disk read and written per parameter and step: weights twice and state in, state and new weights out.
 
-    That is a block's share; weights of the ends and of the last block are read once.
+    That is a block's share, where host memory has room for a few blocks' weights between their last load and their step
+    (``Settings.keep``); weights of the ends and of the last block are read once.
     """
-    stepped = form.weight_bytes * form.steps_weights
-    return 2 * form.weight_bytes + stepped + form.per_element, form.weight_bytes + form.per_element
+    return 2 * form.weight_bytes + form.per_element, form.weight_bytes + form.per_element
 
 
 def roofline(question: Question, tokens: int) -> Roofline:

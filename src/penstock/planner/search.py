@@ -7,10 +7,10 @@
 3. The best few are built and simulated, then those that promise to be as fast as what that has shown, along with what
    ``fit`` would take.
 4. From the simulated best, its neighbours are: the other pattern, other tiers for checkpoints and gradients, chunks
-   twice, half and a quarter as large, a little more and less delay, each depth one more and one less, one group up or
-   down. A neighbour whose estimate is well above the best simulated time is not simulated. As long as one wins, its
-   neighbours are next; it is over when the best takes as long as the least estimate, or as the optimum in parts of
-   groups, to 1%.
+   twice, half and a quarter as large, a little more and less delay, each depth one more and one less, weights kept for
+   the optimizer or not, one group up or down. A neighbour whose estimate is well above the best simulated time is not
+   simulated. As long as one wins, its neighbours are next; it is over when the best takes as long as the least
+   estimate, or as the optimum in parts of groups, to 1%.
 
 All seconds that are compared count a step that is run twice as often as is expected. What is simulated is counted in
 ops, not seconds, so that the same question has the same answer on any machine.
@@ -26,7 +26,7 @@ from penstock.config import Family, Tier
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.endurance import EnduranceError, Worn
-from penstock.planner.fit import Plan, Request, fit, fitted
+from penstock.planner.fit import Plan, Request, fit, fitted, keeping
 from penstock.planner.phase_memory import beyond
 from penstock.planner.placement_lp import PlacementLP, Waits
 from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promised, Proposal, Proposals
@@ -394,7 +394,7 @@ class _Search:
         for tier, waits in product(lp.checkpoint_tiers, lp.gradient_tiers):
             if (tier, waits) != (place.checkpoints, place.gradients):
                 yield from self._again(settings, request, (proposal.pattern,), tier, waits)
-        for changed in _changes(settings, self._delays_near(settings.delay, request)):
+        for changed in _changes(request, settings, self._delays_near(settings.delay, request)):
             yield from self._again(changed, request, (proposal.pattern,), place.checkpoints, place.gradients)
         yield from self._moved(proposal)
 
@@ -437,10 +437,13 @@ def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placemen
 
 
 def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
-    """The best proposals, each with another combination of family, speculation, cast, stage, tiers or pattern."""
+    """The best proposals, each with another combination of family, speculation, cast, stage, tiers or pattern. Two
+    patterns are one where all groups of a class live alike."""
     chosen: list[Proposal] = []
     kinds: set[tuple[object, ...]] = set()
     for p in proposals:
+        if any((p.request.family, p.settings) == (one.request.family, one.settings) for one in chosen):
+            continue
         kind = (
             p.request.family,
             p.settings.speculate,
@@ -456,7 +459,7 @@ def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
     return chosen[:count]
 
 
-def _changes(settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
+def _changes(request: Request, settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
     """Settings one step away, placement aside, or with one of some delays."""
     for chunk in (settings.chunk * 2, *(settings.chunk // part // ALIGN * ALIGN for part in (2, 4))):
         if CHUNKS[0] <= chunk <= CHUNKS[-1]:
@@ -468,3 +471,5 @@ def _changes(settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
                 yield replace(settings, depths=replace(settings.depths, **{name: other}))
     for delay in delays:  # after what costs nothing outside of steps
         yield replace(settings, delay=delay)
+    if (other := keeping(request, settings, keep=not settings.keep)) != settings:
+        yield other

@@ -366,6 +366,9 @@ class Settings:
     who read it. Changes no bit, and nothing at all in fp32. What is summed on the host is rounded there."""
     stage: ZeroStage = 3
     """Of ZeRO: what several ranks have parts of. Changes no bit."""
+    keep: bool = False
+    """Whether weights on disk stay in host memory from the last load before their step until it, so that the optimizer
+    does not read them again (``lower.kept``). Changes no bit."""
     strands: int = 1
     """In how many strands the gradients of all micro-batches are summed, a power of two, which are then added up in
     pairs: on the device where one visit has all of them, else on the host."""

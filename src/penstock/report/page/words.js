@@ -40,7 +40,7 @@ const SENTENCES = {
   NORM: "global gradient norm",
   WG: "gradient of {group} to disk, until the norm is known",
   RG: "gradient of {group} back from disk",
-  RS: "weights and optimizer state of {group} from disk",
+  RS: "optimizer state of {group} from disk, and weights that are not in memory",
   OP: "optimizer step of {group}",
   WS: "optimizer state of {group} to disk",
   WW: "new weights of {group} to disk",

@@ -19,6 +19,14 @@ first load of the step:
 - New weights that are on their way to disk go up to the device from the same buffer: the chunk is not read back. The
   write follows the upload, since the device waits for it and the disk does not.
 
+The last load before a step may read into the buffer that the step takes, which then reads only the state
+(``kept``):
+
+    read    RW5.1@B3                   RS5.1
+    h2d              UW5.1@B3
+    cpu                                       OP5.1
+    write                                           WW5.1
+
 The first block's delayed steps have nothing to hide behind: the step begins with them.
 """
 
@@ -26,6 +34,7 @@ from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
+from penstock.schedule.lower.provision import KEPT
 from penstock.schedule.lower.route import Visit
 from penstock.schedule.lower.update import Updates
 
@@ -101,10 +110,14 @@ class Loads:
                 done, reads = self.updates.step_delayed(g, c)
                 after = [done]
             elif home == "disk":
-                reads = gives = [group_buffer("i", g, c.index, visit=visit.name)]
+                if b.provision.kept.get(g) == index and b.provision.keeps(g, c):  # the optimizer takes it from there
+                    reads, pool = self.updates.new_weights(g, c), KEPT
+                else:
+                    reads = gives = [group_buffer("i", g, c.index, visit=visit.name)]
+                    pool = "stage_in"
                 written = [op] if (op := self.updates.written.get((g, c.index))) else []
-                read, staged = group_op("RW", g, c.index, visit=visit.name), [(reads[0], "stage_in")]
-                after = [b.emit(read, after=written, takes=staged, writes=reads, nbytes=nbytes)]
+                read = group_op("RW", g, c.index, visit=visit.name)
+                after = [b.emit(read, after=written, takes=[(reads[0], pool)], writes=reads, nbytes=nbytes)]
             up = group_op("UW", g, c.index, visit=visit.name)
             last = b.emit(up, after=after, takes=takes, reads=reads, writes=[into[0]], gives=gives, nbytes=nbytes)
             takes = []

@@ -14,6 +14,8 @@ Bytes per parameter and step, M micro-batches, bf16 weights and Adam, next to wh
 | all on disk, vertical | 2 + 2 + 12 read (last block 2 + 12), 12 written | 16, 14: their master copy is apart |
 | the same with delay ratio a | (2 - a) x 2 + 12 read: new weights go up from the step's own buffer | the same |
 
+On disk, a plan's schedules read 2 less where weights stay in host memory until they are stepped (``kept``).
+
 Several ranks that go micro-batch by micro-batch sum gradients of all ranks' parts, M x 4 down and 4 up, and exchange
 them once. ZeRO-Infinity exchanges them M times, and sums its part alone.
 

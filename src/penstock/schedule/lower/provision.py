@@ -21,12 +21,15 @@ from typing import Literal
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Pool
+from penstock.schedule.lower.kept import kept_groups, most_kept
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import ONE_RANK, Seat, not_streamed
 from penstock.schedule.lower.stay import Stay
 from penstock.schedule.place import (
     BF16,
     FP32,
+    Chunk,
+    Depths,
     Format,
     Placement,
     Settings,
@@ -106,6 +109,9 @@ def exchanged_bytes(seat: Seat, numel: int) -> int:
 SUMS = "gradient_sums"
 """The pool of what one of several ranks has summed on the host of a chunk's gradient, of all ranks' parts of it."""
 
+KEPT = "kept_weights"
+"""The pool of weights that stay in host memory from their last load until they are stepped."""
+
 RESTORED = "restored"
 """The pool of checkpoints that have come back to the device."""
 
@@ -119,13 +125,22 @@ STAGED: Mapping[str, str] = {
     "checkpoints_out": "checkpoints",
     "checkpoints_in": "checkpoints",
 }
-"""Pools on the host that have as many buffers as a field of ``Depths`` says, on which nothing else depends."""
+"""Pools on the host that have as many buffers as a field of ``Depths`` says, on which nothing else depends; but for
+kept weights, of which there are so many more than are needed."""
+
+
+def in_depth(pool: Pool, depths: Depths) -> Pool:
+    """The pool with other depths of what is staged, if it is sized for one buffer of each."""
+    if pool.name == KEPT:
+        return replace(pool, count=pool.count - 1 + depths.stage_out)
+    return replace(pool, count=getattr(depths, STAGED[pool.name])) if pool.name in STAGED else pool
 
 
 class Provision:
     """All pools of one step, and which of them a group's weights and device gradients come from.
 
     ``delayed``: streamed group -> indices of its chunks that step in the next step's forward; empty without a delay.
+    ``kept``: group -> the visit whose load leaves the weights in host memory until they are stepped (``kept``).
     ``checkpoints_pool`` and ``held_pool``: where checkpoints on the host, and gradients that wait, come from.
     ``checkpoint_parts``: buffers that a checkpoint on the host takes. Where the ``seat`` shares groups with other ranks
     the program has this rank's parts of them, and on the device the whole of a group is put together for a visit.
@@ -140,6 +155,7 @@ class Provision:
         self.weights_pool: dict[int, str] = {}
         self.gradients_pool: dict[int, str] = {}
         self.delayed = self._delayed()
+        self.kept = kept_groups(route, settings, self.stay, self._on_time) if settings.keep else {}
         self._narrow = narrow_groups(route, settings)
         self.checkpoints_pool, self.held_pool, self.checkpoint_parts = "checkpoints", "gradients_held", 1
         self.gradient_parts_pool = "gradient_parts"
@@ -242,6 +258,17 @@ class Provision:
             delayed[g] = delayed_share(first, count, self.s.delay)
             first += count
         return delayed
+
+    @cached_property
+    def _on_time(self) -> dict[int, int]:
+        """How many chunks of a group step on the host within this step's backward, of those that have any such."""
+        within = self.seat.steps == "within"
+        groups = (g for g in self.streamed() if within and not self.s.waits(g))
+        return {g: self.trained_count(g) - len(self.delayed.get(g, ())) for g in groups}
+
+    def keeps(self, g: int, c: Chunk) -> bool:
+        """Whether a chunk's weights are in host memory when it is stepped, since the last load of its group."""
+        return g in self.kept and c.trainable and c.index not in self.delayed.get(g, ())
 
     @cached_property
     def _flows(self) -> list[tuple[int, int, int]]:
@@ -382,10 +409,12 @@ class Provision:
             yield Pool(name=name, tier="host", size=self.s.chunk * self.widest_gradient, count=count)
 
     def _from_disk(self, g: int) -> bool:
-        """Whether any chunk of a group's weights is read from disk: a delayed one's first load comes from its step."""
-        count = self.trained_count(g) + chunk_count(self._groups[g].frozen, self.s.chunk)
-        all_late = len(self.delayed.get(g, ())) == count
-        return self.s.place.weights[g] == "disk" and len(self.stay.loads[g]) > all_late
+        """Whether any chunk of a group's weights is read from disk to go up to the device and no further: a delayed
+        one's first load comes from its step, and the last of one that is kept is the step's."""
+        loads, late = len(self.stay.loads[g]), len(self.delayed.get(g, ()))
+        frozen, on_time = chunk_count(self._groups[g].frozen, self.s.chunk), self.trained_count(g) - late
+        passing = (loads * bool(frozen), (loads - 1) * bool(late), (loads - (g in self.kept)) * bool(on_time))
+        return self.s.place.weights[g] == "disk" and any(passing)
 
     def _staging(self) -> Iterator[Pool]:
         """Host chunks on their way between disk, device and optimizer, and gradients that wait on the host."""
@@ -399,7 +428,9 @@ class Provision:
         back = place.gradients == "disk" and waiting
         on_disk_state = [self._groups[g] for g in streamed if place.state[g] == "disk"]
         state = max((form.state_bytes(g, min(self.s.chunk, g.trainable)) for g in on_disk_state), default=0)
-        passing = any(place.stepped_in_passing(self._groups[g]) for g in streamed)
+        passing = any(
+            place.stepped_in_passing(self._groups[g]) and (g not in self.kept or self.delayed.get(g)) for g in streamed
+        )
 
         if not self._narrow.isdisjoint(streamed):
             # A lane rounds and sends one chunk at a time: more buffers would wait for it.
@@ -410,6 +441,9 @@ class Provision:
             count = sum(self.trained_count(g) for g, _ in summed) * self._most_sums
             yield Pool(name=SUMS, tier="host", size=self.all_parts, count=count)
             yield self._staged("sums_out", self.all_parts)
+        if self.kept:
+            count = most_kept(route, self.s.depths.weights, self.kept, self._on_time) + self.s.depths.stage_out
+            yield Pool(name=KEPT, tier="host", size=self.s.chunk * form.weight_bytes, count=count)
         yield from (
             self._staged(name, self.s.chunk * width)
             for name, width, wanted in (

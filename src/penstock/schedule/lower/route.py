@@ -7,6 +7,7 @@ decides: one route serves every placement that a planner tries.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from penstock.schedule.ir.references import OpId, VisitId, stage_op
@@ -84,6 +85,15 @@ class Route:
         self.whole = frozenset(g for g, indices in self.gradient_visits.items() if len(indices) == 1)
         made = Counter((g, stage) for g, stages in makers.items() for stage in stages)
         self.summed = {key for key, visits in made.items() if visits > 1}
+
+    def readers_between(self, first: int, last: int) -> int:
+        """How many visits between two others read weights."""
+        return max(self._reading[last] - self._reading[first + 1], 0)
+
+    @cached_property
+    def _reading(self) -> list[int]:
+        """How many visits before each read weights."""
+        return list(accumulate((bool(self.reads(v.kind, v.stage)) for v in self.visits), initial=0))
 
     @cached_property
     def times(self) -> Counter[tuple[str, int]]:

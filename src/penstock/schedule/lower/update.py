@@ -11,7 +11,8 @@ Buffers, per group ``g`` and chunk ``c``:
     R{g}.{c}       gradient read back from disk
     c{tag}         on the device, a chunk's gradient rounded to bf16 on its way into H
     S{g}.{c}       optimizer state in flight
-    O{g}.{c}       weights that are stepped in passing: they are at home on disk, and not found in host memory
+    O{g}.{c}       weights that are stepped in passing: they are at home on disk, and not found in host memory; read
+                   with the state, or by the last load before the step
     h{g}.{c}       delayed chunks: the H{g}.{c}u0 that the step before has left in host memory
     r{g}.{c}       the same, left on disk and read back
 
@@ -336,7 +337,7 @@ class Updates:
         else:
             self.b.emitter.carry(gradient, group_buffer("H", g, c.index, use=0), self.b.provision.held_pool)
         done = self._arithmetic(g, c, gradient, after)
-        return done, self._new(g, c) if self.s.place.weights[g] == "disk" else []
+        return done, self.new_weights(g, c) if self.s.place.weights[g] == "disk" else []
 
     def _back(self, g: int, c: Chunk, into: Buffer, after: list[OpId]) -> OpId:
         """Emit the way back of a gradient that has waited on disk."""
@@ -350,19 +351,20 @@ class Updates:
         there = self.s.place.state[g] == "disk" and self.s.form.state_bytes(self.b.program.groups[g])
         return [group_buffer("S", g, c.index)] if there else []
 
-    def _new(self, g: int, c: Chunk) -> list[Buffer]:
+    def new_weights(self, g: int, c: Chunk) -> list[Buffer]:
         """The buffer of a chunk's weights, if they are stepped in passing."""
         passing = self.s.place.stepped_in_passing(self.b.program.groups[g])
         return [group_buffer("O", g, c.index)] if passing else []
 
     def _arithmetic(self, g: int, c: Chunk, gradient: Buffer, after: list[OpId]) -> OpId:
         """Emit what a step reads from disk, and the step itself; its id."""
-        form, state, new, group = self.s.form, self._state(g, c), self._new(g, c), self.b.program.groups[g]
-        if state or new:
-            weights = form.weight_bytes * c.numel * len(new) * form.steps_weights
+        form, state, new = self.s.form, self._state(g, c), self.new_weights(g, c)
+        group, read = self.b.program.groups[g], [] if self.b.provision.keeps(g, c) else new
+        if state or read:
+            weights = form.weight_bytes * c.numel * len(read) * form.steps_weights
             nbytes = form.state_bytes(group, c.numel) * len(state) + weights
-            takes = [*((name, "state") for name in state), *((name, "new_weights") for name in new)]
-            ident, into = group_op("RS", g, c.index), [*state, *new]
+            takes = [*((name, "state") for name in state), *((name, "new_weights") for name in read)]
+            ident, into = group_op("RS", g, c.index), [*state, *read]
             after = [*after, self.b.emit(ident, takes=takes, writes=into, nbytes=nbytes)]
         return self.b.emit(
             group_op("OP", g, c.index),
@@ -380,7 +382,7 @@ class Updates:
         ``after``: the step, then who reads the new weights from the buffer that goes home.
         """
         place, form, last = self.s.place, self.s.form, after[0]
-        state, new, nbytes = self._state(g, c), self._new(g, c), c.numel * form.weight_bytes
+        state, new, nbytes = self._state(g, c), self.new_weights(g, c), c.numel * form.weight_bytes
         if state:
             ident, first = group_op("WS", g, c.index), [after[0], *self._commit]
             moved = form.state_bytes(self.b.program.groups[g], c.numel)

@@ -1,6 +1,7 @@
 """Weights and optimizer state on their way from home and back, and what changes them."""
 
 from penstock.schedule.ir.ops import Op, chunk_of
+from penstock.schedule.ir.references import Buffer, group_buffer
 from penstock.schedule.meaning.ground import Ground
 from penstock.schedule.meaning.values import (
     AFTER,
@@ -123,21 +124,29 @@ class ArrayRules(Ground):
 
     def _read_state(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
-        state, new = self._state_moves(g), self.passing[g]
+        state, new = self._state_moves(g), self.passing[g] and (g, c.index) not in self.kept_weights
         if not (state or new):
-            raise refused(op, "is for what a step reads from disk, and nothing of its group lives there")
+            raise refused(op, "is for what a step reads from disk, and there is nothing there that it has to read")
         nbytes, weights = self._state_bytes(g, c.numel), self.form.weight_bytes * c.numel
         self._moves(op, nbytes * state + weights * (new and self.form.steps_weights))
         self._at(op, op.writes, "what a step reads", count=state + new)
         into = list(op.writes)
         if state:
             self.outside.look(op, "state", g, c.index)
+            self._named(op, into[0], "S")
             value = State(g, c.index, self.state[g, c.index])
             self._put(op, into.pop(0), value, "host", nbytes)
         if new:
             if self.form.steps_weights:
                 self.outside.look(op, self._home_of_weights(g), g, c.index)
+            self._named(op, into[0], "O")
             self._put(op, into.pop(0), Weights(g, {c.index: self.at_home[g, c.index]}), "host", weights)
+
+    def _named(self, op: Op, name: Buffer, kind: str) -> None:
+        """A step on the host finds its buffers by their names."""
+        if (name.kind, name.group, name.chunk) != (kind, *chunk_of(op)):
+            wanted = group_buffer(kind, *chunk_of(op))
+            raise refused(op, f"has {name} where what is run looks for {wanted}: call it that")
 
     def _step(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
@@ -157,6 +166,7 @@ class ArrayRules(Ground):
             self.outside.change(op, "state in memory", *tag)
             self.state[tag] = done
         if new:
+            self._named(op, through[0], "O")
             if self._new_weights(op, through[0]) != done - 1:
                 raise refused(op, f"takes {through[0]} for its chunk's weights, which it is not")
             self.values[through[0]] = Weights(g, {c.index: done})

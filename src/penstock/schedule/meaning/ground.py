@@ -35,6 +35,9 @@ class Ground:
         self.home = [self.place.home(g) for g in program.groups]
         self.passing = [self.place.stepped_in_passing(g) for g in program.groups]
         """group -> whether the weights that a step changes are in a buffer"""
+        loaded = {name for op in order if op.id.kind == "RW" for name in op.writes}
+        self.kept_weights = {chunk_of(op) for op in order if op.id.kind == "OP" and not loaded.isdisjoint(op.reads)}
+        """chunks whose weights a load has brought to the buffer that their step takes them from"""
         clocks = Clocks(order)
         self.outside = Outside(clocks)
         self.pools: dict[str, Pool] = {pool.name: pool for pool in schedule.pools}

@@ -1,0 +1,218 @@
+"""Bytes per parameter that a step reads from disk and writes there: by the trace, and by the kernel's count.
+
+    python -m bench.bytes
+
+A Llama of 29M parameters with AdamW, weights and state on disk, checkpoints in memory, and host memory for the weights
+of a few blocks, which so stay there from their last read to their step. Nothing is delayed, and no norm is waited for.
+Required of a step:
+
+- by the trace, of each parameter of a block that is loaded twice: in fp32 16 bytes read (weights for the forward and
+  for the backward, moments) and 12 written; in bf16, where the state has half of the master copy, 14 and 12;
+- what the kernel counts for this process (``/proc/self/io``) is the trace's bytes, and at most 1% more.
+
+Said apart: what is loaded once (the last block, whose weights stay on the device for its backward, and the ends), what
+small tensors take (a group is padded to 4,096 elements), and what the kernel counts beyond the trace: checksums,
+commits and the file system's own. How busy the machine is changes no byte.
+"""
+
+import argparse
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import penstock
+from bench.harness import ROOT, SCRATCH, BenchError, block_device, machine, results_file, write_section
+from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Tokens, Work, build, disk_bytes
+from penstock.config import Precision
+from penstock.tape.groups import ParamGroup
+
+COMMAND = "python -m bench.bytes"
+OVERHEAD = 1.01
+LANES = ("read", "write")
+_TWICE, _LAST, _EMBEDDING, _ENDS = "blocks, loaded twice", "last block", "embedding", "norm and head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained in, and what is required of a block's parameter: bytes read and written."""
+
+    name: str
+    precision: Precision
+    required: tuple[int, int]
+
+
+CASES = (
+    Case(name="fp32", precision="fp32", required=(16, 12)),
+    Case(name="bf16", precision="bf16", required=(14, 12)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Groups that a step treats alike. ``elements``: with padding; ``moved``: bytes read and written by the trace."""
+
+    name: str
+    parameters: int
+    elements: int
+    moved: tuple[int, int]
+
+    @property
+    def each(self) -> tuple[float, float]:
+        """Bytes read and written for each element."""
+        return self.moved[0] / self.elements, self.moved[1] / self.elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One step. ``kernel``: bytes read and written as the kernel counts them; ``again``: what would be read if weights
+    did not stay in host memory, by the schedule."""
+
+    case: Case
+    parts: Sequence[Part]
+    kernel: tuple[int, int]
+    again: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(part.parameters for part in self.parts)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes read and written by the trace."""
+        return sum(part.moved[0] for part in self.parts), sum(part.moved[1] for part in self.parts)
+
+    def missed(self) -> list[str]:
+        """What is required and not the case, in words."""
+        found = [
+            f"{self.case.name}, {part.name}: {part.each[0]:g} and {part.each[1]:g} bytes, not "
+            f"{self.case.required[0]} and {self.case.required[1]}"
+            for part in self.parts
+            if part.name == _TWICE and part.each != self.case.required
+        ]
+        for lane, traced, kernel in zip(LANES, self.moved, self.kernel, strict=True):
+            if not 1 <= kernel / traced <= OVERHEAD:
+                found.append(f"{self.case.name}: the kernel counts {kernel:,} bytes {lane}, and the trace {traced:,}")
+        return found
+
+
+def measure(case: Case, model: str, folder: Path) -> Found:
+    """The second step of a model: the first one plans, and finds what loading has left in memory."""
+    store = folder / case.name
+    store.mkdir()
+    work = Work(model=model, micro_batches=2, batch=1, length=16, steps=2, threads=1, scratch=str(folder))
+    tokens = Tokens(work)
+    with penstock.wrap(
+        build(model),
+        optimizer=penstock.AdamW(lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
+        budget=penstock.Budget(
+            device="1GiB", host="1GiB", disk=store, weights="disk", state="disk", checkpoints="device"
+        ),
+        precision=case.precision,
+        clip_grad_norm=None,
+        delay=0.0,
+        device="cpu",
+    ) as engine:
+        engine.step(tokens.step(0))
+        before = disk_bytes()
+        engine.step(tokens.step(1))
+        kernel = tuple(after - b for after, b in zip(disk_bytes(), before, strict=True))
+        request = engine.inside.planning.request
+        without = request.build(replace(engine.plan.settings, keep=False))
+        found = Found(
+            case=case,
+            parts=_parts(engine, engine.inside.resources.groups),
+            kernel=(kernel[0], kernel[1]),
+            again=without.bytes_per_lane()["read"],
+        )
+    shutil.rmtree(store)
+    return found
+
+
+def _parts(engine: penstock.Engine, groups: Sequence[ParamGroup]) -> list[Part]:
+    """What the last step has moved, for groups that it treats alike."""
+    ops, program = engine.plan.schedule.by_id, engine.plan.program
+    moved: dict[str, Counter[int]] = {lane: Counter() for lane in LANES}
+    for event in engine.trace:
+        if event.lane in LANES:
+            moved[event.lane][ops[event.op].id.group] += event.bytes
+    blocks = [group.spec.index for group in groups if group.spec.name.startswith("blocks.")]
+    named = {group.spec.index: _ENDS for group in groups} | dict.fromkeys(blocks, _TWICE)
+    named |= {blocks[-1]: _LAST} | dict.fromkeys(program.stages[0].forward_reads, _EMBEDDING)
+    return [
+        Part(
+            name=name,
+            parameters=sum(s.numel for group in members for s in group.slices),
+            elements=sum(group.spec.numel for group in members),
+            moved=(
+                sum(moved["read"][group.spec.index] for group in members),
+                sum(moved["write"][group.spec.index] for group in members),
+            ),
+        )
+        for name in (_TWICE, _LAST, _EMBEDDING, _ENDS)
+        if (members := [group for group in groups if named[group.spec.index] == name])
+    ]
+
+
+def table(found: Sequence[Found]) -> str:
+    lines = [
+        "| precision | what | parameters | padding | read, bytes each | written | required |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        for part in one.parts:
+            required = " + ".join(map(str, one.case.required)) if part.name == _TWICE else ""
+            padding = f"{part.elements / part.parameters - 1:.3%}"
+            cells = (
+                one.case.name,
+                part.name,
+                f"{part.parameters:,}",
+                padding,
+                *(f"{n:g}" for n in part.each),
+                required,
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| precision | lane | trace | of each parameter | kernel | over | read if weights did not stay |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        for lane, traced, kernel in zip(LANES, one.moved, one.kernel, strict=True):
+            again = f"{one.again:,} ({one.again / one.parameters:.2f} each)" if lane == "read" else ""
+            of_each = f"{traced / one.parameters:.2f}"
+            cells = (one.case.name, lane, f"{traced:,}", of_each, f"{kernel:,}", f"{kernel / traced:.4f}", again)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-29m", help="of bench.workload.MODELS")
+    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="folder on the drive that is written to")
+    parser.add_argument("--no-record", action="store_true", help="print, but leave the results file alone")
+    arguments = parser.parse_args(words)
+    arguments.scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        block_device(arguments.scratch)  # elsewhere the kernel counts nothing
+        with TemporaryDirectory(dir=arguments.scratch) as folder:
+            found = [measure(case, arguments.model, Path(folder)) for case in CASES]
+    except BenchError as error:
+        print(f"bench.bytes: {error}", file=sys.stderr)
+        return 2
+    print(table(found))
+    if not arguments.no_record:
+        note = f"`{COMMAND}`: {arguments.model}, AdamW, all on disk, 2 micro-batches of 1x16 tokens; {machine()}"
+        path = write_section("bytes", f"{note}\n\n{table(found)}", results_file())
+        print(f"written to {path.relative_to(ROOT)}")
+    missed = [line for one in found for line in one.missed()]
+    for line in missed:
+        print(f"MISSED {line}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""``bench.bytes`` at a small size: bytes of each kind of group are counted apart, and a difference is said."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench.bytes import CASES, Case, measure, table
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_block_that_is_loaded_twice_moves_what_is_required_and_what_is_loaded_once_less(
+    case: Case, tmp_path: Path
+) -> None:
+    found = replace(measure(case, "gpt-tiny", tmp_path), kernel=(0, 0))
+    found = replace(found, kernel=found.moved)
+    once, written = 12, 12
+    each = {part.name: part.each for part in found.parts}
+    assert each == {
+        "blocks, loaded twice": case.required,
+        "last block": (once, written),
+        "embedding": (case.required[0], written),  # for its forward and, a whole step later, for its step
+        "norm and head": (once, written),
+    }
+    assert found.missed() == []
+    kept = sum(part.elements for part in found.parts if part.name != "embedding")
+    assert found.again - found.moved[0] == (4 if case.name == "fp32" else 2) * kept
+    assert f"| {case.name} | read | {found.moved[0]:,} |" in table([found])
+
+    more = replace(found, kernel=(found.moved[0], int(found.moved[1] * 1.02)))
+    assert [line.split(":")[0] for line in more.missed()] == [case.name]
+    other = replace(found, case=replace(case, required=(1, 2)))
+    assert other.missed() == [f"{case.name}, blocks, loaded twice: {case.required[0]} and 12 bytes, not 1 and 2"]
