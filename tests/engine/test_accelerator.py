@@ -71,8 +71,6 @@ VARIANTS: dict[str, tuple[Where, Setting]] = {
     "device": (lambda p: budget(None, weights="device", state="device"), {}),
     "device_horizontal": (lambda p: budget(None, weights="device", state="device"), {"schedule": "horizontal"}),
     "planned": (lambda p: budget(p, weights=None, state=None, durability="none"), {}),
-}
-SPLIT_VARIANTS: dict[str, tuple[Where, Setting]] = {
     "weights_on_device": (lambda p: budget(p, weights="device"), {}),
     "weights_on_device_state_on_host": (lambda p: budget(None, weights="device", state="host"), {}),
     "weights_on_host": (lambda p: budget(p, weights="host"), {"schedule": "horizontal"}),
@@ -80,13 +78,11 @@ SPLIT_VARIANTS: dict[str, tuple[Where, Setting]] = {
 
 
 def possible(name: str, precision: str, clip: float | None) -> bool:
-    """In fp32 the master copy is the weights; and where gradients wait is asked only if they do."""
-    if precision == "fp32" and name in ("weights_on_device", "weights_on_device_state_on_host"):
-        return False
+    """Where gradients wait is asked only if they do."""
     return not (name.startswith("disk_all") and clip is None and precision != "fp16")
 
 
-COMBINATIONS = [(name, *kind) for kind in FORMATS for name in VARIANTS | SPLIT_VARIANTS if possible(name, *kind)]
+COMBINATIONS = [(name, *kind) for kind in FORMATS for name in VARIANTS if possible(name, *kind)]
 
 
 @pytest.mark.sampled(14)
@@ -95,7 +91,7 @@ def test_same_bits_as_the_oracle(
     name: str, precision: str, clip: float | None, reference: Callable[[str, float | None], Result], tmp_path: Path
 ) -> None:
     """Also: the optimizer on the device gives the bits of the optimizer on the host."""
-    where, settings = (VARIANTS | SPLIT_VARIANTS)[name]
+    where, settings = VARIANTS[name]
     common: Setting = {"precision": precision, "clip_grad_norm": clip, "device": DEVICE}
     assert_same(train(CASE, where(tmp_path / "store"), STEPS, **common, **settings), reference(precision, clip))
 

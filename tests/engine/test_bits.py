@@ -85,23 +85,18 @@ VARIANTS: dict[str, tuple[Where, Setting]] = {
     ),
     "striped_one_thread": (lambda p: budget([p / "a", p / "b"]), {"io_threads": 1}),
     "six_threads": (lambda p: budget(p), {"io_threads": 6}),
-}
-SPLIT_VARIANTS: dict[str, tuple[Where, Setting]] = {
     "weights_on_device": (lambda p: budget(p, weights="device"), {}),
     "weights_on_host": (lambda p: budget(p, weights="host"), {}),
     "state_on_host": (lambda p: budget(p, weights="device", state="host"), {"schedule": "horizontal"}),
 }
-"""What is possible only where the master copy is not the weights."""
 
 
 def possible(name: str, precision: str, clip: float | None) -> bool:
-    """In fp32 the master copy is the weights; and where gradients wait is asked only if they do."""
-    if precision == "fp32" and name in ("weights_on_device", "state_on_host"):
-        return False
+    """Where gradients wait is asked only if they do."""
     return not (name.startswith("all_on_disk") and clip is None and precision != "fp16")
 
 
-COMBINATIONS = [(name, *kind) for kind in FORMATS for name in VARIANTS | SPLIT_VARIANTS if possible(name, *kind)]
+COMBINATIONS = [(name, *kind) for kind in FORMATS for name in VARIANTS if possible(name, *kind)]
 
 
 @pytest.mark.sampled(22)
@@ -109,7 +104,7 @@ COMBINATIONS = [(name, *kind) for kind in FORMATS for name in VARIANTS | SPLIT_V
 def test_same_bits_as_the_oracle(
     name: str, precision: str, clip: float | None, reference: Callable[..., Result], tmp_path: Path
 ) -> None:
-    where, settings = (VARIANTS | SPLIT_VARIANTS)[name]
+    where, settings = VARIANTS[name]
     (tmp_path / "store").mkdir()
     found = train(CASE, where(tmp_path / "store"), STEPS, precision=precision, clip_grad_norm=clip, **settings)
     wanted = reference(precision, clip)

@@ -500,3 +500,10 @@ def test_a_schedule_with_chunks_below_what_has_one_checksum_is_refused() -> None
     plan = fit(large)
     with pytest.raises(ScheduleError, match=f"chunk of {ALIGN} elements is smaller .* make it {GRAIN} or more"):
         own(large, replace(plan.schedule, chunk=ALIGN))
+
+
+def test_a_schedule_without_state_leaves_the_pin_of_state_alone() -> None:
+    """Plain SGD in fp32: what goes to disk is weights, and nothing says where state would be."""
+    r = request(64 * MIB, form=Format.of("fp32", 0), weights="disk", state="host", wait=False)
+    plan = fit(r)
+    assert own(r, plan.schedule).settings.place == plan.settings.place

@@ -65,7 +65,7 @@ def speculates(schedule: Schedule, *, wait: bool) -> bool:
 
 
 def placement_of(schedule: Schedule, request: Request, others: Placement) -> Placement:
-    """Where a schedule has weights and state at home, and where gradients and checkpoints wait in it.
+    """Where stages of a schedule find weights, where it has state at home, and where gradients and checkpoints wait.
 
     ``others``: where arrays are that no op is about.
     """
@@ -88,8 +88,10 @@ def placement_of(schedule: Schedule, request: Request, others: Placement) -> Pla
         if "OD" in kinds:
             state[g] = "device"
         elif "OP" in kinds:
-            weights_alone = "WW" in kinds and weights[g] == "disk" and form.state_bytes(group)
-            state[g] = "disk" if "WS" in kinds or ("WW" in kinds and not weights_alone) else "host"
+            if "WS" in kinds or ("WW" in kinds and weights[g] != "disk"):
+                state[g] = "disk"
+            elif "WW" not in kinds or form.state_bytes(group) or state[g] == "device":
+                state[g] = "host"
     wrote = {op.id.kind for op in schedule.lanes["write"]}
     away: Tier = "host" if any(op.id.kind == "DC" for op in schedule.lanes["d2h"]) else "device"
     return Placement(

@@ -63,7 +63,8 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
 
 
 def _speculates(schedule: Schedule, step: Op) -> bool:
-    """Whether an optimizer step need not know the norm: what it changes goes to disk, beside what was there."""
+    """Whether an optimizer step need not know the norm: what it changes goes to disk, beside what was there. Where
+    state lives is not known here: a proof (``schedule.meaning``) sees whether all of it does."""
     return schedule.speculative and any(step.id.of(kind) in schedule.by_id for kind in ("WS", "WW"))
 
 
