@@ -87,12 +87,13 @@ def abandon(engine: penstock.Engine) -> None:
 def run_steps(engine: penstock.Engine, steps: Sequence[MicroBatches]) -> Result:
     """Run the steps on an engine and look at it; leaves it open."""
     stats = [engine.step(micro_batches) for micro_batches in steps]
+    arrays = engine.inside.resources.arrays
     return Result(
         losses=[s.loss for s in stats],
         norms=[s.grad_norm for s in stats],
         state=state_of(engine),
         stats=stats,
-        placed={engine.inside.resources.arrays.tier_of(name) for name in engine.inside.resources.arrays.parts},
+        placed={arrays.tier_of(name) for name in arrays.parts} | {arrays.found_on(g.index) for g in arrays.groups},
     )
 
 

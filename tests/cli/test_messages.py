@@ -37,7 +37,8 @@ def test_a_drive_that_becomes_slow_is_said_each_time_it_does(
         return real(*args)
 
     monkeypatch.setattr(os, "pwritev", slow)
-    assert main(["train", str(config), "--plan", "auto", "--steps", "8", "--evaluate", "null"]) == 0
+    words = ["--plan", "auto", "--replan", "false", "--steps", "8", "--evaluate", "null"]
+    assert main(["train", str(config), *words]) == 0
     said = [message for message in caplog.messages if "predicted" in message]
     assert [message.split(" took ")[0] for message in said] == ["step 4", "step 7"]
     for message in said:

@@ -158,10 +158,12 @@ def test_every_way_across_has_a_rate() -> None:
     assert min(vars(found).values()) > 1e6
 
 
-def test_every_optimizer_has_a_rate_in_every_precision() -> None:
+def test_every_optimizer_has_a_rate_in_every_precision_and_adamw_in_every_form_of_moments() -> None:
     found = optimizer.steps(CPU, 0.002, 1, threads=1)
     kinds = ("adamw", "adam", "sgd", "momentum", "nesterov", "lion")
-    assert found.keys() == {f"{kind}.{precision}" for kind in kinds for precision in ("fp32", "bf16", "fp16")}
+    precisions = ("fp32", "bf16", "fp16")
+    compact = {f"adamw.{precision}.{form}" for precision in precisions for form in ("bf16", "int8")}
+    assert found.keys() == {f"{kind}.{precision}" for kind in kinds for precision in precisions} | compact
     assert min(found.values()) > 1e5
 
 

@@ -124,7 +124,7 @@ def partly_resident(path: Path, precision: str) -> penstock.Budget:
     """Room on the device for some of the weights, and on the host for some of the state, beyond what is needed."""
     tight = {"weights": None, "state": None, "durability": "none", "checkpoints": "host", "gradients": "host"}
     sizes = {"device": 0, "host": 1 << 40}
-    for tier, extra in (("device", 450_000), ("host", 250_000)):
+    for tier, extra in (("device", 300_000), ("host", 250_000)):
         sizes[tier] = 0
         where = budget(path, **tight, **sizes)
         with wrap(CASE, where, precision=precision) as engine, pytest.raises(BudgetError) as refusal:

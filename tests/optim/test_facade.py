@@ -39,7 +39,7 @@ def test_defaults_are_torchs(spec: OptimizerSpec, reference: type[torch.optim.Op
 )
 def test_moments_are_named_and_counted(spec: OptimizerSpec, names: tuple[str, ...]) -> None:
     assert spec.moment_names == names
-    assert spec.moments == len(names)
+    assert spec.moment_count == len(names)
     assert [hyper.moments for hyper in StreamedOptimizer(spec, named()).hypers()] == [len(names)]
 
 

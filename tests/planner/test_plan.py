@@ -91,7 +91,7 @@ def test_larger_chunks_take_only_what_is_left(share: float, tight: bool, block: 
     asked = request(program=program, form=form)
     if tight:
         asked = replace(asked, budget=replace(asked.budget, device=smallest(asked, "device")))
-    state = sum(g.trainable for g in program.groups) * (4 + form.state_bytes)
+    state = sum(4 * g.trainable + form.state_bytes(g) for g in program.groups)
     asked = replace(asked, budget=replace(asked.budget, host=int(share * state)))
     try:
         before = fitted(asked)

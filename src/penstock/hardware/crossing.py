@@ -57,7 +57,7 @@ def crossing_of(machine: Machine) -> Crossing:
         step=step,
         step_grad_bf16=step * _STEP / (_STEP - _BF16),
         step_grad_rounded=step,
-        step_no_copy=step * _STEP / (_STEP - _BF16),
+        step_no_copy=step,
     )
 
 
