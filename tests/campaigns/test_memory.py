@@ -134,11 +134,11 @@ def test_a_device_that_is_full_fails_a_step_that_can_be_repeated(tmp_path: Path)
 
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
-    """A cgroup whose processes may take 64 MiB: above it the kernel ends one."""
+    """A cgroup whose processes may take 128 MiB besides what they had: above it the kernel ends one."""
     group = Path(f"/sys/fs/cgroup/memory/penstock-test-{os.getpid()}")
     try:
         group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+        (group / "memory.limit_in_bytes").write_text(str(128 << 20))
     except OSError as error:
         with contextlib.suppress(OSError):
             group.rmdir()
