@@ -60,7 +60,8 @@ def describe(report: PlanReport, *, wide: bool) -> str:
 
 def _head(f: Forecast) -> Iterator[str]:
     task, settings = f.task, f.choice.plan.settings
-    yield f"{task.shape.name}, {_count(f.parameters)} parameters, {task.precision}, {task.optimizer}"
+    moments = f" with moments in {task.form_of_moments}" if task.form.is_compact else ""
+    yield f"{task.shape.name}, {_count(f.parameters)} parameters, {task.precision}, {task.optimizer}{moments}"
     yield f"on {task.machine.name}" + (f", {task.ranks} ranks {_STAGES[settings.stage]}" if task.ranks > 1 else "")
     each = "each rank " if task.ranks > 1 else ""
     fits = "It fits" if f.beyond_machine is None else "It fits into the budget, but not into the machine"
