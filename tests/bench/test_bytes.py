@@ -9,7 +9,7 @@ from bench.bytes import CASES, Case, measure, table
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.moments == "fp32"], ids=lambda case: case.name)
 def test_a_block_that_is_loaded_twice_moves_what_is_required_and_what_is_loaded_once_less(
     case: Case, tmp_path: Path
 ) -> None:
@@ -32,3 +32,15 @@ def test_a_block_that_is_loaded_twice_moves_what_is_required_and_what_is_loaded_
     assert [line.split(":")[0] for line in more.missed()] == [case.name]
     other = replace(found, case=replace(case, required=(1, 2)))
     assert other.missed() == [f"{case.name}, blocks, loaded twice: {case.required[0]} and 12 bytes, not 1 and 2"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.moments != "fp32"], ids=lambda case: case.name)
+def test_compact_moments_move_what_is_required_and_small_tensors_what_fp32_does(case: Case, tmp_path: Path) -> None:
+    found = measure(case, "gpt-tiny", tmp_path)
+    found = replace(found, kernel=found.moved)
+    each = {part.name: part.each for part in found.parts}
+    assert found.missed() == []
+    assert "blocks, loaded twice" in each
+    assert each["small tensors"][1] == 12
+    for wrong in ((case.required[0] + 0.5, case.required[1]), (case.required[0], case.required[1] - 0.5)):
+        assert len(replace(found, case=replace(case, required=wrong)).missed()) == 1
