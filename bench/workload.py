@@ -90,6 +90,7 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt-168m": _gpt_168m,
+    "llama-10m": lambda: _llama(384, 1024, 5, 6, 2048),
     "llama-29m": lambda: _llama(512, 1344, 8, 8, 4096),
     "llama-45m": lambda: _llama(512, 1344, 12, 8, 8192),
     "llama-1.3b": lambda: _llama(2048, 5504, 24, 16, 32000),
@@ -99,9 +100,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def build(model: str) -> nn.Module:
+def build(model: str, seed: int = _SEED) -> nn.Module:
     """The model in fp32 training mode, on whatever device is torch's default device in this context."""
-    torch.manual_seed(_SEED)
+    torch.manual_seed(seed)
     return MODELS[model]().float().train()
 
 
