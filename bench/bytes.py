@@ -131,6 +131,7 @@ def measure(case: Case, model: str, folder: Path) -> Found:
         clip_grad_norm=None,
         delay=0.0,
         device="cpu",
+        plan=None,
     ) as engine:
         engine.step(tokens.step(0))
         before = disk_bytes()

@@ -56,6 +56,7 @@ def look(mesh: DeviceMesh, work: Work, counts: Iterable[int]) -> Iterator[Sent]:
         device="cpu",
         mesh=mesh,
         stage=3,
+        plan=None,
     ) as engine:
         for count in counts:
             engine.step([micro_batch] * count)

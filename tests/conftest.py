@@ -101,9 +101,11 @@ def ctrl_c_works() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_stored_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What has been measured on this machine must not decide how a test runs, nor be replaced by one."""
+    """What has been measured on this machine must not decide how a test runs, nor be replaced by one. Nor is it
+    measured for each engine that has no profile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("PENSTOCK_MEASURE", "never")
         yield
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,22 @@ def test_what_is_written_until_a_rate_settles_is_said_beforehand(
     most = format_size(disk.file_size(mounts.look(tmp_path), disk.SUSTAINED))
     out, _ = capsys.readouterr()
     assert out.startswith(f"Writes up to {most} in {tmp_path}, until the rate at which the drive takes it has settled")
+
+
+def test_a_brief_look_has_all_that_a_plan_needs(tmp_path: Path) -> None:
+    brief = replace(examine.BRIEF, seconds=0.002, disk=SMALL)
+    found = examine.examine([tmp_path], brief, torch.device("cpu"), lambda _: nullcontext())
+    assert found.host.optimizer.keys() == found.device.optimizer.keys() >= {"adamw.fp32", "adamw.bf16.int8"}
+    assert found.crossing is not None
+    assert found.overhead > 0
+    assert {pair for pair in found.contention if "read" in pair or "write" in pair} == set()
+    for lane in ("compute", "cpu"):
+        assert found.contention.get(f"{lane}+h2d") == found.contention.get(f"{lane}+d2h")
+        assert found.contention.get(f"h2d+{lane}") == found.contention.get(f"d2h+{lane}")
+    drives, between = examine.more_of(found, [tmp_path], brief, lambda _: nullcontext())
+    assert [each.path for each in (*found.drives, *drives)] == [str(tmp_path)] * 2
+    assert between == ()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_sustained_rate_is_shown_below_the_burst(tmp_path: Path) -> None:

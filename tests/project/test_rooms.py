@@ -14,8 +14,8 @@ SOURCES = Path(penstock.__file__).parent
 DESIGN = SOURCES.parent.parent / "docs" / "design.md"
 
 _STATE = {"accelerator", "compat", "config", "documents", "errors", "files", "optim", "ranks", "schedule", "store"}
-_ENGINE = _STATE | {"hardware", "loss", "planner", "runtime", "shape", "sim", "state", "tape"}
-_LOOPS = _ENGINE - {"accelerator", "planner", "ranks", "runtime", "shape", "sim"} | {"data", "engine"}
+_ENGINE = _STATE | {"doctor", "hardware", "loss", "planner", "runtime", "shape", "sim", "state", "tape"}
+_LOOPS = _ENGINE - {"accelerator", "doctor", "planner", "ranks", "runtime", "shape", "sim"} | {"data", "engine"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),

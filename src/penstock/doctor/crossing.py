@@ -18,7 +18,7 @@ def measure(device: torch.device, seconds: float, rounds: int, *, threads: int) 
     Without a GPU the device is host memory, and a cast between the two is a copy at the same time.
     """
     steps = work.Steps(torch.device("cpu"), threads=threads)
-    span = Span(warm=min(0.05, seconds), seconds=seconds)
+    span = Span(warm=min(0.05, seconds / 2), seconds=seconds)
     with ExitStack() as closing:
         loads = (
             *work.crossings(device, closing),

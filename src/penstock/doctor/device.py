@@ -13,19 +13,20 @@ from penstock.doctor.pace import Span, rate, rates
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
-_LONGEST = 0.25
+LONGEST = 0.25
 """Seconds that one product may take: a dtype that a processor only emulates is not tried at larger sizes."""
 
 
-def throughput(device: torch.device, seconds: float) -> dict[str, float]:
-    """FLOP/s of a matrix product per dtype: the best of several large sizes, each for about ``seconds``."""
-    return {name: _best(device, dtype, seconds) for name, dtype in _DTYPES.items()}
+def throughput(device: torch.device, seconds: float, longest: float = LONGEST) -> dict[str, float]:
+    """FLOP/s of a matrix product per dtype: the best of several large sizes, each for about ``seconds``. One product
+    takes ``longest`` at most, but for the smallest."""
+    return {name: _best(device, dtype, seconds, longest) for name, dtype in _DTYPES.items()}
 
 
-def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+def _best(device: torch.device, dtype: torch.dtype, seconds: float, longest: float) -> float:
     best = 0.0
     for size in SIZES["cpu" if device.type == "cpu" else "cuda"]:
-        too_long = best > 0 and 2 * size**3 / best > _LONGEST
+        too_long = best > 0 and 2 * size**3 / best > longest
         if too_long or (device.type != "cpu" and 4 * 4 * size**2 > accelerator.of(device).memory(device)[0]):
             break
         load = work.product(device, dtype, size)
@@ -47,7 +48,7 @@ class LinkRates:
 
 def links(device: torch.device, seconds: float, rounds: int) -> LinkRates:
     """Copies between host and device, alone and both at once; medians over the rounds. On the CPU: in host memory."""
-    span = Span(warm=0.05, seconds=seconds)
+    span = Span(warm=min(0.05, seconds / 2), seconds=seconds)
     found: list[tuple[float, ...]] = []
     with ExitStack() as closing:
         up, down = (work.copies(name, device, closing) for name in ("h2d", "d2h"))

@@ -78,18 +78,21 @@ class Settle:
 @dataclass(frozen=True, kw_only=True)
 class Effort:
     """The extent of a measurement: bytes of the file at most, seconds of filling it, and of each of ``rounds``
-    measurements. ``settle``: what is written after that, to find the sustained rate; None: nothing.
+    measurements, which a slow drive prolongs up to ``at_most``. ``settle``: what is written after that, to find the
+    sustained rate; None: nothing.
     """
 
     nbytes: int
     fill: float
     seconds: float
     rounds: int
+    at_most: float = 3.0
     settle: Settle | None = None
 
 
 THOROUGH = Effort(nbytes=1024 * _MIB, fill=2.0, seconds=0.7, rounds=3)
 QUICK = Effort(nbytes=512 * _MIB, fill=0.8, seconds=0.7, rounds=1)
+BRIEF = Effort(nbytes=128 * _MIB, fill=0.3, seconds=0.2, rounds=1, at_most=1.0)
 SUSTAINED = replace(THOROUGH, settle=Settle(nbytes=256 * 1024 * _MIB, span=10.0, seconds=300.0))
 """Writes past the cache that most drives have in front of their slower cells."""
 
@@ -271,9 +274,7 @@ def measure(scratch: Scratch, effort: Effort) -> DiskRates:
     asked for, write on until the rate settles, and measure what a drive is slower in then.
     """
     ends = scratch.fill(effort.fill, effort.nbytes)
-    span = Span(
-        warm=min(0.2, effort.seconds / 3), seconds=effort.seconds, calls=3, at_most=3 * max(effort.seconds, 1.0)
-    )
+    span = Span(warm=min(0.2, effort.seconds / 3), seconds=effort.seconds, calls=3, at_most=effort.at_most)
     found: dict[str, list[float]] = {"read": [], "write": [], "read_both": [], "write_both": []}
     for _ in range(effort.rounds):
         found["write"].append(rate(scratch.writing(), span))

@@ -32,22 +32,30 @@ IO_THREADS = 4
 """The engine's default: half of them read, half of them write."""
 _NOTICED = 0.5e9
 """Bytes per second. A slower disk takes too little of cores and memory to slow other lanes, and too long to measure."""
+_BRIEF_PRODUCT = 0.03
+"""Seconds that one product may take where little time is."""
 _TRIED = 4 << 30
 """Bytes. A smaller limit on page-locked memory is tested with a GPU's driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """Seconds of each single measurement, and how often it is made; the disk's own."""
+    """Seconds of each single measurement, and how often it is made; the disk's own. ``brief``: what a plan can do
+    without is left out, and what is alike is measured once.
+    """
 
     seconds: float
     rounds: int
     disk: disk.Effort
+    brief: bool = False
 
 
 THOROUGH = Effort(seconds=0.25, rounds=3, disk=disk.THOROUGH)
 QUICK = Effort(seconds=0.1, rounds=1, disk=disk.QUICK)
 SUSTAINED = replace(THOROUGH, disk=disk.SUSTAINED)
+BRIEF = Effort(seconds=0.03, rounds=1, disk=disk.BRIEF, brief=True)
+"""A few seconds in all, for whoever waits for it: no look at bits, at what is wrong, or at how the disk and other lanes
+slow each other."""
 
 
 def check_paths(paths: Sequence[Path]) -> tuple[Path, ...]:
@@ -109,11 +117,9 @@ def examine(
             crossing=_crossing(effort, where, working),
             drives=tuple(each.drive for each in disks),
         )
-        first = disks[0] if disks and disks[0].rates.read > _NOTICED else None
-        lanes = _lanes(where, None if first is None else first.scratch, closing)
+        first = disks[0] if disks and disks[0].rates.read > _NOTICED and not effort.brief else None
         with working("How lanes slow each other"):
-            span = Span(warm=0.02, seconds=min(effort.seconds, 0.1), calls=2, at_most=1.0)
-            slower = contention.measure(lanes, span, effort.rounds, gpu=where.type != "cpu")
+            slower = _slower(where, effort, None if first is None else first.scratch, closing)
         with working("What an op costs besides its work"):
             machine = replace(
                 machine,
@@ -122,6 +128,8 @@ def examine(
                 interpreter=overhead.interpreter(where),
             )
     machine = replace(machine, between=tuple(_between(host, count, effort, working) for count in ranks))
+    if effort.brief:
+        return machine
     facts = Seen(
         system=seen,
         disks=[(each.path, each.mount, each.rates) for each in disks],
@@ -130,6 +138,21 @@ def examine(
         device_free=device_free,
     )
     return replace(machine, warnings=findings(machine, facts))
+
+
+def more_of(
+    machine: Machine, paths: Sequence[Path], effort: Effort, working: Working, ranks: Sequence[int] = ()
+) -> tuple[tuple[Drive, ...], tuple[Between, ...]]:
+    """What a profile of this machine may lack: the drives of ``paths``, and what ``ranks`` send each other.
+
+    Raises:
+        ConfigError: a directory cannot be measured.
+        StoreError: a disk failed.
+    """
+    real = check_paths(paths)
+    with ExitStack() as closing:
+        drives = tuple(_disk(path, len(real), effort, working, closing).drive for path in real)
+    return drives, tuple(_between(machine.host, count, effort, working) for count in ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +230,7 @@ def _lockable(seen: System, where: torch.device) -> int:
 def _device(host: Host, effort: Effort, where: torch.device, working: Working) -> Device:
     """The device's profile. A CPU shares the host's memory and its optimizer."""
     with working("Matrix products on the device"):
-        flops = device.throughput(where, effort.seconds)
+        flops = device.throughput(where, effort.seconds, longest=_BRIEF_PRODUCT if effort.brief else device.LONGEST)
     with working("Copies to the device, from it, and both at once"):
         links = device.links(where, effort.seconds, effort.rounds)
     if where.type == "cpu":
@@ -216,7 +239,7 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working) -
         )
     with working("Optimizer steps on the device"):
         steps = optimizer.steps(where, effort.seconds / 5, effort.rounds, threads=1)
-        different = agreement.other_bits(where)
+        different = None if effort.brief else agreement.other_bits(where)
     pci = numa.pci_address(where)
     return Device(
         name=accelerator.of(where).name(where),
@@ -248,12 +271,19 @@ def numbers_of_ranks(where: torch.device) -> tuple[int, ...]:
     return (2, *(count for count in (4, 8) if count <= system.look().cores))
 
 
-def _lanes(where: torch.device, scratch: Scratch | None, closing: ExitStack) -> dict[Lane, Load]:
-    """The work of each lane, to measure contention with."""
+def _slower(where: torch.device, effort: Effort, scratch: Scratch | None, closing: ExitStack) -> dict[str, float]:
+    """How lanes slow each other (``Machine.contention``)."""
+    gpu = where.type != "cpu"
+    once = effort.brief and not gpu  # without a GPU both directions are copies in the same memory
     lanes: dict[Lane, Load] = {
         "compute": work.layer(where),
         "cpu": work.Steps(torch.device("cpu"), threads=numa.thread_count(where)).load("adamw"),
         "h2d": work.copies("h2d", where, closing),
-        "d2h": work.copies("d2h", where, closing),
     }
-    return lanes if scratch is None else lanes | {"read": scratch.reading(), "write": scratch.writing()}
+    if not once:
+        lanes["d2h"] = work.copies("d2h", where, closing)
+    if scratch is not None:
+        lanes |= {"read": scratch.reading(), "write": scratch.writing()}
+    span = Span(warm=0.02, seconds=min(effort.seconds, 0.1), calls=2, at_most=1.0)
+    found = contention.measure(lanes, span, effort.rounds, gpu=gpu)
+    return found | {pair.replace("h2d", "d2h"): value for pair, value in found.items()} if once else found

@@ -37,10 +37,11 @@ class LoopArguments(StreamConfig):
     the budget says otherwise; without any, a kill costs what was not saved (``Engine.save``) |
     | ``schedule`` | ``"vertical"``, ``"horizontal"``, or a schedule of your own, which is checked |
     | ``plan`` | the machine to plan for. ``"auto"``: the profile that ``penstock doctor`` has stored for this machine
-    with this kind of device and the budget's directories. With a profile, placement, chunk size and depths are those
-    that are predicted to be fastest, and ``Engine.prediction`` tells what was predicted. None, or where none is stored:
-    state is placed by an order of preference, and nothing is predicted. Of several ranks, rank 0's counts. Changes no
-    result |
+    with this kind of device and the budget's directories; what is not stored is measured, in a few seconds, and kept
+    (``PENSTOCK_MEASURE=never`` in the environment: it is not). With a profile, placement, chunk size and depths are
+    those that are predicted to be fastest, and ``Engine.prediction`` tells what was predicted. None, or where nothing
+    can be measured: state is placed by an order of preference, and nothing is predicted. Of several ranks, rank 0's
+    counts. Changes no result |
     | ``replan`` | whether the plan follows the machine: when steps show that its drives, links or processors are not as
     the profile says, the plan is made again for what they are, and changed between two steps. Changes no result; None:
     where there is a profile, and no schedule of your own |

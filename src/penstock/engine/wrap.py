@@ -17,11 +17,12 @@ from penstock.engine import start
 from penstock.engine.arguments import WrapArguments, check_model
 from penstock.engine.device import check_room, kind_of, resolve_device
 from penstock.engine.engine import Engine
+from penstock.engine.profile import profile_of
 from penstock.engine.start import WeightSource
 from penstock.engine.turns import alone
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
-from penstock.hardware.profiles import check_device, find_profile, on_directories
+from penstock.hardware.profiles import check_device, on_directories
 from penstock.hardware.sharing import knows_ranks
 from penstock.ranks.group import Ranks, join
 from penstock.schedule.check import check
@@ -135,7 +136,7 @@ def _machine_of_all(
     plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, ranks: Ranks
 ) -> Machine | None:
     """The machine that all ranks are on, as rank 0 knows it."""
-    found = _machine(plan, device, budget) if ranks.rank == 0 else None
+    found = _machine(plan, device, budget, ranks.size) if ranks.rank == 0 else None
     if ranks.size > 1 and found is not None and not knows_ranks(found):
         log.warning(
             "nothing is predicted: the profile of %s does not tell how fast ranks send to each other, which penstock "
@@ -146,14 +147,15 @@ def _machine_of_all(
     return ranks.told("machine", found)[0]
 
 
-def _machine(plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget) -> Machine | None:
+def _machine(
+    plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, ranks: int
+) -> Machine | None:
     """The machine to plan for, which computes on the kind of device that the run does, on the budget's directories."""
     if plan is None:
         return None
-    kind = kind_of(device)
     if plan == "auto":
-        return find_profile(budget.disk_paths, kind=kind)
-    check_device(plan, kind)
+        return profile_of(budget.disk_paths, device, ranks)
+    check_device(plan, kind_of(device))
     return on_directories(plan, budget.disk_paths)
 
 

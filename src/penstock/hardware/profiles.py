@@ -82,9 +82,7 @@ def find_profile(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) 
     Raises:
         ConfigError: the stored profile of these directories is damaged or from another version: names it.
     """
-    kinds: tuple[DeviceKind, ...] = get_args(DeviceKind) if kind is None else (kind,)
-    asked = {_file_name([str(path.resolve()) for path in paths], one) for one in kinds}
-    machines = [machine for machine in _stored(asked) if machine.device.kind in kinds]
+    machines = _of_kind(paths, kind)
     if not machines:
         return None
     if not paths:
@@ -93,11 +91,33 @@ def find_profile(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) 
         drives = [_drive_for(path, machine.drives) for path in paths]
         if None not in drives:
             return replace(machine, drives=tuple(drive for drive in drives if drive is not None))
+    found, missing = _known(machines, paths)
+    return None if missing else found
+
+
+def find_parts(paths: Sequence[Path], *, kind: DeviceKind) -> tuple[Machine | None, tuple[Path, ...]]:
+    """What is stored of this machine where there is no profile for all of ``paths``: the newest profile, with those of
+    the directories' drives that any has, and the directories whose drives none has. (None, ``paths``) without any.
+
+    Raises:
+        ConfigError: as ``find_profile``.
+    """
+    machines = _of_kind(paths, kind)
+    return _known(machines, paths) if machines else (None, tuple(paths))
+
+
+def _known(machines: Sequence[Machine], paths: Sequence[Path]) -> tuple[Machine, tuple[Path, ...]]:
     every = [drive for machine in machines for drive in machine.drives]
-    found = [_drive_for(path, every) for path in paths]
-    if None in found:
-        return None
-    return replace(machines[0], drives=tuple(drive for drive in found if drive is not None))
+    found = [(path, _drive_for(path, every)) for path in paths]
+    drives = tuple(drive for _, drive in found if drive is not None)
+    return replace(machines[0], drives=drives), tuple(path for path, drive in found if drive is None)
+
+
+def _of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> list[Machine]:
+    """Every stored profile of a kind of device, newest first."""
+    kinds: tuple[DeviceKind, ...] = get_args(DeviceKind) if kind is None else (kind,)
+    asked = {_file_name([str(path.resolve()) for path in paths], one) for one in kinds}
+    return [machine for machine in _stored(asked) if machine.device.kind in kinds]
 
 
 def _stored(needed: Collection[str]) -> Iterator[Machine]:

@@ -1,0 +1,114 @@
+"""The profile of the machine that a run is on: the one that is stored, or what a short measurement finds.
+
+``penstock doctor`` measures for a minute, ``penstock train`` for a quarter of that. This is for whoever calls ``wrap``
+on a machine, or with a directory, that nobody has measured: a few seconds once, kept for the next time.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from penstock.config import format_size
+from penstock.doctor import examine, system
+from penstock.engine.device import kind_of
+from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.machine import DeviceKind, Drive, Machine
+from penstock.hardware.profiles import file_system, find_parts, find_profile, save_profile
+from penstock.hardware.sharing import knows_ranks
+from penstock.tape.rng import RandomState
+
+log = logging.getLogger("penstock")
+
+_SWITCH = "PENSTOCK_MEASURE"
+LEAST = 2 << 30
+"""Bytes of memory that must be available: measuring takes a third of that for a moment."""
+_unkept: dict[tuple[DeviceKind, tuple[Path, ...]], Machine] = {}
+"""What could not be stored, for as long as this process lives."""
+
+
+def profile_of(paths: Sequence[Path], device: torch.device, ranks: int = 1) -> Machine | None:
+    """The stored profile of this machine with these directories and this kind of device. Of what it needs (the machine,
+    each drive, what ``ranks`` processes that compute on its processors send each other) that which is not stored is
+    measured, which is said in a line, and stored. What cannot be measured is said, too: None, or what is stored.
+
+    Raises:
+        ConfigError: the stored profile is damaged, or the environment's switch is neither "never" nor left out.
+    """
+    kind, may = kind_of(device), _may_measure()
+    found = find_profile(paths, kind=kind) or _unkept.get((kind, tuple(paths)))
+    among = (ranks,) if ranks > 1 and kind == "cpu" and (found is None or not knows_ranks(found)) else ()
+    if not may or (found is not None and not among):
+        return found
+    if system.look().available < LEAST:
+        log.warning(
+            "this machine has no profile for this run, and with less than %s of memory available it is not measured: "
+            "penstock doctor does",
+            format_size(LEAST),
+        )
+        return found
+    known, missing = find_parts(paths, kind=kind)
+    before, begun = RandomState.capture(device), time.perf_counter()
+    try:
+        machine = _measured(known, paths, missing, device, among)
+    except (ConfigError, BudgetError, OSError, MemoryError, RuntimeError) as error:  # torch's: no memory, for one
+        log.warning("this machine has no profile for this run, and could not be measured: %s", error)
+        return found
+    finally:
+        before.restore()
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+    seconds = time.perf_counter() - begun
+    what = ["this machine"] if known is None else _what(missing, among)
+    try:
+        kept = f"kept as {save_profile(machine)}"
+    except ConfigError as error:
+        _unkept[kind, tuple(paths)] = machine
+        kept = f"not kept ({error})"
+    log.warning("measured %s in %.1f s, %s; penstock doctor measures more closely", ", ".join(what), seconds, kept)
+    return machine
+
+
+def _may_measure() -> bool:
+    asked = os.environ.get(_SWITCH, "")
+    if asked not in ("", "never"):
+        raise ConfigError(f"environment {_SWITCH}={asked!r}: must be 'never', or not set")
+    return not asked
+
+
+def _measured(
+    known: Machine | None, paths: Sequence[Path], missing: Sequence[Path], device: torch.device, among: Sequence[int]
+) -> Machine:
+    """The machine with a drive for each of ``paths``, in that order. ``missing``: those of which ``known`` has none."""
+    folders = {file_system(folder): folder for folder in map(_existing, missing)}  # each file system once
+    asked, had = list(folders.values()), dict[Path, Drive]()
+    if known is None:
+        machine = examine.examine(asked, examine.BRIEF, device, _quietly, among)
+        drives = machine.drives
+    else:
+        drives, between = examine.more_of(known, asked, examine.BRIEF, _quietly, among)
+        machine = replace(known, between=(*known.between, *between))
+        had = {Path(drive.path): drive for drive in known.drives}
+    measured = dict(zip(folders, drives, strict=True))
+    real = [path.resolve() for path in paths]
+    found = (had.get(path) or replace(measured[file_system(path)], path=str(path)) for path in real)
+    return replace(machine, drives=tuple(found))
+
+
+def _existing(path: Path) -> Path:
+    """The directory, or the one that it is to be made in."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _quietly(what: str) -> nullcontext[None]:
+    """It is said in one line, at the end."""
+    return nullcontext()
+
+
+def _what(missing: Sequence[Path], among: Sequence[int]) -> list[str]:
+    return [*map(str, missing), *(f"what {count} ranks send each other" for count in among)]

@@ -1,0 +1,173 @@
+"""What ``wrap`` does on a machine, or with a directory, that nobody has measured: a short measurement, kept."""
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.doctor import examine, system
+from penstock.engine import profile
+from penstock.engine.profile import profile_of
+from penstock.hardware.machine import Between, Drive, Machine
+from penstock.hardware.profiles import find_profile, profile_folder, save_profile
+from tests.engine.test_prediction import machine
+from tests.machines import drive
+from tests.models import MODELS
+from tests.training import assert_same, budget, run_steps, steps_of, wrap
+
+CPU = torch.device("cpu")
+CASE = MODELS["llama"]
+
+
+@pytest.fixture(autouse=True)
+def nobody_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PENSTOCK_MEASURE")
+    monkeypatch.setattr(profile, "_unkept", {})
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Nothing is measured, and what was to be is noted: a call, its directories, and numbers of ranks."""
+    found: list[tuple[str, Any]] = []
+
+    def all_of_it(
+        paths: Sequence[Path], effort: examine.Effort, where: torch.device, working: object, ranks: Sequence[int]
+    ) -> Machine:
+        assert effort is examine.BRIEF
+        found.append(("all", (list(paths), tuple(ranks))))
+        torch.rand(5)
+        between = tuple(Between(ranks=count, bandwidth=1e9, latency=1e-4) for count in ranks)
+        return replace(machine(Path("/")), drives=tuple(drive(path=str(path)) for path in paths), between=between)
+
+    def more(
+        known: Machine, paths: Sequence[Path], effort: examine.Effort, working: object, ranks: Sequence[int]
+    ) -> tuple[tuple[Drive, ...], tuple[Between, ...]]:
+        assert effort is examine.BRIEF
+        found.append(("more", (list(paths), tuple(ranks))))
+        between = tuple(Between(ranks=count, bandwidth=1e9, latency=1e-4) for count in ranks)
+        return tuple(drive(path=str(path), read=7e9) for path in paths), between
+
+    monkeypatch.setattr(examine, "examine", all_of_it)
+    monkeypatch.setattr(examine, "more_of", more)
+    return found
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "measured" in record.getMessage()]
+
+
+def test_a_machine_without_a_profile_is_measured_once_said_in_a_line_and_changes_no_bit(
+    tmp_path: Path, asked: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    found, drawn = {}, []
+    for name, plan in {"planned": "auto", "not": None}.items():
+        torch.manual_seed(7)
+        with wrap(CASE, budget(tmp_path / name, weights="disk", state="disk"), plan=plan) as engine:
+            drawn.append(torch.rand(3))
+            found[name] = run_steps(engine, steps_of(CASE, 2))
+            assert (engine.prediction is None) == (plan is None)
+    assert profile_of([tmp_path / "later"], CPU) is not None
+    assert asked == [("all", ([tmp_path], ()))]
+    (said,), (kept,) = lines(caplog), profile_folder().iterdir()
+    assert re.fullmatch(
+        rf"measured this machine in \d+\.\d s, kept as {re.escape(str(kept))}; penstock doctor measures more closely",
+        said,
+    )
+    assert caplog.records[0].levelno == logging.WARNING, "who has set up no logging sees it, too"
+    assert_same(found["planned"], found["not"])
+    assert torch.equal(*drawn), "what the caller draws next is what it would be without"
+
+
+def test_only_what_no_profile_has_is_measured(tmp_path: Path, asked: list[tuple[str, Any]]) -> None:
+    """Of a machine that is known, the drive of a directory on another file system; what was known stays as it was."""
+    known = machine(tmp_path, between=(Between(ranks=2, bandwidth=3e9, latency=1e-5),))
+    save_profile(known)
+    other = Path("/dev/shm/not-made-yet")
+    found = profile_of([tmp_path / "run", other], CPU)
+    assert asked == [("more", ([Path("/dev/shm")], ()))]
+    (own,) = known.drives
+    assert found == replace(known, drives=(replace(own, path=str(tmp_path / "run")), drive(path=str(other), read=7e9)))
+    assert profile_of([other, tmp_path / "run"], CPU) == replace(found, drives=found.drives[::-1])
+    assert profile_of([other], CPU) == replace(found, drives=found.drives[1:])
+    assert len(asked) == 1, "it was stored"
+
+
+def test_directories_of_one_file_system_are_one_drive_to_measure(tmp_path: Path, asked: list[tuple[str, Any]]) -> None:
+    found = profile_of([tmp_path / "a", tmp_path / "b"], CPU)
+    assert asked == [("all", ([tmp_path], ()))]
+    assert found is not None
+    assert [each.path for each in found.drives] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert find_profile([tmp_path / "a", tmp_path / "b"], kind="cpu") == found
+
+
+def test_what_ranks_send_each_other_is_measured_where_a_profile_does_not_tell(
+    tmp_path: Path, asked: list[tuple[str, Any]]
+) -> None:
+    save_profile(machine(tmp_path))
+    found = profile_of([tmp_path], CPU, ranks=2)
+    assert asked == [("more", ([], (2,)))]
+    assert found is not None
+    assert [one.ranks for one in found.between] == [2]
+    assert profile_of([tmp_path], CPU, ranks=2) == found
+    assert profile_of([tmp_path], CPU) == found
+    assert len(asked) == 1
+
+
+def test_a_home_that_cannot_be_written_costs_a_process_one_measurement(
+    tmp_path: Path, asked: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    for name in ("a", "a"):
+        with wrap(CASE, budget(tmp_path / name, weights="disk", state="disk")) as engine:
+            engine.step(steps_of(CASE, 1)[0])
+            assert engine.prediction is not None
+    assert len(asked) == 1
+    (said,) = lines(caplog)
+    assert "not kept (the profile cannot be stored as " in said
+
+
+@pytest.mark.parametrize("error", [OSError(5, "the drive failed"), RuntimeError("CUDA out of memory"), MemoryError()])
+def test_what_cannot_be_measured_is_said_and_training_goes_on_without_a_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def fails(*_: object) -> Machine:
+        raise error
+
+    monkeypatch.setattr(examine, "examine", fails)
+    with wrap(CASE, budget(tmp_path / "store", weights="disk", state="disk")) as engine:
+        engine.step(steps_of(CASE, 1)[0])
+        assert engine.prediction is None
+    assert lines(caplog) == [f"this machine has no profile for this run, and could not be measured: {error}"]
+    assert not profile_folder().exists()
+
+
+def test_a_file_system_without_room_to_measure_in_breaks_nothing(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert profile_of([small_disk / "run"], CPU) is None
+    (said,) = lines(caplog)
+    assert "the file system is full" in said
+    assert [path.name for path in small_disk.iterdir()] == ["lost+found"]
+
+
+def test_nothing_is_measured_where_memory_is_short_or_the_environment_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    there = system.look()
+    with monkeypatch.context() as patch:
+        patch.setattr(system, "look", lambda: replace(there, available=profile.LEAST - 1))
+        assert profile_of([tmp_path], CPU) is None
+    assert "with less than 2 GiB of memory available it is not measured" in lines(caplog)[0]
+    monkeypatch.setenv("PENSTOCK_MEASURE", "never")
+    assert profile_of([tmp_path], CPU) is None
+    assert not asked
+    monkeypatch.setenv("PENSTOCK_MEASURE", "no")
+    with pytest.raises(penstock.ConfigError, match="PENSTOCK_MEASURE='no': must be 'never', or not set"):
+        profile_of([tmp_path], CPU)
