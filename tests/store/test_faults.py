@@ -207,7 +207,7 @@ def test_a_drive_that_fails(small_disk: Path) -> None:
         store.flush()
         os.truncate(small_disk.with_name("disk.img"), ALIGN)
         with pytest.raises(
-            StoreError, match=r"penstock\.store: read of 8388608 bytes at offset 0 stopped after 0"
+            StoreError, match=r"penstock\.store: read of 4194304 bytes at offset 0 stopped after 0"
         ) as caught:
             store.read("a", 0, aligned_bytes(8 * MIB))
         assert caught.value.errno == errno.EIO

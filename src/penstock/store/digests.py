@@ -4,7 +4,7 @@ A block that was never written, or whose writing has failed, has none: its numbe
 read. What is to be read as zeros without being written is declared so (``Digests.zero``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -38,17 +38,23 @@ def area(layout: Layout, slots: int) -> Extent:
     return Extent(name=NAME, offset=layout.nbytes, nbytes=nbytes, slots=slots, grid=alone.grid)
 
 
-def blocks_of(extent: Extent, offset: int, view: memoryview) -> Iterator[tuple[int, range, int]]:
-    """(number, bytes of the extent, checksum) of each block of ``view``, which is the extent from ``offset`` on.
+def checksums(view: memoryview, blocks: Sequence[range]) -> list[int]:
+    """The checksum of each of ``blocks`` of an extent, which ``view`` has one after another."""
+    first = blocks[0].start
+    return [checksum(view[block.start - first : block.stop - first]) for block in blocks]
 
-    The view must begin and end at borders of blocks.
+
+def blocks_of(extent: Extent, offset: int, nbytes: int) -> tuple[int, list[range]]:
+    """(number of the first, bytes of the extent of each) of the blocks that a range consists of. There may be none.
+
+    The range must begin and end at borders of blocks.
     """
-    stop = offset + len(view)
-    for number, span in extent.spans(offset, len(view)):
+    found, stop = list(extent.spans(offset, nbytes)), offset + nbytes
+    for _, span in found:
         assert offset <= span.start < span.stop <= stop, (
             f"{extent.name}: [{offset}, {stop}) cuts the block [{span.start}, {span.stop}), which has one checksum"
         )
-        yield number, span, checksum(view[span.start - offset : span.stop - offset])
+    return (found[0][0] if found else 0), [span for _, span in found]
 
 
 class Digests:

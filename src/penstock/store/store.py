@@ -13,6 +13,7 @@ import xxhash
 
 from penstock.errors import StoreError
 from penstock.store import digests, directory
+from penstock.store.checked import CheckedFiles
 from penstock.store.digests import Digests, Numbers
 from penstock.store.directory import DirectoryLock
 from penstock.store.facts import StoreFacts, facts_of
@@ -99,6 +100,7 @@ class Store:
         )
         self.files = files
         """Its address space, on drives."""
+        self._checked = CheckedFiles(files)
         self.commits = commits
         self.before_record: Callable[[], None] = lambda: None
         """Called in a commit once all that it names is durable."""
@@ -249,11 +251,14 @@ class Store:
 
     def _read_damage(self, extent: Extent, offset: int, view: memoryview, slot: int) -> list[str]:
         """Read, and name each run of blocks that was not written, or is not what was."""
-        self.files.read(extent.address(offset, len(view), slot), view)
-        wanted, runs = self._digests.of(extent, slot), list[tuple[range, bool]]()
-        for number, span, digest in digests.blocks_of(extent, offset, view):
-            if digest != wanted[number]:
-                start, written = span.start, wanted[number] != digests.UNWRITTEN
+        first, blocks = digests.blocks_of(extent, offset, len(view))
+        if not blocks:
+            return []
+        found = self._checked.read(extent, blocks, view, slot)
+        wanted, runs = self._digests.of(extent, slot)[first : first + len(blocks)], list[tuple[range, bool]]()
+        for span, digest, right in zip(blocks, found, wanted, strict=True):
+            if digest != right:
+                start, written = span.start, right != digests.UNWRITTEN
                 if runs and runs[-1] == (range(runs[-1][0].start, start), written):
                     start = runs.pop()[0].start
                 runs.append((range(start, span.stop), written))
@@ -275,19 +280,17 @@ class Store:
         assert self.commits.writable, "opened to be read alone"
         self._check_process()
         view, extent = byte_view(buffer), self.layout[name]
-        address = extent.address(offset, len(view), slot)
+        extent.address(offset, len(view), slot)  # which checks the range
         if self.commits.doubtful:
             self.commits.settle()
-        found = [(number, digest) for number, _, digest in digests.blocks_of(extent, offset, view)]
-        if not found:
+        first, blocks = digests.blocks_of(extent, offset, len(view))
+        if not blocks:
             return
-        first = found[0][0]
-        numbers = self._digests.of(extent, slot)[first : first + len(found)]
+        numbers = self._digests.of(extent, slot)[first : first + len(blocks)]
         numbers[:] = digests.UNWRITTEN  # until all of it is there
         self._written = True
         try:
-            self.files.write(address, view)
-            numbers[:] = [digest for _, digest in found]
+            numbers[:] = self._checked.write(extent, blocks, view, slot)
         finally:
             self._changed = True
 
@@ -438,6 +441,7 @@ class Store:
         threads and locks are the parent's."""
         if not self._closed and self._process == os.getpid():
             self._closed = True
+            self._checked.close()
             self.files.close()
             for lock in self._locks:
                 lock.release()
