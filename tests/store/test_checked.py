@@ -79,19 +79,19 @@ def test_an_error_of_the_drive_comes_when_nobody_looks_at_the_buffer_any_more(
         looks.pop()
         return digests.checksums(view, blocks)
 
-    moved = PackedFile._transfer
-    parts = 0
+    moved = getattr(PackedFile, verb)
+    requests = 0
 
-    def fails(self: PackedFile, how: str, *rest: Any) -> None:
-        nonlocal parts
-        parts += 1
-        if parts == 2 or how == "write":
+    def fails(self: PackedFile, offset: int, view: memoryview) -> None:
+        nonlocal requests
+        requests += 1
+        if verb == "write" or requests == 2:
             assert begun.wait(10)
             raise StoreError("the drive failed")
-        moved(self, how, *rest)
+        moved(self, offset, view)
 
     monkeypatch.setattr(checked, "checksums", slowly)
-    monkeypatch.setattr(PackedFile, "_transfer", fails)
+    monkeypatch.setattr(PackedFile, verb, fails)
     with pytest.raises(StoreError, match="the drive failed"):
         getattr(store, verb)("weights", 0, noise(61 * ALIGN))
     assert not looks
