@@ -1,5 +1,6 @@
 """``penstock resume``: whose run it goes on with, what it keeps, and what it leaves alone."""
 
+import errno
 import json
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ from penstock.cli import main, settings
 from penstock.cli.metrics import MetricsFile
 from penstock.store.store import Store
 from tests import warm
+from tests.faults import Nth, error, intercepted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,6 +63,35 @@ def test_a_resumption_that_fails_leaves_the_settings_that_the_run_had(a_run: Pat
     assert main(["resume", str(a_run), "--steps", "4", "--optimizer.name", "sgd"]) != 0
     assert (a_run / "config.yaml").read_bytes() == before
     assert main(["resume", str(a_run), "--steps", "4"]) == 0
+
+
+def test_a_run_goes_on_with_its_moments_in_another_form(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so once. Where the new state was not put in its place to the end, the next start does that, and no other
+    command touches it."""
+    run = tmp_path / "run"
+    assert main(["train", str(config), "--steps", "1"]) == 0
+
+    def resumed(*words: str) -> list[str]:
+        caplog.clear()
+        assert main(["resume", str(run), *words]) == 0
+        return [record.getMessage() for record in caplog.records if "converted" in record.getMessage()]
+
+    (said,) = resumed("--steps", "2", "--optimizer.moments", "int8")
+    assert "moments are converted from fp32 to int8, " in said
+    assert settings.load(run / "config.yaml").optimizer.moments == "int8"
+    assert resumed("--steps", "3") == []
+    hook = Nth(0, error(errno.EIO), lambda call: call.name == "rename" and "penstock.store.next/" in call.path)
+    with intercepted(run, hook):
+        assert main(["resume", str(run), "--steps", "4", "--optimizer.moments", "fp32"]) == 1
+    for words in (["verify", str(run)], ["export", str(run), str(tmp_path / "out")], ["train", str(config)]):
+        capsys.readouterr()
+        assert main(words) != 0
+        assert "go on with" in capsys.readouterr().err
+    assert resumed("--steps", "4", "--optimizer.moments", "fp32") == []
+    assert [step for step, *_ in _numbers(run)] == [1, 2, 3, 4]
+    assert main(["verify", str(run)]) == 0
 
 
 @pytest.mark.parametrize("words", [["resume"], ["train", "--overwrite"]])

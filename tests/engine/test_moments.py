@@ -12,7 +12,7 @@ import torch
 
 import penstock
 from penstock.config.optimizer import Moments
-from penstock.errors import ConfigError, StoreError
+from penstock.errors import ConfigError
 from penstock.schedule.program import COMPACT_FROM
 from tests.models import MODELS
 from tests.other_plans import other_plans
@@ -126,15 +126,6 @@ def test_small_parameters_keep_fp32_and_what_is_moved_is_what_the_form_says(tmp_
         assert large > 0
 
 
-def test_another_form_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with wrap(CASE, budget(tmp_path / "store"), **settings_of("int8")) as engine:
-        run_steps(engine, STEPS[:1])
-        engine.save(tmp_path / "snapshot")
-    said = r"moments are kept in 'int8' there, and optimizer\.moments='bf16'"
-    with pytest.raises(StoreError, match=said):
-        wrap(CASE, budget(tmp_path / "store"), **settings_of("bf16"))
-    with wrap(CASE, budget(tmp_path / "other"), **settings_of("bf16")) as engine:  # noqa: SIM117
-        with pytest.raises(StoreError, match=said):
-            engine.load(tmp_path / "snapshot")
+def test_an_optimizer_without_moments_has_no_form_of_them() -> None:
     with pytest.raises(ConfigError, match="has no effect: this optimizer keeps none"):
         penstock.SGD(lr=0.1, moments="int8")

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.faults import Call, Nth, error, intercepted
 from tests.models import MODELS
 from tests.ranks.test_bits import equal, results
 from tests.ranks.worlds import together
-from tests.training import assert_same_state, budget, run_steps, state_of, steps_of, wrap
+from tests.training import ADAMW, assert_same_state, budget, run_steps, state_of, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,6 +101,39 @@ def test_ranks_that_each_have_all_of_the_state_save_it_once(tmp_path: Path) -> N
             one.pop("own")
             equal(one, wanted)
     assert {path.name for path in (tmp_path / "whole").iterdir()} == {"snapshot.json", "penstock.snapshot"}
+
+
+COMPACT = HOW | {"optimizer": replace(ADAMW, moments="int8")}
+
+
+def in_another_form(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Any], str]:
+    """A step from a snapshot whose moments are fp32, and what is said of a store of several ranks."""
+    case, said = MODELS["gpt2"], ""
+    if mesh is not None:
+        wrap(case, budget(folder / "store"), mesh=mesh, **HOW).close()
+        said = said_of(lambda: wrap(case, budget(folder / "store"), mesh=mesh, **COMPACT).close())
+    with wrap(case, budget(None), mesh=mesh, **COMPACT) as engine:
+        engine.load(folder / "one")
+        found = results(engine, run_steps(engine, own(mesh, 1, first=3)))
+        engine.save(folder / ("alone" if mesh is None else "together"))
+        return found, said
+
+
+def test_moments_of_a_snapshot_are_converted_for_any_number_of_ranks_and_those_of_a_store_are_refused(
+    tmp_path: Path,
+) -> None:
+    with wrap(MODELS["gpt2"], budget(None), **HOW) as engine:
+        run_steps(engine, own(None, 2))
+        engine.save(tmp_path / "one")
+    wanted, _ = in_another_form(None, tmp_path)
+    for found, said in together(2, in_another_form, tmp_path):
+        equal(found, wanted)
+        assert "to which one process converts them, and not several: go on with moments='fp32'" in said
+    with wrap(MODELS["gpt2"], budget(None), **HOW) as engine:
+        engine.load(tmp_path / "alone")
+        wanted = results(engine, run_steps(engine, []))
+        engine.load(tmp_path / "together")
+        equal(results(engine, run_steps(engine, [])), wanted)
 
 
 def said_of(call: Callable[[], None]) -> str:

@@ -37,8 +37,10 @@ from penstock.config.budget import is_of_rank
 from penstock.errors import ConfigError, StoreError
 from penstock.store.directory import DirectoryLock, in_the_way, is_there
 from penstock.store.facts import StoreFacts, facts_of_all
+from penstock.store.making import require_settled
 from penstock.store.manifest import DATA, Manifest
 from penstock.store.owner import RUN_FILE, Owner, check_owner, owner_in
+from penstock.store.successor import settle
 
 log = logging.getLogger("penstock")
 
@@ -56,7 +58,8 @@ class Claim:
     """
 
     def __init__(self, config: TrainConfig, start: Start, ranks: int) -> None:
-        """Look, and change nothing. ``ranks``: that are to train it.
+        """Look, and change nothing; but a state that is being converted is put in its place. ``ranks``: that are to
+        train it.
 
         Raises:
             ConfigError: what is there is not what ``start`` wants.
@@ -69,6 +72,8 @@ class Claim:
         self._record = RunRecord.read(self.folder)
         if self._record is not None:
             self._record.require_settled(self.folder)
+            for paths in self._stores if start != "new" else ():
+                settle(paths)
         self._began: RunRecord | None = None
         self._replaces: tuple[Replaced, ...] = ()
         self.step: int | None = None
@@ -105,6 +110,7 @@ class Claim:
         ours = {one.id for one in self._replaces}
         for path in self._disks:
             for place in (path, *sorted(filter(is_of_rank, path.glob("*")))):
+                require_settled(place)
                 if not is_there(place / DATA):
                     continue
                 owner = Manifest.read(place).owner

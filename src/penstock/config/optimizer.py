@@ -35,7 +35,8 @@ class OptimizerConfig:
     | ``momentum`` | momentum (sgd); null: 0 |
     | ``nesterov`` | Nesterov's form of momentum (sgd); null: false |
     | ``moments`` | the form that moments are kept in: ``fp32``; ``bf16``; or ``int8``, codes of 8 bits with a scale for
-    32 of them. Parameters of fewer than 4,096 elements keep theirs in fp32. Changes the numbers |
+    32 of them. Parameters of fewer than 4,096 elements keep theirs in fp32. Changes the numbers. A run that goes on
+    with another form is converted once |
     | ``overrides`` | mappings of ``match``, ``lr``, ``weight_decay``: others for parameters whose name the regular
     expression ``match`` finds |
     """

@@ -47,7 +47,7 @@ class OptimizerSpec:
     """The settings of all optimizers. Not used itself.
 
     ``moments``: the form that moments are kept in, of parameters of at least ``COMPACT_FROM`` elements
-    (docs/numerics.md); those of the others stay in fp32.
+    (docs/numerics.md); those of the others stay in fp32. A store or snapshot that has another is converted.
     ``decay_norms_and_biases``: False takes ``weight_decay`` from parameters of fewer than two dimensions and from those
     called a bias. It does not touch the ``weight_decay`` of an override.
 

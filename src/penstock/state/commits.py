@@ -18,9 +18,11 @@ from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays, parts_of
 from penstock.state.buffers import Buffers
+from penstock.state.convert import convert_store, has_other_form, require_like_but_for_form
 from penstock.state.parts import layout_of
-from penstock.state.record import check_moments, check_stored
+from penstock.state.record import check_stored
 from penstock.state.slots import Slots
+from penstock.store import successor
 from penstock.store.directory import make_directory
 from penstock.store.facts import facts_of
 from penstock.store.layout import Layout
@@ -107,6 +109,7 @@ class Commits:
     def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
         with self.ranks.together():
             paths = self._budget.disk_paths
+            successor.settle(paths)
             facts = facts_of(paths) if Store.exists(paths) else None
             found = self.ranks.told("store", (facts is not None, facts is None or facts.untouched))
             if all(there for there, _ in found):
@@ -121,9 +124,12 @@ class Commits:
                 model["world"] = self.ranks.told("world", uuid.uuid4().hex)[0]
                 for path in paths:  # what the budget names, in which each rank has a folder
                     make_directory(path.parent)
-            weights = self._weights(paths)
-            made = Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner, weights=weights)
-            return made, None
+            return self._made(layout, model, io_threads), None
+
+    def _made(self, layout: Layout, model: dict[str, Any], io_threads: int) -> Store:
+        paths = self._budget.disk_paths
+        weights = self._weights(paths)
+        return Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner, weights=weights)
 
     def _found(self, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
         """The store that is there, and what it goes on from: the last commit that all ranks have."""
@@ -137,8 +143,12 @@ class Commits:
                 self.ranks.agree("run, whose parts their stores have", model["world"])
             if self._any_strands and "strands" in store.model:
                 model["strands"] = store.model["strands"]
-            check_moments(store.model, model, str(paths[0]))
-            store.require_model(model)
+            converts = has_other_form(store.model, model, str(paths[0]))
+            if converts:
+                self._require_alone(store, model)
+                require_like_but_for_form(store, model)
+            else:
+                store.require_model(model)
             newest = self.ranks.told("last commit", store.commits.sequence)
             if store.commits.sequence > min(newest):
                 store.take_back(min(newest))
@@ -152,10 +162,33 @@ class Commits:
                     "what is on disk is not one step's state. Remove the directory to start over (and load a snapshot "
                     "if there is one)"
                 )
+            successor.clear(paths)
+            if converts and record is not None:
+                convert_store(store, model, record, io_threads=io_threads)
         except BaseException:
             store.close()
             raise
-        return store, record
+        if not converts:
+            return store, record
+        store.close()
+        if record is None:  # nothing but the making of it has been done
+            Store.delete(paths, only=lambda facts: facts.untouched)
+            return self._made(layout_of(model, self._budget.slots), model, io_threads), None
+        successor.settle(paths)
+        return self._found(model, io_threads)
+
+    def _require_alone(self, store: Store, model: Mapping[str, Any]) -> None:
+        """Raises:
+        StoreError: several ranks ask for another form of moments than theirs have.
+        """
+        if self.ranks.size > 1:
+            had, asked = (each.get("moments", "fp32") for each in (store.model, model))
+            raise StoreError(
+                f"{store.paths[0]}: moments are kept in {had} there, and optimizer.moments={asked!r} asks for another "
+                f"form, to which one process converts them, and not several: go on with moments={had!r}; or cut the "
+                "state for one process (penstock reshard RUN --ranks 1), take a step with it, and cut it for several "
+                "again; or load a snapshot into new stores"
+            )
 
     @property
     def written(self) -> int:

@@ -87,6 +87,11 @@ class Parts:
         own, cpu = [self.share.part(group) for group in self.groups.values()], torch.device("cpu")
         self.arrays = [StateArrays(own, self.form, dtype, cpu, s, Slots.of(s), host_bytes=0) for s in stores]
 
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """As the first rank has them."""
+        return self.arrays[0].parts
+
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``."""
         part = self.arrays[0].parts[names[0]]

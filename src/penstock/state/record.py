@@ -35,8 +35,7 @@ def check_progress(found: Any, where: str, *, trained: int, seed: int) -> None:
     _check(found, _RUN, where)
     if min(found["step"], found["updates"], found["seed"]) < 0:
         raise StoreError(_damaged(where, "a count in it is negative"))
-    if unknown := [i for i in found["missed"] if not (i.isdecimal() and len(i) < 10 and int(i) < trained)]:
-        raise StoreError(_damaged(where, f"it counts steps of a parameter {shown(unknown[0])}"))
+    _check_missed(found, where, trained)
     try:
         scale = decode(LossScale, found["loss_scale"])
     except MalformedError as error:
@@ -62,18 +61,27 @@ def check_stored(found: Any, where: str) -> None:
         raise StoreError(_damaged(where, "its step is negative"))
 
 
-def check_moments(found: Mapping[str, Any], model: Mapping[str, Any], where: str) -> None:
-    """Check that moments were kept in the form that is asked for now. ``found``, ``model``: what both describe.
+NAMES = "param_names"
+"""Of the parameters of one of an optimizer's param groups, where torch keeps them."""
+
+
+def check_renumbered(found: Any, where: str, trained: Sequence[str]) -> None:
+    """Check what of a record goes by the numbers, or the order, of the ``trained`` parameters, which have these names.
 
     Raises:
-        StoreError: they were not.
+        StoreError: as above.
     """
-    had, asked = (model.get("moments", "fp32") for model in (found, model))
-    if had != asked:
-        raise StoreError(
-            f"{where}: moments are kept in {shown(had)} there, and optimizer.moments={asked!r} asks for another form, "
-            f"which they are not converted to: go on with moments={shown(had)}, or begin a run from its export"
-        )
+    _check(found, {key: _RUN[key] for key in ("missed", "param_groups")}, where)
+    _check_missed(found, where, len(trained))
+    for group in found["param_groups"]:
+        names = group.get(NAMES, [])
+        if not fits(names, Sequence[str]) or not set(names) <= set(trained):
+            raise StoreError(_damaged(where, f"param_groups: {NAMES}={shown(names)}"))
+
+
+def _check_missed(found: Any, where: str, trained: int) -> None:
+    if unknown := [i for i in found["missed"] if not (i.isdecimal() and len(i) < 10 and int(i) < trained)]:
+        raise StoreError(_damaged(where, f"it counts steps of a parameter {shown(unknown[0])}"))
 
 
 def check_kept(found: Any, where: str) -> None:

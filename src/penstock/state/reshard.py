@@ -58,8 +58,7 @@ def reshard(
             for nbytes in _arrays(source, target, rank):
                 done += nbytes
                 show(done, total)
-            for name, nbytes in buffers_of(store.model):
-                _buffer(source, arrays.slots, name, nbytes)
+            copy_buffers(source, arrays.slots, store.model)
             store.commit({**record, "slots": arrays.slots.record()})
 
 
@@ -105,12 +104,14 @@ def _arrays(source: Parts, target: Parts, rank: int) -> Iterator[int]:
         bounce.close()
 
 
-def _buffer(source: Parts, into: Slots, name: str, nbytes: int) -> None:
-    slab = HostSlab(nbytes)
-    try:
-        pages = numpy_bytes(slab.bytes[:nbytes])
-        source.arrays[0].slots.read(name, 0, pages)
-        into.write(name, 0, pages)
-        into.flip((name,))
-    finally:
-        slab.close()
+def copy_buffers(source: Parts, into: Slots, model: Mapping[str, Any]) -> None:
+    """Copy the model's buffers, which are the same on all ranks."""
+    for name, nbytes in buffers_of(model):
+        slab = HostSlab(nbytes)
+        try:
+            pages = numpy_bytes(slab.bytes[:nbytes])
+            source.arrays[0].slots.read(name, 0, pages)
+            into.write(name, 0, pages)
+            into.flip((name,))
+        finally:
+            slab.close()

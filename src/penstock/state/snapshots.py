@@ -1,6 +1,7 @@
 """Snapshots of a run: every array and buffer, streamed chunk by chunk between its home and the snapshot's file. Of
 several ranks each has a file of its own, with its part, and all of them are one snapshot."""
 
+import logging
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,16 +20,20 @@ from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import page_up
 from penstock.state.arrays import StateArrays, numpy_bytes, parts_of
 from penstock.state.buffers import Buffers
+from penstock.state.convert import Conversion, has_other_form, in_words, renumbered, without_form
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.parts import form_of, found_in, groups_of
-from penstock.state.record import check_kept, check_moments
+from penstock.state.record import check_kept
 from penstock.state.reshard import described
+from penstock.state.values import SnapshotArrays
 from penstock.store.layout import Layout
 from penstock.store.packed import store_error
 from penstock.store.parts import OF_RANK
 from penstock.store.snapshot import PartWriter, SnapshotReader, SnapshotWriter, layout_of, size_of
 from penstock.store.snapshot_parts import PART_OF, SnapshotParts, part_folder, write_ranks
 from penstock.store.snapshot_place import SnapshotPlace
+
+log = logging.getLogger("penstock")
 
 
 def save(
@@ -139,7 +144,7 @@ class Saved(Protocol):
 @contextmanager
 def opened(path: Path, description: Mapping[str, Any], ranks: Ranks = ALONE, share: Share = WHOLE) -> Iterator[Saved]:
     """This rank's ``share`` of a snapshot that is whole, and made for what ``description`` describes. Of whatever
-    number of ranks it is: what is trained is cut anew for these.
+    number of ranks it is: what is trained is cut anew for these. Moments in another form are converted.
 
     Raises:
         StoreError: it is missing, damaged, or made for another model, precision, optimizer or number of strands; of
@@ -153,23 +158,30 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
     parts = SnapshotParts.of(path)
     if parts.ranks == share.size:
         own = stack.enter_context(parts.open(share.rank))
-        _require_like(own.meta.get("model"), description, path, ranks.size)
-        own.verify()
-        return own
+        check_kept(own.meta, str(path))
+        if not has_other_form(own.meta["model"], description, str(path)):
+            _require_like(own.meta["model"], description, path, ranks.size)
+            own.verify()
+            return own
     readers = [stack.enter_context(parts.open(rank)) for rank in range(parts.ranks)]
     check_kept(readers[0].meta, str(path))
     model = readers[0].meta["model"]
-    made_for = described(model, share.size, model.get("strands", 1))[share.rank]
-    _require_like(made_for, description, path, ranks.size)
+    converts = has_other_form(model, description, str(path))
+    if converts:
+        _require_like(without_form(model), without_form(description), path, ranks.size)
+    else:
+        made_for = described(model, share.size, model.get("strands", 1))[share.rank]
+        _require_like(made_for, description, path, ranks.size)
     for reader in readers[ranks.rank :: ranks.size]:  # all of them have been read by some rank when all have done this
         reader.verify()
-    return _CutAnew(readers, share)
+    if not converts:
+        return _CutAnew(readers, share)
+    if ranks.rank == 0:
+        log.warning("%s: moments are converted %s", path, in_words(model, description))
+    return _Converted(readers, description, share, renumbered(readers[0].meta, model, description, str(path)))
 
 
-def _require_like(saved: Any, description: Mapping[str, Any], path: Path, ranks: int) -> None:
-    if not isinstance(saved, Mapping):
-        saved = {}
-    check_moments(saved, description, str(path))
+def _require_like(saved: Mapping[str, Any], description: Mapping[str, Any], path: Path, ranks: int) -> None:
     for key, mine in {"strands": 1, **description}.items():
         found = saved.get(key, 1 if key == "strands" else None)
         if key in OF_RANK or found == mine:  # whose part it is was looked at as it was opened
@@ -219,12 +231,40 @@ class _CutAnew:
             self._readers[piece.rank].read(name, piece.start // per * size, into)
 
 
+class _Converted:
+    """A snapshot of any number of ranks whose moments have another form, as one rank has it."""
+
+    def __init__(
+        self, readers: Sequence[SnapshotReader], description: Mapping[str, Any], share: Share, meta: Mapping[str, Any]
+    ) -> None:
+        """``readers``: of its parts, by rank. ``share``: what is to be read. ``meta``: of what ``description`` says."""
+        self.meta = meta
+        self.read = readers[0].read
+        """of buffers, which are the same on all"""
+        self._share = share
+        had = readers[0].meta["model"]
+        self._conversion = Conversion(SnapshotArrays(readers, had), had, description)
+
+    def fill(self, arrays: StateArrays) -> None:
+        """Overwrite all arrays."""
+        self._conversion.fill(arrays, self._share)
+
+
 def restore(snapshot: Saved, arrays: StateArrays, buffers: Buffers) -> None:
     """Overwrite all arrays, wherever they are at home, and the buffers.
 
     Raises:
         StoreError: a drive failed. Part of the state is then the snapshot's, and part what it was before.
     """
+    if isinstance(snapshot, _Converted):
+        snapshot.fill(arrays)
+    else:
+        _copy(snapshot, arrays)
+    buffers.read(snapshot.read)
+    arrays.renew_copies()
+
+
+def _copy(snapshot: Saved, arrays: StateArrays) -> None:
     bounce = HostSlab(BOUNCE)
     try:
         for name in arrays.parts:
@@ -234,7 +274,5 @@ def restore(snapshot: Saved, arrays: StateArrays, buffers: Buffers) -> None:
                 arrays.write(name, start, piece)
             if arrays.tier_of(name) == "disk":
                 arrays.flip(name)
-        buffers.read(snapshot.read)
     finally:
         bounce.close()
-    arrays.renew_copies()

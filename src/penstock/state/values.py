@@ -126,11 +126,11 @@ def kept(snapshot: Path) -> Iterator[Committed]:
         check_kept(meta, str(snapshot))
         model = meta["model"]
         buffers = {name: _buffer(read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
-        values = Values(_SnapshotArrays(readers, model), model, buffers)
+        values = Values(SnapshotArrays(readers, model), model, buffers)
         yield Committed(step=int(meta["step"]), precision=model["precision"], values=values)
 
 
-class _SnapshotArrays:
+class SnapshotArrays:
     """The arrays of whole groups, out of a snapshot's parts."""
 
     def __init__(self, readers: Sequence[SnapshotReader], model: Mapping[str, Any]) -> None:
@@ -140,10 +140,10 @@ class _SnapshotArrays:
         self._share = Share(size=len(readers))
         self._groups = {group.index: group for group in groups_of(model)}
         own = [self._share.part(group) for group in self._groups.values()]
-        self._parts = {part.name: part for group in own for part in parts_of(group, self.form, dtype)}
+        self.parts = {part.name: part for group in own for part in parts_of(group, self.form, dtype)}
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
-        parts = [self._parts[name] for name in names]
+        parts = [self.parts[name] for name in names]
         per = parts[0].per
         for piece in self._share.pieces(self._groups[parts[0].group], offset, flat.numel() * per):
             read = partial(_read, self._readers[piece.rank])

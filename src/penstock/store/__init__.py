@@ -9,6 +9,7 @@ directory.py  checks of the directories that the user gives, and their lock
 manifest.py   what a store is made for, and which of its directories is which
 records.py    small checksummed JSON documents: manifest and commit records
 journal.py    text files that grow with a run: metrics and traces
+successor.py  a store that takes the place of another, in the same directories
 store.py      `Store`: what the executor reads and writes during training
 whole.py      folders that appear whole or not at all
 snapshot.py   `SnapshotWriter`, `SnapshotReader`: what `engine.save` and `engine.load` use

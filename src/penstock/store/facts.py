@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.errors import StoreError
 from penstock.store.directory import is_there
+from penstock.store.making import require_settled
 from penstock.store.manifest import DATA, Manifest
 from penstock.store.owner import Owner
 from penstock.store.records import CommitLog
@@ -49,8 +50,11 @@ def facts_of(paths: Sequence[Path]) -> StoreFacts | None:
     """Ask a store. None: there is none in any of the directories.
 
     Raises:
-        StoreError: a directory may not be looked at, or what is there cannot be read.
+        StoreError: a directory may not be looked at, or what is there cannot be read; or another store is about to take
+            its place.
     """
+    for path in paths:
+        require_settled(path)
     there = [path for path in paths if is_there(path / DATA)]
     if not there:
         return None

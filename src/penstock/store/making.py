@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -20,7 +21,21 @@ from penstock.store.striping import Striping
 
 log = logging.getLogger("penstock")
 
-_BESIDE = ("commit.0", "commit.1", f"{MANIFEST}.partial", MANIFEST)
+BESIDE = ("commit.0", "commit.1", f"{MANIFEST}.partial", MANIFEST)
+"""What a store has beside its data."""
+STAGED, NEXT = "penstock.store.staged", "penstock.store.next"
+"""What a directory's part of the store that takes this one's place is called, before and after it counts."""
+
+
+def require_settled(path: Path) -> None:
+    """Raises:
+    StoreError: another store is about to take the place of the one in this directory (``successor``).
+    """
+    if directory.is_there(path / NEXT):
+        raise StoreError(
+            f"{path}: penstock was stopped as it put the converted state in its place: go on with the run (penstock "
+            "resume, or penstock.wrap), which finishes that"
+        )
 
 
 def claim(path: Path, undo: ExitStack) -> DirectoryLock:
@@ -29,6 +44,7 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
         undo.callback(_remove_if_empty, path)
     lock = DirectoryLock(path)
     try:
+        require_settled(path)
         if directory.is_there(path / DATA):
             raise StoreError(f"{path} holds a store already: open it, delete it, or give another directory")
         if (path / MANIFEST).exists() and not (path / PARTIAL).exists():
@@ -124,12 +140,16 @@ def remove_files(paths: Sequence[Path]) -> None:
 
     The data lose their name first, those beside the commits last: a part of a store has its manifest, and the commits
     of a store that is there can be read. What the data are called then goes after everything else.
+    What was staged to take its place goes first.
     """
+    for path in reversed(paths):
+        if directory.is_there(path / STAGED):
+            shutil.rmtree(path / STAGED)
     for path in reversed(paths):
         if directory.is_there(path / DATA):
             os.rename(path / DATA, path / PARTIAL)
     for path in reversed(paths):
-        for name in (*_BESIDE, PARTIAL):
+        for name in (*BESIDE, PARTIAL):
             (path / name).unlink(missing_ok=True)
 
 

@@ -88,6 +88,19 @@ def read_manifests(paths: Sequence[Path]) -> Manifest:
         if not is_there(path / DATA) and not is_there(path / MANIFEST):
             raise StoreError(f"{path} holds no store: create one, or give the directory of one")
     found = [Manifest.read(path) for path in paths]
+    require_all(paths, found)
+    for path in paths:
+        if not is_there(path / DATA):
+            raise StoreError(f"{path / DATA} is missing: if the store's creation was interrupted, delete the store")
+    return found[0]
+
+
+def require_all(paths: Sequence[Path], found: Sequence[Manifest]) -> None:
+    """Check that these, found in ``paths``, are all the manifests of one store.
+
+    Raises:
+        StoreError: one is of another store, some are missing, or their order is another.
+    """
     first = found[0]
     for path, manifest in zip(paths, found, strict=True):
         if manifest.store != first.store:
@@ -103,10 +116,6 @@ def read_manifests(paths: Sequence[Path]) -> Manifest:
     if order != list(range(len(found))):
         right = ", ".join(str(paths[i]) for i in order)
         raise StoreError(f"the store's directories are given in another order than they were made in: give {right}")
-    for path in paths:
-        if not is_there(path / DATA):
-            raise StoreError(f"{path / DATA} is missing: if the store's creation was interrupted, delete the store")
-    return first
 
 
 def difference(ours: object, theirs: object, where: str) -> str | None:

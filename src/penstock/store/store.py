@@ -18,7 +18,7 @@ from penstock.store.digests import Digests, Numbers
 from penstock.store.directory import DirectoryLock
 from penstock.store.facts import StoreFacts, facts_of
 from penstock.store.layout import Extent, Grid, Layout
-from penstock.store.making import claim, file_sizes, fill, remove_files, striped
+from penstock.store.making import NEXT, claim, file_sizes, fill, remove_files, require_settled, striped
 from penstock.store.manifest import DATA as DATA
 from penstock.store.manifest import Manifest, difference, read_manifests
 from penstock.store.owner import Owner, check_owner
@@ -175,6 +175,7 @@ class Store:
         with reported("opening a store"), ExitStack() as undo:
             for path in paths:
                 directory.check_directory(path, writable=writable)
+                require_settled(path)
             read_manifests(paths)  # before a lock file is put into a directory that is perhaps not a store at all
             locks = []
             for path in paths:
@@ -191,7 +192,7 @@ class Store:
         Raises:
             StoreError: a directory may not be looked at.
         """
-        return any(directory.is_there(Path(path) / DATA) for path in paths)
+        return any(directory.is_there(Path(path) / name) for path in paths for name in (DATA, NEXT))
 
     @staticmethod
     def delete(paths: Sequence[Path], *, only: Callable[[StoreFacts], bool] | None = None) -> bool:
@@ -207,6 +208,7 @@ class Store:
         with reported("deleting a store"), ExitStack() as undo:
             for path in paths:
                 directory.check_directory(path)
+                require_settled(path)
             locks = []
             for path in paths:
                 locks.append(DirectoryLock(path))

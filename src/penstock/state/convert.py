@@ -1,0 +1,297 @@
+"""The state of a run with its moments in another form (``optimizer.moments``): read by names, and written anew.
+
+Which group a parameter is in, and where, differs between forms, as does what has one checksum. What holds:
+
+1. Weights, what the master copy has besides them, and buffers are the same bits, parameter by parameter.
+2. A moment is widened to fp32, and rounded to the new form, each as a step does it (``docs/numerics.md``). Widening is
+   exact: only a narrower form changes numbers, and does so once, since what is rounded is rounded to itself.
+3. Padding is zeros, as in state that is new, and rounded with its neighbours where these share a scale with it.
+4. All else that a commit or a snapshot says of a run stays as it was; what it says of parameters by their number is
+   said of the same ones.
+5. A store is converted beside itself, and counts from one instant on (``store.successor``): whatever that is broken off
+   by, the old one is whole or the new one is, and what does not count is removed by whoever opens the store next. So
+   there must be room for both.
+6. A group's arrays are read and written piece by piece: memory has room for a few pieces, whatever the groups are.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from math import prod
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol, get_args
+
+import torch
+
+from penstock.config import format_size
+from penstock.config.optimizer import Moments
+from penstock.documents.typed import shown
+from penstock.errors import StoreError
+from penstock.optim import kernels
+from penstock.optim.codes import Codes
+from penstock.optim.precision import DTYPES
+from penstock.ranks.share import WHOLE, Share
+from penstock.schedule.place import SCALED
+from penstock.schedule.program import GroupSpec, round_up
+from penstock.state.arrays import Part, StateArrays, parts_of
+from penstock.state.memory import BOUNCE, HostSlab
+from penstock.state.numa import thread_count
+from penstock.state.parts import Parts, form_of, groups_of, layout_of
+from penstock.state.record import NAMES, check_renumbered
+from penstock.state.reshard import copy_buffers
+from penstock.store import successor
+from penstock.store.manifest import difference
+from penstock.store.packed import store_error
+from penstock.store.store import Store
+
+log = logging.getLogger("penstock")
+
+
+class WholeArrays(Protocol):
+    """The arrays of whole groups, wherever they are. ``parts``: by name; their sizes may be those of one rank's."""
+
+    @property
+    def parts(self) -> Mapping[str, Part]: ...
+
+    def fetch(self, names: tuple[str, ...], offset: int, flat: torch.Tensor) -> None:
+        """As ``StateArrays.fetch``."""
+
+
+def has_other_form(found: Mapping[str, Any], model: Mapping[str, Any], where: str) -> bool:
+    """True if moments were kept in another form than is asked for now. ``found``, ``model``: what both describe.
+
+    Raises:
+        StoreError: in none that there is.
+    """
+    had = found.get("moments", "fp32")
+    if had not in get_args(Moments):
+        raise StoreError(f"{where}: moments are kept in {shown(had)}: use the version of penstock that wrote them")
+    return bool(had != model.get("moments", "fp32"))
+
+
+def without_form(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What is described, but for the form of moments and what follows from it: parameters, in whichever groups, with
+    what else is said of these."""
+    parameters = [
+        [name, shape, trained, {key: value for key, value in group.items() if key not in _OF_A_CUT}]
+        for group in model["groups"]
+        for name, shape, _, trained in group["parameters"]
+    ]
+    kept = {key: value for key, value in model.items() if key not in ("groups", "moments")}
+    return kept | {"parameters": sorted(parameters, key=itemgetter(0))}
+
+
+_OF_A_CUT = frozenset({"name", "trainable", "frozen", "compact", "parameters"})
+"""What is said of a group that differs between forms."""
+
+
+def in_words(had: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """What becomes of moments."""
+    before, after = (format_size(_nbytes(each, ("moment", "scale"))) for each in (had, model))
+    return f"from {had.get('moments', 'fp32')} to {model.get('moments', 'fp32')}, {before} of them to {after}"
+
+
+def _nbytes(model: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    form, dtype = form_of(model), DTYPES[model["precision"]]
+    parts = (part for group in groups_of(model) for part in parts_of(group, form, dtype))
+    return sum(part.nbytes for part in parts if part.name.startswith(names))
+
+
+def renumbered(
+    record: Mapping[str, Any], had: Mapping[str, Any], model: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """A commit's or a snapshot's record, which numbers trained parameters in the order of the groups, and names them in
+    it, with the numbers and in the order that they have now.
+
+    Raises:
+        StoreError: it names one that there is not.
+    """
+    names, now = _trained(had), {name: number for number, name in enumerate(_trained(model))}
+    check_renumbered(record, where, names)
+    missed = {str(now[names[int(number)]]): count for number, count in record["missed"].items()}
+    groups = [
+        {**group, NAMES: sorted(group[NAMES], key=now.__getitem__)} if NAMES in group else group
+        for group in record["param_groups"]
+    ]
+    return {**record, "missed": missed, "param_groups": groups}
+
+
+def _trained(model: Mapping[str, Any]) -> list[str]:
+    return [name for group in model["groups"] for name, _, _, trained in group["parameters"] if trained]
+
+
+def require_like_but_for_form(store: Store, model: Mapping[str, Any]) -> None:
+    """Raises:
+    StoreError: the store was made for another model in more than the form of moments; names the first difference.
+    """
+    if (differs := difference(without_form(store.model), without_form(model), "")) is not None:
+        where = ", ".join(map(str, store.paths))
+        raise StoreError(f"{where}: the store was made for another model: {differs}: give another directory")
+
+
+def convert_store(store: Store, model: dict[str, Any], record: Mapping[str, Any], *, io_threads: int) -> None:
+    """Make the store that takes the place of one of one process, and let it count: ``successor.settle`` puts it there
+    when this one is closed. Needs 32 MiB of memory.
+
+    ``model``: what it is to be made for, which differs in nothing but the form. ``record``: the last commit, which is
+    whole.
+
+    Raises:
+        StoreError: a drive fails, or has no room for both. This one still counts then, and is what it was.
+    """
+    record = renumbered(record, store.model, model, f"the last commit in {store.paths[0]}")
+    size = format_size(_nbytes(model, ("",)))
+    words = in_words(store.model, model)
+    log.warning("%s: moments are converted %s: %s are written anew", store.paths[0], words, size)
+    try:
+        _write(store, model, record, io_threads)
+        successor.decide(store.paths)
+    except BaseException as error:
+        with suppress(OSError):  # what is left then goes when the store is opened
+            successor.clear(store.paths)
+        if isinstance(error, StoreError):
+            raise store_error(f"moments are not converted, and the state is as it was: {error}", error) from error
+        raise
+
+
+def _write(store: Store, model: dict[str, Any], record: Mapping[str, Any], io_threads: int) -> None:
+    slots = max(extent.slots for extent in store.layout.extents)
+    with Store.create(
+        successor.staged(store.paths),
+        layout_of(model, slots),
+        model=model,
+        io_threads=io_threads,
+        owner=store.owner,
+        names=store.paths,
+        weights=store.weights,
+    ) as made:
+        source, (target,) = Parts([store]), Parts([made]).arrays
+        Conversion(source, store.model, model).fill(target)
+        copy_buffers(source, target.slots, model)
+        made.commit({**record, "slots": target.slots.record()})
+
+
+class _Slice(NamedTuple):
+    """Elements of one parameter: ``numel`` from ``first`` on of what was asked for, and from ``offset`` on of a
+    ``group`` of the source."""
+
+    first: int
+    numel: int
+    group: int
+    offset: int
+
+
+class _Place(NamedTuple):
+    """A parameter's elements in a whole group, and in one of the source."""
+
+    start: int
+    stop: int
+    group: int
+    offset: int
+
+
+class Conversion:
+    """Fills arrays whose moments have another form than the ones that they are filled from."""
+
+    def __init__(self, source: WholeArrays, had: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+        """``had``, ``model``: what the ``source`` is described as, and what is to be filled."""
+        self._source = source
+        self._groups = groups_of(model)
+        found = {
+            name: (g, offset) for g, group in enumerate(had["groups"]) for name, _, offset, _ in group["parameters"]
+        }
+        self._places = [
+            [_Place(offset, offset + prod(shape), *found[name]) for name, shape, offset, _ in group["parameters"]]
+            for group in model["groups"]
+        ]
+        self._threads = thread_count(torch.device("cpu"))
+
+    def fill(self, arrays: StateArrays, share: Share = WHOLE) -> None:
+        """Overwrite all ``arrays``, wherever they are at home, which have this ``share`` of every group.
+
+        Raises:
+            StoreError: a drive failed. Some of the arrays are then as they were.
+        """
+        bounce, values, beside = HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 2)
+        try:
+            for name in arrays.parts:
+                arrays.begin(name)
+            for name, part in arrays.parts.items():
+                kind, _, g = name.rpartition(".")
+                if kind.startswith("moment"):
+                    scales = f"{kind.replace('moment', 'scale')}.{g}"
+                    self._moment(arrays, part, arrays.parts.get(scales), share, bounce, values, beside)
+                elif not kind.startswith("scale"):  # which goes with its moment
+                    for start, piece in arrays.pieces(name, bounce):
+                        piece.zero_()
+                        for found in self._slices(arrays.groups[part.group], share.rank, start, piece.numel()):
+                            into = piece[found.first : found.first + found.numel]
+                            self._source.fetch((f"{kind}.{found.group}",), found.offset, into)
+                        arrays.write(name, start, piece)
+            for name in arrays.parts:
+                if arrays.tier_of(name) == "disk":
+                    arrays.flip(name)
+        finally:
+            for slab in (bounce, values, beside):
+                slab.close()
+
+    def _moment(
+        self,
+        arrays: StateArrays,
+        part: Part,
+        scaled: Part | None,
+        share: Share,
+        bounce: HostSlab,
+        wide: HostSlab,
+        beside: HostSlab,
+    ) -> None:
+        """Fill a moment; and its scales, if it has some."""
+        kind = part.name.rpartition(".")[0]
+        for start, piece in arrays.pieces(part.name, bounce):
+            values = wide.bytes[: piece.numel() * 4].view(torch.float32)
+            values.zero_()
+            for found in self._slices(arrays.groups[part.group], share.rank, start, piece.numel()):
+                into = values[found.first : found.first + found.numel]
+                self._widen(f"{kind}.{found.group}", found.offset, into)
+            if scaled is None:
+                kernels.encode(piece, values, self._threads)
+            else:
+                own = scaled.own(start, piece.numel())
+                scales = beside.bytes[: (own.stop - own.start) * scaled.dtype.itemsize].view(scaled.dtype)
+                scales.zero_()
+                codes = Codes(codes=piece, scales=scales[: piece.numel() // SCALED])
+                kernels.encode(codes, values, self._threads)
+                arrays.write(scaled.name, own.start, scales)
+            arrays.write(part.name, start, piece)
+
+    def _widen(self, name: str, offset: int, out: torch.Tensor) -> None:
+        """Fill ``out`` [n] fp32 with a moment's elements from ``offset`` on of a group of the source."""
+        parts, n, scale = self._source.parts, out.numel(), name.replace("moment", "scale")
+        dtype = parts[name].dtype
+        if scale not in parts:
+            if dtype == torch.float32:
+                self._source.fetch((name,), offset, out)
+            else:
+                moment = torch.empty(n, dtype=dtype)
+                self._source.fetch((name,), offset, moment)
+                kernels.decode(out, moment, self._threads)
+            return
+        whole = round_up(n, SCALED)  # a parameter ends within a group of codes, and what follows is its padding
+        codes = Codes(
+            codes=torch.empty(whole, dtype=dtype), scales=torch.empty(whole // SCALED, dtype=parts[scale].dtype)
+        )
+        self._source.fetch((name,), offset, codes.codes)
+        self._source.fetch((scale,), offset, codes.scales)
+        values = torch.empty(whole)
+        kernels.decode(values, codes, self._threads)
+        out.copy_(values[:n])
+
+    def _slices(self, own: GroupSpec, rank: int, start: int, numel: int) -> Iterator[_Slice]:
+        """What parameters have of elements of one rank's part ``own`` of a group, all trained or all frozen."""
+        at = rank * own.trainable + start
+        if start >= own.trainable:
+            at = self._groups[own.index].trainable + rank * own.frozen + start - own.trainable
+        for place in self._places[own.index]:
+            first, stop = max(at, place.start), min(at + numel, place.stop)
+            if first < stop:
+                yield _Slice(first - at, stop - first, place.group, place.offset + first - place.start)
