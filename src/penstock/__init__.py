@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import Budget, Endurance
+from penstock.config.optimizer import Split
 from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, RankError, ScheduleError, StoreError
 from penstock.schedule.ir.ops import Schedule
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.wrap import wrap
-    from penstock.optim.spec import SGD, Adam, AdamW, Lion, Override
+    from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, Override
     from penstock.planner.ask import plan
     from penstock.ranks.start import torchrun_mesh
     from penstock.state.stats import StepStats
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Engine": "penstock.engine.engine",
     "wrap": "penstock.engine.wrap",
-    **dict.fromkeys(("SGD", "Adam", "AdamW", "Lion", "Override"), "penstock.optim.spec"),
+    **dict.fromkeys(("SGD", "Adam", "AdamW", "Lion", "Muon", "Override"), "penstock.optim.spec"),
     "StepStats": "penstock.state.stats",
     "plan": "penstock.planner.ask",
     "torchrun_mesh": "penstock.ranks.start",
@@ -35,11 +36,13 @@ __all__ = [
     "Engine",
     "Lion",
     "ModelError",
+    "Muon",
     "NonFiniteError",
     "Override",
     "RankError",
     "Schedule",
     "ScheduleError",
+    "Split",
     "StepStats",
     "StoreError",
     "plan",

@@ -4,9 +4,15 @@ import math
 from collections.abc import Callable, Mapping
 
 from penstock.config import LrScheduleConfig, OptimizerConfig, OptimizerName
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec, Override
+from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec, Override
 
-_OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD, "lion": Lion}
+_OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {
+    "adamw": AdamW,
+    "adam": Adam,
+    "sgd": SGD,
+    "lion": Lion,
+    "muon": Muon,
+}
 
 
 def optimizer_spec(config: OptimizerConfig) -> OptimizerSpec:
@@ -14,6 +20,10 @@ def optimizer_spec(config: OptimizerConfig) -> OptimizerSpec:
     of norms and biases, which is off unless it is asked for."""
     overrides = tuple(Override(match=o.match, lr=o.lr, weight_decay=o.weight_decay) for o in config.overrides)
     decay = bool(config.decay_norms_and_biases)
+    if config.adamw is not None:
+        others = config.adamw
+        adamw = AdamW(**others.given(), decay_norms_and_biases=bool(others.decay_norms_and_biases))
+        return Muon(**config.given(), overrides=overrides, adamw=adamw)
     return _OPTIMIZERS[config.name](**config.given(), overrides=overrides, decay_norms_and_biases=decay)
 
 

@@ -1,13 +1,18 @@
 """How parameters are changed."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.errors import ConfigError
 
-OptimizerName = Literal["adamw", "adam", "sgd", "lion"]
+NS_STEPS = 5
+"""of the Newton-Schulz iteration, as in torch.optim.Muon"""
+OptimizerName = Literal["adamw", "adam", "sgd", "lion", "muon"]
 Moments = Literal["fp32", "bf16", "int8"]
 """The form that an optimizer's moments are kept in."""
+AdjustLr = Literal["original", "match_rms_adamw"]
+"""How Muon's learning rate follows a matrix's shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,20 +25,96 @@ class OverrideConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Split:
+    """Parameters that are several matrices side by side, each of which Muon makes orthogonal by itself.
+
+    ``match``: a regular expression that finds their names; the first that does counts. ``parts``: into how many equal
+    ones each is cut, or their sizes. ``dim``: what is cut, 0 the rows or 1 the columns; sizes are of rows.
+
+    Raises:
+        ConfigError: parts are none.
+    """
+
+    match: str
+    parts: int | tuple[int, ...]
+    dim: Literal[0, 1] = 0
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ConfigError(f"split match={self.match!r} is not a regular expression: {error}") from error
+        sizes = (self.parts,) if isinstance(self.parts, int) else self.parts
+        if not sizes or min(sizes) < 1 or (isinstance(self.parts, int) and self.parts < 2):
+            raise ConfigError(f"split match={self.match!r}: parts={self.parts!r} must be a number from 2 on, or sizes")
+        if self.dim and not isinstance(self.parts, int):
+            raise ConfigError(f"split match={self.match!r}: columns are cut into equal parts: give their number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orthogonal:
+    """How updates of matrices are made orthogonal. ``steps``: of the Newton-Schulz iteration."""
+
+    steps: int
+    splits: tuple[Split, ...] = ()
+
+    def split_of(self, name: str) -> Split | None:
+        """How a parameter is cut, if it is."""
+        return next((split for split in self.splits if re.search(split.match, name)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """AdamW, for the parameters that Muon leaves.
+
+    | field | meaning |
+    |---|---|
+    | ``lr`` | learning rate before any schedule |
+    | ``betas`` | decay rates of the two moments; null: 0.9 and 0.999 |
+    | ``eps`` | added to the denominator; null: 1e-8 |
+    | ``weight_decay`` | decoupled weight decay; null: 0.01 |
+    | ``decay_norms_and_biases`` | as in ``optimizer`` |
+    """
+
+    lr: float
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    decay_norms_and_biases: bool | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The settings that were given, as keyword arguments of the optimizer's own class."""
+        values = {key: getattr(self, key) for key in ("lr", "betas", "eps", "weight_decay")}
+        return {key: value for key, value in values.items() if value is not None}
+
+    def __post_init__(self) -> None:
+        if self.decay_norms_and_biases is not None and self.weight_decay == 0:
+            raise ConfigError("optimizer.adamw.decay_norms_and_biases has no effect without weight decay: drop it")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer, with torch's defaults.
 
     | field | meaning |
     |---|---|
-    | ``name`` | ``adamw``, ``adam``, ``sgd`` or ``lion`` |
+    | ``name`` | ``adamw``, ``adam``, ``sgd``, ``lion`` or ``muon`` |
     | ``lr`` | learning rate before any schedule |
     | ``betas`` | decay rates of the two moments (adamw, adam, lion); null: 0.9 and 0.999, of lion 0.99 |
     | ``eps`` | added to the denominator (adamw, adam); null: 1e-8 |
-    | ``weight_decay`` | weight decay (decoupled in adamw and lion); null: 0.01 in adamw, else 0 |
+    | ``weight_decay`` | weight decay (decoupled in adamw, lion and muon); null: 0.01 in adamw, 0.1 in muon,
+    else 0 |
     | ``decay_norms_and_biases`` | whether weight decay holds for norms and biases too: for parameters of fewer than two
-    dimensions, and those called a bias; null: false |
-    | ``momentum`` | momentum (sgd); null: 0 |
-    | ``nesterov`` | Nesterov's form of momentum (sgd); null: false |
+    dimensions, and those called a bias; null: false. With muon it is ``adamw``'s |
+    | ``momentum`` | momentum (sgd, muon); null: 0, of muon 0.95 |
+    | ``nesterov`` | Nesterov's form of momentum (sgd, muon); null: false, of muon true |
+    | ``ns_steps`` | steps of the iteration that makes updates orthogonal (muon); null: 5 |
+    | ``adjust_lr_fn`` | how the learning rate follows a matrix's shape (muon): ``original``, or ``match_rms_adamw``,
+    with which rates tuned for AdamW hold; null: ``original`` |
+    | ``adamw`` | a mapping of ``lr``, ``betas``, ``eps``, ``weight_decay``, ``decay_norms_and_biases``: AdamW for what
+    muon leaves, which are all parameters but the matrices of blocks |
+    | ``splits`` | mappings of ``match``, ``parts``, ``dim``: parameters that are several matrices side by side (muon),
+    such as fused projections or heads: the number of equal parts, or their sizes; ``dim`` 0 cuts rows, 1 columns |
     | ``moments`` | the form that moments are kept in: ``fp32``; ``bf16``; or ``int8``, codes of 8 bits with a scale for
     32 of them. Parameters of fewer than 4,096 elements keep theirs in fp32. Changes the numbers. A run that goes on
     with another form is converted once |
@@ -48,14 +129,20 @@ class OptimizerConfig:
     weight_decay: float | None = None
     momentum: float | None = None
     nesterov: bool | None = None
+    ns_steps: int | None = None
+    adjust_lr_fn: AdjustLr | None = None
+    adamw: AdamWConfig | None = None
+    splits: tuple[Split, ...] = ()
     decay_norms_and_biases: bool | None = None
     moments: Moments = "fp32"
     overrides: tuple[OverrideConfig, ...] = ()
 
     def given(self) -> dict[str, Any]:
-        """The settings that were given, but for the overrides, as keyword arguments of the optimizer's own class."""
-        keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
+        """The settings that were given, but for the overrides and AdamW's, as keyword arguments of the optimizer's own
+        class."""
+        keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
         values = {key: getattr(self, key) for key in keys} | ({"moments": self.moments} if self.is_compact else {})
+        values |= {"splits": self.splits} if self.splits else {}
         return {key: value for key, value in values.items() if value is not None}
 
     @property
@@ -63,12 +150,20 @@ class OptimizerConfig:
         """Whether moments take less than fp32."""
         return self.moments != "fp32"
 
+    @property
+    def whole(self) -> Orthogonal | None:
+        """How updates are made orthogonal, where they are."""
+        if self.name != "muon":
+            return None
+        return Orthogonal(steps=NS_STEPS if self.ns_steps is None else self.ns_steps, splits=self.splits)
+
     def __post_init__(self) -> None:
         takes = {"lr", "weight_decay", "moments"} | {
             "adamw": {"betas", "eps"},
             "adam": {"betas", "eps"},
             "sgd": {"momentum", "nesterov"},
             "lion": {"betas"},
+            "muon": {"momentum", "nesterov", "ns_steps", "adjust_lr_fn", "splits"},
         }[self.name]
         for key in self.given():
             if key not in takes:
@@ -76,6 +171,17 @@ class OptimizerConfig:
                     f"optimizer.{key} has no effect with optimizer.name={self.name!r}, which takes "
                     f"{', '.join(sorted(takes))}: drop it or choose another optimizer"
                 )
+        if (self.adamw is not None) != (self.name == "muon"):
+            raise ConfigError(
+                "optimizer.adamw is missing: with muon, other parameters than the matrices of blocks are AdamW's. Give "
+                "optimizer.adamw.lr"
+                if self.adamw is None
+                else f"optimizer.adamw has no effect with optimizer.name={self.name!r}: drop it"
+            )
+        if self.name == "muon" and self.decay_norms_and_biases is not None:
+            raise ConfigError(
+                "optimizer.decay_norms_and_biases: with muon, give optimizer.adamw.decay_norms_and_biases"
+            )
         decays = self.weight_decay if self.weight_decay is not None else self.name == "adamw"  # as torch has them
         if self.decay_norms_and_biases is not None and not decays:
             raise ConfigError(

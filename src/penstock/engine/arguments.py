@@ -21,7 +21,7 @@ from penstock.engine.start import WeightSource
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.optim.from_torch import spec_of
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec
+from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
 from penstock.schedule.ir.ops import Schedule
 from penstock.tape.suspended import LossFn
 
@@ -146,7 +146,7 @@ def check_seed(seed: int) -> None:
         raise ConfigError(f"seed={shown(seed)}: must be at least 0")
 
 
-_SPECS = (AdamW, Adam, SGD, Lion)
+_SPECS = (AdamW, Adam, SGD, Lion, Muon)
 
 
 def check_model(value: Any) -> None:

@@ -22,6 +22,7 @@ from penstock.optim.precision import DTYPES, LossScale
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import Share
 from penstock.runtime.streams import DeviceStreams, HostStreams, streams_for
+from penstock.schedule.matrices import Piece, pieces
 from penstock.schedule.place import Format
 from penstock.state import numa
 from penstock.state.arrays import StateArrays
@@ -32,7 +33,7 @@ from penstock.state.values import Arrays, Values
 from penstock.store.owner import Owner
 from penstock.store.parts import of_rank
 from penstock.tape.blocks import find_blocks
-from penstock.tape.groups import ParamGroup, group_parameters
+from penstock.tape.groups import ParamGroup, ParamSlice, group_parameters
 from penstock.tape.guard import guard
 from penstock.tape.tape import Tape
 
@@ -56,6 +57,8 @@ class EngineResources:
     """what the store, and a snapshot, is made for"""
     runs: Mapping[int, Sequence[Run]]
     """by group, in order of elements"""
+    matrices: Mapping[int, Sequence[tuple[ParamSlice, Sequence[Piece]]]]
+    """by group of matrices, what each parameter consists of"""
     ranks: Ranks
     """who trains the model together"""
     share: Share
@@ -121,12 +124,14 @@ def open_resources(
     assert settings.loss_fn is not None, "and this"
     found, from_meta = find_blocks(model, settings.blocks), start.built_on_meta(model)
     share = ranks.share(settings.parts(ranks.size))
-    form = Format.of(precision, settings.optimizer.moment_count, settings.optimizer.moments)
-    groups, buffers = group_parameters(model, found, share.size, compact=form.is_compact), Buffers(model)
+    spec = settings.optimizer
+    form = Format.of(precision, spec.moment_count, spec.moments, spec.whole)
+    groups, buffers = group_parameters(model, found, share.size, form), Buffers(model)
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
-    optimizer = StreamedOptimizer(settings.optimizer, trained)
+    matrices = {id(s.parameter) for g in groups if g.spec.whole for s in g.slices if s.trainable}
+    optimizer = StreamedOptimizer(spec, trained, matrices)
     strands = ranks.size if settings.strands is None else settings.strands
-    description = start.describe_model(groups, buffers, precision, settings.optimizer, strands)
+    description = start.describe_model(groups, buffers, precision, spec, strands)
     description |= of_rank(ranks.rank, ranks.size, whole=share.size == 1)
     check_strands(strands, ranks.size)
     names = [[name, *parameter] for group in description["groups"] for name, *parameter in group["parameters"]]
@@ -193,6 +198,7 @@ def open_resources(
             progress=progress,
             description=description,
             runs={g.spec.index: hyper_runs(g, optimizer) for g in groups if g.spec.trainable},
+            matrices=_matrices(groups, form),
             ranks=ranks,
             share=share,
             strands=description.get("strands", 1),
@@ -203,7 +209,7 @@ def open_resources(
             threads=numa.thread_count(device),
             overlap=settings.overlap,
             machine=as_striped(machine, commits.store, ranks.size),
-            rate=rate_name(settings.optimizer, precision),
+            rate=rate_name(spec, precision),
         )
         undo.pop_all()
         return resources
@@ -218,6 +224,17 @@ def _resume(groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, pr
     buffers.read(commits.read_buffer)
     progress.adopt(commits.resumed)
     log.warning("continuing the store in %s from step %d", path, progress.step)
+
+
+def _matrices(groups: Sequence[ParamGroup], form: Format) -> dict[int, Sequence[tuple[ParamSlice, Sequence[Piece]]]]:
+    """``EngineResources.matrices``."""
+    if form.whole is None:
+        return {}
+    return {
+        g.spec.index: [(s, pieces(s.name, s.shape, form.whole)) for s in g.slices if s.trainable]
+        for g in groups
+        if g.spec.whole
+    }
 
 
 def _digest(value: Any) -> str:

@@ -58,7 +58,7 @@ class Runner:
         self._ranks = shared.ranks
         self.bound = Bound(schedule=plan.schedule, program=plan.program, share=shared.share)
         grad_dtype = torch.bfloat16 if plan.settings.grad_dtype == "bf16" else torch.float32
-        stepping = Stepping(shared.groups, shared.runs, shared.threads, grad_dtype, shared.share)
+        stepping = Stepping(shared.groups, shared.runs, shared.threads, grad_dtype, shared.share, shared.matrices)
         self._partials = {
             g.spec.index: np.zeros(g.spec.trainable // ALIGN, dtype=np.float64)
             for g in shared.groups

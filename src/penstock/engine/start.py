@@ -183,6 +183,7 @@ def describe_model(
                 "trainable": group.spec.trainable,
                 "frozen": group.spec.frozen,
                 **({"compact": True} if group.spec.compact else {}),
+                **({"whole": True} if group.spec.whole else {}),
                 "parameters": [[s.name, list(s.shape), s.offset, s.trainable] for s in group.slices],
             }
             for group in groups

@@ -13,7 +13,7 @@ import torch
 
 from penstock.optim import kernels
 from penstock.optim.codes import Codes, Moment, zero_moment
-from penstock.optim.formula import Hyper, Kind
+from penstock.optim.formula import FIRST_HALVES, Hyper, Kind
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _FP32, _BF16, _FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -23,6 +23,8 @@ PRECISIONS: dict[str, tuple[tuple[torch.dtype, torch.dtype | None], ...]] = {
     "fp16": ((_FP16, _FP32),),
 }
 """Name -> the dtypes of weights and rest, one after the other."""
+_MADE: tuple[tuple[torch.dtype, torch.dtype | None], ...] = ((_BF16, None),)
+"""The same of an update, whatever the precision."""
 MOMENTS: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "fp32": (_FP32, _FP32),
     "bf16": (_BF16, _BF16),
@@ -94,7 +96,7 @@ def _taken(
     """All of the state after a few steps on a device, in each of a precision's forms, on the CPU, NaNs made alike."""
     hyper = Hyper(kind=kind, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     found: list[torch.Tensor] = []
-    for form in PRECISIONS[precision]:
+    for form in _MADE if kind in FIRST_HALVES else PRECISIONS[precision]:
         generator = torch.Generator().manual_seed(0)
         weights, rest = _state(_values(generator), *form, device)
         moments = tuple(zero_moment(dtype, _N, device) for dtype in dtypes)
@@ -110,7 +112,7 @@ def _state(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weights and rest that have a master copy, on a device."""
     if rest is None:
-        return master.to(device), None
+        return master.to(device, weights), None
     w, r = torch.zeros(_N, dtype=weights), master
     if rest == torch.int16:
         r = torch.empty(_N, dtype=rest)

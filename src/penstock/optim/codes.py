@@ -3,6 +3,7 @@
 What is here is plain data; ``kernels`` reads and writes it in a step, and converts it (``encode``, ``decode``).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +64,16 @@ class Codes:
 
 Moment = torch.Tensor | Codes
 """One moment of n elements: [n] fp32 or bf16, or codes."""
+
+
+def as_moments(arrays: Sequence[torch.Tensor], numel: int) -> tuple[Moment, ...]:
+    """The moments of ``numel`` elements that arrays have: the numbers of each, and behind them, of codes, the scales of
+    each, which may be more."""
+    numbers = [array for array in arrays if array.dtype != torch.int16]
+    scales = [array[: numel // GROUP] for array in arrays if array.dtype == torch.int16]
+    if not scales:
+        return tuple(numbers)
+    return tuple(Codes(codes=codes, scales=own) for codes, own in zip(numbers, scales, strict=True))
 
 
 def zero_moment(dtype: torch.dtype, n: int, device: torch.device | str = "cpu") -> Moment:

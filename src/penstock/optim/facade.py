@@ -1,15 +1,15 @@
 """The optimizer that users and ``torch.optim.lr_scheduler`` see: real param groups whose state lives elsewhere."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from penstock.compat.torch import note_step
 from penstock.errors import ConfigError
-from penstock.optim.formula import Hyper, Kind
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec
+from penstock.optim.formula import FIRST_HALVES, Hyper, Kind
+from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -17,28 +17,37 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     One param group holds the parameters that no override matches (if there are any), and one more for each override
     holds those that it is the first to match. Where the spec's weight decay spares norms and biases, those of each of
-    these are in a group of their own, right behind it. Whatever is written into ``param_groups`` holds from the next
+    these are in a group of their own, right behind it. With Muon, matrices are in groups before those of the others,
+    whose settings are AdamW's. Whatever is written into ``param_groups`` holds from the next
     step. ``state_dict`` carries settings only; moments and master weights are saved by ``engine.save``.
 
     Args:
         spec: the optimizer and its settings.
         named: names and parameters, all that are trained.
+        matrices: ids of those whose steps take them whole.
 
     Raises:
         ConfigError: an override matches no parameter that an earlier one has not taken.
     """
 
-    def __init__(self, spec: OptimizerSpec, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        matrices: Collection[int] = (),
+    ) -> None:
         self._sealed = False
         self.spec = spec
-        super().__init__(_param_groups(spec, named), spec.group_settings)
+        groups, defaults = _param_groups(spec, named, matrices), spec.group_settings
+        if isinstance(spec, Muon):  # its groups say all; what is here would be added to those of the other kind, too
+            defaults = {key: defaults[key] for key in ("lr", "weight_decay")}
+        super().__init__(groups, defaults)
         self._sealed = True
         self._group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
 
     def hypers(self) -> tuple[Hyper, ...]:
         """The settings of each param group as they are now."""
-        kind = _kind(self.spec)
-        return tuple(_hyper(kind, group) for group in self.param_groups)
+        return tuple(_hyper(_kind(self.spec, group), group) for group in self.param_groups)
 
     def group_of(self, parameter: torch.nn.Parameter) -> int:
         """The index of the parameter's param group."""
@@ -80,7 +89,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
 
-def _param_groups(spec: OptimizerSpec, named: Sequence[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
+def _elementwise(spec: OptimizerSpec) -> OptimizerSpec:
+    """What rules the parameters that are no matrices."""
+    return spec.adamw if isinstance(spec, Muon) else spec
+
+
+def _param_groups(
+    spec: OptimizerSpec, named: Sequence[tuple[str, torch.nn.Parameter]], matrices: Collection[int]
+) -> list[dict[str, Any]]:
     members: list[list[tuple[str, torch.nn.Parameter]]] = [[] for _ in range(len(spec.overrides) + 1)]
     for name, parameter in named:
         members[_override_index(spec, name)].append((name, parameter))
@@ -91,8 +107,14 @@ def _param_groups(spec: OptimizerSpec, named: Sequence[tuple[str, torch.nn.Param
                 f"{', '.join(name for name, _ in named[:3])}"
             )
     settings: list[dict[str, Any]] = [{}, *(dict(override.settings) for override in spec.overrides)]
-    parts = [part for pair in zip(members, settings, strict=True) for part in _by_decay(spec, *pair)]
-    return [{"params": group} | more for group, more in parts if group]
+    found: list[dict[str, Any]] = []
+    for whole in (True, False):
+        ruled = spec if whole else _elementwise(spec)
+        own = ruled.group_settings if isinstance(spec, Muon) else {}
+        cut = [[(n, p) for n, p in group if (id(p) in matrices) is whole] for group in members]
+        parts = [part for pair in zip(cut, settings, strict=True) for part in _by_decay(ruled, *pair)]
+        found += [{"params": [p for _, p in group]} | own | more for group, more in parts if group]
+    return found
 
 
 def _by_decay(
@@ -118,12 +140,18 @@ def _override_index(spec: OptimizerSpec, name: str) -> int:
 
 
 def rate_name(spec: OptimizerSpec, precision: str) -> str:
-    """A machine profile's name for the rate of an optimizer's step: ``"adamw.bf16"``."""
+    """A machine profile's name for the rate of an optimizer's step: ``"adamw.bf16"``, of Muon AdamW's: what it does on
+    the host is bound by the same bytes."""
     return f"{_kind(spec)}.{precision}"
 
 
-def _kind(spec: OptimizerSpec) -> Kind:
+def _kind(spec: OptimizerSpec, group: Mapping[str, Any] | None = None) -> Kind:
+    """Of a spec, or of what rules one of its torch param groups."""
     match spec:
+        case Muon(adamw=adamw):
+            if group is None or "ns_steps" not in group:
+                return _kind(adamw)
+            return "nesterov-muon" if group["nesterov"] else "muon"
         case Adam():
             return "adam"
         case AdamW():
@@ -134,7 +162,7 @@ def _kind(spec: OptimizerSpec) -> Kind:
             return "sgd"
         case SGD(nesterov=nesterov):
             return "nesterov" if nesterov else "momentum"
-    raise ConfigError(f"{type(spec).__name__} is not an optimizer: use AdamW, Adam, SGD or Lion")
+    raise ConfigError(f"{type(spec).__name__} is not an optimizer: use AdamW, Adam, SGD, Lion or Muon")
 
 
 def _hyper(kind: Kind, group: dict[str, Any]) -> Hyper:
@@ -144,5 +172,14 @@ def _hyper(kind: Kind, group: dict[str, Any]) -> Hyper:
         if kind == "sgd" and momentum:
             raise ConfigError(f"momentum={momentum} was set on an SGD built without: it has no momentum buffer")
         return Hyper(kind=kind, lr=lr, betas=(momentum, 0.0), weight_decay=weight_decay)
+    if kind in FIRST_HALVES:
+        return Hyper(
+            kind=kind,
+            lr=lr,
+            betas=(float(group["momentum"]), 0.0),
+            weight_decay=weight_decay,
+            ns_steps=int(group["ns_steps"]),
+            adjust=group["adjust_lr_fn"],
+        )
     betas = (float(group["betas"][0]), float(group["betas"][1]))
     return Hyper(kind=kind, lr=lr, betas=betas, eps=float(group.get("eps", 0.0)), weight_decay=weight_decay)

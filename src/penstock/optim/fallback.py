@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from penstock.optim.codes import BELOW, FIRST, GROUP, NAN_SCALE, ROOT_STEP, SECOND, STEP, Codes, Moment
-from penstock.optim.formula import Kind, Scalars
+from penstock.optim.formula import FIRST_HALVES, Kind, Scalars
 from penstock.optim.norm import BLOCK
 
 _CPU_PART = 16 * BLOCK  # elements at a time on a CPU, so that the dozen passes over them stay in its cache
@@ -179,7 +179,8 @@ def _parts(tensor: torch.Tensor, *, halved: bool = False) -> Iterator[slice]:
 def _update(
     kind: Kind, s: Scalars, grad: torch.Tensor, p: torch.Tensor, moments: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """The new master as a new tensor; moments are updated in place. The line order is that of ``formula``."""
+    """The new master (of the first half of Muon's step, the update); moments are updated in place. The line order is
+    that of ``formula``."""
     g = grad.float() * s.grad_scale
     if kind in ("adam", "adamw"):
         return _adam(s, p * s.decay, g, *moments) if kind == "adamw" else _adam(s, p, g + p * s.l2, *moments)
@@ -188,6 +189,12 @@ def _update(
         direction = (m * s.beta1).add_(g * s.weight1).sign_()
         m.mul_(s.beta2).add_(g * s.weight2)
         return (p * s.decay).sub_(direction.mul_(s.rate))
+    if kind in FIRST_HALVES:
+        (m,) = moments
+        m.add_((g - m).mul_(s.weight1))
+        return m if kind == "muon" else (g - m).mul_(s.weight1).add_(m)
+    if kind == "orthogonal":
+        return (p * s.decay).sub_(g.mul_(s.rate))
     g.add_(p * s.l2)
     if kind == "sgd":
         return p - g * s.rate

@@ -14,10 +14,16 @@ to ``grad_dtype``.
 | momentum | m | g = g + l2·p;  m = beta1·m + g;  p = p − rate·m |
 | nesterov | m | g = g + l2·p;  m = beta1·m + g;  g = g + beta1·m;  p = p − rate·g |
 | lion | m | c = beta1·m + weight1·g;  m = beta2·m + weight2·g;  p = p·decay − rate·sign(c) |
+| muon | m | m = m + weight1·(g − m);  u = m |
+| nesterov-muon | m | m = m + weight1·(g − m);  u = m + weight1·(g − m) |
+| orthogonal | | p = p·decay − rate·g |
+
+Muon's step has two halves. The first makes an update u, rounded to bf16, and has no p; ``orthogonal`` makes that
+orthogonal, matrix by matrix; the second takes it for its g, with a grad_scale of 1.
 
 denominator = sqrt(v)·root + eps, of the new v;  sign(0) = sign(NaN) = 0.
 With t the step's number (from 1):  decay = 1 − lr·weight_decay;  l2 = weight_decay;  weight_i = 1 − beta_i;
-rate = lr / (1 − beta1^t) for adam and adamw, else lr;  root = 1 / sqrt(1 − beta2^t).
+rate = lr / (1 − beta1^t) for adam and adamw, lr·ratio for orthogonal, else lr;  root = 1 / sqrt(1 − beta2^t).
 The copy in the compute dtype is p rounded to nearest, ties to even; a NaN becomes the positive quiet NaN.
 
 These are the formulas of ``torch.optim`` in its own order, but for one factor: sqrt(v) is multiplied by ``root`` where
@@ -30,23 +36,47 @@ from typing import Literal
 
 import numpy as np
 
-Kind = Literal["adamw", "adam", "sgd", "momentum", "nesterov", "lion"]
-MOMENTS: dict[Kind, int] = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "nesterov": 1, "lion": 1}
+from penstock.config.optimizer import AdjustLr
+
+Kind = Literal["adamw", "adam", "sgd", "momentum", "nesterov", "lion", "muon", "nesterov-muon", "orthogonal"]
+MOMENTS: dict[Kind, int] = {
+    "adamw": 2,
+    "adam": 2,
+    "sgd": 0,
+    "momentum": 1,
+    "nesterov": 1,
+    "lion": 1,
+    "muon": 1,
+    "nesterov-muon": 1,
+    "orthogonal": 0,
+}
+FIRST_HALVES: frozenset[Kind] = frozenset(("muon", "nesterov-muon"))
+"""Those that make an update, and step nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hyper:
-    """One torch param group's settings at one step, as plain numbers. ``betas[0]`` is SGD's momentum."""
+    """One torch param group's settings at one step, as plain numbers. ``betas[0]`` is the momentum of SGD and Muon.
+
+    Of Muon's first half, ``ns_steps`` and ``adjust`` are what ``orthogonal`` is given; of the second, ``ratio`` is what
+    multiplies the learning rate of a matrix."""
 
     kind: Kind
     lr: float
     betas: tuple[float, float] = (0.0, 0.0)
     eps: float = 0.0
     weight_decay: float = 0.0
+    ns_steps: int = 0
+    adjust: AdjustLr = "original"
+    ratio: float = 1.0
 
     @property
     def moments(self) -> int:
         return MOMENTS[self.kind]
+
+    def second_half(self, ratio: float) -> "Hyper":
+        """What Muon does with its update, once that is orthogonal."""
+        return Hyper(kind="orthogonal", lr=self.lr, weight_decay=self.weight_decay, ratio=ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +104,8 @@ def scalars(hyper: Hyper, count: int, grad_scale: float = 1.0) -> Scalars:
     if hyper.kind in ("adam", "adamw"):
         rate = hyper.lr / (1 - beta1**count)
         root = 1 / math.sqrt(1 - beta2**count)
+    if hyper.kind == "orthogonal":
+        rate = hyper.lr * hyper.ratio
     return Scalars(
         grad_scale=_fp32(grad_scale),
         decay=_fp32(1 - hyper.lr * hyper.weight_decay),

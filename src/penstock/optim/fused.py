@@ -38,7 +38,7 @@ def step(
     with torch.cuda.device_of(weights):  # type: ignore[no-untyped-call]
         device.step[_grid(weights)](
             grad,
-            weights if rest is None else _bits(weights),
+            weights if weights.dtype == torch.float32 else _bits(weights),
             rest,
             *first,
             *second,
@@ -48,7 +48,7 @@ def step(
             kind=kind,
             rounding=_narrower(grad, grad_dtype),
             split=rest is not None and rest.dtype == torch.int16,
-            like=None if rest is None else _ROUNDED[weights.dtype],
+            like=_ROUNDED.get(weights.dtype),
             **_SETTINGS,
         )
 

@@ -52,7 +52,8 @@ def step(
 ):
     """``formula``, line by line. ``split``: ``weights`` and ``rest`` are the halves of the master copy.
 
-    ``weights`` beside ``rest``, and moments in bf16, are the int16 of their bits; ``like`` is the weights' dtype.
+    ``weights`` that are no floats, and moments in bf16, are the int16 of their bits; ``like`` is the weights' dtype,
+    None for floats. Without ``rest``, such weights are only written: the update that the kind makes.
     """
     at = _places()
     inside = at < n
@@ -60,7 +61,9 @@ def step(
     if squares is not None:
         tl.store(squares + tl.program_id(0), _fold(g))
     g = g * grad_scale
-    if rest is None:
+    if rest is None and like is not None:
+        p = g
+    elif rest is None:
         p = tl.load(weights + at, mask=inside, other=0.0)
     elif split:
         p = _joined(tl.load(weights + at, mask=inside, other=0), tl.load(rest + at, mask=inside, other=0))
@@ -68,10 +71,12 @@ def step(
         p = tl.load(rest + at, mask=inside, other=0.0)
     if kind == "adamw":
         p = p * decay
-    elif kind != "lion":
+    elif kind == "adam" or kind == "sgd" or kind == "momentum" or kind == "nesterov":
         g = g + p * l2
     if kind == "sgd":
         p = p - g * rate
+    elif kind == "orthogonal":
+        p = p * decay - g * rate
     else:
         m = _moment(first, first_scales, at, n)
         if kind == "lion":
@@ -84,6 +89,12 @@ def step(
         elif kind == "nesterov":
             m = m * beta1 + g
             p = p - (g + m * beta1) * rate
+        elif kind == "muon":
+            m = m + (g - m) * weight1
+            p = m
+        elif kind == "nesterov-muon":
+            m = m + (g - m) * weight1
+            p = m + (g - m) * weight1
         else:
             m = m + (g - m) * weight1
             v = _moment(second, second_scales, at, n)
@@ -91,7 +102,9 @@ def step(
             p = p - tl.div_rn(m * rate, tl.sqrt_rn(v) * root + eps)
             _keep(second, second_scales, at, n, v)
         _keep(first, first_scales, at, n, m)
-    if rest is None:
+    if rest is None and like is not None:
+        tl.store(weights + at, _rounded(p, like), mask=inside)
+    elif rest is None:
         tl.store(weights + at, p, mask=inside)
     elif split:
         tl.store(weights + at, _upper(p), mask=inside)

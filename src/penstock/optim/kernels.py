@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 
 from penstock.optim import fallback, library
 from penstock.optim.codes import Codes, Moment
-from penstock.optim.formula import Hyper, scalars
+from penstock.optim.formula import FIRST_HALVES, Hyper, scalars
 from penstock.optim.norm import BLOCK
 
 _FP32, _BF16, _FP16, _INT16 = torch.float32, torch.bfloat16, torch.float16, torch.int16
 _DTYPES = {_FP32: 0, _BF16: 1, _FP16: 2}  # enum DType in native/kernels.h
 _ROUNDED = 3  # there, too: fp32 that is rounded to bf16 as it is read
 _FORMS = {(_FP32, None): 0, (_BF16, _INT16): 1, (_BF16, _FP32): 2, (_FP16, _FP32): 3}  # enum Form: weights and rest
+_MADE = 4
+"""there, too: bf16 weights that are made, and not stepped"""
 _MOMENTS = {_FP32: 0, _BF16: 1, torch.int8: 2, torch.uint8: 2}  # enum Moment
 _OF_CODES = (torch.int8, torch.uint8)
 """dtypes of the codes of a first and of a second moment"""
@@ -56,6 +58,7 @@ def step(
     | fp32 | None | the weights |
     | bf16 | int16 | both together, as ``split`` makes them: its rounded upper half, and its lower 16 bits |
     | bf16, fp16 | fp32 | rest; weights are only written: it, rounded to nearest even |
+    | bf16 | None | of the first half of Muon's step there is none; weights are the update that it makes |
 
     Args:
         grad: [n] fp32 or bf16; multiplied by ``grad_scale`` first, in fp32.
@@ -72,7 +75,7 @@ def step(
         ValueError: a tensor has another shape, dtype, device or layout than this, or ``grad_dtype`` is another.
     """
     n, device = weights.numel(), weights.device
-    form = _form_of(weights, rest)
+    form = _form_of(weights, rest, makes=hyper.kind in FIRST_HALVES)
     _check("grad", grad, n, device, _FP32, _BF16)
     grad_code = _read_code(grad, grad_dtype)
     if len(moments) != hyper.moments:
@@ -243,9 +246,14 @@ def _read_code(grad: torch.Tensor, grad_dtype: torch.dtype) -> int:
     return _ROUNDED if (grad.dtype, grad_dtype) == (_FP32, _BF16) else _DTYPES[grad.dtype]
 
 
-def _form_of(weights: torch.Tensor, rest: torch.Tensor | None) -> int:
-    """The code of where the master copy is; both tensors fit."""
+def _form_of(weights: torch.Tensor, rest: torch.Tensor | None, *, makes: bool) -> int:
+    """The code of where the master copy is; both tensors fit. ``makes``: a step only makes what is in ``weights``."""
     n, device = weights.numel(), weights.device
+    if makes:
+        if rest is not None:
+            raise ValueError(f"rest is {rest.dtype}: must be None where an update is made")
+        _check("weights", weights, n, device, _BF16)
+        return _MADE
     form = _FORMS.get((weights.dtype, None if rest is None else rest.dtype))
     if form is None:
         found = f"weights are {weights.dtype}, rest is {None if rest is None else rest.dtype}"

@@ -20,10 +20,20 @@ from penstock.optim.formula import Kind
 from penstock.optim.formula import Scalars as ScalarValues
 from penstock.optim.norm import BLOCK
 
-ABI = 3  # penstock_abi() in native/api.cpp
+ABI = 4  # penstock_abi() in native/api.cpp
 LEVELS = ("baseline", "avx2", "avx512")
 Level = Literal["baseline", "avx2", "avx512"]
-KINDS: dict[Kind, int] = {"adamw": 0, "adam": 1, "sgd": 2, "momentum": 3, "nesterov": 4, "lion": 5}  # enum Kind
+KINDS: dict[Kind, int] = {  # enum Kind
+    "adamw": 0,
+    "adam": 1,
+    "sgd": 2,
+    "momentum": 3,
+    "nesterov": 4,
+    "lion": 5,
+    "muon": 6,
+    "nesterov-muon": 7,
+    "orthogonal": 8,
+}
 
 _HOW_TO_BUILD = "pip install -e . builds it (needs a C++17 compiler), and says what fails with --verbose"
 

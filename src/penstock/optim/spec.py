@@ -10,10 +10,10 @@ Defaults are those of ``torch.optim``. Each optimizer keeps so many moments per 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.config.checked import check_fields
-from penstock.config.optimizer import Moments
+from penstock.config.optimizer import NS_STEPS, AdjustLr, Moments, Orthogonal, Split
 from penstock.errors import ConfigError
 
 
@@ -76,6 +76,11 @@ class OptimizerSpec:
     def moment_count(self) -> int:
         """The number of moments that each parameter has beside its master copy."""
         return len(self.moment_names)
+
+    @property
+    def whole(self) -> Orthogonal | None:
+        """How the updates of blocks' matrices are made orthogonal; None: every step goes element by element."""
+        return None
 
     @property
     def group_settings(self) -> dict[str, object]:
@@ -161,6 +166,69 @@ class Lion(OptimizerSpec):
     @property
     def group_settings(self) -> dict[str, object]:
         return {"lr": self.lr, "betas": self.betas, "weight_decay": self.weight_decay}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(OptimizerSpec):
+    """Momentum whose update is made orthogonal, for the matrices of blocks, and AdamW for all other parameters.
+
+    After Jordan et al. (kellerjordan.github.io/posts/muon), with the arithmetic and the defaults of
+    ``torch.optim.Muon``. A matrix is a trained parameter of two dimensions, of three a stack of them (experts), that
+    one block alone has and that is not called a bias. What it does not take are embeddings, head, norms and biases.
+
+    ``ns_steps``: of the Newton-Schulz iteration. ``adjust_lr_fn``: how the learning rate follows a matrix's shape, as
+    in torch; with ``match_rms_adamw`` (arXiv 2502.16982) rates that were tuned for AdamW hold. ``adamw``: for the
+    others; ``moments`` and ``overrides`` are given here, for all. ``splits``: parameters that are several matrices
+    side by side.
+
+    Raises:
+        ConfigError: a setting is out of its range, or given in the wrong place.
+    """
+
+    lr: float = 1e-3
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = NS_STEPS
+    adjust_lr_fn: AdjustLr = "original"
+    weight_decay: float = 0.1
+    adamw: AdamW = field(default_factory=AdamW)
+    splits: tuple[Split, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum={self.momentum!r}: must be at least 0 and below 1")
+        if not 1 <= self.ns_steps < 100:
+            raise ConfigError(f"ns_steps={self.ns_steps!r}: must be from 1 to 99")
+        for key, value, where in (
+            ("adamw.moments", self.adamw.moments != "fp32", "moments"),
+            ("adamw.overrides", bool(self.adamw.overrides), "overrides"),
+            ("decay_norms_and_biases", not self.decay_norms_and_biases, "adamw.decay_norms_and_biases"),
+        ):
+            if value:
+                raise ConfigError(f"Muon({key}=...) has no effect: give {where}")
+        if type(self.adamw) is not AdamW:
+            raise ConfigError(f"adamw={self.adamw!r}: must be an AdamW")
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """Of what is AdamW's. A matrix has one, called ``momentum_buffer``."""
+        return self.adamw.moment_names
+
+    @property
+    def whole(self) -> Orthogonal:
+        return Orthogonal(steps=self.ns_steps, splits=self.splits)
+
+    @property
+    def group_settings(self) -> dict[str, object]:
+        return {
+            "lr": self.lr,
+            "momentum": self.momentum,
+            "weight_decay": self.weight_decay,
+            "nesterov": self.nesterov,
+            "ns_steps": self.ns_steps,
+            "adjust_lr_fn": self.adjust_lr_fn,
+        }
 
 
 def _at_least_zero(name: str, value: float) -> None:

@@ -37,7 +37,7 @@ def _looks(request: Request, phases: Phases, g: int, tied: set[int]) -> object:
     """All that a group's loads and sizes depend on besides its home, and besides what stays on the device."""
     group, route = request.program.groups[g], request.route
     visits = Counter(map(phases.load_row, route.readers.get(g, ())))
-    looks = (group.trainable, group.frozen, tuple(sorted(visits.items())))
+    looks = (group.trainable, group.frozen, group.compact, group.whole, tuple(sorted(visits.items())))
     if g not in route.gradient_visits:
         return looks
     made = route.gradient_visits[g]

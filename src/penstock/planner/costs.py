@@ -10,8 +10,8 @@ from penstock.hardware.machine import Machine
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.place import BF16, FP32, Format
-from penstock.schedule.program import Program
-from penstock.shape.model import StageTimes
+from penstock.schedule.program import GroupSpec, Program
+from penstock.shape.model import EFFICIENCY, StageTimes
 from penstock.sim.costs import Costs, Pair
 
 
@@ -74,6 +74,10 @@ def machine_costs(
             return times.backward[word.stage] * op.items
         if word.kind in ("I", "W"):
             return times.backward[word.stage] * op.items / 2
+        if word.kind == "NS":
+            return _orthogonal_seconds(machine, groups[word.group])
+        if word.kind == "OD" and groups[word.group].whole:
+            return groups[word.group].trainable / device + _orthogonal_seconds(machine, groups[word.group])
         share = {"ND": FP32 / touched, "AD": 3 * FP32 / touched}.get(word.kind, 1.0)
         return groups[word.group].trainable * share / device
 
@@ -94,7 +98,7 @@ def machine_costs(
         if lane not in rates:
             raise KeyError(f"op {op.id} of lane {lane}: {machine.name} has none")
         word = op.id
-        if word.kind == "OP":
+        if word.kind in ("OP", "MU"):
             return machine.overhead + op.nbytes / steps[word.group in narrow]
         if word.kind == "DG" and word.group in narrow:
             return machine.overhead + op.nbytes / rounded_down
@@ -108,6 +112,14 @@ def machine_costs(
         widths={"read": workers, "write": workers},
         interpreter=machine.interpreter,
     )
+
+
+def _orthogonal_seconds(machine: Machine, group: GroupSpec) -> float:
+    """What it takes to make the updates of a group of matrices orthogonal: products in bf16, at the rate of large ones
+    (of fp32 where nobody has measured that) times what stages reach of it."""
+    rates = machine.device.flops
+    assert group.whole is not None
+    return group.whole.flop / ((rates.get("bf16") or max(rates.values())) * EFFICIENCY[machine.device.kind])
 
 
 def contention(machine: Machine, disk: Together | None) -> dict[Pair, float]:

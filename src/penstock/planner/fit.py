@@ -253,6 +253,7 @@ class Request(StreamConfig):
             self.route.at_once if at_once is None else at_once,
             inputs=self.inputs,
             step_temporaries=self.step_temporaries,
+            train=self.train,
         )
 
 

@@ -88,7 +88,7 @@ def placement_of(schedule: Schedule, request: Request, others: Placement) -> Pla
         if "OD" in kinds:
             state[g] = "device"
         elif "OP" in kinds:
-            if "WS" in kinds or ("WW" in kinds and weights[g] != "disk"):
+            if "WS" in kinds or "WM" in kinds or ("WW" in kinds and weights[g] != "disk"):
                 state[g] = "disk"
             elif "WW" not in kinds or form.state_bytes(group) or state[g] == "device":
                 state[g] = "host"

@@ -24,6 +24,8 @@ from penstock.schedule.lower.route import Route
 
 HOME = -1
 """The row after those of the phases."""
+_OF_STEPS = frozenset(("RS", "RG", "OP", "UN", "WS", "WW", "RM", "MU", "WM", "UU", "GU", "NS", "DU"))
+"""Kinds of ops that steps are made of, of chunks or, of matrices, of a group"""
 BEFORE_GRADIENTS = 3
 """how many phases there are before the backward"""
 
@@ -77,7 +79,8 @@ class Phases:
 
     def rows(self, schedule: Schedule) -> Iterator[tuple[Op, int]]:
         """Every op of a schedule that was lowered for this route, in order, with its row."""
-        late = {chunk_of(op) for op in schedule.ops if op.id.kind == "OP" and op.reads[0].kind in ("h", "r")}
+        late = {chunk_of(op) for op in schedule.ops if op.id.kind in ("OP", "MU") and op.reads[0].kind in ("h", "r")}
+        late |= {(g, -1) for g, _ in late}
         now, normed = 0, False
         for op in schedule.ops:
             ident, kind = op.id, op.id.kind
@@ -93,7 +96,7 @@ class Phases:
                 yield op, self.compute_row(now)
             elif kind == "CM":
                 yield op, self._index["forward"]
-            elif kind in ("RS", "RG", "OP", "UN", "WS", "WW") and chunk_of(op) in late:
+            elif kind in _OF_STEPS and chunk_of(op) in late:
                 yield op, self._late_row(op)
             else:
                 normed = normed or kind == "NORM"

@@ -73,7 +73,7 @@ def _likeness(program: Program, stage: Stage, calls: list[int]) -> object:
         bool(calls) and stage.index < calls[0],
         stage.checkpoint,
         stage.gradient,
-        tuple((program.groups[g].trainable, program.groups[g].frozen) for g in own),
+        tuple(replace(program.groups[g], index=0, name="") for g in own),
         tuple(tuple(own.index(g) for g in groups) for groups in kinds),
     )
 
@@ -96,5 +96,5 @@ def without_activations(program: Program) -> Program:
 
 def without_weights(program: Program) -> Program:
     """The program with nothing but compute and activations."""
-    groups = tuple(replace(group, name="", trainable=0, frozen=0) for group in program.groups)
+    groups = tuple(replace(group, name="", trainable=0, frozen=0, whole=None) for group in program.groups)
     return Program(groups=groups, stages=tuple(replace(stage, gradients=()) for stage in program.stages))

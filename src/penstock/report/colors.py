@@ -27,10 +27,10 @@ GROUPS: tuple[Group, ...] = (
     _group("last stage and loss", "E", "#0a3a5e", "#a9d7f5"),
     _group("weights", "RW UW WW UN", "#e69f00", "#f0b429"),
     _group("gradients", "AD DG AG UG WG RG", "#cf4f13", "#ee7440"),
-    _group("optimizer state and step", "RS WS OP OD CM", "#0c8f68", "#22b58a"),
+    _group("optimizer state and step", "RS WS OP OD CM RM WM MU UU NS DU", "#0c8f68", "#22b58a"),
     _group("checkpoints", "DC WC RC UC", "#b8649a", "#d98cbb"),
     _group("gradient norm", "NG ND NORM", "#6b7280", "#9aa3b2"),
-    _group("collectives", "GW GN AR SG GC AN", "#4b5563", "#c3cad6"),
+    _group("collectives", "GW GN AR SG GC GU AN", "#4b5563", "#c3cad6"),
     _group("send and receive", "SA SD RA RD", "#8a93a3", "#8a93a3"),
 )
 OTHER = _group("other", "", "#9ca3af", "#6b7280")

@@ -19,7 +19,7 @@ from penstock.schedule.program import Program
 from penstock.state.arrays import Late
 from penstock.store.layout import Grid, Region
 
-_REST = frozenset({"RG", "RS", "OP", "WS", "WW", "UN", "CM"})
+_REST = frozenset({"RG", "RS", "OP", "WS", "WW", "UN", "CM", "RM", "MU", "WM", "UU", "GU", "NS", "DU"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ class Bound:
         return replace(chunk, start=op.elements[0], numel=op.elements[1] - op.elements[0])
 
     def is_late(self, op: Op) -> bool:
-        """Whether an op belongs to a chunk that the step before has left to this one."""
-        return (op.id.group, op.id.chunk) in self.late
+        """Whether an op belongs to a chunk, or to a group of matrices, that the step before has left to this one."""
+        return (op.id.group, op.id.chunk if op.id.chunk >= 0 else 0) in self.late
 
     @cached_property
     def late_elements(self) -> Late:
@@ -86,7 +86,7 @@ class Bound:
     @cached_property
     def stepped(self) -> tuple[int, ...]:
         """Groups in the order in which a step changes them."""
-        return tuple(dict.fromkeys(op.id.group for op in self.schedule.ops if op.id.kind in ("OP", "OD")))
+        return tuple(dict.fromkeys(op.id.group for op in self.schedule.ops if op.id.kind in ("MU", "OP", "OD")))
 
     def scratch(self) -> tuple[dict[str, int], dict[str, Grid]]:
         """Bytes of each extent that the schedule needs on disk no longer than a step, and how they are cut."""

@@ -1,7 +1,8 @@
 """A step's arithmetic on ranges of param groups: what gradients go through, and the optimizer, parameter by parameter
 as their hyper-parameters differ."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -9,9 +10,17 @@ from numpy.typing import NDArray
 
 from penstock.optim import kernels
 from penstock.optim.codes import Moment
+from penstock.optim.formula import Hyper
+from penstock.optim.orthogonal import orthogonalise, ratio
 from penstock.ranks.share import WHOLE, Share
 from penstock.runtime.context import Update
-from penstock.tape.groups import ParamGroup
+from penstock.schedule.matrices import Piece
+from penstock.tape.groups import ParamGroup, ParamSlice
+
+Half = Literal["all", "first", "second"]
+"""of a step that takes matrices whole: what makes the update, and what takes it once it is orthogonal"""
+_Span = tuple[int, int, Hyper, int]
+"""(first element, end, hyper-parameters, number of the update)"""
 
 
 class Stepping:
@@ -24,16 +33,19 @@ class Stepping:
         threads: int,
         grad_dtype: torch.dtype,
         share: Share = WHOLE,
+        matrices: Mapping[int, Sequence[tuple[ParamSlice, Sequence[Piece]]]] | None = None,
     ) -> None:
         """``runs``: for each group, (first element, end, index of hyper-parameters) in order of elements.
-        ``grad_dtype``: what gradients are rounded to as they are read. ``share``: this rank's of every group."""
+        ``grad_dtype``: what gradients are rounded to as they are read. ``share``: this rank's of every group.
+        ``matrices``: of the groups of matrices, what each parameter consists of."""
+        self._matrices = matrices or {}
         self._share = share
         self._groups = groups
         self._runs = runs
         self._threads = threads
         self._grad_dtype = grad_dtype
-        self._found: dict[int, tuple[Update, int, list[tuple[int, int, int, int]]]] = {}
-        """by group, what ``_runs_now`` has found for an update by which so many parameters were touched"""
+        self._found: dict[tuple[int, Half], tuple[Update, int, list[_Span]]] = {}
+        """by group, what ``_spans`` has found for an update by which so many parameters were touched"""
 
     def step(
         self,
@@ -45,17 +57,19 @@ class Stepping:
         rest: torch.Tensor | None,
         moments: tuple[Moment, ...],
         norms: NDArray[np.float64] | torch.Tensor | None,
+        half: Half = "all",
     ) -> None:
         """The optimizer on elements ``[start, start + n)`` of this rank's part of a group, run by run of equal
         hyper-parameters.
 
         ``update``: of the step whose gradient it is. ``norms``: receives the gradient's partial sums of squares; on an
-        accelerator a tensor there.
+        accelerator a tensor there. ``half``: of matrices, the first makes ``weights`` [n] bf16 the update, and of the
+        second ``gradient`` is that, made orthogonal.
         """
         n, start = weights.numel(), start + self._share.start(self._groups[g].spec)
         spans = [
             (max(first, start) - start, min(end, start + n) - start, hyper, count)
-            for first, end, hyper, count in self._runs_now(update, g)
+            for first, end, hyper, count in self._spans(update, g, half)
             if max(first, start) < min(end, start + n)
         ]
         whole = sum(b - a for a, b, _, _ in spans) == n
@@ -69,18 +83,40 @@ class Stepping:
             norms = None
         for a, b, hyper, count in spans:
             kernels.step(
-                update.hypers[hyper],
+                hyper,
                 count,
                 grad=gradient[a:b],
                 weights=weights[a:b],
                 rest=None if rest is None else rest[a:b],
                 moments=tuple(m[a:b] for m in moments),
                 grad_dtype=self._grad_dtype,
-                grad_scale=update.grad_scale,
+                grad_scale=1.0 if half == "second" else update.grad_scale,
                 partials=None if isinstance(norms, torch.Tensor) else norms,
                 squares=norms if isinstance(norms, torch.Tensor) else None,
                 threads=self._threads,
             )
+
+    def orthogonalise(self, update: Update, g: int, flat: torch.Tensor) -> None:
+        """Make all updates of a group of matrices orthogonal, in place: [numel] bf16, of all ranks' parts. Those of
+        parameters that no micro-batch gave a gradient are nothing, and stay that."""
+        for s, pieces in self._matrices[g]:
+            if id(s.parameter) in update.touched:
+                hyper = update.hypers[self._hyper_at(g, s.offset)]
+                orthogonalise(flat[s.offset : s.offset + s.numel].view(s.shape), pieces, hyper.ns_steps)
+
+    def orthogonal_update(
+        self,
+        update: Update,
+        g: int,
+        gradient: torch.Tensor,
+        moments: tuple[Moment, ...],
+        norms: NDArray[np.float64] | torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The first half of a group's step where all of it is, and what is between the two: the update, [numel]."""
+        made = torch.empty(gradient.numel(), dtype=torch.bfloat16, device=gradient.device)
+        self.step(update, g, 0, gradient, made, None, moments, norms, half="first")
+        self.orthogonalise(update, g, made)
+        return made
 
     def add(self, into: torch.Tensor, what: torch.Tensor) -> None:
         """Add a gradient to another one, both [n] and fp32."""
@@ -100,26 +136,50 @@ class Stepping:
         """The same of one on the device; they stay there."""
         return kernels.fold_squares(gradient, self._grad_dtype)
 
-    def _runs_now(self, update: Update, g: int) -> list[tuple[int, int, int, int]]:
-        """The group's runs in a step: (first element, end, index of hyper-parameters, number of the update).
+    def _hyper_at(self, g: int, element: int) -> int:
+        """The index of the hyper-parameters that rule an element of a group."""
+        return next(hyper for first, end, hyper in self._runs[g] if first <= element < end)
+
+    def _spans(self, update: Update, g: int, half: Half) -> list[_Span]:
+        """What a step changes of a group, and how.
 
         A parameter that no micro-batch gave a gradient stays as it is, moments and weight decay included, and counts
         one update less from then on: torch's optimizers pass over a parameter without a gradient.
         """
-        known, touched = self._found.get(g), len(update.touched)
+        known, touched = self._found.get((g, half)), len(update.touched)
         if known is None or known[0] is not update or known[1] != touched:  # a group has many chunks
-            known = self._found[g] = (update, touched, self._find_runs(update, g))
+            find = self._find_matrices if half == "second" else self._find_runs
+            known = self._found[g, half] = (update, touched, list(find(update, g)))
         return known[2]
 
-    def _find_runs(self, update: Update, g: int) -> list[tuple[int, int, int, int]]:
-        slices = [s for s in self._groups[g].slices if s.trainable]
+    def _find_runs(self, update: Update, g: int) -> Iterator[_Span]:
+        """Runs of equal hyper-parameters, cut where parameters are passed over."""
+        slices, hypers = [s for s in self._groups[g].slices if s.trainable], update.hypers
         if all(id(s.parameter) in update.touched and s.name not in update.missed for s in slices):
-            return [(first, end, hyper, update.count) for first, end, hyper in self._runs[g]]
-        ends = [s.offset for s in slices[1:]] + [self._groups[g].spec.trainable]  # with padding
-        return [
-            (max(first, s.offset), min(end, stop), hyper, update.count - update.missed.get(s.name, 0))
-            for s, stop in zip(slices, ends, strict=True)
-            if id(s.parameter) in update.touched
-            for first, end, hyper in self._runs[g]
-            if first < stop and s.offset < end
-        ]
+            yield from ((first, end, hypers[hyper], update.count) for first, end, hyper in self._runs[g])
+            return
+        for s, stop in zip(slices, self._ends(g), strict=True):
+            if id(s.parameter) in update.touched:
+                for first, end, hyper in self._runs[g]:
+                    if first < stop and s.offset < end:
+                        count = update.count - update.missed.get(s.name, 0)
+                        yield max(first, s.offset), min(end, stop), hypers[hyper], count
+
+    def _find_matrices(self, update: Update, g: int) -> Iterator[_Span]:
+        """The matrices of a group, each with its own rate; those that a parameter is cut into, where they differ."""
+        for (s, pieces), stop in zip(self._matrices[g], self._ends(g), strict=True):
+            if id(s.parameter) not in update.touched:
+                continue
+            hyper, ends = update.hypers[self._hyper_at(g, s.offset)], [*self._starts(s, pieces)[1:], stop]
+            for piece, first, end in zip(pieces, self._starts(s, pieces), ends, strict=True):
+                yield first, end, hyper.second_half(ratio(piece, hyper.adjust)), update.count
+
+    @staticmethod
+    def _starts(s: ParamSlice, pieces: Sequence[Piece]) -> list[int]:
+        """The first elements of the pieces of a parameter: several are rows of one matrix."""
+        return [s.offset + piece.start * s.shape[-1] for piece in pieces]
+
+    def _ends(self, g: int) -> list[int]:
+        """Where each trained parameter of a group ends, with padding."""
+        group = self._groups[g]
+        return [*[s.offset for s in group.slices if s.trainable][1:], group.spec.trainable]

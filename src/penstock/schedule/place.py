@@ -8,7 +8,7 @@ from math import ceil
 from typing import Literal
 
 from penstock.config import GradDtype, Precision, Tier, ZeroStage
-from penstock.config.optimizer import Moments
+from penstock.config.optimizer import Moments, Orthogonal
 from penstock.schedule.program import ALIGN, GroupSpec, Program
 
 FP32, BF16 = 4, 2
@@ -208,13 +208,16 @@ class Format:
 
     form: Moments = "fp32"
     """in which moments of groups are kept that are compact"""
+    whole: Orthogonal | None = None
+    """How steps go that take matrices whole, where blocks have groups of them. ``moments`` are those of the others."""
 
     @staticmethod
-    def of(precision: Precision, moments: int, form: Moments = "fp32") -> "Format":
+    def of(precision: Precision, moments: int, form: Moments = "fp32", whole: Orthogonal | None = None) -> "Format":
         """That of a precision, with so many moments."""
         if precision == "fp32":
-            return Format(weight_bytes=4, rest_bytes=0, moments=moments, form=form)
-        return Format(weight_bytes=2, rest_bytes=2 if precision == "bf16" else 4, moments=moments, form=form)
+            return Format(weight_bytes=4, rest_bytes=0, moments=moments, form=form, whole=whole)
+        rest: Literal[2, 4] = 2 if precision == "bf16" else 4
+        return Format(weight_bytes=2, rest_bytes=rest, moments=moments, form=form, whole=whole)
 
     @property
     def is_compact(self) -> bool:
@@ -230,16 +233,31 @@ class Format:
         """The form of a group's moments."""
         return self.form if group.compact else "fp32"
 
+    def moments_of(self, group: GroupSpec) -> int:
+        """How many moments a trained group has."""
+        return 1 if group.whole else self.moments
+
     def array_sizes(self, group: GroupSpec, numel: int | None = None) -> tuple[int, ...]:
         """Bytes of each array of a group's state, or of what they have of ``numel`` of its elements: what the master
         copy has besides the weights, the moments, the scales of moments. Scales are padded to whole pages."""
-        n, form = group.trainable if numel is None else numel, self.form_of(group)
+        n = group.trainable if numel is None else numel
         if not n:
             return ()
-        rest = (self.rest_bytes * n,) if self.rest_bytes else ()
-        moments = (MOMENT_BYTES[form] * n,) * self.moments
-        scales = (page_up(n // SCALED * SCALE_BYTES),) * self.moments if form == "int8" else ()
-        return rest + moments + scales
+        return ((self.rest_bytes * n,) if self.rest_bytes else ()) + self._moment_sizes(group, n)
+
+    def _moment_sizes(self, group: GroupSpec, n: int) -> tuple[int, ...]:
+        form, count = self.form_of(group), self.moments_of(group)
+        scales = (page_up(n // SCALED * SCALE_BYTES),) * count if form == "int8" else ()
+        return (MOMENT_BYTES[form] * n,) * count + scales
+
+    def momentum_bytes(self, group: GroupSpec, numel: int) -> int:
+        """Bytes of what ``numel`` elements of a group of matrices have of its momentum, which moves by itself."""
+        return sum(self._moment_sizes(group, numel))
+
+    def passed_bytes(self, group: GroupSpec, numel: int) -> int:
+        """Bytes of state that the step of a chunk of ``numel`` elements reads and writes: all, or of a group of
+        matrices all but the momentum."""
+        return self.rest_bytes * numel if group.whole else self.state_bytes(group, numel)
 
     def state_bytes(self, group: GroupSpec, numel: int | None = None) -> int:
         """Bytes of a group's state, or of that of ``numel`` of its elements."""
@@ -254,8 +272,14 @@ class Format:
     def step_bytes(self, group: GroupSpec, numel: int, gradient: int = FP32) -> int:
         """Bytes that a step of ``numel`` elements touches: ``gradient`` of each, then weights and state, read and
         written."""
+        if group.whole:
+            gradient = BF16  # the update, which is orthogonal
         each = gradient + self.weight_bytes * (1 + self.steps_weights)
-        return each * numel + 2 * self.state_bytes(group, numel)
+        return each * numel + 2 * self.passed_bytes(group, numel)
+
+    def momentum_step_bytes(self, group: GroupSpec, numel: int, gradient: int = FP32) -> int:
+        """The same of what makes an update out of a ``gradient`` and the momentum."""
+        return (gradient + BF16) * numel + 2 * self.momentum_bytes(group, numel)
 
     def step_bytes_each(self, gradient: int = FP32) -> float:
         """The same of one element of a compact group, if any is."""

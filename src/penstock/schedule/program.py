@@ -27,6 +27,10 @@ LARGE_END = 1 << 18
 EXACT = ".exact"
 """What follows the name of a group, in that of the small parameters that are cut off it."""
 
+ELEMENTWISE = ".adamw"
+"""What follows the name of a block's group, in that of the parameters that are cut off it because they are no matrices
+(``matrices``); before ``EXACT``."""
+
 COMPACT_FROM = 1 << 12
 """Elements of a parameter from which on its moments may be kept in less than fp32."""
 
@@ -41,12 +45,22 @@ def flat_numel(sizes: Iterable[int]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Whole:
+    """What it takes to make the updates of a group's matrices orthogonal: FLOP, and on the device bytes of
+    temporaries."""
+
+    flop: int
+    scratch: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupSpec:
     """A param group: parameters that move together as one flat buffer.
 
     ``[0, trainable)`` are the elements with gradient and optimizer state, ``[trainable, trainable + frozen)``
     those without. Both counts are padded to multiples of ``ALIGN`` elements. ``compact``: all that is trained has its
-    moments in the form that the settings ask for; of other groups they are fp32.
+    moments in the form that the settings ask for; of other groups they are fp32. ``whole``: all that is trained are
+    matrices, whose steps take them whole, and which have one moment (Muon); None: steps go element by element.
     """
 
     index: int
@@ -54,6 +68,7 @@ class GroupSpec:
     trainable: int
     frozen: int
     compact: bool = False
+    whole: Whole | None = None
 
     @property
     def numel(self) -> int:

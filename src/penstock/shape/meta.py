@@ -56,7 +56,7 @@ class MetaModel:
             dtype=torch.float32 if form.weight_bytes == FP32 else torch.bfloat16,
             kind=self.kind,
             loss_fn=self.loss_fn,
-            compact=form.is_compact,
+            form=form,
         )
         whole = (found.groups, found.stages, found.flops) if names is None else _lengthen(found, names)
         if whole is None:

@@ -81,14 +81,14 @@ def parts_of(group: GroupSpec, form: Format, dtype: torch.dtype) -> tuple[Part, 
     if group.trainable:
         kept = [(name, _REST[form.rest_bytes]) for name in rest_of(g, form)]
         kind = form.form_of(group)
-        kept += zip(moments_of(g, form), _MOMENTS[kind], strict=False)
+        kept += zip(moments_of(group, form), _MOMENTS[kind], strict=False)
         n = group.trainable
         parts += [Part(name=name, group=g, numel=n, trainable=n, dtype=dtype) for name, dtype in kept]
         if kind == "int8":
             count = page_up(n // SCALED * SCALE_BYTES) // SCALE_BYTES
             parts += [
                 Part(name=name, group=g, numel=count, trainable=count, dtype=torch.int16, per=SCALED)
-                for name in scales_of(g, form)
+                for name in scales_of(group, form)
             ]
     return tuple(parts)
 
@@ -109,14 +109,16 @@ def rest_of(g: int, form: Format) -> tuple[str, ...]:
     return () if not form.rest_bytes else (f"master.{g}" if form.rest_bytes == FP32 else f"low.{g}",)
 
 
-def moments_of(g: int, form: Format) -> tuple[str, ...]:
+def moments_of(group: GroupSpec, form: Format) -> tuple[str, ...]:
     """The arrays of a trained group's moments."""
-    return tuple(f"moment{i}.{g}" for i in range(form.moments))
+    return tuple(f"moment{i}.{group.index}" for i in range(form.moments_of(group)))
 
 
-def scales_of(g: int, form: Format) -> tuple[str, ...]:
-    """The arrays of the scales of a compact group's moments in 8 bits."""
-    return tuple(f"scale{i}.{g}" for i in range(form.moments)) if form.form == "int8" else ()
+def scales_of(group: GroupSpec, form: Format) -> tuple[str, ...]:
+    """The arrays of the scales of its moments, where these are in 8 bits."""
+    return (
+        tuple(f"scale{i}.{group.index}" for i in range(form.moments_of(group))) if form.form_of(group) == "int8" else ()
+    )
 
 
 def values_of(g: int, form: Format, *, trainable: bool) -> tuple[str, ...]:
@@ -280,6 +282,17 @@ class StateArrays:
     def parts_of_state(self, g: int) -> tuple[str, ...]:
         """The arrays of a group besides its weights."""
         return tuple(self._names[g][1:])
+
+    def parts_of_momentum(self, g: int) -> tuple[str, ...]:
+        """The arrays of a group of matrices that its steps do not take: its momentum, and the scales of that; of others
+        none."""
+        group = self.groups[g]
+        return (*moments_of(group, self.form), *scales_of(group, self.form)) if group.whole else ()
+
+    def parts_of_step(self, g: int) -> tuple[str, ...]:
+        """Those that they take."""
+        apart = self.parts_of_momentum(g)
+        return tuple(name for name in self.parts_of_state(g) if name not in apart)
 
     def begin(self, name: str) -> None:
         """All of an array is about to be written, whatever was written of it before."""

@@ -9,7 +9,7 @@ import torch
 from penstock.optim.precision import DTYPES
 from penstock.ranks.share import Share
 from penstock.schedule.place import Format, page_up
-from penstock.schedule.program import GroupSpec
+from penstock.schedule.program import GroupSpec, Whole
 from penstock.state.arrays import Part, StateArrays, parts_of
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
@@ -23,7 +23,7 @@ def form_of(model: Mapping[str, Any]) -> Format:
 
 
 def groups_of(model: Mapping[str, Any]) -> list[GroupSpec]:
-    """The whole groups."""
+    """All of each group. What a step of matrices takes is not known here."""
     return [
         GroupSpec(
             index=g,
@@ -31,6 +31,7 @@ def groups_of(model: Mapping[str, Any]) -> list[GroupSpec]:
             trainable=group["trainable"],
             frozen=group["frozen"],
             compact=group.get("compact", False),
+            whole=Whole(flop=0, scratch=0) if group.get("whole") else None,
         )
         for g, group in enumerate(model["groups"])
     ]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
+from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec, Stage
 from penstock.tape.blocks import find_blocks
 from penstock.tape.fused import Fused, Kind
@@ -57,18 +58,18 @@ def dry_run(
     kind: Kind,
     blocks: Sequence[nn.Module] | None = None,
     loss_fn: LossFn | None = None,
-    compact: bool = False,
+    form: Format | None = None,
 ) -> DryRun:
     """Probe a model on the meta device. Its parameters are placeholders of ``dtype`` afterwards.
 
-    ``compact``: as in ``group_parameters``. ``micro_batch``: tensors on the CPU, whose integers and booleans then have
+    ``form``: as in ``group_parameters``. ``micro_batch``: tensors on the CPU, whose integers and booleans then have
     values in the run, or on the meta device.
 
     Raises:
         ModelError: the model cannot be run block by block, or needs values that a dry run does not have.
     """
     found = find_blocks(model, blocks)
-    groups = group_parameters(model, found, compact=compact)
+    groups = group_parameters(model, found, form=form)
     for group in groups:
         group.detach(dtype, _META)
     tape = Tape(model, found, groups, loss_fn or (lambda m, mb: m(**mb).loss), seed=0, device=_META)

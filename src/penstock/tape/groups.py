@@ -7,6 +7,7 @@ device that costs one element and reads as NaN, so that a use without a load sho
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +15,18 @@ from torch import nn
 from penstock.compat.torch import gradient_hooks
 from penstock.errors import ModelError
 from penstock.schedule.lower.mesh import Mesh
-from penstock.schedule.program import COMPACT_FROM, EXACT, LARGE_END, VIEW_ALIGN, GroupSpec, round_up
+from penstock.schedule.matrices import is_matrix, whole_of
+from penstock.schedule.place import Format
+from penstock.schedule.program import (
+    COMPACT_FROM,
+    ELEMENTWISE,
+    EXACT,
+    LARGE_END,
+    VIEW_ALIGN,
+    GroupSpec,
+    Whole,
+    round_up,
+)
 from penstock.tape.blocks import Block
 
 
@@ -73,10 +85,16 @@ def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
 
 
 def lay_out(
-    index: int, name: str, parameters: Sequence[tuple[str, nn.Parameter]], ranks: int = 1, *, compact: bool = False
+    index: int,
+    name: str,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    ranks: int = 1,
+    *,
+    compact: bool = False,
+    whole: Whole | None = None,
 ) -> ParamGroup:
     """Place parameters in a flat buffer: trainable ones first, each part padded to ``ALIGN`` elements for each of the
-    ``ranks`` that share it. ``compact``: as ``GroupSpec.compact``."""
+    ``ranks`` that share it. ``compact``, ``whole``: as in ``GroupSpec``."""
     slices: list[ParamSlice] = []
     ranks_group = Mesh(data=ranks).everyone()
     offset = 0
@@ -93,22 +111,24 @@ def lay_out(
                 offset += round_up(p.numel(), VIEW_ALIGN)
         offset = start + ranks_group.padded(offset - start)
         sizes[trainable] = offset - start
-    spec = GroupSpec(index=index, name=name, trainable=sizes[True], frozen=sizes[False], compact=compact)
+    spec = GroupSpec(index=index, name=name, trainable=sizes[True], frozen=sizes[False], compact=compact, whole=whole)
     return ParamGroup(spec=spec, slices=tuple(slices))
 
 
 def group_parameters(
-    model: nn.Module, blocks: Sequence[Block], ranks: int = 1, *, compact: bool = False
+    model: nn.Module, blocks: Sequence[Block], ranks: int = 1, form: Format | None = None
 ) -> tuple[ParamGroup, ...]:
     """Every parameter of the model in exactly one group: one per block, one per large end, one for the small ends.
-    ``ranks``: that share each of them. ``compact``: moments may take less than fp32, and small trained parameters,
-    which do not take part in that, have groups of their own.
+    ``ranks``: that share each of them. ``form``: None: fp32 moments, and steps that go element by element. Where
+    moments may take less, small trained parameters, which do not take part in that, have groups of their own; where
+    steps take matrices whole, all that are none of a block's have.
 
     A parameter that several blocks use, or a block and the rest of the model, is an end. Tied parameters are one
     parameter, under the first of their names. Ends come first, blocks in their order.
 
     Raises:
         ModelError: a parameter is not of a floating-point type.
+        ConfigError: a matrix cannot be split as it is asked for.
     """
     homes = _homes(model, blocks)
     in_block: dict[int, list[tuple[str, nn.Parameter]]] = {b: [] for b in range(len(blocks))}
@@ -128,21 +148,56 @@ def group_parameters(
     small = [pair for m, ps in in_module.items() if m not in large for pair in ps]
     named = [(f"ends.{m}", ps) for m, ps in large.items()] + [("ends.small", small)]
     named += [(f"blocks.{blocks[b].name}", ps) for b, ps in in_block.items()]
-    if not compact:
-        return tuple(lay_out(i, name, ps, ranks) for i, (name, ps) in enumerate((n, ps) for n, ps in named if ps))
-    cut = [(name, kind, ps) for name, all_of in named for kind, ps in _by_kind(all_of) if ps]
-    return tuple(lay_out(i, name + _OF_KIND[kind], ps, ranks, compact=kind) for i, (name, kind, ps) in enumerate(cut))
+    cut = [
+        (name, kind, ps)
+        for i, (name, all_of) in enumerate(named)
+        for kind, ps in _by_kind(all_of, form, in_block=i >= len(named) - len(in_block))
+    ]
+    return tuple(
+        lay_out(
+            i,
+            f"{name}{ELEMENTWISE * kind.elementwise}{EXACT * kind.exact}",
+            ps,
+            ranks,
+            compact=form is not None and form.is_compact and not kind.exact,
+            whole=None if form is None or not kind.matrices else _whole(ps, form),
+        )
+        for i, (name, kind, ps) in enumerate(cut)
+    )
 
 
-_OF_KIND = {True: "", False: EXACT}
+class _Kind(NamedTuple):
+    """How a parameter is stepped: as one of a block's matrices, or element by element where such a block has others;
+    ``exact``: too small for a compact moment. Frozen parameters are of the first kind that there is."""
+
+    matrices: bool
+    elementwise: bool
+    exact: bool
 
 
 def _by_kind(
-    parameters: Sequence[tuple[str, nn.Parameter]],
-) -> Iterator[tuple[bool, list[tuple[str, nn.Parameter]]]]:
-    """Those whose moments may take less than fp32, with what is frozen, and the others."""
-    for kind in (True, False):
-        yield kind, [(n, p) for n, p in parameters if kind == (p.numel() >= COMPACT_FROM or not p.requires_grad)]
+    parameters: Sequence[tuple[str, nn.Parameter]], form: Format | None, *, in_block: bool
+) -> list[tuple[_Kind, list[tuple[str, nn.Parameter]]]]:
+    """Parameters that are stepped alike, together."""
+    in_block = in_block and form is not None and form.whole is not None
+    compact = form is not None and form.is_compact
+    found: dict[_Kind, list[tuple[str, nn.Parameter]]] = {
+        _Kind(in_block and not elementwise, elementwise, exact): []
+        for elementwise in ((False, True) if in_block else (False,))
+        for exact in ((False, True) if compact else (False,))
+    }
+    first = next(iter(found))
+    for name, p in parameters:
+        elementwise = in_block and not is_matrix(name, p.shape)
+        own = _Kind(in_block and not elementwise, elementwise, compact and p.numel() < COMPACT_FROM)
+        found[own if p.requires_grad else first].append((name, p))
+    return [(kind, of_kind) for kind, of_kind in found.items() if of_kind]
+
+
+def _whole(parameters: Sequence[tuple[str, nn.Parameter]], form: Format) -> Whole | None:
+    """What steps of these matrices take, of those that are trained."""
+    trained = [(name, p.shape) for name, p in parameters if p.requires_grad]
+    return whole_of(trained, form.whole) if trained and form.whole is not None else None
 
 
 def _homes(model: nn.Module, blocks: Sequence[Block]) -> dict[int, set[int | None]]:

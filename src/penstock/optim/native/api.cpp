@@ -43,7 +43,7 @@ using namespace penstock;
 
 // Raised whenever a signature below changes, or what it accepts, so that a stale library is refused and not called
 // wrongly.
-EXPORT int penstock_abi() { return 3; }
+EXPORT int penstock_abi() { return 4; }
 
 EXPORT int penstock_best_level() { return best_level(); }
 

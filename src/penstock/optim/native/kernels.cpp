@@ -27,6 +27,11 @@ INLINE float update(float p, float g, float& m, float& v, float& root, const Sca
     const float c = s.beta1 * m + s.weight1 * g;
     m = s.beta2 * m + s.weight2 * g;
     return p * s.decay - (c > 0.0f ? s.rate : c < 0.0f ? -s.rate : 0.0f);
+  } else if constexpr (K == kMuon || K == kNesterovMuon) {  // what is returned is the update, and no p was there
+    m = m + s.weight1 * (g - m);
+    return K == kMuon ? m : m + s.weight1 * (g - m);
+  } else if constexpr (K == kOrthogonal) {
+    return p * s.decay - s.rate * g;
   } else {
     g = g + s.l2 * p;
     if constexpr (K != kSGD) m = s.beta1 * m + g;
@@ -115,6 +120,7 @@ const float* read_gradient(const StepArgs& args, size_t at, size_t n, Tile& buff
 
 float* read_master(const StepArgs& args, size_t at, size_t n, Tile& buffer) {
   if (args.form == kWhole) return static_cast<float*>(args.weights) + at;
+  if (args.form == kMade16) return buffer;
   if (args.form != kSplit) return static_cast<float*>(args.rest) + at;
   join_range(buffer, static_cast<BFloat16*>(args.weights) + at, static_cast<uint16_t*>(args.rest) + at, n);
   return buffer;
@@ -123,7 +129,7 @@ float* read_master(const StepArgs& args, size_t at, size_t n, Tile& buffer) {
 void write_master(const StepArgs& args, size_t at, size_t n, const float* p) {
   BFloat16* weights = static_cast<BFloat16*>(args.weights) + at;
   if (args.form == kSplit) return split_range(weights, static_cast<uint16_t*>(args.rest) + at, p, n);
-  if (args.form == kBeside16) return write_rounded(weights, p, n);
+  if (args.form == kBeside16 || args.form == kMade16) return write_rounded(weights, p, n);
   if (args.form == kBesideFloat16) return write_rounded(static_cast<Float16*>(args.weights) + at, p, n);
 }
 
@@ -169,7 +175,7 @@ void write_codes(const TileMoment& first, const TileMoment& second, const StepAr
 template <Kind K, bool FirstCodes, bool SecondCodes>
 void update_tile(float* __restrict p, const float* __restrict g, TileMoment& first, TileMoment& second,
                  const Scalars& scalars, size_t n) {
-  constexpr bool has_first = K != kSGD, has_second = K == kAdamW || K == kAdam;
+  constexpr bool has_first = K != kSGD && K != kOrthogonal, has_second = K == kAdamW || K == kAdam;
   constexpr bool grouped = FirstCodes || SecondCodes;
   const Scalars s = scalars;
   float* __restrict first_values = first.values;
@@ -199,7 +205,7 @@ using Update = void (*)(float*, const float*, TileMoment&, TileMoment&, const Sc
 
 template <Kind K>
 Update update_with(bool first, bool second) {
-  constexpr bool has_first = K != kSGD, has_second = K == kAdamW || K == kAdam;
+  constexpr bool has_first = K != kSGD && K != kOrthogonal, has_second = K == kAdamW || K == kAdam;
   if (has_first && has_second && first && second) return update_tile<K, has_first, has_second>;
   if (has_first && first) return update_tile<K, has_first, false>;
   if (has_second && second) return update_tile<K, false, has_second>;
@@ -215,6 +221,9 @@ Update update_of(const StepArgs& args) {
     case kMomentum: return update_with<kMomentum>(first, second);
     case kNesterov: return update_with<kNesterov>(first, second);
     case kLion: return update_with<kLion>(first, second);
+    case kMuon: return update_with<kMuon>(first, second);
+    case kNesterovMuon: return update_with<kNesterovMuon>(first, second);
+    case kOrthogonal: return update_with<kOrthogonal>(first, second);
   }
   return nullptr;
 }

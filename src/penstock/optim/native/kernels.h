@@ -8,10 +8,11 @@ namespace penstock {
 
 // kRounded: floats in memory, each rounded to bfloat16 as it is read. Only what is read can be of it.
 enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kRounded = 3 };
-enum Kind : int { kAdamW = 0, kAdam = 1, kSGD = 2, kMomentum = 3, kNesterov = 4, kLion = 5 };
+enum Kind : int { kAdamW = 0, kAdam = 1, kSGD = 2, kMomentum = 3, kNesterov = 4, kLion = 5,
+                  kMuon = 6, kNesterovMuon = 7, kOrthogonal = 8 };
 // Where the fp32 master copy is: it is the weights; their halves are `weights` and `rest`; or it is `rest`, and
-// `weights` are it rounded.
-enum Form : int { kWhole = 0, kSplit = 1, kBeside16 = 2, kBesideFloat16 = 3 };
+// `weights` are it rounded. Of kMuon and kNesterovMuon there is none, and what they make is rounded to `weights`.
+enum Form : int { kWhole = 0, kSplit = 1, kBeside16 = 2, kBesideFloat16 = 3, kMade16 = 4 };
 enum Moment : int { kMoment32 = 0, kMoment16 = 1, kCodes = 2 };  // float, bfloat16, 8-bit codes with scales
 
 constexpr size_t kBlock = 4096;  // elements of one partial of the gradient norm
@@ -32,7 +33,7 @@ struct StepArgs {
   const void* grad;  // float, bfloat16 or float that is rounded
   void* weights;
   void* rest;
-  MomentArgs first;   // exp_avg or momentum_buffer; none for plain SGD
+  MomentArgs first;   // exp_avg or momentum_buffer; none for plain SGD and kOrthogonal
   MomentArgs second;  // exp_avg_sq; none unless Adam or AdamW
   double* partials;   // one per kBlock elements of grad as read, before grad_scale; null: none
   Scalars scalars;

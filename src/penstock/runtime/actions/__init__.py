@@ -13,6 +13,7 @@ from penstock.runtime.actions.between import Between
 from penstock.runtime.actions.checkpoints import Checkpoints
 from penstock.runtime.actions.compute import Compute
 from penstock.runtime.actions.gradients import Gradients
+from penstock.runtime.actions.matrices import MatrixUpdates
 from penstock.runtime.actions.norm import Norm
 from penstock.runtime.actions.optimizer import OptimizerSteps
 from penstock.runtime.actions.weights import Weights
@@ -65,6 +66,7 @@ class Actions:
             Gradients(self.access, stepping).kinds(),
             self.norm.kinds(),
             OptimizerSteps(self.access, self.norm, stepping).kinds(),
+            MatrixUpdates(self.access, self.norm, stepping, ranks).kinds(),
             Checkpoints(self.access, tape, streams).kinds(),
             Between(self.access, self._compute, ranks).kinds(),
         )

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from penstock.optim.codes import Codes, Moment
+from penstock.optim.codes import as_moments
 from penstock.runtime.access import Access
 from penstock.runtime.actions.norm import Norm
 from penstock.runtime.stepping import Stepping
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import Buffer
-from penstock.schedule.place import SCALED
 
 
 class OptimizerSteps:
@@ -44,7 +43,7 @@ class OptimizerSteps:
     def _in_buffer(self, op: Op, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The arrays of a chunk's state, with their part of its buffer."""
         c, offset = self._to.bound.chunk(op), 0
-        for array in self._arrays.parts_of_state(op.id.group):
+        for array in self._arrays.parts_of_step(op.id.group):
             part = self._arrays.parts[array]
             own = part.own(c.start, c.numel)
             yield array, self._to.view(name, own.stop - own.start, part.dtype, offset)
@@ -88,10 +87,13 @@ class OptimizerSteps:
         if buffer is not None:
             state = [view for _, view in self._in_buffer(op, buffer)]
         else:
-            state = [arrays.array(name)[arrays.parts[name].own(c.start, c.numel)] for name in arrays.parts_of_state(g)]
+            state = [arrays.array(name)[arrays.parts[name].own(c.start, c.numel)] for name in arrays.parts_of_step(g)]
         late = self._to.bound.is_late(op)
-        in_passing = not (late or self._to.bound.normed)
-        gradient = self._to.gradient(op, op.reads[0])
+        in_passing = not (late or self._to.bound.normed or arrays.groups[g].whole)
+        if arrays.groups[g].whole:
+            gradient = self._to.view(op.reads[0], c.numel, torch.bfloat16)
+        else:
+            gradient = self._to.gradient(op, op.reads[0])
         self._update(g, c.start, gradient, self._weights(op, new), state, late=late, in_passing=in_passing)
 
     def step_on_device(self, op: Op) -> None:
@@ -115,27 +117,27 @@ class OptimizerSteps:
         late: bool,
         in_passing: bool,
     ) -> None:
-        """The optimizer on elements ``[start, start + n)`` of a group.
+        """The optimizer on elements ``[start, start + n)`` of a group. Of matrices that step in host memory, whose
+        ``state`` is without momentum, ``gradient`` is their orthogonal update.
 
         ``late``: with what the step before has left; it may be stepped by now, and only the weights are wanted.
         ``in_passing``: whether the gradient's sums of squares are computed, too.
         """
         context = self._to.context
         rest = state.pop(0) if self._arrays.form.rest_bytes else None
-        moments, scales = state[: self._arrays.form.moments], state[self._arrays.form.moments :]
-        if scales:
-            count = weights.numel() // SCALED
-            pairs = zip(moments, scales, strict=True)
-            stepped: tuple[Moment, ...] = tuple(Codes(codes=codes, scales=own[:count]) for codes, own in pairs)
-        else:
-            stepped = tuple(moments)
+        moments = as_moments(state, weights.numel())
         update = context.left if late else None if context.idle else context.update
         if update is None:
             self._stepping.restore(weights, rest)
             return
         self._arrays.note_step(g, late=late)
         norms = self._norm.in_passing(g, start, gradient) if in_passing else None
-        self._stepping.step(update, g, start, gradient, weights, rest, stepped, norms)
+        if not self._arrays.groups[g].whole:
+            self._stepping.step(update, g, start, gradient, weights, rest, moments, norms)
+            return
+        if moments:  # the state is here, and the gradient is all of the group's
+            gradient = self._stepping.orthogonal_update(update, g, gradient, moments, norms)
+        self._stepping.step(update, g, start, gradient, weights, rest, (), None, half="second")
 
     def commit(self, op: Op) -> None:
         """What the step before has left is at home: it counts from now on, whatever happens."""

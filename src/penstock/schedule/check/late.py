@@ -27,7 +27,7 @@ def left_buffers(schedule: Schedule, clocks: Clocks | None = None) -> set[Buffer
 def late_chunks(schedule: Schedule, clocks: Clocks | None = None) -> frozenset[ChunkAt]:
     """The chunks that a step steps for the step before. Arguments and errors are those of ``left_buffers``."""
     left = left_buffers(schedule, clocks)
-    steps = (op for op in schedule.ops if op.id.kind == "OP")
+    steps = (op for op in schedule.ops if op.id.kind in ("OP", "MU"))
     return frozenset(chunk_of(op) for op in steps if not left.isdisjoint(op.reads))
 
 
@@ -35,4 +35,4 @@ def late_moves(schedule: Schedule) -> tuple[Op, ...]:
     """The ops that move bytes for the step before, and none in a step that found nothing left to it: a run's first one,
     and one after an evaluation, which has had all of it done. Errors are those of ``left_buffers``."""
     late = late_chunks(schedule)
-    return tuple(op for op in schedule.ops if op.id.kind in ("RG", "WS", "WW") and chunk_of(op) in late)
+    return tuple(op for op in schedule.ops if op.id.kind in ("RG", "WS", "WM", "WW") and chunk_of(op) in late)

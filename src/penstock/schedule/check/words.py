@@ -36,11 +36,11 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
             readers[chunk_of(op)].append(op)
         elif op.id.kind in ("NG", "ND"):
             parts.append(op)
-    norm = schedule.by_id.get("NORM")
+    norm, late = schedule.by_id.get("NORM"), late_chunks(schedule, clocks)
     for op in schedule.ops:
         word, needs = op.id, list[Op]()
         if word.kind in ("OP", "OD"):
-            if left.isdisjoint(op.reads):
+            if chunk_of(op) not in late:
                 waits = norm is not None and not _speculates(schedule, op)
                 needs = readers[chunk_of(op)] + ([norm] if norm and waits else [])
             else:
@@ -74,9 +74,9 @@ def _check_commit(schedule: Schedule, left: set[Buffer], clocks: Clocks) -> None
     late = late_chunks(schedule, clocks)
     commit = schedule.by_id.get("CM")
     for op in schedule.ops:
-        if commit is not None and chunk_of(op) in late and op.id.kind in ("OP", "UN", "WS", "WW"):
+        if commit is not None and chunk_of(op) in late and op.id.kind in ("OP", "MU", "UN", "WS", "WM", "WW"):
             _check_after(op, commit, clocks)
-        elif op.id.kind not in ("WS", "WW"):
+        elif op.id.kind not in ("WS", "WM", "WW"):
             continue
         elif commit is not None:
             _check_after(commit, op, clocks)
@@ -107,7 +107,7 @@ def _made(schedule: Schedule, step: Op, reader: Op) -> list[Op]:
 # ---- rule 7: one group, or one stage and micro-batch, has its ops in the order that their words mean
 
 
-_ORDERED = frozenset(("B", "I", "W", "DG", "AG", "UG", "SG", "AR", "OP", "OD", "WW", "WS", "UN", "GN"))
+_ORDERED = frozenset(("B", "I", "W", "DG", "AG", "UG", "SG", "AR", "MU", "OP", "OD", "WW", "WS", "WM", "UN", "GN"))
 
 
 class _Order:
@@ -150,14 +150,20 @@ class _Order:
                 return self._visits.get(word.visit, []) if word.visit else self._backwards(word.group)
             case "OD" if word.group in self._stepped:
                 raise ScheduleError(f"op {op.id} steps what {self._stepped[word.group].id} steps, too", op=op.id)
-            case "OP" | "OD" if self._left.isdisjoint(op.reads):
+            case "MU" | "OP" | "OD" if self._left.isdisjoint(op.reads) and self._gradient_of(op):
                 sums = [other for other in self._sums[word.group] if self._same(word, other.id)]
                 return sums + self._backwards(word.group)
             case "WW" | "WS" | "UN":
                 return [self._maker(op, word.of("OP"))]
+            case "WM":
+                return [self._maker(op, word.of("MU"))]
             case "GN":
                 return [self._maker(op, word.of("OD"))]
         return []
+
+    def _gradient_of(self, op: Op) -> bool:
+        """Whether an op takes a gradient: the step of matrices takes what another op has made of it."""
+        return op.id.kind != "OP" or op.id.of("MU") not in self._by_id
 
     def _same(self, one: OpId, other: OpId) -> bool:
         """Whether two chunks have something in common: a group that is not cut has all of its chunks."""

@@ -15,6 +15,10 @@ An op's *id* is a short word that says everything about it; no two ops of a sche
 | ``WG5.1`` ``RG5.1`` | write, read | gradient chunk to disk and back, while it waits for the norm |
 | ``RS5.1`` ``OP5.1`` ``WS5.1`` | read, cpu, write | what the step needs of a chunk on disk; step; its state back |
 | ``WW5.1`` ``UN5.1`` | write, h2d | the chunk's new weights to disk; up to the device, to the copy that stages find |
+| ``RM5.1`` ``MU5.1`` ``WM5.1`` | read, cpu, write | Muon: a chunk's momentum from disk; it takes the gradient in,
+and an update is made of both; momentum back |
+| ``UU5.1`` ``GU5`` ``NS5`` ``DU5.1`` | h2d, net, compute, d2h | that up to the device; those of all ranks' parts; all
+of the group's updates made orthogonal there; a chunk of that down, for ``OP5.1`` in the place of a gradient |
 | ``OD5`` | compute | optimizer step of a group whose state lives on the device |
 | ``DC3m0`` ``WC3m0`` ``RC3m0`` ``UC3m0`` | d2h, write, read, h2d | checkpoint of stage 3 down, to disk, back, up |
 | ``I3m0`` ``W3m0`` | compute | backward of stage 3 split: gradient of its input, gradient of its weights |

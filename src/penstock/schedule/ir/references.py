@@ -23,13 +23,13 @@ from typing import Final, Literal, Self
 from penstock.schedule.ir.lanes import Lane
 
 LANE_OF: dict[str, Lane] = {
-    **dict.fromkeys(("F", "B", "E", "I", "W", "AD", "ND", "OD"), "compute"),
-    **dict.fromkeys(("RW", "RG", "RS", "RC"), "read"),
-    **dict.fromkeys(("WG", "WS", "WW", "WC", "CM"), "write"),
-    **dict.fromkeys(("UW", "UN", "UC", "UG"), "h2d"),
-    **dict.fromkeys(("DG", "DC"), "d2h"),
-    **dict.fromkeys(("AG", "NG", "OP", "NORM"), "cpu"),
-    **dict.fromkeys(("GW", "GN", "AR", "SG", "GC", "AN"), "net"),
+    **dict.fromkeys(("F", "B", "E", "I", "W", "AD", "ND", "OD", "NS"), "compute"),
+    **dict.fromkeys(("RW", "RG", "RS", "RM", "RC"), "read"),
+    **dict.fromkeys(("WG", "WS", "WM", "WW", "WC", "CM"), "write"),
+    **dict.fromkeys(("UW", "UN", "UC", "UG", "UU"), "h2d"),
+    **dict.fromkeys(("DG", "DC", "DU"), "d2h"),
+    **dict.fromkeys(("AG", "NG", "MU", "OP", "NORM"), "cpu"),
+    **dict.fromkeys(("GW", "GN", "AR", "SG", "GC", "GU", "AN"), "net"),
     **dict.fromkeys(("SA", "SD"), "send"),
     **dict.fromkeys(("RA", "RD"), "recv"),
 }
@@ -45,13 +45,17 @@ Holds = Literal[
     "chunk of gradient",
     "state",
     "new weights",
+    "momentum",
+    "chunk of update",
+    "update",
     "activation",
     "activation gradient",
     "saved",
     "checkpoint",
     "unknown",
 ]
-"""What is in a buffer. A ``gradient`` is of a whole group, on the device; a ``checkpoint`` an activation that is kept
+"""What is in a buffer. A ``gradient`` is of a whole group, on the device, as is an
+``update`` of matrices; a ``checkpoint`` an activation that is kept
 elsewhere than where it is computed. What is ``unknown`` can be checked and simulated."""
 
 HOLDS: dict[str, Holds] = {
@@ -61,6 +65,9 @@ HOLDS: dict[str, Holds] = {
     **dict.fromkeys(("H", "h", "R", "r", "t", "c", "T", "L"), "chunk of gradient"),
     "S": "state",
     "O": "new weights",
+    "M": "momentum",
+    **dict.fromkeys(("U", "V"), "chunk of update"),
+    **dict.fromkeys(("Q", "q"), "update"),
     **dict.fromkeys(("Am", "am", "Xm", "Nm"), "activation"),
     **dict.fromkeys(("Dm", "DXm"), "activation gradient"),
     "Km": "saved",

@@ -43,9 +43,9 @@ def kept_groups(route: Route, settings: Settings, stay: Stay, counts: Mapping[in
 
 def most_kept(route: Route, ahead: int, kept: Mapping[int, int], counts: Mapping[int, int]) -> int:
     """The most chunks that are kept at once if no lane runs ahead. ``kept``, ``counts``: of ``kept_groups``; ``ahead``:
-    visits by which loads come before their turn."""
+    visits by which loads come before their turn. Matrices step one visit later (``updates_of_matrices``)."""
     changes = Counter[int]()
     for g, index in kept.items():
         changes[index - ahead] += counts[g]
-        changes[route.last_visit[g] + 1] -= counts[g]
+        changes[route.last_visit[g] + (1 if route.program.groups[g].whole is None else 2)] -= counts[g]
     return max(accumulate(changes[i] for i in sorted(changes)), default=0)

@@ -87,6 +87,8 @@ class Loads:
         if b.provision.moves(g):
             b.ready[visit.name].append(self._group(g, index, late))
             return
+        if late:
+            self.updates.make_delayed(g)
         for c in b.trained_chunks(g):
             if c.index in late:
                 done, _ = self.updates.step_delayed(g, c)
@@ -101,6 +103,8 @@ class Loads:
             return self._gather(g, visit, whole, part=[], after=[])
         into = (group_buffer("P", g, visit=visit.name), "weight_parts") if cut else whole
         takes = [into]
+        if late:
+            self.updates.make_delayed(g)
         for c in b.cuts[g]:
             after: list[OpId] = []
             reads: list[Buffer] = []

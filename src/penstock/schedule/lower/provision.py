@@ -67,22 +67,27 @@ def fixed_bytes(
     *,
     inputs: int = 0,
     step_temporaries: int = 0,
+    train: bool = True,
 ) -> Fixed:
     """What a step holds all the time besides its pools.
 
     ``at_once``: micro-batches that are under way at the same time. ``inputs``: bytes of all micro-batches on the
-    device. ``step_temporaries``: bytes that the optimizer needs there besides the state, if any state is there.
+    device. ``step_temporaries``: bytes that the optimizer needs there besides the state, if any state is there; updates
+    of matrices are added to it, and what it takes to make them orthogonal to what stages work with. ``train``: whether
+    anything is stepped.
     """
     tiers: tuple[Tier, ...] = ("device", "host")
     groups = program.groups
     weights = {t: sum(g.numel for g in groups if t in (place.weights[g.index], place.home(g))) for t in tiers}
     state = {t: sum(form.state_bytes(g) for g in groups if place.state[g.index] == t) for t in tiers}
-    stepped = any(g.trainable and place.state[g.index] == "device" for g in groups)
+    on_device = [g for g in groups if g.trainable and place.state[g.index] == "device"]
+    updates = max((g.trainable * BF16 for g in on_device if g.whole), default=0)
+    orthogonal = max((g.whole.scratch for g in groups if g.whole), default=0) if train else 0
     return (
         ("device", "inputs", inputs),
-        ("device", "working", max(max(s.forward_peak, s.backward_peak) for s in program.stages)),
+        ("device", "working", max(*(max(s.forward_peak, s.backward_peak) for s in program.stages), orthogonal)),
         ("device", "kept", at_once * sum(s.kept for s in program.stages)),
-        ("device", "optimizer", step_temporaries if stepped else 0),
+        ("device", "optimizer", step_temporaries + updates if on_device else 0),
         ("device", "weights", weights["device"] * form.weight_bytes),
         ("device", "state", state["device"]),
         ("host", "weights", weights["host"] * form.weight_bytes),
@@ -122,6 +127,9 @@ STAGED: Mapping[str, str] = {
     "gradients_in": "stage_out",
     "state": "state",
     "new_weights": "stage_out",
+    "momentum": "state",
+    "updates_up": "stage_out",
+    "updates_down": "stage_out",
     "checkpoints_out": "checkpoints",
     "checkpoints_in": "checkpoints",
 }
@@ -249,14 +257,22 @@ class Provision:
     def _delayed(self) -> dict[int, frozenset[int]]:
         if not self.s.delay:
             return {}
-        delayed, first, last = {}, 0, self.route.program.last_stepped
+        delayed: dict[int, frozenset[int]] = {}
+        first, so_far, last = 0, 0, self.route.program.last_stepped
         for g in sorted(self.streamed()):
             count = self.trained_count(g)
             if g in last:
                 delayed[g] = frozenset(range(count))
                 continue
-            delayed[g] = delayed_share(first, count, self.s.delay)
+            if self._groups[
+                g
+            ].whole:  # all of it or nothing: what makes the number of delayed chunks so far come nearest
+                late = (first + count) * self.s.delay - so_far > count / 2
+                delayed[g] = frozenset(range(count if late else 0))
+            else:
+                delayed[g] = delayed_share(first, count, self.s.delay)
             first += count
+            so_far += len(delayed[g])
         return delayed
 
     @cached_property
@@ -427,7 +443,9 @@ class Provision:
         waiting = any(self.s.waits(g) for g in streamed) or any(self.delayed.values())
         back = place.gradients == "disk" and waiting
         on_disk_state = [self._groups[g] for g in streamed if place.state[g] == "disk"]
-        state = max((form.state_bytes(g, min(self.s.chunk, g.trainable)) for g in on_disk_state), default=0)
+        sizes = [(g, min(self.s.chunk, g.trainable)) for g in on_disk_state]
+        state = max((form.passed_bytes(g, n) for g, n in sizes), default=0)
+        momentum = max((form.momentum_bytes(g, n) for g, n in sizes if g.whole), default=0)
         passing = any(
             place.stepped_in_passing(self._groups[g]) and (g not in self.kept or self.delayed.get(g)) for g in streamed
         )
@@ -456,6 +474,22 @@ class Provision:
         )
         if state:
             yield self._staged("state", page_up(state))
+        if momentum:
+            yield self._staged("momentum", page_up(momentum))
+        if any(self._groups[g].whole for g in streamed):
+            yield from self._updates()
+
+    def _updates(self) -> Iterator[Pool]:
+        """Updates of matrices: chunks on the host, and on the device of as many groups as are there at once: those
+        that step after one visit, or of those that come one after the other two."""
+        matrices = [g for g in self.streamed() if self._groups[g].whole]
+        after = Counter(self.route.last_visit[g] for g in matrices)
+        largest = max(self._groups[g].trainable for g in matrices) * BF16
+        count = max(*after.values(), min(len(matrices), 2))
+        yield from (self._staged(name, self.s.chunk * BF16) for name in ("updates_up", "updates_down"))
+        yield Pool(name="updates", tier="device", size=self.seat.parts * largest, count=count)
+        if self.seat.parts > 1:
+            yield Pool(name="update_parts", tier="device", size=largest, count=count)
 
     def _staged(self, name: str, size: int) -> Pool:
         return Pool(name=name, tier="host", size=size, count=getattr(self.s.depths, STAGED[name]))

@@ -38,6 +38,7 @@ from penstock.schedule.lower.emitter import Touched
 from penstock.schedule.lower.mesh import ProcessGroup
 from penstock.schedule.lower.provision import EXCHANGE, SUMS, exchanged_bytes
 from penstock.schedule.lower.route import Route, Visit
+from penstock.schedule.lower.updates_of_matrices import MatrixUpdates
 from penstock.schedule.place import FP32, NORM_BYTES, Chunk, strand_firsts, strand_sums
 from penstock.schedule.program import ALIGN
 
@@ -49,6 +50,9 @@ class Updates:
         self.b = builder
         self.s = builder.s
         self.device = DeviceSteps(builder)
+        self.matrices = MatrixUpdates(builder)
+        self._begun: list[tuple[int, list[OpId]]] = []
+        """groups of matrices whose updates are on their way to the device, with what their steps wait for besides"""
         self._normed: list[OpId] = []
         self._stepped: list[OpId] = []  # the steps on the host that are this step's own
         self._norm: OpId | None = None  # op after which the global norm is known
@@ -77,6 +81,7 @@ class Updates:
 
     def gradients_down(self, index: int) -> None:
         """Emit what follows the compute ops of visit ``index``: gradients to the host, and what they complete."""
+        self._end_updates()
         visit = self.b.visits[index]
         route, stage = self.b.route, visit.stage
         down = [g for g in route.gradients(visit.kind, stage) if self.s.place.state[g] != "device"]
@@ -108,6 +113,8 @@ class Updates:
                     self._complete(g, c)
                 if stepped and c.index not in self._delayed(g):
                     self._step_on_time(g, c, first)
+            if stepped:
+                self._begin_updates(g, first)
 
     def strand_made(self, index: int, m: int) -> None:
         """Emit what follows a micro-batch that ends a strand: the sums on the device that are complete with it."""
@@ -270,6 +277,7 @@ class Updates:
     def steps_at_the_end(self) -> None:
         """Emit the global norm, if any step waits for it, and all steps that come after the last visit."""
         seat = self.b.seat
+        self._end_updates()
         if self._waited_for:
             parts = [self._partials(self._normed)] if seat.parts > 1 else self._normed
             self._norm = self.b.emit(single_op("NORM"), after=parts)
@@ -283,6 +291,10 @@ class Updates:
             for c in self.b.trained_chunks(g):
                 if c.index not in self._delayed(g):
                     self._step_on_time(g, c, first)
+            before, self._begun = self._begun, []
+            self._begin_updates(g, first)
+            self._end_updates(before)
+        self._end_updates()
         if not self._waited_for and seat.parts > 1 and self.s.chunk:
             self._partials([*self._normed, *self._stepped])
 
@@ -309,9 +321,32 @@ class Updates:
         if self.s.waits(g) and self.s.place.gradients == "disk":
             gradient = group_buffer("R", g, c.index)
             after = self._back(g, c, gradient, [after])
+        if self._is_whole(g):
+            made, _ = self.matrices.up(g, c, gradient, [after, *first], self._commit)
+            self._stepped.append(made)
+            return
         done = self._arithmetic(g, c, gradient, [after, *first])
         self._stepped.append(done)
         self.home(g, c, [done])
+
+    def _is_whole(self, g: int) -> bool:
+        """Whether a group's step takes matrices whole."""
+        return self.b.program.groups[g].whole is not None
+
+    def _begin_updates(self, g: int, first: list[OpId]) -> None:
+        """Updates of a group are on their way to the device, if it is one of matrices that steps on the host now."""
+        if self._is_whole(g) and not self._delayed(g):
+            self._begun.append((g, first))
+
+    def _end_updates(self, begun: list[tuple[int, list[OpId]]] | None = None) -> None:
+        """Emit the rest of the steps of groups whose updates are on their way to the device; None: of all."""
+        if begun is None:
+            begun, self._begun = self._begun, []
+        for g, first in begun:
+            self.matrices.make(g)
+            for c in self.b.trained_chunks(g):
+                update, down = self.matrices.down(g, c)
+                self.home(g, c, [self._arithmetic(g, c, update, [down, *first])])
 
     def home_delayed(self, g: int, c: Chunk, after: list[OpId]) -> OpId:
         """``home`` of a delayed chunk; after the last of them the step before is committed."""
@@ -325,19 +360,37 @@ class Updates:
             self._commit = [self.b.emit(single_op("CM"), after=self._late_ends)]
         return last
 
+    def make_delayed(self, g: int) -> None:
+        """Emit what comes before the delayed steps of a group's chunks, if it is one of matrices: of all together."""
+        if not self._is_whole(g):
+            return
+        for c in self.b.trained_chunks(g):
+            _, written = self.matrices.up(g, c, *self._left(g, c), [])
+            self._late_ends += written
+            self._late_writes |= bool(written)
+        self.matrices.make(g)
+
     def step_delayed(self, g: int, c: Chunk) -> tuple[OpId, list[Buffer]]:
         """Emit one chunk's step with the gradient that the step before has left, without ``home``.
 
         Returns the op that makes the new weights, and the buffer that has them if they are on their way to disk.
         """
-        gradient, after = group_buffer("h", g, c.index), list[OpId]()
-        if self.s.place.gradients == "disk":
-            gradient = group_buffer("r", g, c.index)
-            after = [self._back(g, c, gradient, [])]
+        if self._is_whole(g):
+            gradient, down = self.matrices.down(g, c)
+            after = [down]
         else:
-            self.b.emitter.carry(gradient, group_buffer("H", g, c.index, use=0), self.b.provision.held_pool)
+            gradient, after = self._left(g, c)
         done = self._arithmetic(g, c, gradient, after)
         return done, self.new_weights(g, c) if self.s.place.weights[g] == "disk" else []
+
+    def _left(self, g: int, c: Chunk) -> tuple[Buffer, list[OpId]]:
+        """The buffer with the gradient of a chunk that the step before has left, and what brings it there."""
+        if self.s.place.gradients == "disk":
+            gradient = group_buffer("r", g, c.index)
+            return gradient, [self._back(g, c, gradient, [])]
+        gradient = group_buffer("h", g, c.index)
+        self.b.emitter.carry(gradient, group_buffer("H", g, c.index, use=0), self.b.provision.held_pool)
+        return gradient, []
 
     def _back(self, g: int, c: Chunk, into: Buffer, after: list[OpId]) -> OpId:
         """Emit the way back of a gradient that has waited on disk."""
@@ -347,8 +400,8 @@ class Updates:
         )
 
     def _state(self, g: int, c: Chunk) -> list[Buffer]:
-        """The buffer of a chunk's state, if that is on disk."""
-        there = self.s.place.state[g] == "disk" and self.s.form.state_bytes(self.b.program.groups[g])
+        """The buffer of a chunk's state, if that is on disk; of matrices, of what the momentum is not."""
+        there = self.s.place.state[g] == "disk" and self.s.form.passed_bytes(self.b.program.groups[g], c.numel)
         return [group_buffer("S", g, c.index)] if there else []
 
     def new_weights(self, g: int, c: Chunk) -> list[Buffer]:
@@ -362,7 +415,7 @@ class Updates:
         group, read = self.b.program.groups[g], [] if self.b.provision.keeps(g, c) else new
         if state or read:
             weights = form.weight_bytes * c.numel * len(read) * form.steps_weights
-            nbytes = form.state_bytes(group, c.numel) * len(state) + weights
+            nbytes = form.passed_bytes(group, c.numel) * len(state) + weights
             takes = [*((name, "state") for name in state), *((name, "new_weights") for name in read)]
             ident, into = group_op("RS", g, c.index), [*state, *read]
             after = [*after, self.b.emit(ident, takes=takes, writes=into, nbytes=nbytes)]
@@ -385,7 +438,7 @@ class Updates:
         state, new, nbytes = self._state(g, c), self.new_weights(g, c), c.numel * form.weight_bytes
         if state:
             ident, first = group_op("WS", g, c.index), [after[0], *self._commit]
-            moved = form.state_bytes(self.b.program.groups[g], c.numel)
+            moved = form.passed_bytes(self.b.program.groups[g], c.numel)
             last = self.b.emit(ident, after=first, reads=state, gives=state, nbytes=moved)
         if place.weights[g] == "device":
             last = self.b.emit(group_op("UN", g, c.index), after=after[:1], reads=new, nbytes=nbytes)

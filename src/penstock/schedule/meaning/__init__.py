@@ -15,10 +15,10 @@ from collections.abc import Callable
 from penstock.errors import ScheduleError
 from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import Op, Schedule
-from penstock.schedule.meaning.arrays import ArrayRules
 from penstock.schedule.meaning.between import BetweenRules
 from penstock.schedule.meaning.compute import ComputeRules
 from penstock.schedule.meaning.fields import check_fields
+from penstock.schedule.meaning.matrices import MatrixRules
 from penstock.schedule.meaning.values import (
     AFTER,
     NOW,
@@ -46,7 +46,7 @@ def prove(schedule: Schedule, needs: Needs) -> None:
     step.finish()
 
 
-class _Step(ComputeRules, ArrayRules, WaitingRules, BetweenRules):
+class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules):
     """All ops of a step, one after the other."""
 
     def __init__(self, schedule: Schedule, needs: Needs, order: list[Op]) -> None:
@@ -70,6 +70,12 @@ class _Step(ComputeRules, ArrayRules, WaitingRules, BetweenRules):
             "WS": self._write_state,
             "OD": self._step_on_device,
             "CM": self._commit,
+            "RM": self._read_momentum,
+            "MU": self._make_update,
+            "WM": self._write_momentum,
+            "UU": self._lift_update,
+            "NS": self._orthogonalise,
+            "DU": self._update_down,
             "DC": self._leave,
             "WC": self._write_checkpoint,
             "RC": self._read_checkpoint,
@@ -78,7 +84,7 @@ class _Step(ComputeRules, ArrayRules, WaitingRules, BetweenRules):
         if needs.shared:
             self._kinds |= {"UG": self._lift, "SG" if needs.cut else "AR": self._exchange}
         if needs.cut:
-            self._kinds |= {"GW": self._gather, "AN": self._gather_norm}
+            self._kinds |= {"GW": self._gather, "AN": self._gather_norm, "GU": self._gather_updates}
 
     def run(self, op: Op) -> None:
         what = self._kinds.get(op.id.kind)
@@ -108,6 +114,8 @@ class _Step(ComputeRules, ArrayRules, WaitingRules, BetweenRules):
             want = NOW if (g, c) in self.late else AFTER
             if self.state[g, c] != want:
                 raise self._lacks(f"WS{g}.{c}")
+            if self.momentum.get((g, c), want) != want:
+                raise self._lacks(f"WM{g}.{c}")
             if self.at_home[g, c] != want:
                 raise self._lacks(f"WW{g}.{c}")
             if self.weights[g, c] != want:

@@ -11,6 +11,7 @@ from penstock.schedule.meaning.values import (
     SHOWN,
     Gradient,
     State,
+    Update,
     Weights,
     refused,
 )
@@ -119,8 +120,9 @@ class ArrayRules(Ground):
         """Whether a step reads a group's state from disk, and writes it there."""
         return self.place.state[g] == "disk" and self._state_bytes(g) > 0
 
-    def _state_bytes(self, g: int, numel: int | None = None) -> int:
-        return self.form.state_bytes(self.needs.program.groups[g], numel)
+    def _state_bytes(self, g: int, numel: int = 1) -> int:
+        """Bytes of what the step of a chunk has of its state, besides the momentum of matrices."""
+        return self.form.passed_bytes(self.needs.program.groups[g], numel)
 
     def _read_state(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
@@ -154,7 +156,7 @@ class ArrayRules(Ground):
         self._home(op, self.place.state, "host", "disk")
         self._moves(op, self.form.step_bytes(self.needs.program.groups[g], c.numel, self._width(g)))
         self._at(op, op.reads, "gradient, state and weights", count=1 + state + new)
-        late = self._check_step(op, self._gradient(op, op.reads[0]))
+        late = self._check_update(op) if g in self.matrices else self._check_step(op, self._gradient(op, op.reads[0]))
         done, through = NOW if late else AFTER, list(op.reads[1:])
         if op.writes != op.reads[1:]:
             raise refused(op, "changes other buffers than those of the state and the weights that it reads")
@@ -179,6 +181,13 @@ class ArrayRules(Ground):
             self.outside.change(op, "weights", *tag)
             self.weights[tag] = done
         self.stepped.add(tag)
+
+    def _check_update(self, op: Op) -> bool:
+        """The same of a step of matrices, whose updates are orthogonal: what comes before them was looked at there."""
+        update = self._value(op, op.reads[0], Update)
+        if (update.group, update.chunks, update.orthogonal) != (op.id.group, frozenset((op.id.chunk,)), True):
+            raise refused(op, f"takes {op.reads[0]} for its chunk of orthogonal updates, which it is not")
+        return update.late
 
     def _check_step(self, op: Op, gradient: Gradient) -> bool:
         """Whether a step is of the gradient that the step before has left; else it is whole, and the norm is known."""

@@ -11,8 +11,8 @@ from penstock.schedule.meaning.values import refused
 from penstock.schedule.program import Program
 
 _COMPUTES = frozenset(("F", "E", "B"))
-_MOVES_NOTHING = _COMPUTES | {"AD", "ND", "OD", "NORM", "CM"}
-_OF_GROUPS = frozenset(("ND", "OD", "GW"))
+_MOVES_NOTHING = _COMPUTES | {"AD", "ND", "OD", "NS", "NORM", "CM"}
+_OF_GROUPS = frozenset(("ND", "OD", "GW", "GU", "NS"))
 _FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "UG", "GW", "SG", "AR"))
 """All other ops of groups are of chunks, and done once in a step."""
 

@@ -60,6 +60,10 @@ class Ground:
         start = {(g, c.index): NOW for g, cut in enumerate(self.cuts) for c in cut} | dict.fromkeys(self.late, BEFORE)
         self.weights, self.at_home, self.state = dict(start), dict(start), dict(start)
         """version of each chunk's weights where stages find them, of the same at home, and of its state there"""
+        self.matrices = {g.index for g in program.groups if g.whole and self.place.state[g.index] != "device"}
+        """groups whose steps in host memory take matrices whole"""
+        self.momentum = {tag: version for tag, version in start.items() if tag[0] in self.matrices}
+        """version of each chunk's momentum at home"""
         self.extents: dict[ChunkAt, Gradient] = {tag: Gradient(*tag, LEFT) for tag in self.late}
         self.scratch: set[tuple[int, int]] = set()
         self.values: dict[str, Value] = {}
@@ -73,7 +77,7 @@ class Ground:
         """chunk that is left to the next step -> the buffer that its gradient is to be in at the end"""
         ends = {start: end for start, end, _ in schedule.carried}
         for op in order:
-            if op.id.kind == "OP" and op.reads and op.reads[0] in ends:
+            if op.id.kind in ("OP", "MU") and op.reads and op.reads[0] in ends:
                 tag = chunk_of(op)
                 self.values[op.reads[0]] = Gradient(*tag, LEFT)
                 self.kept_gradients[tag] = ends.pop(op.reads[0])

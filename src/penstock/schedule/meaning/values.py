@@ -52,6 +52,25 @@ class State(NamedTuple):
     version: int
 
 
+class Momentum(NamedTuple):
+    """A chunk of the momentum of a group of matrices, which lives on disk."""
+
+    group: int
+    chunk: int
+    version: int
+
+
+class Update(NamedTuple):
+    """Chunks of the updates of a group of matrices. ``late``: of the gradient that the step before has left;
+    ``gathered``: with those of all other ranks."""
+
+    group: int
+    chunks: frozenset[int]
+    late: bool
+    orthogonal: bool = False
+    gathered: bool = False
+
+
 class Activation(NamedTuple):
     """A stage's checkpoint on the device, or the gradient with respect to it."""
 
@@ -69,8 +88,8 @@ class Kept(NamedTuple):
     parts: int
 
 
-Value = Weights | Gradient | AllParts | State | Activation | Kept
-V = TypeVar("V", Weights, Gradient, AllParts, State, Activation, Kept)
+Value = Weights | Gradient | AllParts | State | Momentum | Update | Activation | Kept
+V = TypeVar("V", Weights, Gradient, AllParts, State, Momentum, Update, Activation, Kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +176,8 @@ SHOWN: dict[type, str] = {
     Gradient: "a gradient",
     AllParts: "a gradient of all ranks' parts",
     State: "optimizer state",
+    Momentum: "momentum",
+    Update: "updates",
     Activation: "an activation",
     Kept: "a checkpoint",
 }

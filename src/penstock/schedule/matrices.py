@@ -1,0 +1,84 @@
+"""Which parameters are matrices, whose updates Muon makes orthogonal, and what they are cut into. Plain data."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from penstock.config.optimizer import Orthogonal, Split
+from penstock.errors import ConfigError
+from penstock.schedule.place import BF16
+from penstock.schedule.program import Whole
+
+_DIMENSIONS = (2, 3)
+"""of a matrix, and of a stack of them, such as a block's experts"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """``count`` matrices of ``rows`` x ``columns`` in a parameter: those of its rows (``dim`` 0) or columns (1) from
+    ``start`` on, ``size`` of them. Cut along ``dim`` that is one matrix, or several that are equal."""
+
+    dim: int
+    start: int
+    size: int
+    count: int
+    rows: int
+    columns: int
+
+
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a block's parameter is a matrix or a stack of some, and no bias."""
+    return len(shape) in _DIMENSIONS and min(shape[-2:]) > 1 and not name.rpartition(".")[2].endswith("bias")
+
+
+def pieces(name: str, shape: Sequence[int], rule: Orthogonal) -> tuple[Piece, ...]:
+    """The matrices of a parameter, in order.
+
+    Raises:
+        ConfigError: it cannot be cut as it is asked for.
+    """
+    rows, columns = shape[-2:]
+    stacked, split = prod(shape[:-2]), rule.split_of(name)
+    if split is None:
+        return (Piece(dim=0, start=0, size=rows, count=stacked, rows=rows, columns=columns),)
+    whole = shape[-2:][split.dim]
+    if isinstance(split.parts, int):
+        each, rest = divmod(whole, split.parts)
+        if rest:
+            raise _uneven(name, split, whole)
+        rows, columns = (rows, each) if split.dim else (each, columns)
+        count = stacked * split.parts
+        return (Piece(dim=split.dim, start=0, size=whole, count=count, rows=rows, columns=columns),)
+    if sum(split.parts) != whole or stacked > 1:
+        raise _uneven(name, split, whole)
+    starts = [sum(split.parts[:i]) for i in range(len(split.parts))]
+    return tuple(
+        Piece(dim=0, start=start, size=size, count=1, rows=size, columns=columns)
+        for start, size in zip(starts, split.parts, strict=True)
+    )
+
+
+def _uneven(name: str, split: Split, whole: int) -> ConfigError:
+    what = "columns" if split.dim else "rows"
+    return ConfigError(
+        f"split match={split.match!r}: {name} has {whole} {what}, which parts={split.parts!r} do not make up: give a "
+        "number that divides them, or of one matrix the rows of each part"
+    )
+
+
+def whole_of(parameters: Iterable[tuple[str, Sequence[int]]], rule: Orthogonal) -> Whole:
+    """What a step of these matrices takes, of which there are names and shapes.
+
+    A step of the iteration makes three products: a matrix by itself transposed, the square of that, and that with the
+    matrix; of the shorter side m and the longer one n, 4 m m n + 2 m m m FLOP. Beside the matrix there are then its
+    square, the polynomial of that, and the next matrix.
+
+    Raises:
+        ConfigError: as ``pieces``.
+    """
+    flop = scratch = 0
+    for piece in (piece for name, shape in parameters for piece in pieces(name, shape, rule)):
+        m, n = sorted((piece.rows, piece.columns))
+        flop += rule.steps * piece.count * (4 * m * m * n + 2 * m * m * m)
+        scratch = max(scratch, BF16 * piece.count * (3 * m * n + 2 * m * m))
+    return Whole(flop=flop, scratch=scratch)
