@@ -16,7 +16,7 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
 from penstock.schedule.place import Depths, Format, Placement, Settings
-from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
+from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage, Whole
 
 SIZES = (0, 1, 2, 5, 12, 20, 40)
 """in units of ALIGN elements"""
@@ -31,7 +31,9 @@ def programs(draw: st.DrawFn, *, stages: int = 9, groups: int = 8) -> Program:
     for i in range(count):
         trainable = draw(st.sampled_from(SIZES))
         frozen = draw(st.sampled_from(SIZES if not trainable else (0, 0, 1, 12)))
-        specs.append(GroupSpec(index=i, name=f"g{i}", trainable=trainable * ALIGN, frozen=frozen * ALIGN))
+        matrices = trainable and draw(st.integers(0, 2)) == 0
+        whole = Whole(flop=draw(st.integers(1, 10**6)), scratch=draw(st.sampled_from(BYTES))) if matrices else None
+        specs.append(GroupSpec(index=i, name=f"g{i}", trainable=trainable * ALIGN, frozen=frozen * ALIGN, whole=whole))
     members = st.sets(st.integers(0, count - 1), max_size=min(count, 4))
     everywhere = draw(st.sets(st.integers(0, count - 1), max_size=2))
     return Program(

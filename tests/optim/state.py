@@ -8,6 +8,7 @@ import torch
 
 from penstock.optim import fallback
 from penstock.optim.codes import Codes, Moment, zero_moment
+from penstock.optim.formula import FIRST_HALVES, Kind
 
 FP32, BF16, FP16, INT16 = torch.float32, torch.bfloat16, torch.float16, torch.int16
 
@@ -18,6 +19,14 @@ SPLIT: Form = (BF16, INT16)
 BESIDE: Form = (BF16, FP32)
 BESIDE_FP16: Form = (FP16, FP32)
 FORMS = (WHOLE, SPLIT, BESIDE, BESIDE_FP16)
+MADE: Form = (BF16, None)
+"""That of the first half of Muon's step, whatever the precision: an update is made, and no master copy is there."""
+
+
+def form_for(kind: Kind, form: Form) -> Form:
+    """The form that a kind of step takes where others take ``form``."""
+    return MADE if kind in FIRST_HALVES else form
+
 
 EIGHT_BIT = torch.int8
 """as a dtype of moments: codes, int8 of a first moment and uint8 of a second one"""
@@ -38,7 +47,9 @@ class State:
     def of(cls, master: torch.Tensor, moments: tuple[torch.Tensor, ...], form: Form, dtype: torch.dtype) -> "State":
         """A state with these fp32 values, as far as its form can hold them; new memory on the CPU."""
         weights, rest = master.clone(), None
-        if form != WHOLE:
+        if form == MADE:
+            weights = torch.zeros(len(master), dtype=BF16)
+        elif form != WHOLE:
             weights, rest = (torch.zeros(len(master), dtype=d) for d in form if d is not None)
             (rest.copy_(master) if rest.dtype == FP32 else fallback.split(weights, rest, master))
         kept = tuple(zero_moment(moment_dtype(i, dtype), len(master)) for i in range(len(moments)))

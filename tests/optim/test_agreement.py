@@ -9,7 +9,7 @@ from penstock.engine import planning
 from penstock.optim import fallback, kernels
 from penstock.optim.agreement import KINDS, PRECISIONS, other_bits
 from penstock.optim.codes import Codes
-from penstock.optim.formula import Hyper, scalars
+from penstock.optim.formula import FIRST_HALVES, Hyper, scalars
 from tests.accelerator import DEVICE
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def test_what_other_devices_compute_with_has_the_bits_of_the_native_kernels() ->
     assert other_bits(CPU, step=in_torch) == ()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FIRST_HALVES])
 @pytest.mark.parametrize("form", [form for forms in PRECISIONS.values() for form in forms])
 def test_one_bit_of_one_element_is_a_difference(kind: Any, form: tuple[torch.dtype, torch.dtype | None]) -> None:
     def off(hyper: Hyper, count: int, **arrays: Any) -> None:
@@ -36,6 +36,15 @@ def test_one_bit_of_one_element_is_a_difference(kind: Any, form: tuple[torch.dty
 
     (precision,) = (name for name, forms in PRECISIONS.items() if form in forms)
     assert other_bits(CPU, (kind,), PRECISIONS, ("fp32",), step=off) == (f"{kind}.{precision}",)
+
+
+@pytest.mark.parametrize("kind", sorted(FIRST_HALVES))
+def test_one_bit_of_one_update_is_a_difference_in_every_precision(kind: Any) -> None:
+    def off(hyper: Hyper, count: int, **arrays: Any) -> None:
+        in_torch(hyper, count, **arrays)
+        arrays["weights"].view(torch.uint8)[0] ^= count == 3
+
+    assert other_bits(CPU, (kind,), PRECISIONS, ("fp32",), step=off) == tuple(f"{kind}.{name}" for name in PRECISIONS)
 
 
 @pytest.mark.parametrize("part", ["codes", "scales"])

@@ -27,6 +27,7 @@ from tests.optim.state import (
     Form,
     State,
     assert_same_bits,
+    form_for,
     values,
 )
 from tests.optim.test_compact import every_lower, wild
@@ -62,7 +63,7 @@ def test_a_step_has_the_same_bits(
     moments = tuple(values(rng, n, wild=True).abs() for _ in range(hyper.moments))
     found = []
     for module in (fused, fallback):
-        state = State.of(master, moments, form, moment_dtype)
+        state = State.of(master, moments, form_for(kind, form), moment_dtype)
         module.step(kind, scalars(hyper, 2, 0.5), grad=grad, grad_dtype=grad_dtype, **state[:])
         found.append(state.tensors())
     assert_same_bits(*found)

@@ -12,6 +12,7 @@ STATE: dict[str, dict[str, str | None]] = {
     "whole": {"weights": "*fp32", "rest": None},
     "split": {"weights": "*i16", "rest": "*i16"},
     "beside": {"weights": "*i16", "rest": "*fp32"},
+    "made": {"weights": "*i16", "rest": None},
 }
 MOMENTS: dict[str, dict[str, str | None]] = {
     "fp32": {"first": "*fp32", "first_scales": None, "second": "*fp32", "second_scales": None},
@@ -33,7 +34,7 @@ def assembly(kernel: Any, arguments: dict[str, Any]) -> str:
 
 
 def is_type(argument: Any) -> bool:
-    return isinstance(argument, str) and argument.lstrip("*")[0] in "iuf" and argument[-1].isdigit()
+    return isinstance(argument, str) and argument.lstrip("*")[0] in "iufb" and argument[-1].isdigit()
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,23 @@ def test_a_step_compiles_and_contracts_nothing(state: str, moments: str) -> None
     text = assembly(fused_device.step, pointers | scalars | STATE[state] | MOMENTS[moments] | settings)
     assert "fma.rn.f32" not in text
     assert "div.rn.f32" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "moments"),
+    [("nesterov-muon", "made", "int8"), ("muon", "made", "fp32"), ("orthogonal", "split", "")],
+)
+def test_both_halves_of_a_step_of_matrices_compile(kind: str, state: str, moments: str) -> None:
+    import triton.language as tl
+
+    from penstock.optim import fused_device
+
+    scalars = dict.fromkeys(Scalars.__dataclass_fields__, "fp32")
+    settings = {"kind": kind, "rounding": False, "split": state == "split", "like": tl.bfloat16}
+    none = dict.fromkeys(("first", "first_scales", "second", "second_scales"))
+    kept = none | ({key: MOMENTS[moments][key] for key in ("first", "first_scales")} if moments else {})
+    pointers = {"grad": "*bf16" if kind == "orthogonal" else "*fp32", "n": "i32", "squares": None}
+    assert "fma.rn.f32" not in assembly(fused_device.step, pointers | scalars | STATE[state] | kept | settings)
 
 
 @pytest.mark.parametrize("codes", ["*i8", "*u8"])

@@ -32,6 +32,7 @@ from tests.optim.state import (
     Form,
     State,
     assert_same_bits,
+    form_for,
     values,
 )
 from tests.patience import PATIENCE
@@ -51,7 +52,7 @@ class Case:
     grad_scale: float
 
     def state(self) -> State:
-        return State.of(self.master, self.moments, self.form, self.moment_dtype)
+        return State.of(self.master, self.moments, form_for(self.hyper.kind, self.form), self.moment_dtype)
 
     def run_native(self, threads: int, part: int | None = None) -> list[torch.Tensor]:
         """``part``: the step is done in chunks of so many elements."""

@@ -170,7 +170,7 @@ def gradients(schedule: Schedule) -> dict[tuple[int, int], Sum]:
             disk[op.id[1:]] = held.pop(op.reads[0])
         elif word.kind == "RG" and op.id[1:] in disk:
             held[op.writes[0]] = disk.pop(op.id[1:])
-        elif word.kind == "OP" and op.reads[0] in held:
+        elif word.kind in ("OP", "MU") and op.reads[0] in held:
             found[word.group, word.chunk] = held.pop(op.reads[0])
         elif word.kind == "OD":
             found[word.group, -1] = held.pop(op.reads[0])

@@ -113,7 +113,7 @@ def _param_groups(
         own = ruled.group_settings if isinstance(spec, Muon) else {}
         cut = [[(n, p) for n, p in group if (id(p) in matrices) is whole] for group in members]
         parts = [part for pair in zip(cut, settings, strict=True) for part in _by_decay(ruled, *pair)]
-        found += [{"params": [p for _, p in group]} | own | more for group, more in parts if group]
+        found += [{"params": group} | own | more for group, more in parts if group]
     return found
 
 

@@ -114,6 +114,9 @@ def exchanged_bytes(seat: Seat, numel: int) -> int:
 SUMS = "gradient_sums"
 """The pool of what one of several ranks has summed on the host of a chunk's gradient, of all ranks' parts of it."""
 
+UPDATES = "updates_of_visits"
+"""The pool of updates of matrices on their way up, where a visit's are all there before the first goes."""
+
 KEPT = "kept_weights"
 """The pool of weights that stay in host memory from their last load until they are stepped."""
 
@@ -227,6 +230,11 @@ class Provision:
     def sums_all_parts(self) -> bool:
         """Whether gradients that are summed on the host are of all ranks' parts, which are exchanged after that."""
         return self.seat.sharding.reduce in ("scatter-late", "all")
+
+    @property
+    def updates_up(self) -> str:
+        """The pool of updates of matrices on their way to the device."""
+        return UPDATES if self.sums_all_parts else "updates_up"
 
     def _summed(self, g: int, use: int) -> bool:
         """Whether the gradient of a group's ``use``-th stage is summed on the host."""
@@ -486,7 +494,15 @@ class Provision:
         after = Counter(self.route.last_visit[g] for g in matrices)
         largest = max(self._groups[g].trainable for g in matrices) * BF16
         count = max(*after.values(), min(len(matrices), 2))
-        yield from (self._staged(name, self.s.chunk * BF16) for name in ("updates_up", "updates_down"))
+        yield self._staged("updates_down", self.s.chunk * BF16)
+        up = self._staged("updates_up", self.s.chunk * BF16)
+        if self.sums_all_parts:
+            # All chunks of a visit's sums go up to be exchanged before the first update does, in the same lane.
+            chunks = Counter[int]()
+            for g in matrices:
+                chunks[self.route.last_visit[g]] += self.trained_count(g)
+            up = replace(up, name=UPDATES, count=max(chunks.values()))
+        yield up
         yield Pool(name="updates", tier="device", size=self.seat.parts * largest, count=count)
         if self.seat.parts > 1:
             yield Pool(name="update_parts", tier="device", size=largest, count=count)

@@ -51,7 +51,7 @@ class MatrixUpdates:
         made = b.emit(
             group_op("MU", g, c.index),
             after=after,
-            takes=[(update, "updates_up")],
+            takes=[(update, b.provision.updates_up)],
             reads=[gradient, *momentum],
             writes=[*momentum, update],
             gives=[gradient],

@@ -1,0 +1,245 @@
+"""Muon: the numbers of torch's own beside AdamW, and no schedule changes them."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+import penstock
+from penstock.config.optimizer import Moments
+from penstock.errors import ConfigError
+from penstock.schedule.matrices import is_matrix
+from penstock.schedule.program import COMPACT_FROM
+from tests.accelerator import DEVICE
+from tests.engine.test_moments import VARIANTS
+from tests.models import MODELS
+from tests.other_plans import other_plans
+from tests.training import (
+    Result,
+    abandon,
+    assert_same,
+    assert_same_state,
+    budget,
+    master_of,
+    plain_loop,
+    run_steps,
+    state_of,
+    steps_of,
+    train,
+    wrap,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CLIP = 1.75
+ADAMW = penstock.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+FUSED = penstock.Split(match=r"attn\.c_attn\.weight", parts=3, dim=1)
+MUON = penstock.Muon(lr=0.02, adamw=ADAMW, splits=(FUSED,))
+Numbers = tuple[str, Moments, str]
+"""model, moments, precision"""
+NUMBERS: tuple[Numbers, ...] = (
+    ("gpt2", "fp32", "bf16"),
+    ("gpt2", "int8", "bf16"),
+    ("gpt2", "int8", "fp32"),
+    ("gpt2", "bf16", "fp16"),
+    ("gpt2", "fp32", "fp32"),
+    ("mixtral", "fp32", "bf16"),
+    ("mixtral", "int8", "fp16"),
+)
+
+
+def settings_of(numbers: Numbers) -> dict[str, Any]:
+    model, moments, precision = numbers
+    made = replace(MUON, moments=moments, splits=MUON.splits if model == "gpt2" else ())
+    return {"optimizer": made, "precision": precision, "clip_grad_norm": CLIP}
+
+
+def steps(model: str, count: int = 4) -> Any:
+    return steps_of(MODELS[model], count)
+
+
+@cache
+def wanted(numbers: Numbers, device: str = "cpu") -> Result:
+    """Of the serial oracle."""
+    with TemporaryDirectory() as folder:
+        where, more = budget(Path(folder, "store")), {"overlap": False, "speculate": False, "delay": 0.0}
+        settings = settings_of(numbers) | more | {"device": device}
+        return train(MODELS[numbers[0]], where, steps(numbers[0]), **settings)
+
+
+MORE: dict[str, Any] = VARIANTS | {
+    "all delayed": (lambda p: budget(p), {"delay": 1.0}),
+    "delayed, gradients on disk": (lambda p: budget(p, gradients="disk"), {"delay": 1.0, "speculate": False}),
+    "waiting": (lambda p: budget(p), {"speculate": False}),
+}
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("variant", MORE)
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_same_bits_as_the_oracle(numbers: Numbers, variant: str, tmp_path: Path) -> None:
+    where, more = MORE[variant]
+    (tmp_path / "store").mkdir()
+    found = train(MODELS[numbers[0]], where(tmp_path / "store"), steps(numbers[0]), **settings_of(numbers), **more)
+    assert_same(found, wanted(numbers))
+
+
+@pytest.mark.accelerator
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("variant", ["on disk", "on the host", "on the device", "delayed", "horizontal", "planned"])
+def test_an_accelerator_gives_the_bits_of_the_oracle_on_it(variant: str, tmp_path: Path) -> None:
+    (where, more), numbers = MORE[variant], NUMBERS[1]
+    found = train(MODELS["gpt2"], where(tmp_path), steps("gpt2"), **settings_of(numbers), **more, device=DEVICE)
+    assert_same(found, wanted(numbers, DEVICE))
+
+
+@pytest.mark.parametrize("numbers", [NUMBERS[0], NUMBERS[1]])
+def test_plans_in_any_order_give_the_bits_of_one(numbers: Numbers, tmp_path: Path) -> None:
+    where = budget(tmp_path, weights=None, state=None, durability="none")
+    with wrap(MODELS["gpt2"], where, **settings_of(numbers)) as engine:
+        engine.prepare(steps("gpt2")[0])
+        plans, stats = other_plans(engine.inside.planning.request, seed=5), []
+        for micro_batches in steps("gpt2"):
+            engine.inside.planning.change(next(plans))
+            stats.append(engine.step(micro_batches))
+        losses, norms = [s.loss for s in stats], [s.grad_norm for s in stats]
+        found = Result(losses=losses, norms=norms, state=state_of(engine), stats=stats)
+    assert_same(found, wanted(numbers))
+
+
+@pytest.mark.parametrize("delay", [0.0, 1.0])
+def test_a_run_goes_on_after_a_kill_and_from_a_snapshot(delay: float, tmp_path: Path) -> None:
+    numbers = NUMBERS[1]
+    case, settings, all_steps = MODELS["gpt2"], settings_of(numbers), steps("gpt2")
+    with wrap(case, budget(tmp_path / "store"), delay=delay, **settings) as engine:
+        run_steps(engine, all_steps[:1])
+        engine.save(tmp_path / "snapshot")
+        engine.step(all_steps[1])
+        engine.step(all_steps[2])
+        abandon(engine)
+    with wrap(case, budget(tmp_path / "store"), **settings) as engine:
+        done = engine.step_count
+        assert done == (2 if delay else 3)
+        found = run_steps(engine, all_steps[done:])
+    assert found.losses == wanted(numbers).losses[done:]
+    assert_same_state(found.state, wanted(numbers).state)
+    with wrap(case, budget(None, weights="host", state="host"), **settings) as engine:
+        engine.load(tmp_path / "snapshot")
+        assert_same_state(run_steps(engine, all_steps[1:]).state, wanted(numbers).state)
+
+
+class TorchMuon(torch.optim.Muon):
+    """torch's, with torch's AdamW for what it does not take."""
+
+    def __init__(self, model: nn.Module, adamw: penstock.AdamW, **settings: Any) -> None:
+        named = dict(model.named_parameters())
+        matrices = {name for name, p in named.items() if ".layers." in name and is_matrix(name, p.shape)}
+        super().__init__([named[name] for name in sorted(matrices)], **settings)
+        others = [p for name, p in named.items() if name not in matrices]
+        self.others = torch.optim.AdamW(others, lr=adamw.lr, betas=adamw.betas, weight_decay=adamw.weight_decay)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        super().step()
+        self.others.step()
+
+
+class Documented(TorchMuon):
+    """The formula of docs/numerics.md, around torch's own iteration: each operation is rounded by itself, where torch's
+    ``lerp`` may contract two."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        momentum, lr = group["momentum"], group["lr"]
+        for p in group["params"]:
+            m = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            m.add_((p.grad - m) * (1 - momentum))
+            update = m + (p.grad - m) * (1 - momentum) if group["nesterov"] else m
+            whole = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+            update = _zeropower_via_newtonschulz(update.bfloat16(), *whole)
+            rate = _adjust_lr(lr, group["adjust_lr_fn"], p.shape)
+            p.copy_(p * (1 - lr * group["weight_decay"]) - update.float() * rate)
+        self.others.step()
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": False, "momentum": 0.5, "adjust_lr_fn": "match_rms_adamw"}])
+def test_matrices_have_the_bits_of_a_plain_loop(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of one micro-batch, whose gradients are autograd's own, and with all else at rest."""
+    case, all_steps = MODELS["llama"], steps_of(MODELS["llama"], 3, lengths=(12,))
+    model, rest = case.model(), penstock.AdamW(lr=0.0, weight_decay=0.0)
+    plain_model = copy.deepcopy(model)
+    made = penstock.Muon(lr=0.02, weight_decay=0.1, adamw=rest, **settings)
+    with wrap(case, budget(tmp_path / "store"), model=model, optimizer=made, clip_grad_norm=None) as engine:
+        found = run_steps(engine, all_steps)
+        optimizer = lambda m: Documented(m, rest, lr=0.02, weight_decay=0.1, **settings)  # noqa: E731
+        plain = plain_loop(case, plain_model, engine, all_steps, optimizer, None)
+        assert found.losses == plain.losses
+        assert torch.equal(master_of(engine), plain.parameters)
+
+
+def test_training_is_as_close_to_torch_as_bf16_allows(tmp_path: Path) -> None:
+    """Both make updates orthogonal in it: where a momentum differs in its last fp32 bit, its update may in its last of
+    eight, and the iteration blows up what is small in a matrix."""
+    case, all_steps = MODELS["llama"], steps("llama", 3)
+    model = case.model()
+    plain_model, start = copy.deepcopy(model), copy.deepcopy(model)
+    made = penstock.Muon(lr=0.02, weight_decay=0.1, adamw=ADAMW)
+    with wrap(case, budget(tmp_path / "store"), model=model, optimizer=made, clip_grad_norm=CLIP) as engine:
+        found = run_steps(engine, all_steps)
+        plain = plain_loop(
+            case, plain_model, engine, all_steps, lambda m: TorchMuon(m, ADAMW, lr=0.02, weight_decay=0.1), CLIP
+        )
+        assert found.losses == pytest.approx(plain.losses, rel=1e-4)
+        before = torch.cat([p.detach().flatten() for _, p in sorted(start.named_parameters())])
+        moved, off = (plain.parameters - before).norm(), (master_of(engine) - plain.parameters).norm()
+        assert off / moved < 0.03
+
+
+def test_matrices_have_groups_and_a_moment_of_their_own(tmp_path: Path) -> None:
+    with wrap(MODELS["mixtral"], budget(tmp_path), **settings_of(("mixtral", "int8", "bf16"))) as engine:
+        engine.step(steps("mixtral")[0])
+        arrays = engine.inside.resources.arrays
+        for group in engine.inside.resources.groups:
+            for s in group.slices:
+                in_block = group.spec.name.startswith("blocks.")
+                assert (group.spec.whole is not None) == (in_block and is_matrix(s.name, s.shape)), s.name
+                assert group.spec.compact == (s.numel >= COMPACT_FROM)
+            moments = [name for name in arrays.parts_of_state(group.spec.index) if name.startswith("moment")]
+            assert len(moments) == (1 if group.spec.whole else 2)
+        stacks = [s for g in engine.inside.resources.groups if g.spec.whole for s in g.slices if len(s.shape) == 3]
+        assert stacks
+        groups = engine.optimizer.param_groups
+        assert [("ns_steps" in g, g["lr"]) for g in groups] == [(True, 0.02), (False, 1e-3)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: penstock.Muon(momentum=1.0), "momentum=1.0"),
+        (lambda: penstock.Muon(ns_steps=0), "ns_steps=0"),
+        (lambda: penstock.Muon(adamw=penstock.AdamW(moments="int8")), "adamw.moments.*give moments"),
+        (lambda: penstock.Muon(decay_norms_and_biases=False), "give adamw.decay_norms_and_biases"),
+        (lambda: penstock.Muon(adamw=penstock.Adam()), "must be an AdamW"),
+        (lambda: penstock.Split(match="(", parts=2), "not a regular expression"),
+        (lambda: penstock.Split(match="q", parts=1), "parts=1"),
+        (lambda: penstock.Split(match="q", parts=(2, 2), dim=1), "equal parts"),
+    ],
+)
+def test_impossible_settings_are_refused(wrong: Callable[[], object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        wrong()
+
+
+@pytest.mark.parametrize(("parts", "dim"), [(5, 0), ((1, 2), 0)])
+def test_a_split_that_does_not_fit_names_the_parameter(parts: Any, dim: Any, tmp_path: Path) -> None:
+    made = penstock.Muon(splits=(penstock.Split(match="q_proj", parts=parts, dim=dim),))
+    with pytest.raises(ConfigError, match=r"q_proj\.weight has \d+ rows"):
+        wrap(MODELS["llama"], budget(tmp_path), optimizer=made)
