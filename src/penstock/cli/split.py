@@ -17,7 +17,7 @@ from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.batches import choose, cuts, splits
 from penstock.planner.durability import settled
 from penstock.planner.fit import Request, fit
-from penstock.planner.task import DEVICE_TEMPORARIES, MOMENTS, TOKEN_BYTES
+from penstock.planner.task import DEVICE_TEMPORARIES, TOKEN_BYTES, moments_of
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.place import Format
@@ -172,8 +172,8 @@ def _request(config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int
     """What the engine of each rank will ask for with such micro-batches."""
     assert not isinstance(config.schedule, Path)
     precision = config.precision_on(kind)
-    moments = MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum)
-    form = Format.of(precision, moments, config.optimizer.moments)
+    moments = moments_of(config.optimizer.name, config.optimizer.momentum)
+    form = Format.of(precision, moments, config.optimizer.moments, config.optimizer.whole)
     profile = shape.profile(size, config.data.sequence_length, form)
     return Request(
         program=Mesh(data=ranks).everyone().part(profile.program),

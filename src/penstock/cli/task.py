@@ -10,7 +10,7 @@ from penstock.config import DataConfig, LoraConfig, ModelConfig, StepConfig, Tra
 from penstock.hardware.drives import striped_room
 from penstock.hardware.machine import DeviceKind, Drive, Machine
 from penstock.hardware.sharing import of_each_rank
-from penstock.planner.task import MOMENTS, Task
+from penstock.planner.task import Task, moments_of
 from penstock.shape.huggingface import model_shape
 from penstock.shape.meta import Change
 from penstock.shape.model import ModelShape
@@ -37,8 +37,9 @@ def task_of(config: TrainConfig, machine: Machine, *, disk_free: int, ranks: int
         ranks=ranks,
         sequence_length=config.data.sequence_length,
         optimizer=config.optimizer.name,
-        moments=MOMENTS[config.optimizer.name] + bool(config.optimizer.momentum),
+        moments=moments_of(config.optimizer.name, config.optimizer.momentum),
         form_of_moments=config.optimizer.moments,
+        whole=config.optimizer.whole,
         families=(config.schedule,),
         disk_free=disk_free,
         **fields_of(config, StepConfig) | {"precision": config.precision_on(machine.device.kind)},

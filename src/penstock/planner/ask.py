@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.config import Budget, Family, StepConfig, Tier, fields_of, format_size, parse_size
 from penstock.config.meanings import model_and
+from penstock.config.optimizer import NS_STEPS, Orthogonal
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories
@@ -21,7 +22,7 @@ from penstock.planner.fit import Plan
 from penstock.planner.forecast import Forecast, forecast
 from penstock.planner.roofline import Roofline, roofline
 from penstock.planner.search import Choice, search
-from penstock.planner.task import MOMENTS, Task, free_bytes, own_budget
+from penstock.planner.task import Task, free_bytes, moments_of, own_budget
 from penstock.shape.huggingface import model_shape
 from penstock.shape.model import ModelShape
 
@@ -116,8 +117,9 @@ def plan(model: str | Path | Mapping[str, Any] | ModelShape, asked: PlanArgument
         budget=budget,
         sequence_length=asked.sequence_length,
         optimizer=asked.optimizer,
-        moments=MOMENTS[asked.optimizer] + asked.momentum,
+        moments=moments_of(asked.optimizer, asked.momentum),
         form_of_moments=asked.moments,
+        whole=Orthogonal(steps=NS_STEPS) if asked.optimizer == "muon" else None,
         families=_FAMILIES if asked.schedule is None else (asked.schedule,),
         disk_free=free_bytes(machine) if asked.disk_free is None else parse_size(asked.disk_free),
         **fields_of(asked, StepConfig) | {"precision": asked.precision_on(machine.device.kind)},

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.config import Budget, Family, OptimizerName, Precision, StepConfig, Tier, fields_of, format_size
-from penstock.config.optimizer import Moments
+from penstock.config.optimizer import Moments, Orthogonal
 from penstock.errors import ConfigError
 from penstock.hardware.drives import striped_room
 from penstock.hardware.machine import Machine
@@ -15,8 +15,14 @@ from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.place import BOUNCE, Format
 from penstock.shape.model import ModelProfile, ModelShape, stage_times
 
-MOMENTS: Mapping[OptimizerName, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
-"""fp32 tensors of state beside the master copy; SGD with momentum has one more."""
+_MOMENTS: Mapping[OptimizerName, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0, "muon": 2}
+"""Moments beside the master copy; SGD with momentum has one. Muon's are of what goes element by element."""
+
+
+def moments_of(optimizer: OptimizerName, momentum: float | bool | None) -> int:
+    """How many moments an optimizer has."""
+    return _MOMENTS[optimizer] + (optimizer == "sgd" and bool(momentum))
+
 
 DEVICE_TEMPORARIES = 32 << 20
 """Bytes that an optimizer step on an accelerator needs besides its arguments (``optim.fallback`` has the same)."""
@@ -50,6 +56,8 @@ class Task(StepConfig):
     moments: int
     """how many the optimizer has"""
     form_of_moments: Moments = "fp32"
+    whole: Orthogonal | None = None
+    """how updates of matrices are made orthogonal (muon)"""
     families: tuple[Family, ...]
     disk_free: int
     ranks: int = 1
@@ -71,7 +79,7 @@ class Task(StepConfig):
 
     @property
     def form(self) -> Format:
-        return Format.of(self.precision, self.moments, self.form_of_moments)
+        return Format.of(self.precision, self.moments, self.form_of_moments, self.whole)
 
     @property
     def may_speculate(self) -> bool:
@@ -80,8 +88,10 @@ class Task(StepConfig):
 
     @property
     def rate_name(self) -> str:
-        """Key of the machine's optimizer rates; Nesterov's momentum takes as long as the other."""
+        """Key of the machine's optimizer rates; Nesterov's momentum takes as long as the other, and what Muon does on
+        the host as long for each byte as AdamW."""
         kind = "momentum" if self.optimizer == "sgd" and self.moments else self.optimizer
+        kind = "adamw" if kind == "muon" else kind
         return f"{kind}.{self.precision}"
 
     @property

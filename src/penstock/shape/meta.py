@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind
 from penstock.schedule.place import FP32, Format
-from penstock.schedule.program import EXACT, GroupSpec, Program, Stage
+from penstock.schedule.program import ELEMENTWISE, EXACT, GroupSpec, Program, Stage
 from penstock.shape.model import ModelProfile
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class MetaModel:
 
 
 Flops = tuple[tuple[int, int], ...]
+_KINDS = (ELEMENTWISE + EXACT, ELEMENTWISE, EXACT, "")
+"""What may follow a block's name in that of its groups."""
 
 
 def _lengthen(short: "DryRun", names: tuple[str, ...]) -> tuple[tuple[GroupSpec, ...], tuple[Stage, ...], Flops] | None:
@@ -108,7 +110,7 @@ def _lengthen(short: "DryRun", names: tuple[str, ...]) -> tuple[tuple[GroupSpec,
         return tuple(g + each * (0 if g < own else by if g < own + each else more) for g in groups)
 
     def renamed(group: GroupSpec, by: int, name: str) -> GroupSpec:
-        kind = EXACT if group.name.endswith(EXACT) else ""
+        kind = next(end for end in _KINDS if group.name.endswith(end))
         return replace(group, index=group.index + each * by, name=f"blocks.{name}{kind}")
 
     def stage_of(stage: Stage, by: int, name: str) -> Stage:

@@ -12,11 +12,22 @@ are not kept).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.schedule.matrices import is_matrix, whole_of
 from penstock.schedule.place import FP32, Format
-from penstock.schedule.program import COMPACT_FROM, EXACT, LARGE_END, GroupSpec, Program, Stage, flat_numel
+from penstock.schedule.program import (
+    COMPACT_FROM,
+    ELEMENTWISE,
+    EXACT,
+    LARGE_END,
+    GroupSpec,
+    Program,
+    Stage,
+    flat_numel,
+)
 from penstock.shape.model import ModelProfile
 
 
@@ -44,8 +55,8 @@ class Transformer:
     path: str
     """name of the list of blocks in the model"""
     ends: tuple[End, ...]
-    block: tuple[int, ...]
-    """elements of each parameter of a block"""
+    block: tuple[tuple[int, ...], ...]
+    """shape of each parameter of a block"""
     matrices: int
     """elements of a block's weight matrices"""
     layers: int
@@ -80,11 +91,11 @@ class Transformer:
         attention = 4 * sizes.tokens * sequence_length * self.heads * self.head_dim
         backward = block + 2 * block + attention / 2
         return ModelProfile(
-            program=Program(groups=self.groups(compact=form.is_compact), stages=stages),
+            program=Program(groups=self.groups(form), stages=stages),
             forward_flops=(0.0, *(float(block),) * self.layers, (3.0 if loss_tile is None else 4.0) * head),
             backward_flops=(0.0, *(float(backward),) * self.layers, 0.0),
             tokens=sizes.tokens,
-            parameters=sum(n for end in self.ends for n in end.sizes) + self.layers * sum(self.block),
+            parameters=sum(n for end in self.ends for n in end.sizes) + self.layers * sum(map(prod, self.block)),
         )
 
     @property
@@ -94,40 +105,60 @@ class Transformer:
         words = self.vocabulary >= 2 * width and (self.gated or self.vocabulary >= self.positions)
         return words and 2 * self.intermediate >= 5 * width
 
-    def groups(self, *, compact: bool) -> tuple[GroupSpec, ...]:
+    def groups(self, form: Format) -> tuple[GroupSpec, ...]:
         """As ``tape.groups.group_parameters`` makes them: large ends, small ends, blocks."""
         small = [n for end in self.ends if not _large(end) for n in end.sizes]
-        named = [(_home(end), end.sizes) for end in self.ends if _large(end)]
-        named += [("ends.small", tuple(small))] if small else []
-        named += [(f"blocks.{self.path}.{i}", self.block) for i in range(self.layers)]
-        cut = [(name + kind, kind, own) for name, sizes in named for kind, own in _kinds(sizes, compact=compact)]
-        return tuple(
-            GroupSpec(index=i, name=name, trainable=flat_numel(own), frozen=0, compact=compact and not kind)
-            for i, (name, kind, own) in enumerate(cut)
-        )
+        named = [(_home(end), _kinds(end.sizes, form)) for end in self.ends if _large(end)]
+        named += [("ends.small", _kinds(small, form))] if small else []
+        block = _kinds_of_block(self.block, form)
+        named += [(f"blocks.{self.path}.{i}", block) for i in range(self.layers)]
+        cut = [(name, kind) for name, kinds in named for kind in kinds]
+        return tuple(replace(kind, index=i, name=name + kind.name) for i, (name, kind) in enumerate(cut))
 
-    def readers(self, *, first: bool, compact: bool) -> tuple[int, ...]:
+    def readers(self, form: Format, *, first: bool) -> tuple[int, ...]:
         """The groups of ends that the prologue (``first``) or the epilogue reads."""
-        index = {g.name: g.index for g in self.groups(compact=compact)}
+        index = {g.name: g.index for g in self.groups(form)}
         ends = [end for end in self.ends if (end.first if first else end.last)]
-        return tuple(
-            sorted({index[_home(end) + kind] for end in ends for kind, _ in _kinds(end.sizes, compact=compact)})
-        )
+        return tuple(sorted({index[_home(end) + kind.name] for end in ends for kind in _kinds(end.sizes, form)}))
 
-    def of_block(self, layer: int, *, compact: bool) -> tuple[int, ...]:
+    def of_block(self, layer: int, form: Format) -> tuple[int, ...]:
         """The groups of a block."""
-        count, each = len(self.groups(compact=compact)), len(_kinds(self.block, compact=compact))
+        count, each = len(self.groups(form)), len(_kinds_of_block(self.block, form))
         first = count - (self.layers - layer) * each
         return tuple(range(first, first + each))
 
 
-def _kinds(sizes: Sequence[int], *, compact: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """The groups that parameters of these sizes are cut into: what follows their names, and the sizes in each."""
-    if not compact:
-        return [("", tuple(sizes))]
-    large = (n for n in sizes if n >= COMPACT_FROM)
-    small = (n for n in sizes if n < COMPACT_FROM)
-    return [(kind, own) for kind, own in (("", tuple(large)), (EXACT, tuple(small))) if own]
+def _kinds(sizes: Sequence[int], form: Format, kind: str = "") -> list[GroupSpec]:
+    """The groups that parameters of these sizes are cut into; their names are what follows another one."""
+    cut = {"": [n for n in sizes if not form.is_compact or n >= COMPACT_FROM]}
+    cut[EXACT] = [n for n in sizes if form.is_compact and n < COMPACT_FROM]
+    return [
+        GroupSpec(
+            index=0,
+            name=kind + exact,
+            trainable=flat_numel(own),
+            frozen=0,
+            compact=form.is_compact and not exact,
+        )
+        for exact, own in cut.items()
+        if own
+    ]
+
+
+def _kinds_of_block(shapes: Sequence[tuple[int, ...]], form: Format) -> list[GroupSpec]:
+    """The same of a block. A formula knows no names: there are no biases of two dimensions, and nothing is split."""
+    rule = form.whole
+    if rule is None:
+        return _kinds([prod(shape) for shape in shapes], form)
+    found: list[GroupSpec] = []
+    for kind in (True, False):
+        own = [shape for shape in shapes if is_matrix("", shape) == kind]
+        for group in _kinds([prod(shape) for shape in own], form, "" if kind else ELEMENTWISE):
+            exact = form.is_compact and not group.compact
+            of_group = [shape for shape in own if exact == (form.is_compact and prod(shape) < COMPACT_FROM)]
+            whole = whole_of((("", shape) for shape in of_group), rule) if kind else None
+            found.append(replace(group, whole=whole))
+    return found
 
 
 def _home(end: End) -> str:
@@ -172,7 +203,7 @@ class _Sizes:
 
     def prologue(self) -> Stage:
         shape, e, positions = self.shape, self.weight_bytes, 8 * self.length
-        reads = shape.readers(first=True, compact=self.form.is_compact)
+        reads = shape.readers(self.form, first=True)
         packed = 17 * self.tokens + 8 * self.rows  # a search for packed sequences in the positions
         embedding = shape.vocabulary * shape.hidden * e
         if shape.gated:
@@ -198,7 +229,7 @@ class _Sizes:
 
     def call(self, layer: int) -> Stage:
         shape = self.shape
-        groups = shape.of_block(layer, compact=self.form.is_compact)
+        groups = shape.of_block(layer, self.form)
         forward, backward = self._gated_peaks() if shape.gated else self._gpt_peaks()
         return Stage(
             index=1 + layer,
@@ -216,7 +247,7 @@ class _Sizes:
 
     def epilogue(self) -> Stage:
         shape, e = self.shape, self.weight_bytes
-        reads = shape.readers(first=False, compact=self.form.is_compact)
+        reads = shape.readers(self.form, first=False)
         logits = self.tokens * shape.vocabulary
         norm = self._rms_norm(self.tokens, shape.hidden, output=True) if shape.gated else self.u + 8 * self.tokens
         loss = 3 * FP32 * logits  # softmax, its gradient and the one of what went in
@@ -375,7 +406,7 @@ def _gpt2(given: _Given, name: str) -> Transformer | None:
             End(name="transformer.ln_f", sizes=(h, h), first=False, last=True),
             *_head(h, vocabulary, tied),
         ),
-        block=(h, h, 3 * h * h, 3 * h, h * h, h, h, h, h * f, f, f * h, h),
+        block=((h,), (h,), (h, 3 * h), (3 * h,), (h, h), (h,), (h,), (h,), (h, f), (f,), (f, h), (h,)),
         matrices=4 * h * h + 2 * h * f,
         layers=layers,
         hidden=h,
@@ -450,8 +481,8 @@ def _decoder(
     if not (plain and given.all_taken) or uneven:
         return None
     q, k = heads * d, kv_heads * d
-    attention = (q * h, k * h, k * h, h * q, *((q, k, k, h) if attention_bias else ()))
-    mlp = (f * h, f * h, h * f, *((f, f, h) if mlp_bias else ()))
+    attention = ((q, h), (k, h), (k, h), (h, q), *(((q,), (k,), (k,), (h,)) if attention_bias else ()))
+    mlp = ((f, h), (f, h), (h, f), *(((f,), (f,), (h,)) if mlp_bias else ()))
     return Transformer(
         name=name,
         path="model.layers",
@@ -460,7 +491,7 @@ def _decoder(
             End(name="model.norm", sizes=(h,), first=False, last=True),
             *_head(h, vocabulary, tied),
         ),
-        block=(*attention, *((d, d) if qk_norm else ()), *mlp, h, h),
+        block=(*attention, *(((d,), (d,)) if qk_norm else ()), *mlp, (h,), (h,)),
         matrices=2 * q * h + 2 * k * h + 3 * f * h,
         layers=layers,
         hidden=h,
