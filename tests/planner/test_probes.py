@@ -14,7 +14,7 @@ from penstock.planner.phases import Phases
 from penstock.planner.sample import Sample
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.ir.ops import Op, chunk_of
-from penstock.schedule.program import ALIGN, Program
+from penstock.schedule.program import ALIGN, Program, Whole
 from penstock.sim.costs import Costs
 from tests.programs import Case, all_on_disk, placement, random_case, transformer
 from tests.questions import request_of
@@ -22,7 +22,7 @@ from tests.questions import request_of
 
 def per_op_and_byte(op: Op) -> float:
     """Seconds that tell apart ops that are exchanged for each other."""
-    words = "F E B OP OD ND NG DG AG RW UW RS WS WW UN RG WG GW SG"
+    words = "F E B OP OD ND NG DG AG RW UW RS WS WW UN RG WG GW SG RM MU WM UU GU NS DU"
     kinds = sorted(words.split())
     kind = kinds.index(op.id.kind) + 1 if op.id.kind in kinds else 0
     return 1.0 + 0.01 * kind + 0.001 * max(op.id.stage, 0) + op.nbytes / 1000
@@ -38,7 +38,7 @@ def lowered(case: Case) -> Load:
     phases = Phases(request.route, wait=s.wait, speculate=s.speculate)
     load = np.zeros((len(phases.names) + 1, len(STREAM_LANES)))
     schedule = case.build()
-    late = {chunk_of(op) for op in schedule.ops if op.id.kind == "OP" and op.reads[0].kind in ("h", "r")}
+    late = {chunk_of(op) for op in schedule.ops if op.id.kind in ("OP", "MU") and op.reads[0].kind in ("h", "r")}
     for op, row in phases.rows(schedule):
         alone = op.id.kind in ("NORM", "CM", "AN")
         passing = op.id.kind in ("NG", "ND") and not s.waits(op.id.group) and chunk_of(op) not in late
@@ -69,6 +69,8 @@ def test_loads_are_those_of_the_schedule_in_each_phase_and_lane(seed: int, layer
     )
     if 0 < late < 1:  # an even number of chunks for each part, of which a delay takes a half
         program, whole = _in_even_chunks(program), replace(whole, chunk=2 * ALIGN)
+    elif rng.random() < 0.5:  # groups of matrices are delayed whole: no share of each is
+        program = _of_matrices(program, rng)
     found = replace(case, program=program, settings=whole)
     if rng.random() < 0.5:
         found = found.shared_by(rng.randint(2, 4))
@@ -78,6 +80,13 @@ def test_loads_are_those_of_the_schedule_in_each_phase_and_lane(seed: int, layer
 def _in_even_chunks(program: Program) -> Program:
     """The program with groups of an even number of chunks of 2 ``ALIGN`` elements."""
     groups = (replace(g, trainable=-(-g.trainable // (4 * ALIGN)) * 4 * ALIGN) for g in program.groups)
+    return Program(groups=tuple(groups), stages=program.stages)
+
+
+def _of_matrices(program: Program, rng: Random) -> Program:
+    """The program with some groups whose steps take matrices whole."""
+    whole = Whole(flop=7, scratch=0)
+    groups = (replace(g, whole=whole if g.trainable and rng.random() < 0.7 else None) for g in program.groups)
     return Program(groups=tuple(groups), stages=program.stages)
 
 

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
 LENGTHS = (12, 8, 10, 12, 9, 11, 12, 7, 12, 10, 8, 9)
 NAMES = ("llama", "qwen3", "gpt2", "mixtral", "qwen3_moe", "gemma3", "bert", "t5", "vit")
+MUON = penstock.Muon(lr=0.02, adamw=ADAMW)
 FROZEN = ("", "", "", "embed", "norm", ".1.", "lm_head", "mlp")
 """what parameters that are not trained have in their names"""
 
@@ -68,7 +69,7 @@ def numbers_of(rng: Random) -> Numbers:
         "clip_grad_norm": clip,
         "grad_dtype": rng.choice(("fp32", "fp32", "bf16")),
     }
-    made = penstock.SGD(lr=0.05, momentum=0.9) if rng.random() < 0.2 else ADAMW
+    made = rng.choice((penstock.SGD(lr=0.05, momentum=0.9), MUON, ADAMW, ADAMW))
     settings["optimizer"] = replace(made, moments=rng.choice(("fp32", "fp32", "bf16", "int8")))
     return Numbers(
         model=rng.choice(NAMES), frozen=rng.choice(FROZEN), strands=rng.choice((2, 4, 4, 8)), settings=settings

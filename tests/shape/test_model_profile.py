@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
+from penstock.config.optimizer import Orthogonal
 from penstock.errors import ConfigError, ModelError
 from penstock.hardware.machine import Device, DeviceKind, Host, Machine
 from penstock.schedule.place import Format
@@ -30,6 +31,8 @@ from tests.tape_reference import Bench
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FP32, BF16 = Format.of("fp32", 2), Format.of("bf16", 2)
+MUON = Format.of("bf16", 2, whole=Orthogonal(steps=5))
+MUON8 = replace(MUON, form="int8")
 
 
 def experts(build: str, implementation: str) -> Case:
@@ -224,7 +227,14 @@ FORMULAS: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(
-    ("rows", "length", "form", "kind"), [(1, 64, BF16, "cuda"), (8, 256, BF16, "cuda"), (4, 128, FP32, "cpu")]
+    ("rows", "length", "form", "kind"),
+    [
+        (1, 64, BF16, "cuda"),
+        (8, 256, BF16, "cuda"),
+        (4, 128, FP32, "cpu"),
+        (1, 64, MUON, "cuda"),
+        (1, 64, MUON8, "cuda"),
+    ],
 )
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_formula_gives_what_a_dry_run_gives(
