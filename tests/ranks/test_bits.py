@@ -70,7 +70,7 @@ def whole_state(engine: penstock.Engine) -> dict[str, torch.Tensor]:
     for name, place in values.parameters.items():
         if place.trainable:
             group = int(place.arrays[0].rpartition(".")[2])
-            for moment in range(resources.arrays.form.moments):
+            for moment in range(resources.arrays.form.moments_of(resources.arrays.groups[group])):
                 flat = torch.empty(place.shape.numel())
                 resources.whole_arrays.fetch((f"moment{moment}.{group}",), place.offset, flat)
                 found[f"{name}/{moment}"] = flat
