@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from penstock.engine.labels import LabelCount
 from penstock.engine.probed import Probed, join, join_facts, model_flops, slowest_of, within
 from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
-from penstock.engine.timing import time_stages
+from penstock.engine.timing import orthogonal_rate, time_stages
 from penstock.engine.visiting import VisitingWeights
 from penstock.errors import BudgetError, ConfigError, ModelError, StoreError
 from penstock.hardware.drives import together
@@ -338,6 +338,12 @@ class Planning:
             self.runner = Runner(ready.plan, ready.facts, self._shared)
         return self.runner
 
+    @cached_property
+    def _orthogonal(self) -> float | None:
+        """As in ``StageTimes``."""
+        groups = self._shared.matrices.values()
+        return orthogonal_rate([piece for _, pieces in next(iter(groups), ()) for piece in pieces], self._shared.device)
+
     def _join_ranks(self, probed: Sequence[Probed]) -> tuple[Stage, ...]:
         """Stages that have room for every rank's micro-batches. What their tape has to know is each rank's own."""
         found = self._shared.ranks.told("stages", [(p.stages, [fact.offload for fact in p.facts]) for p in probed])
@@ -379,6 +385,7 @@ class Planning:
         return StageTimes(
             forward=tuple(self._crowded * seconds for seconds in slowest.forward),
             backward=tuple(self._crowded * seconds for seconds in slowest.backward),
+            orthogonal=None if slowest.orthogonal is None else slowest.orthogonal / self._crowded,
         )
 
     def _fit(self, request: Request, times: StageTimes | None) -> Plan:
@@ -472,6 +479,7 @@ class Planning:
         if train and shared.machine is not None:
             program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
             times = time_stages(shared.tape, program, facts, inputs, weights.load, weights.unload)
+            times = replace(times, orthogonal=self._orthogonal)
         return Probed(
             stages=stages,
             facts=facts,

@@ -93,4 +93,5 @@ def slowest_of(times: Sequence[StageTimes | None]) -> StageTimes | None:
     return StageTimes(
         forward=tuple(max(same) for same in zip(*(t.forward for t in known), strict=True)),
         backward=tuple(max(same) for same in zip(*(t.backward for t in known), strict=True)),
+        orthogonal=min((t.orthogonal for t in known if t.orthogonal is not None), default=None),
     )

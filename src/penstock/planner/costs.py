@@ -10,7 +10,7 @@ from penstock.hardware.machine import Machine
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.place import BF16, FP32, Format
-from penstock.schedule.program import GroupSpec, Program
+from penstock.schedule.program import Program
 from penstock.shape.model import EFFICIENCY, StageTimes
 from penstock.sim.costs import Costs, Pair
 
@@ -37,7 +37,8 @@ def machine_costs(
     norms on the host are bound by memory like the step, and take its bytes per second. A collective takes what a rank
     sends over the network's rate, and its latency as often as there is something to send. Of several ranks: the
     machine as each of them sees it (``hardware.sharing``). Besides, an op costs a hand-over, and compute what the ops
-    of other lanes take of the interpreter.
+    of other lanes take of the interpreter. Updates are made orthogonal as fast as was measured, else at the rate of
+    large products in bf16 (or what is known) times what stages reach of it.
 
     Raises:
         ConfigError: the machine has no rate for this optimizer.
@@ -65,6 +66,8 @@ def machine_costs(
         rates |= {"net": machine.network.bandwidth, "send": machine.network.bandwidth}
     latency = 0.0 if machine.network is None else machine.network.latency
     groups = program.groups
+    flops = machine.device.flops
+    orthogonal = times.orthogonal or (flops.get("bf16") or max(flops.values())) * EFFICIENCY[machine.device.kind]
 
     def compute(op: Op) -> float:
         word = op.id
@@ -74,10 +77,11 @@ def machine_costs(
             return times.backward[word.stage] * op.items
         if word.kind in ("I", "W"):
             return times.backward[word.stage] * op.items / 2
-        if word.kind == "NS":
-            return _orthogonal_seconds(machine, groups[word.group])
-        if word.kind == "OD" and groups[word.group].whole:
-            return groups[word.group].trainable / device + _orthogonal_seconds(machine, groups[word.group])
+        whole = groups[word.group].whole
+        if word.kind == "NS" and whole:
+            return whole.flop / orthogonal
+        if word.kind == "OD" and whole:
+            return groups[word.group].trainable / device + whole.flop / orthogonal
         share = {"ND": FP32 / touched, "AD": 3 * FP32 / touched}.get(word.kind, 1.0)
         return groups[word.group].trainable * share / device
 
@@ -112,14 +116,6 @@ def machine_costs(
         widths={"read": workers, "write": workers},
         interpreter=machine.interpreter,
     )
-
-
-def _orthogonal_seconds(machine: Machine, group: GroupSpec) -> float:
-    """What it takes to make the updates of a group of matrices orthogonal: products in bf16, at the rate of large ones
-    (of fp32 where nobody has measured that) times what stages reach of it."""
-    rates = machine.device.flops
-    assert group.whole is not None
-    return group.whole.flop / ((rates.get("bf16") or max(rates.values())) * EFFICIENCY[machine.device.kind])
 
 
 def contention(machine: Machine, disk: Together | None) -> dict[Pair, float]:

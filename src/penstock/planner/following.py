@@ -226,7 +226,8 @@ def corrected_times(times: StageTimes, factors: Mapping[str, float], stages: Seq
     def by(kind: str) -> Iterable[float]:
         return (factors.get(stage_key(kind, stage) or "", 1.0) for stage in stages)
 
-    return StageTimes(
+    return replace(
+        times,
         forward=tuple(seconds * factor for seconds, factor in zip(times.forward, by("F"), strict=True)),
         backward=tuple(seconds * factor for seconds, factor in zip(times.backward, by("B"), strict=True)),
     )

@@ -152,6 +152,8 @@ def _probing(program: Program, form: Format, first: Sequence[Tier], parts: Seque
         gradient = program.stages[stage.index - 1].gradient if stage.index == len(program.stages) - 1 else 0
         alive += stage.checkpoint + stage.kept + gradient
         most = max(most, alive + stage.forward_peak + weights(stage.forward_reads))
+    scratch = max((g.whole.scratch for g in program.groups if g.whole), default=0)
+    most = max(most, scratch + scratch // 3)  # how fast updates are made orthogonal is measured: with them
     for stage in program.stages[-2::-1]:
         alive -= stage.checkpoint  # its reader is done
         below = program.stages[stage.index - 1].gradient if stage.index else 0

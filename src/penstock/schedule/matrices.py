@@ -66,12 +66,16 @@ def _uneven(name: str, split: Split, whole: int) -> ConfigError:
     )
 
 
-def whole_of(parameters: Iterable[tuple[str, Sequence[int]]], rule: Orthogonal) -> Whole:
-    """What a step of these matrices takes, of which there are names and shapes.
+def orthogonal_flop(piece: Piece, steps: int) -> int:
+    """FLOP of as many steps of the iteration. Each makes three products: a matrix by itself transposed, the square of
+    that, and that with the matrix; of the shorter side m and the longer one n, 4 m m n + 2 m m m."""
+    m, n = sorted((piece.rows, piece.columns))
+    return steps * piece.count * (4 * m * m * n + 2 * m * m * m)
 
-    A step of the iteration makes three products: a matrix by itself transposed, the square of that, and that with the
-    matrix; of the shorter side m and the longer one n, 4 m m n + 2 m m m FLOP. Beside the matrix there are then its
-    square, the polynomial of that, and the next matrix.
+
+def whole_of(parameters: Iterable[tuple[str, Sequence[int]]], rule: Orthogonal) -> Whole:
+    """What a step of these matrices takes, of which there are names and shapes. Beside a matrix there are its square,
+    the polynomial of that, and the next matrix.
 
     Raises:
         ConfigError: as ``pieces``.
@@ -79,6 +83,6 @@ def whole_of(parameters: Iterable[tuple[str, Sequence[int]]], rule: Orthogonal) 
     flop = scratch = 0
     for piece in (piece for name, shape in parameters for piece in pieces(name, shape, rule)):
         m, n = sorted((piece.rows, piece.columns))
-        flop += rule.steps * piece.count * (4 * m * m * n + 2 * m * m * m)
+        flop += orthogonal_flop(piece, rule.steps)
         scratch = max(scratch, BF16 * piece.count * (3 * m * n + 2 * m * m))
     return Whole(flop=flop, scratch=scratch)

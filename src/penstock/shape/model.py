@@ -68,6 +68,8 @@ class StageTimes:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    orthogonal: float | None = None
+    """FLOP/s at which updates of matrices are made orthogonal; None: nobody has measured it"""
 
 
 EFFICIENCY = {"cuda": 0.7, "cpu": 0.7}
