@@ -26,7 +26,7 @@ from penstock.optim.codes import Codes
 from penstock.optim.precision import DTYPES
 from penstock.optim.spec import OptimizerSpec
 from penstock.ranks.share import Share
-from penstock.schedule.place import GRAIN
+from penstock.schedule.place import GRAIN, Format
 from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
 from penstock.state.convert import Conversion, renumbered, without_form
@@ -38,15 +38,18 @@ from tests.training import ADAMW
 
 FORMS: tuple[Moments, ...] = get_args(Moments)
 CHANGES = list(permutations(FORMS, 2))
-OPTIMIZERS: Sequence[OptimizerSpec] = (ADAMW, penstock.Lion(lr=1e-3), penstock.SGD(lr=0.1, momentum=0.9))
+MUON = penstock.Muon(adamw=ADAMW)
+OPTIMIZERS: Sequence[OptimizerSpec] = (ADAMW, penstock.Lion(lr=1e-3), penstock.SGD(lr=0.1, momentum=0.9), MUON)
 
 
 class Rows(nn.Module):
-    """Blocks of any sizes: trained, frozen, and some trained ones that are small; and ends."""
+    """Blocks of any sizes: trained, frozen, some trained ones that are small, and a matrix; and ends."""
 
     def __init__(self, sizes: Sequence[Sequence[int]]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ParameterList(torch.zeros(n) for n in each) for each in sizes)
+        self.blocks = nn.ModuleList(
+            nn.ParameterList([*map(torch.zeros, each[:-1]), torch.zeros(2, each[-1])]) for each in sizes
+        )
         for block in self.blocks:
             block[1].requires_grad = False
         self.ends = nn.ParameterList([torch.zeros(70), torch.zeros(5000)])
@@ -57,7 +60,8 @@ def described(
 ) -> dict[str, Any]:
     model = Rows(sizes)
     blocks = find_blocks(model, list(model.blocks))
-    groups = group_parameters(model, blocks, ranks, compact=optimizer.moments != "fp32")
+    form = Format.of(precision, optimizer.moment_count, optimizer.moments, optimizer.whole)
+    groups = group_parameters(model, blocks, ranks, form)
     return describe_model(groups, Buffers(model), precision, optimizer)
 
 
@@ -163,6 +167,7 @@ SIZES = st.one_of(st.integers(1, 200), st.integers(4000, 4200), st.integers(1, 9
 @settings(max_examples=20, deadline=None)
 @example([(90_000, 1, 70, 90_000), (5_000, 1, 1, 1)], ("fp32", "int8"), ADAMW, "bf16", (1, 1), 0)
 @example([(90_000, 90_000, 70, 90_000)], ("int8", "bf16"), ADAMW, "bf16", (3, 2), 1)
+@example([(70, 70, 5_000, 500), (5_000, 70, 70, 5_000)], ("fp32", "int8"), MUON, "bf16", (1, 2), 2)
 @given(
     sizes=st.lists(st.tuples(SIZES, SIZES, SIZES, SIZES), min_size=1, max_size=2),
     change=st.sampled_from(CHANGES),
@@ -201,6 +206,10 @@ def test_each_parameter_has_what_it_had_widened_and_rounded_once(
         after, padding = by_parameter(model, [in_memory(arrays) for arrays in new])
         check_converted(before, after, change[1])
         for name, values in padding.items():
+            if change[1] == "int8" and name.startswith(
+                "moment"
+            ):  # it may share a scale with a NaN, which all of it is then
+                values = values[~values.isnan()]  # noqa: PLW2901
             assert not values.any() or (change[1] == "int8" and name.startswith("moment1"))
         for arrays in new:
             for name, part in arrays.parts.items():

@@ -71,9 +71,9 @@ def has_other_form(found: Mapping[str, Any], model: Mapping[str, Any], where: st
 
 def without_form(model: Mapping[str, Any]) -> dict[str, Any]:
     """What is described, but for the form of moments and what follows from it: parameters, in whichever groups, with
-    what else is said of these."""
+    what else is said of the groups of those that are trained."""
     parameters = [
-        [name, shape, trained, {key: value for key, value in group.items() if key not in _OF_A_CUT}]
+        [name, shape, trained, {key: value for key, value in group.items() if trained and key not in _OF_A_CUT}]
         for group in model["groups"]
         for name, shape, _, trained in group["parameters"]
     ]
