@@ -15,6 +15,7 @@ import penstock
 from penstock.config.optimizer import Moments
 from penstock.errors import StoreError
 from penstock.store import making
+from penstock.store.facts import facts_of
 from penstock.store.manifest import Manifest
 from tests.faults import Nth, error, intercepted
 from tests.state.test_convert import CHANGES, Found, by_parameter, check_converted
@@ -155,6 +156,9 @@ def test_a_store_keeps_its_owner_its_slots_and_its_stripe(tmp_path: Path, monkey
         assert (had.weights, had.directories, had.owner) == (now.weights, now.directories, now.owner)
         assert {extent.slots for extent in now.layout.extents} == {1}
         assert had.store != now.store
+    facts = facts_of(paths)
+    assert facts is not None
+    assert [record and record["step"] for record in facts.records.values()] == [1, 1]  # whichever of them can be read
 
 
 def test_what_differs_in_more_than_the_form_is_refused_and_left(tmp_path: Path) -> None:

@@ -70,6 +70,9 @@ def test_what_is_cut_otherwise_and_back_goes_on_with_the_same_bits(
         new = stores(tmp_path / str(number), ranks)
         reshard(last, new, names=new, strands=1, whole=number == 1)  # of all ranks of stage 0
         last = new
+        facts = facts_of_all(last)
+        assert facts is not None
+        assert [record and record["step"] for record in facts.records.values()] == [2, 2]  # whichever can be read
         with committed(last) as found:
             assert found.step == 2
             for name, tensor in wanted.items():

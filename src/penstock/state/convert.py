@@ -38,7 +38,7 @@ from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.numa import thread_count
 from penstock.state.parts import Parts, form_of, groups_of, layout_of
 from penstock.state.record import NAMES, check_renumbered
-from penstock.state.reshard import copy_buffers
+from penstock.state.reshard import commit_first, copy_buffers
 from penstock.store import successor
 from penstock.store.manifest import difference
 from penstock.store.packed import store_error
@@ -168,7 +168,7 @@ def _write(store: Store, model: dict[str, Any], record: Mapping[str, Any], io_th
         source, (target,) = Parts([store]), Parts([made]).arrays
         Conversion(source, store.model, model).fill(target)
         copy_buffers(source, target.slots, model)
-        made.commit({**record, "slots": target.slots.record()})
+        commit_first(made, record, target.slots)
 
 
 class _Slice(NamedTuple):

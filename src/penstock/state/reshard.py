@@ -59,7 +59,14 @@ def reshard(
                 done += nbytes
                 show(done, total)
             copy_buffers(source, arrays.slots, store.model)
-            store.commit({**record, "slots": arrays.slots.record()})
+            commit_first(store, record, arrays.slots)
+
+
+def commit_first(store: Store, record: Mapping[str, Any], slots: Slots) -> None:
+    """Commit the state that a new store goes on from, in both places of its log: were one record not to be read, the
+    store would seem to have no step, and whoever trains would begin again."""
+    for _ in range(2):
+        store.commit({**record, "slots": slots.record()})
 
 
 def described(model: Mapping[str, Any], ranks: int, strands: int, *, whole: bool = False) -> list[dict[str, Any]]:
