@@ -171,16 +171,6 @@ def _write(store: Store, model: dict[str, Any], record: Mapping[str, Any], io_th
         commit_first(made, record, target.slots)
 
 
-class _Slice(NamedTuple):
-    """Elements of one parameter: ``numel`` from ``first`` on of what was asked for, and from ``offset`` on of a
-    ``group`` of the source."""
-
-    first: int
-    numel: int
-    group: int
-    offset: int
-
-
 class _Place(NamedTuple):
     """A parameter's elements in a whole group, and in one of the source."""
 
@@ -217,16 +207,14 @@ class Conversion:
             for name in arrays.parts:
                 arrays.begin(name)
             for name, part in arrays.parts.items():
-                kind, _, g = name.rpartition(".")
+                kind = name.rpartition(".")[0]
                 if kind.startswith("moment"):
-                    scales = f"{kind.replace('moment', 'scale')}.{g}"
-                    self._moment(arrays, part, arrays.parts.get(scales), share, bounce, values, beside)
+                    scales = arrays.parts.get(name.replace("moment", "scale"))
+                    self._moment(arrays, part, scales, share, bounce, values, beside)
                 elif not kind.startswith("scale"):  # which goes with its moment
                     for start, piece in arrays.pieces(name, bounce):
-                        piece.zero_()
-                        for found in self._slices(arrays.groups[part.group], share.rank, start, piece.numel()):
-                            into = piece[found.first : found.first + found.numel]
-                            self._source.fetch((f"{kind}.{found.group}",), found.offset, into)
+                        for g, offset, into in self._found(arrays.groups[part.group], share.rank, start, piece):
+                            self._source.fetch((f"{kind}.{g}",), offset, into)
                         arrays.write(name, start, piece)
             for name in arrays.parts:
                 if arrays.tier_of(name) == "disk":
@@ -249,10 +237,8 @@ class Conversion:
         kind = part.name.rpartition(".")[0]
         for start, piece in arrays.pieces(part.name, bounce):
             values = wide.bytes[: piece.numel() * 4].view(torch.float32)
-            values.zero_()
-            for found in self._slices(arrays.groups[part.group], share.rank, start, piece.numel()):
-                into = values[found.first : found.first + found.numel]
-                self._widen(f"{kind}.{found.group}", found.offset, into)
+            for g, offset, into in self._found(arrays.groups[part.group], share.rank, start, values):
+                self._widen(f"{kind}.{g}", offset, into)
             if scaled is None:
                 kernels.encode(piece, values, self._threads)
             else:
@@ -286,12 +272,19 @@ class Conversion:
         kernels.decode(values, codes, self._threads)
         out.copy_(values[:n])
 
-    def _slices(self, own: GroupSpec, rank: int, start: int, numel: int) -> Iterator[_Slice]:
-        """What parameters have of elements of one rank's part ``own`` of a group, all trained or all frozen."""
+    def _found(
+        self, own: GroupSpec, rank: int, start: int, flat: torch.Tensor
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Parameters' elements among those from ``start`` on of one rank's part ``own`` of a group, all trained or all
+        frozen: the group that has them in the source, the first of them there, and where in ``flat`` they go. What no
+        parameter has is made zeros."""
         at = rank * own.trainable + start
         if start >= own.trainable:
             at = self._groups[own.index].trainable + rank * own.frozen + start - own.trainable
-        for place in self._places[own.index]:
-            first, stop = max(at, place.start), min(at + numel, place.stop)
-            if first < stop:
-                yield _Slice(first - at, stop - first, place.group, place.offset + first - place.start)
+        stop = at + flat.numel()
+        places = [place for place in self._places[own.index] if place.start < stop and at < place.stop]
+        if sum(min(stop, place.stop) - max(at, place.start) for place in places) < flat.numel():
+            flat.zero_()
+        for place in places:
+            first, last = max(at, place.start), min(stop, place.stop)
+            yield place.group, place.offset + first - place.start, flat[first - at : last - at]
