@@ -16,12 +16,13 @@ from penstock.engine import profile
 from penstock.engine.profile import profile_of
 from penstock.hardware.machine import Between, Drive, Machine
 from penstock.hardware.profiles import find_profile, profile_folder, save_profile
+from tests.accelerator import DEVICE
 from tests.engine.test_prediction import machine
 from tests.machines import drive
 from tests.models import MODELS
 from tests.training import assert_same, budget, run_steps, steps_of, wrap
 
-CPU = torch.device("cpu")
+CPU, RATE = torch.device("cpu"), "adamw.fp32"
 CASE = MODELS["llama"]
 
 
@@ -38,9 +39,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
 
     def all_of_it(
-        paths: Sequence[Path], effort: examine.Effort, where: torch.device, working: object, ranks: Sequence[int]
+        paths: Sequence[Path],
+        effort: examine.Effort,
+        where: torch.device,
+        working: object,
+        ranks: Sequence[int],
+        only: str,
     ) -> Machine:
-        assert effort is examine.BRIEF
+        assert (effort, only) == (examine.BRIEF, RATE)
         found.append(("all", (list(paths), tuple(ranks))))
         torch.rand(5)
         between = tuple(Between(ranks=count, bandwidth=1e9, latency=1e-4) for count in ranks)
@@ -73,7 +79,7 @@ def test_a_machine_without_a_profile_is_measured_once_said_in_a_line_and_changes
             drawn.append(torch.rand(3))
             found[name] = run_steps(engine, steps_of(CASE, 2))
             assert (engine.prediction is None) == (plan is None)
-    assert profile_of([tmp_path / "later"], CPU) is not None
+    assert profile_of([tmp_path / "later"], CPU, RATE) is not None
     assert asked == [("all", ([tmp_path], ()))]
     (said,), (kept,) = lines(caplog), profile_folder().iterdir()
     assert re.fullmatch(
@@ -90,17 +96,17 @@ def test_only_what_no_profile_has_is_measured(tmp_path: Path, asked: list[tuple[
     known = machine(tmp_path, between=(Between(ranks=2, bandwidth=3e9, latency=1e-5),))
     save_profile(known)
     other = Path("/dev/shm/not-made-yet")
-    found = profile_of([tmp_path / "run", other], CPU)
+    found = profile_of([tmp_path / "run", other], CPU, RATE)
     assert asked == [("more", ([Path("/dev/shm")], ()))]
     (own,) = known.drives
     assert found == replace(known, drives=(replace(own, path=str(tmp_path / "run")), drive(path=str(other), read=7e9)))
-    assert profile_of([other, tmp_path / "run"], CPU) == replace(found, drives=found.drives[::-1])
-    assert profile_of([other], CPU) == replace(found, drives=found.drives[1:])
+    assert profile_of([other, tmp_path / "run"], CPU, RATE) == replace(found, drives=found.drives[::-1])
+    assert profile_of([other], CPU, RATE) == replace(found, drives=found.drives[1:])
     assert len(asked) == 1, "it was stored"
 
 
 def test_directories_of_one_file_system_are_one_drive_to_measure(tmp_path: Path, asked: list[tuple[str, Any]]) -> None:
-    found = profile_of([tmp_path / "a", tmp_path / "b"], CPU)
+    found = profile_of([tmp_path / "a", tmp_path / "b"], CPU, RATE)
     assert asked == [("all", ([tmp_path], ()))]
     assert found is not None
     assert [each.path for each in found.drives] == [str(tmp_path / "a"), str(tmp_path / "b")]
@@ -111,13 +117,34 @@ def test_what_ranks_send_each_other_is_measured_where_a_profile_does_not_tell(
     tmp_path: Path, asked: list[tuple[str, Any]]
 ) -> None:
     save_profile(machine(tmp_path))
-    found = profile_of([tmp_path], CPU, ranks=2)
+    found = profile_of([tmp_path], CPU, RATE, ranks=2)
     assert asked == [("more", ([], (2,)))]
     assert found is not None
     assert [one.ranks for one in found.between] == [2]
-    assert profile_of([tmp_path], CPU, ranks=2) == found
-    assert profile_of([tmp_path], CPU) == found
+    assert profile_of([tmp_path], CPU, RATE, ranks=2) == found
+    assert profile_of([tmp_path], CPU, RATE) == found
     assert len(asked) == 1
+
+
+@pytest.mark.accelerator
+def test_an_optimizer_that_a_profile_has_not_seen_on_the_device_is_measured_there(
+    tmp_path: Path, asked: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_one(where: torch.device, effort: examine.Effort, only: str) -> dict[str, float]:
+        asked.append(("steps", only))
+        return {only: 5e9}
+
+    monkeypatch.setattr(examine, "device_steps", of_one)
+    known, where = machine(tmp_path), torch.device(DEVICE, 0)
+    known = replace(known, device=replace(known.device, kind="cuda", optimizer={"adamw.bf16": 1e9}))
+    save_profile(known)
+    assert profile_of([tmp_path], where, "adamw.bf16") == known
+    found = profile_of([tmp_path], where, "lion.bf16")
+    assert asked == [("more", ([], ())), ("steps", "lion.bf16")]
+    assert found is not None
+    assert found.device.optimizer == {"adamw.bf16": 1e9, "lion.bf16": 5e9}
+    assert profile_of([tmp_path], where, "lion.bf16") == found
+    assert len(asked) == 2
 
 
 def test_a_home_that_cannot_be_written_costs_a_process_one_measurement(
@@ -151,7 +178,7 @@ def test_what_cannot_be_measured_is_said_and_training_goes_on_without_a_predicti
 def test_a_file_system_without_room_to_measure_in_breaks_nothing(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert profile_of([small_disk / "run"], CPU) is None
+    assert profile_of([small_disk / "run"], CPU, RATE) is None
     (said,) = lines(caplog)
     assert "the file system is full" in said
     assert [path.name for path in small_disk.iterdir()] == ["lost+found"]
@@ -163,11 +190,11 @@ def test_nothing_is_measured_where_memory_is_short_or_the_environment_says_so(
     there = system.look()
     with monkeypatch.context() as patch:
         patch.setattr(system, "look", lambda: replace(there, available=profile.LEAST - 1))
-        assert profile_of([tmp_path], CPU) is None
+        assert profile_of([tmp_path], CPU, RATE) is None
     assert "with less than 2 GiB of memory available it is not measured" in lines(caplog)[0]
     monkeypatch.setenv("PENSTOCK_MEASURE", "never")
-    assert profile_of([tmp_path], CPU) is None
+    assert profile_of([tmp_path], CPU, RATE) is None
     assert not asked
     monkeypatch.setenv("PENSTOCK_MEASURE", "no")
     with pytest.raises(penstock.ConfigError, match="PENSTOCK_MEASURE='no': must be 'never', or not set"):
-        profile_of([tmp_path], CPU)
+        profile_of([tmp_path], CPU, RATE)

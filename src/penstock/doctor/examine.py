@@ -94,10 +94,16 @@ def announced(paths: Sequence[Path], effort: Effort) -> list[str]:
 
 
 def examine(
-    paths: Sequence[Path], effort: Effort, where: torch.device, working: Working, ranks: Sequence[int] = ()
+    paths: Sequence[Path],
+    effort: Effort,
+    where: torch.device,
+    working: Working,
+    ranks: Sequence[int] = (),
+    only: str | None = None,
 ) -> Machine:
     """Measure this machine, with ``paths`` as its disks and ``where`` as what computes. ``ranks``: numbers of processes
-    that compute on its processors, to measure what they send each other.
+    that compute on its processors, to measure what they send each other. ``only``: the one optimizer, as in
+    ``Device.optimizer``, whose steps on a GPU are measured; None: all.
 
     Raises:
         ConfigError: a directory cannot be measured.
@@ -113,7 +119,7 @@ def examine(
         machine = Machine(
             name=socket.gethostname(),
             host=host,
-            device=_device(host, effort, where, working),
+            device=_device(host, effort, where, working, only),
             crossing=_crossing(effort, where, working),
             drives=tuple(each.drive for each in disks),
         )
@@ -227,7 +233,12 @@ def _lockable(seen: System, where: torch.device) -> int:
     return seen.lockable
 
 
-def _device(host: Host, effort: Effort, where: torch.device, working: Working) -> Device:
+def device_steps(where: torch.device, effort: Effort, only: str | None = None) -> dict[str, float]:
+    """``Device.optimizer`` of a GPU, or of it ``only`` one."""
+    return optimizer.steps(where, effort.seconds / 5, effort.rounds, threads=1, only=only)
+
+
+def _device(host: Host, effort: Effort, where: torch.device, working: Working, only: str | None) -> Device:
     """The device's profile. A CPU shares the host's memory and its optimizer."""
     with working("Matrix products on the device"):
         flops = device.throughput(where, effort.seconds, longest=_BRIEF_PRODUCT if effort.brief else device.LONGEST)
@@ -238,7 +249,7 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working) -
             name=system.cpu_name(), kind="cpu", memory=host.memory, flops=flops, optimizer=host.optimizer, **vars(links)
         )
     with working("Optimizer steps on the device"):
-        steps = optimizer.steps(where, effort.seconds / 5, effort.rounds, threads=1)
+        steps = device_steps(where, effort, only)
         different = None if effort.brief else agreement.other_bits(where)
     pci = numa.pci_address(where)
     return Device(

@@ -32,10 +32,11 @@ _unkept: dict[tuple[DeviceKind, tuple[Path, ...]], Machine] = {}
 """What could not be stored, for as long as this process lives."""
 
 
-def profile_of(paths: Sequence[Path], device: torch.device, ranks: int = 1) -> Machine | None:
+def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, ranks: int = 1) -> Machine | None:
     """The stored profile of this machine with these directories and this kind of device. Of what it needs (the machine,
-    each drive, what ``ranks`` processes that compute on its processors send each other) that which is not stored is
-    measured, which is said in a line, and stored. What cannot be measured is said, too: None, or what is stored.
+    each drive, what ``ranks`` processes that compute on its processors send each other, a GPU's steps of ``optimizer``)
+    that which is not stored is measured, which is said in a line, and stored. What cannot be measured is said, too:
+    None, or what is stored.
 
     Raises:
         ConfigError: the stored profile is damaged, or the environment's switch is neither "never" nor left out.
@@ -43,7 +44,8 @@ def profile_of(paths: Sequence[Path], device: torch.device, ranks: int = 1) -> M
     kind, may = kind_of(device), _may_measure()
     found = find_profile(paths, kind=kind) or _unkept.get((kind, tuple(paths)))
     among = (ranks,) if ranks > 1 and kind == "cpu" and (found is None or not knows_ranks(found)) else ()
-    if not may or (found is not None and not among):
+    steps = kind != "cpu" and found is not None and optimizer not in found.device.optimizer
+    if not may or (found is not None and not among and not steps):
         return found
     if system.look().available < LEAST:
         log.warning(
@@ -55,7 +57,10 @@ def profile_of(paths: Sequence[Path], device: torch.device, ranks: int = 1) -> M
     known, missing = find_parts(paths, kind=kind)
     before, begun = RandomState.capture(device), time.perf_counter()
     try:
-        machine = _measured(known, paths, missing, device, among)
+        machine = _measured(known, paths, missing, device, among, optimizer)
+        if steps:
+            rates = examine.device_steps(device, examine.BRIEF, optimizer)
+            machine = replace(machine, device=replace(machine.device, optimizer={**machine.device.optimizer, **rates}))
     except (ConfigError, BudgetError, OSError, MemoryError, RuntimeError) as error:  # torch's: no memory, for one
         log.warning("this machine has no profile for this run, and could not be measured: %s", error)
         return found
@@ -64,7 +69,9 @@ def profile_of(paths: Sequence[Path], device: torch.device, ranks: int = 1) -> M
         if device.type != "cpu":
             torch.accelerator.empty_cache()
     seconds = time.perf_counter() - begun
-    what = ["this machine"] if known is None else _what(missing, among)
+    what = [*map(str, missing), *(f"what {count} ranks send each other" for count in among)]
+    what += [f"{optimizer} steps on the device"] if steps else []
+    what = ["this machine"] if known is None else what
     try:
         kept = f"kept as {save_profile(machine)}"
     except ConfigError as error:
@@ -82,13 +89,18 @@ def _may_measure() -> bool:
 
 
 def _measured(
-    known: Machine | None, paths: Sequence[Path], missing: Sequence[Path], device: torch.device, among: Sequence[int]
+    known: Machine | None,
+    paths: Sequence[Path],
+    missing: Sequence[Path],
+    device: torch.device,
+    among: Sequence[int],
+    optimizer: str,
 ) -> Machine:
     """The machine with a drive for each of ``paths``, in that order. ``missing``: those of which ``known`` has none."""
     folders = {file_system(folder): folder for folder in map(_existing, missing)}  # each file system once
     asked, had = list(folders.values()), dict[Path, Drive]()
     if known is None:
-        machine = examine.examine(asked, examine.BRIEF, device, _quietly, among)
+        machine = examine.examine(asked, examine.BRIEF, device, _quietly, among, optimizer)
         drives = machine.drives
     else:
         drives, between = examine.more_of(known, asked, examine.BRIEF, _quietly, among)
@@ -108,7 +120,3 @@ def _existing(path: Path) -> Path:
 def _quietly(what: str) -> nullcontext[None]:
     """It is said in one line, at the end."""
     return nullcontext()
-
-
-def _what(missing: Sequence[Path], among: Sequence[int]) -> list[str]:
-    return [*map(str, missing), *(f"what {count} ranks send each other" for count in among)]

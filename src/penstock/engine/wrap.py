@@ -24,6 +24,7 @@ from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import check_device, on_directories
 from penstock.hardware.sharing import knows_ranks
+from penstock.optim.facade import rate_name
 from penstock.ranks.group import Ranks, join
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
@@ -72,7 +73,8 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
                 if ranks.size > 1:
                     _check_shared(asked)
                     ranks.agree_on_each(_said(asked, budget, precision))
-                machine = _machine_of_all(asked.plan, device, budget, ranks)
+                rate = rate_name(asked.optimizer, precision)
+                machine = _machine_of_all(asked.plan, device, budget, rate, ranks)
                 budget = budget.of_rank(ranks.rank, ranks.size)
                 settings = replace(asked, budget=budget, precision=precision, loss_fn=asked.loss_fn or _model_loss)
                 return Engine(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
@@ -133,10 +135,10 @@ def _say_that_nothing_is_kept() -> None:
 
 
 def _machine_of_all(
-    plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, ranks: Ranks
+    plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, optimizer: str, ranks: Ranks
 ) -> Machine | None:
     """The machine that all ranks are on, as rank 0 knows it."""
-    found = _machine(plan, device, budget, ranks.size) if ranks.rank == 0 else None
+    found = _machine(plan, device, budget, optimizer, ranks.size) if ranks.rank == 0 else None
     if ranks.size > 1 and found is not None and not knows_ranks(found):
         log.warning(
             "nothing is predicted: the profile of %s does not tell how fast ranks send to each other, which penstock "
@@ -148,13 +150,13 @@ def _machine_of_all(
 
 
 def _machine(
-    plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, ranks: int
+    plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, optimizer: str, ranks: int
 ) -> Machine | None:
     """The machine to plan for, which computes on the kind of device that the run does, on the budget's directories."""
     if plan is None:
         return None
     if plan == "auto":
-        return profile_of(budget.disk_paths, device, ranks)
+        return profile_of(budget.disk_paths, device, optimizer, ranks)
     check_device(plan, kind_of(device))
     return on_directories(plan, budget.disk_paths)
 
