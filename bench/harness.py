@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -177,11 +178,13 @@ def run(side: Side, work: Work, *, group: Path | None, logs: Path, warm_up: int,
     return Run(steps=tuple(steps), warm_up=warm_up)
 
 
-def run_in(group: Path | None, module: str, *arguments: str, show: bool = False) -> str:
+def run_in(
+    group: Path | None, module: str, *arguments: str, show: bool = False, cache: Path = SCRATCH / "cache"
+) -> str:
     """Run ``python -m module`` to its end in ``group`` and return what it printed.
 
-    Profiles of machines that it looks for or stores are the benchmarks' own. ``show``: what it says on its standard
-    error is shown as it comes.
+    Profiles of machines that it looks for or stores are in ``cache``, the benchmarks' own. ``show``: what it says on
+    its standard error is shown as it comes.
 
     Raises:
         BenchError: it failed; quotes the end of what it said.
@@ -189,7 +192,7 @@ def run_in(group: Path | None, module: str, *arguments: str, show: bool = False)
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=os.environ | {"OMP_WAIT_POLICY": "passive", "XDG_CACHE_HOME": str(SCRATCH / "cache")},
+        env=os.environ | {"OMP_WAIT_POLICY": "passive", "XDG_CACHE_HOME": str(cache)},
         stdout=subprocess.PIPE,
         stderr=None if show else subprocess.PIPE,
         text=True,
@@ -212,17 +215,30 @@ def measure_machine(folder: Path, group: Path | None, ranks: Sequence[int] = ())
 
 
 def alternate(
-    sides: Sequence[Side], work: Work, *, rounds: int, limit: DiskLimit | None, logs: Path, warm_up: int = 1
+    sides: Sequence[Side],
+    work: Work,
+    *,
+    rounds: int,
+    limit: DiskLimit | None,
+    logs: Path,
+    warm_up: int = 1,
+    doctor: bool = False,
 ) -> dict[str, list[Run]]:
     """Each side's runs, taken in turn (A B A B ...), so that a slow spell of the machine meets all of them.
+
+    Whoever plans finds no profile but one of the machine as it is held: of ``penstock doctor``, which measures it
+    before, in the cgroup, if ``doctor`` is asked for, else his own.
 
     Raises:
         BenchError: a side failed, or the sides do not compute the same losses from the same weights.
     """
     runs: dict[str, list[Run]] = {side.name: [] for side in sides}
-    with disk_cgroup(limit, Path(work.scratch)) as group:
+    with disk_cgroup(limit, Path(work.scratch)) as group, TemporaryDirectory() as cache:
+        if doctor:
+            run_in(group, "penstock.cli", "doctor", "--path", work.scratch, "--quick", cache=Path(cache))
+        planned = [replace(side, environment={**side.environment, "XDG_CACHE_HOME": cache}) for side in sides]
         for turn in range(rounds):
-            for side in sides:
+            for side in planned:
                 done = run(side, work, group=group, logs=logs / str(turn), warm_up=warm_up)
                 runs[side.name].append(done)
                 seconds = " ".join(f"{step.seconds:.2f}" for step in done.steps)

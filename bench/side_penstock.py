@@ -32,6 +32,11 @@ def train(work: Work, report: Report, device: str, host: str) -> None:
             start = time.perf_counter()
             stats = engine.step(tokens.step(step))
             report.step(seconds=time.perf_counter() - start, loss=stats.loss)
+            if step == 0:
+                print(engine.plan.describe(), flush=True)
+                if engine.prediction is not None:
+                    bound = engine.prediction.lower_bound
+                    print(f"predicted: {engine.prediction.time:.1f} s, at least {bound:.1f} s", flush=True)
     shutil.rmtree(store)
 
 

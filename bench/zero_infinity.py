@@ -6,7 +6,9 @@
 A GPT of 168M parameters (12 layers of 1024, vocabulary 8,192) in fp32, micro-batches of 4x128 tokens, activations
 recomputed and clipping off on both sides, parameters and optimizer state on disk. Both sides run in one cgroup
 whose disk is held to a rate, start from the same weights, see the same tokens, and their losses are compared.
-Required: 2.0x or more at 200/100 MB/s (read/write) with 4 and with 8 micro-batches, 3x or more at 100/50 MB/s with 8.
+DeepSpeed has its fastest settings, with pipelined swapping; Penstock plans for the machine as ``penstock doctor
+--quick`` measures it in that cgroup. Required: 3.4x and 3x at 200/100 MB/s (read/write) with 4 and with 8
+micro-batches, 5x at 100/50 MB/s with 8, and steps of at most 1.10 of Penstock's own lower bound.
 
 DeepSpeed is installed from PyPI into an environment of its own the first time (``.bench/deepspeed``, or the place
 named by ``--venv`` or ``$PENSTOCK_BENCH_DEEPSPEED``). Without root or cgroup v1 the disk's rate is not held; the
@@ -21,7 +23,7 @@ import os
 import shutil
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -62,13 +64,15 @@ class Case:
 
 
 CASES = (
-    Case(limit=DiskLimit(read=200 * MB, write=100 * MB), micro_batches=4, required=2.0),
-    Case(limit=DiskLimit(read=200 * MB, write=100 * MB), micro_batches=8, required=2.0),
-    Case(limit=DiskLimit(read=100 * MB, write=50 * MB), micro_batches=8, required=3.0),
+    Case(limit=DiskLimit(read=200 * MB, write=100 * MB), micro_batches=4, required=3.4),
+    Case(limit=DiskLimit(read=200 * MB, write=100 * MB), micro_batches=8, required=3.0),
+    Case(limit=DiskLimit(read=100 * MB, write=50 * MB), micro_batches=8, required=5.0),
 )
+OF_BOUND = 1.10
+"""how many times its lower bound a step of Penstock may take"""
 
 
-OF_RANKS = CASES[-1]
+OF_RANKS = replace(CASES[-1], required=3.0)
 """The case of several ranks: each of them has the drive, all of them together the micro-batches."""
 
 
@@ -91,6 +95,14 @@ class Outcome:
         read = statistics.median(step.read for step in steps) / self.case.limit.read
         return max(read, statistics.median(step.written for step in steps) / self.case.limit.write)
 
+    @property
+    def of_bound(self) -> float:
+        return median_seconds(self.runs["penstock"]) / self.bound
+
+    @property
+    def passed(self) -> bool:
+        return not self.limited or (self.ratio >= self.case.required and self.of_bound <= OF_BOUND)
+
     def row(self) -> str:
         cells = [str(self.case.limit) if self.limited else "not held", str(self.case.micro_batches)]
         for name in ("deepspeed", "penstock"):
@@ -99,7 +111,7 @@ class Outcome:
             cells.append(f"{median_seconds(runs):.1f} s")
             cells.append(f"{last.read / 1e9:.2f} + {last.written / 1e9:.2f} GB")
             cells.append(f"{max(step.peak_rss for run in runs for step in run.steps) / 1e9:.2f} GB")
-        cells.append(f"{self.bound:.1f} s" if self.limited else "none")
+        cells.append(f"{self.bound:.1f} s, {self.of_bound:.2f}x" if self.limited else "none")
         cells.append(f"**{self.ratio:.2f}x**")
         cells.append(f"{self.case.required:.1f}x" if self.limited else "none")
         return "| " + " | ".join(cells) + " |"
@@ -107,7 +119,7 @@ class Outcome:
 
 HEADER = (
     "| disk read/write | micro-batches | DeepSpeed step | its read + written | its peak RSS "
-    "| Penstock step | its read + written | its peak RSS | its lower bound | ratio | required |"
+    "| Penstock step | its read + written | its peak RSS | its lower bound, times it | ratio | required |"
 )
 
 
@@ -135,6 +147,7 @@ def measure(case: Case, sides: tuple[Side, Side], arguments: argparse.Namespace,
         rounds=arguments.rounds,
         limit=case.limit if limited else None,
         logs=ROOT / ".bench" / "logs" / "zero_infinity" / case.name.replace("/", "-"),
+        doctor=True,
     )
     return Outcome(case=case, limited=limited, runs=runs)
 
@@ -289,7 +302,7 @@ def main() -> int:
         print(f"bench.zero_infinity: {error}", file=sys.stderr)
         return 2
     print(describe(outcomes, arguments))
-    return 0 if all(outcome.ratio >= outcome.case.required or not outcome.limited for outcome in outcomes) else 1
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":
