@@ -2,13 +2,15 @@
 
     python -m bench.bytes
 
-A Llama of 29M parameters with AdamW, weights and state on disk, checkpoints in memory, and host memory for the weights
-of a few blocks, which so stay there from their last read to their step. Nothing is delayed, and no norm is waited for.
+A Llama of 29M parameters with AdamW or Muon, weights and state on disk, checkpoints in memory, and host memory for the
+weights of a few blocks, which so stay there from their last read to their step. Nothing is delayed, and no norm is
+waited for.
 Required of a step:
 
 - by the trace, of each parameter of a block that is loaded twice: in fp32 16 bytes read (weights for the forward and
   for the backward, moments) and 12 written; in bf16, where the state has half of the master copy, 14 and 12; with
-  moments in bf16 10 and 8, and in 8 bits 8.125 and 6.125, besides what pads their scales to whole pages;
+  moments in bf16 10 and 8, and in 8 bits 8.125 and 6.125, besides what pads their scales to whole pages; and of a
+  matrix that Muon steps 10 and 8, and with momentum in 8 bits 7.0625 and 5.0625;
 - what the kernel counts for this process (``/proc/self/io``) is the trace's bytes, and at most 1% more.
 
 Said apart: what is loaded once (the last block, whose weights stay on the device for its backward, and the ends), what
@@ -30,8 +32,9 @@ from bench.harness import ROOT, SCRATCH, BenchError, block_device, machine, resu
 from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Tokens, Work, build, disk_bytes
 from penstock.config import Precision
 from penstock.config.optimizer import Moments
+from penstock.optim.spec import OptimizerSpec
 from penstock.schedule.place import PAGE
-from penstock.schedule.program import EXACT
+from penstock.schedule.program import ELEMENTWISE, EXACT
 from penstock.tape.groups import ParamGroup
 
 COMMAND = "python -m bench.bytes"
@@ -49,9 +52,18 @@ class Case:
     precision: Precision
     required: tuple[float, float]
     moments: Moments = "fp32"
+    muon: bool = False
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        rates = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+        adamw = penstock.AdamW(**rates, betas=BETAS, eps=EPS)
+        if self.muon:
+            return penstock.Muon(**rates, adamw=adamw, adjust_lr_fn="match_rms_adamw", moments=self.moments)
+        return replace(adamw, moments=self.moments)
 
     def is_met(self, each: tuple[float, float], elements: float) -> bool:
-        """``elements``: of one group. Scales of both moments may be padded by a page each, in each direction."""
+        """``elements``: of one group. Scales of each moment may be padded by a page, in each direction."""
         pads = 2 * PAGE / elements if self.moments == "int8" else 0.0
         return all(want <= found <= want + pads for want, found in zip(self.required, each, strict=True))
 
@@ -61,6 +73,8 @@ CASES = (
     Case(name="bf16", precision="bf16", required=(14, 12)),
     Case(name="bf16, moments in bf16", precision="bf16", moments="bf16", required=(10, 8)),
     Case(name="bf16, moments in int8", precision="bf16", moments="int8", required=(8.125, 6.125)),
+    Case(name="bf16, Muon", precision="bf16", muon=True, required=(10, 8)),
+    Case(name="bf16, Muon in int8", precision="bf16", muon=True, moments="int8", required=(7.0625, 5.0625)),
 )
 
 
@@ -121,9 +135,7 @@ def measure(case: Case, model: str, folder: Path) -> Found:
     tokens = Tokens(work)
     with penstock.wrap(
         build(model),
-        optimizer=penstock.AdamW(
-            lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, moments=case.moments
-        ),
+        optimizer=case.optimizer,
         budget=penstock.Budget(
             device="1GiB", host="1GiB", disk=store, weights="disk", state="disk", checkpoints="device"
         ),
@@ -156,7 +168,7 @@ def _parts(engine: penstock.Engine, groups: Sequence[ParamGroup]) -> list[Part]:
     for event in engine.trace:
         if event.lane in LANES:
             moved[event.lane][ops[event.op].id.group] += event.bytes
-    small = [group.spec.index for group in groups if group.spec.name.endswith(EXACT)]
+    small = [group.spec.index for group in groups if group.spec.name.endswith((EXACT, ELEMENTWISE))]
     blocks = [g.spec.index for g in groups if g.spec.name.startswith("blocks.") and g.spec.index not in small]
     named = {group.spec.index: _ENDS for group in groups} | dict.fromkeys(blocks, _TWICE)
     named |= {blocks[-1]: _LAST} | dict.fromkeys(program.stages[0].forward_reads, _EMBEDDING)
@@ -225,7 +237,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     print(table(found))
     if not arguments.no_record:
-        note = f"`{COMMAND}`: {arguments.model}, AdamW, all on disk, 2 micro-batches of 1x16 tokens; {machine()}"
+        note = f"`{COMMAND}`: {arguments.model}, all on disk, 2 micro-batches of 1x16 tokens; {machine()}"
         path = write_section("bytes", f"{note}\n\n{table(found)}", results_file())
         print(f"written to {path.relative_to(ROOT)}")
     missed = [line for one in found for line in one.missed()]
