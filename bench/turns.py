@@ -30,6 +30,8 @@ from bench.harness import (
     write_section,
 )
 from bench.workload import Work
+from penstock.config import Precision
+from penstock.config.optimizer import Moments
 
 HELD = DiskLimit(read=200 * MB, write=100 * MB)
 RUN_MODULE = "bench.turns_run"
@@ -37,9 +39,11 @@ RUN_MODULE = "bench.turns_run"
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What one engine is told besides what all are. ``same``: it computes what the others do, to the last bit."""
+    """What one engine is told besides what all are. ``same``: it computes what the others do, to the last bit.
+    ``moments``: of AdamW, their form."""
 
     name: str
+    moments: Moments = "fp32"
     wrap: Mapping[str, Any] = field(default_factory=dict)
     budget: Mapping[str, Any] = field(default_factory=dict)
     same: bool = True
@@ -57,6 +61,7 @@ class Job:
     profile: str | None = None
     device: str = "256MiB"
     host: str = "1GiB"
+    precision: Precision = "fp32"
 
     @property
     def rounds(self) -> int:
@@ -225,7 +230,7 @@ def setting(measured: Measured, arguments: argparse.Namespace) -> str:
     work, job = measured.job.work, measured.job
     held = "disk not held to a rate" if arguments.not_held else f"disk held to {HELD} read/write"
     return (
-        f"{work.model}, {measured.parameters / 1e6:.1f}M parameters, fp32, all state on disk, {held}; "
+        f"{work.model}, {measured.parameters / 1e6:.1f}M parameters, {job.precision}, all state on disk, {held}; "
         f"device {job.device}, host {job.host}, {work.threads} threads; medians of {job.rounds} steps; {machine()}"
     )
 

@@ -132,9 +132,11 @@ def _open(job: Job, variant: Variant, folder: Path) -> penstock.Engine:
     where = {"device": job.device, "host": job.host, "weights": "disk", "state": "disk"} | dict(variant.budget)
     return penstock.wrap(
         build(job.work.model),
-        optimizer=penstock.AdamW(lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
+        optimizer=penstock.AdamW(
+            lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, moments=variant.moments
+        ),
         budget=penstock.Budget(disk=folder, **where),
-        precision="fp32",
+        precision=job.precision,
         device="cpu",
         plan=None if job.profile is None else load_machine(Path(job.profile)),
         **({"clip_grad_norm": None} | dict(variant.wrap)),
