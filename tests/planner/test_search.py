@@ -28,6 +28,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import BOUNCE, Format, Settings
+from penstock.schedule.program import Whole
 from penstock.shape.shipped import named
 from penstock.shape.transformer import from_config
 from penstock.sim.simulate import simulate
@@ -381,10 +382,11 @@ def test_twice_a_saturating_batch_gains_little_and_half_of_it_loses() -> None:
 
 def test_the_roofline_crosses_where_the_formula_says() -> None:
     """T* = (F/8) (14/Br + 12/Bw), whatever the model's size: 150 TFLOP/s with 10/5 GB/s is 71k tokens."""
-    assert moved_per_parameter(ADAM16) == (14, 12)
-    assert moved_per_parameter(Format.of("fp16", 2)) == (16, 14)
-    assert moved_per_parameter(ADAM32) == (16, 12)
     program = transformer(6, block=40)
+    for form, moved in ((ADAM16, (14, 12)), (Format.of("fp16", 2), (16, 14)), (ADAM32, (16, 12))):
+        assert moved_per_parameter(form, program.groups) == moved
+    matrices = [replace(g, whole=Whole(flop=1, scratch=0)) for g in program.groups]
+    assert moved_per_parameter(ADAM16, matrices) == (10, 8), "Muon has one moment"
     parameters = sum(g.trainable for g in program.groups)
     drive = replace(DRIVE, read=10e9, write=5e9, read_both=10e9, write_both=5e9)
     asked = question(program, form=ADAM16, machine=replace(MACHINE, drives=(drive,)))

@@ -7,6 +7,7 @@ A step moves and steps every parameter once, whatever the number of tokens T in 
 so that a larger batch helps until compute is the bound. Compute equals disk at T* tokens, whatever the model's size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from penstock.planner.bounds import bound, limits_of
 from penstock.planner.question import Question
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.place import BF16, FP32, Depths, Format
+from penstock.schedule.program import GroupSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,36 +56,50 @@ class Roofline:
         return max(seconds, key=lambda name: seconds[name])
 
 
-def moved_per_parameter(form: Format) -> tuple[float, float]:
-    """Bytes of disk read and written per parameter and step: weights twice and state in, state and new weights out.
+def moved_per_parameter(form: Format, groups: Sequence[GroupSpec]) -> tuple[float, float]:
+    """Bytes of disk read and written per trained parameter and step: weights twice and state in, state and new weights
+    out; in bf16 with Adam 14 and 12.
 
     That is a block's share, where host memory has room for a few blocks' weights between their last load and their step
     (``Settings.keep``); weights of the ends and of the last block are read once.
     """
-    return 2 * form.weight_bytes + form.per_element, form.weight_bytes + form.per_element
+    state = sum(form.state_bytes(group) for group in groups) / sum(group.trainable for group in groups)
+    return 2 * form.weight_bytes + state, form.weight_bytes + state
+
+
+def _host_work(form: Format, groups: Sequence[GroupSpec]) -> float:
+    """Bytes that steps of all groups touch in host memory, over those of as many parameters that go element by
+    element."""
+    touched = sum(form.step_bytes(group, group.trainable) for group in groups)
+    touched += sum(form.momentum_step_bytes(group, group.trainable) for group in groups if group.whole)
+    return touched / (form.step_bytes_each() * sum(group.trainable for group in groups))
 
 
 def roofline(question: Question, tokens: int) -> Roofline:
     """The roofline of a question's model, optimizer and machine. ``tokens``: of one micro-batch."""
     request, machine, times = question.request, question.machine, question.times
-    parameters = sum(group.trainable for group in request.program.groups)
+    form, trained = request.form, [group for group in request.program.groups if group.trainable]
+    parameters = sum(group.trainable for group in trained)
     weights = sum(group.numel for group in request.program.groups) * request.form.weight_bytes
     rate = tokens / (sum(times.forward) + sum(times.backward))
     disk = together(machine.drives) if machine.drives else None
-    read, write = moved_per_parameter(request.form)
+    read, write = moved_per_parameter(form, trained)
     turns = at_once = None
     if disk is not None:
         load = np.zeros((1, len(STREAM_LANES)))
         load[0, STREAM_LANES.index("read")] = parameters * read / disk.read
         load[0, STREAM_LANES.index("write")] = parameters * write / disk.write
         turns, at_once = float(load.sum()), bound(load, limits_of(question.costs, Depths())[: len(STREAM_LANES)])
-    down = parameters * (BF16 if request.may_cast_on_device else FP32) / machine.device.d2h
+    updates = sum(group.trainable * BF16 for group in trained if group.whole)
+    down = (parameters * (BF16 if request.may_cast_on_device else FP32) + updates) / machine.device.d2h
     ways: tuple[Reads, ...] = ("fp32",) if request.grad_dtype == "fp32" else ("rounded", "bf16")
     return Roofline(
         compute_tokens_per_second=rate,
         disk_seconds=at_once,
-        host_seconds=parameters / max(step_rate(machine, question.optimizer, way) for way in ways),
-        link_seconds=max(2 * weights / machine.device.h2d, down),
+        host_seconds=_host_work(form, trained)
+        * parameters
+        / max(step_rate(machine, question.optimizer, way) for way in ways),
+        link_seconds=max((2 * weights + updates) / machine.device.h2d, down),
         balance_tokens=None if turns is None else rate * turns,  # rate = F / (8 parameters)
         disk_tokens=None if at_once is None else rate * at_once,
     )
