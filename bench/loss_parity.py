@@ -48,7 +48,7 @@ class Form:
 
 
 def _adamw(moments: Moments) -> OptimizerSpec:
-    return penstock.AdamW(lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, decay_norms_and_biases=False, moments=moments)
+    return penstock.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, decay_norms_and_biases=False, moments=moments)
 
 
 FORMS: Mapping[str, Form] = {
