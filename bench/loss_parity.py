@@ -7,9 +7,9 @@ each of three seeds, in fp32 on one core, by the optimizer's own kernels. A seed
 and the same batches in the same order. Required of each compact form: its mean held-out loss after the last step is
 above that of its fp32 form by no more than the spread of the fp32 form's seeds, and by no more than 0.5%.
 
-A run takes about twenty minutes and is kept, one line of ``bench/results/loss_parity.jsonl``; only those are done that
-are not there yet for these settings, this text and this optimizer. Started twice at once, the command shares the runs.
-At its end it draws ``docs/loss_parity.svg`` and makes the table, from all that is kept.
+A run takes about ten minutes of one quiet core and is kept, one line of ``bench/results/loss_parity.jsonl``; only those
+are done that are not there yet for these settings, this text and this optimizer. Started twice at once, the command
+shares the runs. At its end it draws ``docs/loss_parity.svg`` and makes the table, from all that is kept.
 """
 
 import argparse
@@ -231,7 +231,7 @@ def describe(runs: Mapping[str, Mapping[int, Run]], setting: Setting) -> str:
         f"all, none twice; {setting.warmup} steps of warm-up, cosine decay to {setting.final:g}; "
         f"{setting.held_out_windows}x{setting.length} tokens held out, of files of their own; text "
         f"{done[0].data[:16]}, {done[0].unigram:.2f} nats per token by frequencies alone; "
-        f"{statistics.median(run.seconds for run in done) / 60:.0f} minutes of one core a run; "
+        f"{statistics.median(run.seconds for run in done) / 60:.0f} minutes a run; "
         f"{'; '.join(sorted({run.machine for run in done}))}"
     )
     within = (
@@ -276,9 +276,10 @@ def draw(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         losses, distances = figure.subplots(1, 2)
         for i, (name, by_seed) in enumerate((name, by_seed) for name, by_seed in runs.items() if by_seed):
+            style = "--" if FORMS[name].against else "-"
             steps = [step for step, _ in next(iter(by_seed.values())).held_out]
             of_step = list(zip(*([loss for _, loss in run.held_out] for run in by_seed.values()), strict=True))
-            losses.plot(steps, [statistics.mean(each) for each in of_step], color=f"C{i}", lw=1.4, label=name)
+            losses.plot(steps, [statistics.mean(each) for each in of_step], color=f"C{i}", lw=1.4, ls=style, label=name)
             low, high = [min(each) for each in of_step], [max(each) for each in of_step]
             losses.fill_between(steps, low, high, color=f"C{i}", alpha=0.2, lw=0)
             for j, (of, beside) in enumerate(_pairs(name, runs)):
@@ -287,8 +288,12 @@ def draw(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
         losses.set(xlabel="step", ylabel="held-out loss, nats per token", title="Mean of the seeds, and their range")
         losses.legend(frameon=False)
         distances.axhline(0, color="gray", lw=0.8)
-        distances.axhline(100 * AT_MOST, color="gray", lw=0.8, ls="--")
-        distances.set(xlabel="step", ylabel="%", title="Above fp32 moments, each seed (dashed: allowed at the end)")
+        distances.axhline(100 * AT_MOST, color="gray", lw=0.8, ls="--", label="allowed at the end")
+        distances.set(
+            xlabel="step",
+            ylabel="above the fp32 form's held-out loss, %",
+            title="Distance to fp32 moments, seed by seed",
+        )
         distances.legend(frameon=False)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
