@@ -47,14 +47,23 @@ class Form:
     against: str | None = None
 
 
-def _adamw(moments: Moments) -> OptimizerSpec:
+def _adamw(moments: Moments) -> penstock.AdamW:
     return penstock.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, decay_norms_and_biases=False, moments=moments)
+
+
+def _muon(moments: Moments) -> OptimizerSpec:
+    """With AdamW's rate, which ``match_rms_adamw`` lets it have."""
+    return penstock.Muon(
+        lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", adamw=_adamw("fp32"), moments=moments
+    )
 
 
 FORMS: Mapping[str, Form] = {
     "AdamW fp32": Form(optimizer=lambda: _adamw("fp32")),
     "AdamW int8": Form(optimizer=lambda: _adamw("int8"), against="AdamW fp32"),
     "AdamW bf16": Form(optimizer=lambda: _adamw("bf16"), against="AdamW fp32"),
+    "Muon fp32": Form(optimizer=lambda: _muon("fp32")),
+    "Muon int8": Form(optimizer=lambda: _muon("int8"), against="Muon fp32"),
 }
 
 
@@ -238,7 +247,11 @@ def describe(runs: Mapping[str, Mapping[int, Run]], setting: Setting) -> str:
         f"Within: the mean is above the fp32 form's by no more than {AT_MOST:.1%}, nor than the spread of that form's "
         "seeds."
     )
-    optimizers = [f"- {name}: `{FORMS[name].optimizer()}`" for name in runs if FORMS[name].against is None]
+    optimizers = [
+        f"- {name}: `{FORMS[name].optimizer()}`"
+        for name, by_seed in runs.items()
+        if by_seed and FORMS[name].against is None
+    ]
     return "\n".join([what, "", table(header, rows), "", within, "", *optimizers])
 
 
