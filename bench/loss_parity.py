@@ -307,7 +307,8 @@ def draw(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
             ylabel="above the fp32 form's held-out loss, %",
             title="Distance to fp32 moments, seed by seed",
         )
-        distances.legend(frameon=False)
+        distances.margins(y=0.3)  # room for the legend
+        distances.legend(frameon=False, loc="upper right")
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
