@@ -15,6 +15,7 @@ from penstock.cli import settings
 from penstock.cli.located import dump_yaml, parse_yaml
 from penstock.cli.train_help import train_help
 from penstock.config import Budget, Endurance, SourceConfig, TrainConfig
+from penstock.config.elsewhere import ELSEWHERE
 from penstock.errors import ConfigError
 
 MINIMAL = """\
@@ -102,6 +103,45 @@ def test_an_unknown_flag_names_itself_and_the_nearest_known_one(config_file: Pat
     message = _refused(config_file, ("optimizer.lrr", "1"))
     assert message.startswith("--optimizer.lrr:")
     assert "did you mean optimizer.lr?" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "here"),
+    [
+        ("gradient_accumulation_steps", "batch.sequences (batch.sequences counts the sequences of a whole step"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("optimizer.type", "optimizer.name"),
+        ("batch.micro_batch_size", "micro_batch_size (outside of any section"),
+        ("max-grad-norm", "clip_grad_norm"),
+        ("lora.r", "lora.rank"),
+        ("zero_optimization", "budget and stage"),
+    ],
+)
+def test_another_tools_name_says_what_it_is_called_here(key: str, here: str, config_file: Path) -> None:
+    named = key.replace("-", "_")
+    assert _refused(config_file, (key, "1")).startswith(f"--{key}: there is no setting {named}; here it is {here}")
+
+
+def test_another_tools_name_in_a_file_says_its_line(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + "logging_steps: 10\n")
+    assert "c.yaml:12: there is no setting logging_steps; drop it: every step is written" in _refused(config_file)
+
+
+def test_another_tools_name_means_the_setting_of_its_own_section_first(config_file: Path) -> None:
+    message = _refused(config_file, ("optimizer.adamw", "{learning_rate: 1e-3}"))
+    assert (
+        message == "--optimizer.adamw: there is no setting optimizer.adamw.learning_rate; here it is optimizer.adamw.lr"
+    )
+
+
+def test_all_that_stands_for_other_tools_settings_exists() -> None:
+    there = {name for name, *_ in settings.describe(TrainConfig)}
+    there |= {name[:place] for name in there for place, letter in enumerate(name) if letter == "."}  # sections
+    sources = {f"data.sources.{field}" for field in SourceConfig.__dataclass_fields__}  # in a list, not described
+    for name, found in ELSEWHERE.items():
+        assert found.keys or found.differs, name
+        assert set(found.keys) <= there | sources, name
+        assert name not in there or name == "micro_batch_size", f"{name} is a setting here, and is never unknown"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from penstock.cli.located import Located, dump_yaml, is_plain_text, parse_yaml, read_yaml
 from penstock.config import TrainConfig
+from penstock.config.elsewhere import Counterpart, counterpart
 from penstock.config.meanings import by_need, is_required, meanings
 from penstock.documents.typed import LARGEST, fits, shown
 from penstock.errors import ConfigError
@@ -126,7 +127,8 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
     known = {f.name: f for f in by_need(cls)}
     for key, item in tree.value.items():
         if key not in known:
-            said = unknown(key, list(known), takes=section or "the file", form=_dotted(section, "{}"))
+            there = counterpart(key, section, known) if section or cls is TrainConfig else None
+            said = unknown(key, list(known), takes=section or "the file", form=_dotted(section, "{}"), there=there)
             raise ConfigError(f"{item.where}: {said}")
     missing = [name for name, f in known.items() if name not in tree.value and is_required(f)]
     if missing:
@@ -143,10 +145,20 @@ def _dotted(section: str, key: str) -> str:
     return f"{section}.{key}" if section else key
 
 
-def unknown(key: str, known: Sequence[str], *, takes: str, what: str = "setting", form: str = "{}") -> str:
+def unknown(
+    key: str,
+    known: Sequence[str],
+    *,
+    takes: str,
+    what: str = "setting",
+    form: str = "{}",
+    there: Counterpart | None = None,
+) -> str:
     """What is said of a key that is none of the ``known`` ones. ``takes``: who takes these; ``form``: of a key that is
-    ``what``, in words.
+    ``what``, in words. ``there``: what stands for it here, where the key is another tool's.
     """
+    if there is not None:
+        return f"there is no {what} {form.format(key)}; {there}"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     names = ", ".join(known if what == "setting" else map(form.format, known))
     listed = f"{takes} takes {names or f'no {what}s'}"
@@ -227,6 +239,8 @@ def _expected(options: Sequence[Any]) -> str:
             names += ["text"] * hasattr(hint, "shorthand") + ["a mapping"]
         else:
             names.append(_NAMES[hint])
+    if _NAMES[float] in names:  # a whole number is one
+        names = [name for name in names if name != _NAMES[int]]
     return " or ".join(dict.fromkeys(names))
 
 
