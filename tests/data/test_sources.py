@@ -196,7 +196,7 @@ def test_a_parquet_row_that_will_not_do_is_refused_with_its_number(
         ("weights.pkl", {}, "pickle runs whatever code"),
         ("table.csv", {}, "convert it to JSONL"),
         ("both", {}, r"holds JSON \(a.jsonl\) and Parquet"),
-        ("a.jsonl", {"limit": 10}, "limit has no effect"),
+        ("a.jsonl", {"limit": "10B"}, "limit has no effect"),
         ("a.jsonl", {"split": "train"}, "split has no effect"),
         ("a.jsonl", {"kind": "tokens"}, "not kind: tokens"),
         ("a.txt", {"kind": "chat"}, "plain text, not kind: chat"),

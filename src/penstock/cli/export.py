@@ -18,7 +18,7 @@ from penstock.cli.run_snapshots import record_in, require_newest
 from penstock.cli.showing.progress import progress
 from penstock.cli.words import Words
 from penstock.config import Precision, TrainConfig, format_size, parse_size
-from penstock.config.sizes import check_size
+from penstock.config.sizes import TEXT_LEAST, check_size
 from penstock.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -56,13 +56,13 @@ class Arguments(Words):
     folder: Path
     out: Path
     dtype: Precision | None = None
-    shard_size: str | int = "5GB"
+    shard_size: str | int | float = "5GB"
     overwrite: bool = False
     merge: bool = False
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        check_size("shard_size", self.shard_size)
+        check_size("shard_size", self.shard_size, TEXT_LEAST)
         if not parse_size(self.shard_size):
             raise ConfigError(f"shard_size={self.shard_size}: must be more than 0")
 

@@ -13,7 +13,7 @@ from penstock.cli.split import dealt, other_batch
 from penstock.cli.task import free_here, shipped_shape, task_of
 from penstock.cli.words import Words, help_of, read_words, split_words
 from penstock.config import Durability, TrainConfig, fields_of, parse_size
-from penstock.config.sizes import check_size
+from penstock.config.sizes import MEMORY_LEAST, check_size
 from penstock.documents.typed import hints_of
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
@@ -50,7 +50,7 @@ class FileArguments(Words):
     machine: str | None = None
     batch: int | None = None
     ranks: int = 1
-    disk_free: str | int | None = None
+    disk_free: str | int | float | None = None
     tbw: float | None = None
     json: bool = False
     settings: tuple[tuple[str, str], ...] = ()
@@ -84,8 +84,8 @@ class ModelArguments(Words, PlanSettings):
 
     model: str
     machine: str | None = None
-    device: str | int | None = None
-    host: str | int | None = None
+    device: str | int | float | None = None
+    host: str | int | float | None = None
     durability: Durability | None = None
     json: bool = False
 
@@ -93,7 +93,7 @@ class ModelArguments(Words, PlanSettings):
         super().__post_init__()
         for key in ("device", "host"):
             if (size := getattr(self, key)) is not None:
-                check_size(key, size)
+                check_size(key, size, MEMORY_LEAST)
 
 
 Arguments = FileArguments | ModelArguments

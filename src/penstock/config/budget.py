@@ -9,7 +9,7 @@ from typing import Literal
 from penstock.config.checked import check_fields
 from penstock.config.durations import parse_duration
 from penstock.config.endurance import Endurance
-from penstock.config.sizes import check_size, parse_size
+from penstock.config.sizes import MEMORY_LEAST, check_size, parse_size
 from penstock.documents.typed import shown
 from penstock.errors import ConfigError
 
@@ -29,7 +29,7 @@ class Budget:
 
     | field | meaning |
     |---|---|
-    | ``device`` | bytes (or ``"256MiB"``) of the accelerator's memory; on the CPU, of the memory that computes |
+    | ``device`` | bytes (``"24GiB"``, ``"24G"``) of the accelerator's memory; on the CPU, of the memory that computes |
     | ``host`` | bytes of host memory for buffers and whatever state is kept there |
     | ``disk`` | a directory, or several that are striped; None: nothing goes to disk |
     | ``weights``, ``state``, ``gradients``, ``checkpoints`` | the tier that this lives on; None: the planner chooses |
@@ -43,8 +43,8 @@ class Budget:
     365}``. Plans stay within it; None: they do not look |
     """
 
-    device: str | int
-    host: str | int
+    device: str | int | float
+    host: str | int | float
     disk: str | Path | Sequence[str | Path] | None = None
     weights: Tier | None = None
     state: Tier | None = None
@@ -82,6 +82,18 @@ class Budget:
         if self.endurance is not None and not self.disk_paths:
             raise ConfigError("budget.endurance has no effect without budget.disk, as nothing is written: drop it")
 
+    def check_units(self) -> None:
+        """Look at sizes as somebody has given them; the planner varies them byte by byte.
+
+        Raises:
+            ConfigError: a unit was left out.
+        """
+        for key in ("device", "host"):
+            check_size(f"budget.{key}", getattr(self, key), MEMORY_LEAST)
+        for key in ("per_day", "tbw"):
+            if (size := getattr(self.endurance, key, None)) is not None:
+                check_size(f"budget.endurance.{key}", size, MEMORY_LEAST)
+
     def of_rank(self, rank: int, ranks: int) -> "Budget":
         """What one of several ranks on one machine has: its share of host memory and of drives, and directories of its
         own. Where there are as many directories as ranks, each has some of them, else a folder in one.
@@ -94,7 +106,7 @@ class Budget:
             paths, users = (self.disk_paths[own],), len(range(own, ranks, len(self.disk_paths)))
         disk = [path / f"{_OF_RANK}{rank}" for path in paths] or None
         endurance = None if self.endurance is None else self.endurance.shared(users)
-        return replace(self, host=self.host_bytes // ranks, disk=disk, endurance=endurance)
+        return replace(self, host=f"{self.host_bytes // ranks}B", disk=disk, endurance=endurance)
 
     def stores(self, ranks: int) -> tuple[tuple[Path, ...], ...]:
         """The directories of each rank's store, by rank; empty without a disk."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from penstock.config.sizes import parse_size
+from penstock.config.sizes import TEXT_LEAST, check_size, parse_size
 from penstock.errors import ConfigError
 
 Kind = Literal["text", "completion", "chat", "tokens"]
@@ -32,7 +32,7 @@ class SourceConfig:
     path: str
     weight: float | None = None
     kind: Kind | None = None
-    limit: str | int | None = None
+    limit: str | int | float | None = None
     split: str | None = None
     subset: str | None = None
     revision: str | None = None
@@ -47,6 +47,8 @@ class SourceConfig:
             raise ConfigError("path is empty: name a file, a folder, a glob pattern or a data set on the hub")
         if self.weight is not None and self.weight <= 0:
             raise ConfigError(f"weight={self.weight}: must be positive; leave out a source that is not to be used")
+        if self.limit is not None:
+            check_size("limit", self.limit, TEXT_LEAST)
         if self.limit_bytes == 0:
             raise ConfigError("limit is 0 bytes: nothing would be left to train on")
         if self.path == "stdlib" and self.kind not in (None, "text"):
@@ -93,7 +95,7 @@ class TokenizerTrainingConfig:
     """
 
     vocabulary: int
-    sample: str | int = "4MB"
+    sample: str | int | float = "4MB"
 
     @property
     def sample_bytes(self) -> int:
@@ -104,6 +106,7 @@ class TokenizerTrainingConfig:
             raise ConfigError(
                 f"data.tokenizer.train.vocabulary={self.vocabulary}: must be more than 257 (256 bytes and end of text)"
             )
+        check_size("data.tokenizer.train.sample", self.sample, TEXT_LEAST)
         if self.sample_bytes == 0:
             raise ConfigError("data.tokenizer.train.sample is 0 bytes: nothing would be left to train on")
 

@@ -20,8 +20,8 @@ class Endurance:
     | ``days`` | days of training that it must last with these |
     """
 
-    per_day: str | int | None = None
-    tbw: str | int | None = None
+    per_day: str | int | float | None = None
+    tbw: str | int | float | None = None
     days: float | None = None
 
     def __post_init__(self) -> None:
@@ -49,4 +49,4 @@ class Endurance:
 
     def shared(self, users: int) -> "Endurance":
         """What each of several ranks may write to a drive that they share."""
-        return self if users == 1 else Endurance(per_day=max(int(self.bytes_per_day / users), 1))
+        return self if users == 1 else Endurance(per_day=f"{max(int(self.bytes_per_day / users), 1)}B")

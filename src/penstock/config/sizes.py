@@ -6,35 +6,57 @@ import re
 from penstock.documents.typed import LARGEST, shown
 from penstock.errors import ConfigError
 
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS |= {f"{_letter}iB": 1024**_power, f"{_letter}B": 1000**_power}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+_SIZE = re.compile(r"\s*((?:\d+(?:\.\d+)?|\.\d+)(?:[eE]\+?\d{1,3})?)\s*([A-Za-z]*)\s*")
+
+MEMORY_LEAST = 1_000_000
+"""Bytes of a budget, below which a bare number is one of GB or MB whose unit was left out."""
+
+TEXT_LEAST = 1000
+"""The same of text, files and buffers."""
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes meant by ``"256MiB"``, ``"1.5 GB"`` or a plain number of bytes.
+def parse_size(text: str | float) -> int:
+    """Bytes meant by ``"256MiB"``, ``"1.5 gb"``, ``"64G"`` or a plain number of bytes.
+
+    Letters may be large or small, for bits are never meant. ``GiB`` is 1024³ bytes and ``GB`` 1000³, as drives are
+    sold. ``G`` alone is ``GiB``, as it is in what limits memory elsewhere (Slurm's ``--mem``, Docker's ``-m``,
+    systemd's ``MemoryMax``, Java's ``-Xmx``, ``ulimit``'s KiB). So with K, M and T.
 
     Raises:
         ConfigError: the text is not a size.
     """
     if isinstance(text, int) and not isinstance(text, bool) and 0 <= text <= LARGEST:
         return text
+    if isinstance(text, float) and 0 <= text <= LARGEST and text == int(text):
+        return int(text)
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    size = float(match[1]) * _UNITS.get(match[2], math.inf) if match is not None else math.inf
-    if size > LARGEST:
-        raise ConfigError(f"{shown(text)} is not a size: write a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
+    size = float(match[1]) * _UNITS.get(match[2].lower(), math.inf) if match is not None else math.inf
+    if not size <= LARGEST:
+        raise ConfigError(
+            f"{shown(text)} is not a size: write a number with KiB, MiB, GiB, TiB (or K, M, G, T), KB, MB, GB or TB"
+        )
     return int(size)
 
 
-def check_size(name: str, text: str | int) -> None:
-    """Raises:
-    ConfigError: the text is not a size, with what it was given as.
+def check_size(name: str, text: str | float, least: int = 0) -> None:
+    """``least``: a bare number below this, and above 0, is taken for one whose unit was left out.
+
+    Raises:
+        ConfigError: the text is not a size, with what it was given as.
     """
     try:
-        parse_size(text)
+        size = parse_size(text)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    if 0 < size < least and not (isinstance(text, str) and text.strip()[-1].isalpha()):
+        bare = str(text).strip()
+        raise ConfigError(
+            f"{name}: {bare} without a unit is {bare} bytes, too few to be meant: write {bare}GiB, {bare}GB or "
+            f"what else it is ({bare}B, if it is bytes)"
+        )
 
 
 def format_size(size: float) -> str:

@@ -112,6 +112,7 @@ class TrainConfig(StepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.budget.check_units()
         self.check_with(self.budget)
         self._check_length()
         self._check_batch()

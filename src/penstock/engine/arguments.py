@@ -73,6 +73,7 @@ class LoopArguments(StreamConfig):
             object.__setattr__(self, "blocks", tuple(blocks))
         check_types(self)
         super().__post_init__()
+        self.budget.check_units()
         self.check_with(self.budget)
         if not 1 <= self.io_threads <= 32:
             raise ConfigError(f"io_threads={self.io_threads}: must be at least 1 and at most 32")

@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.config import Budget, Family, OptimizerName, StepConfig
 from penstock.config.checked import check_fields
 from penstock.config.optimizer import Moments
-from penstock.config.sizes import check_size
+from penstock.config.sizes import MEMORY_LEAST, check_size
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 
@@ -39,7 +39,7 @@ class PlanSettings(StepConfig):
     momentum: bool = False
     moments: Moments = "fp32"
     schedule: Family | None = None
-    disk_free: str | int | None = None
+    disk_free: str | int | float | None = None
     tbw: float | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +85,7 @@ class PlanArguments(PlanSettings):
         check_fields(self)
         super().__post_init__()
         if self.budget is not None:
+            self.budget.check_units()
             self.check_with(self.budget)
 
 
@@ -97,10 +98,10 @@ def check_model(model: object) -> None:
         )
 
 
-def check_drives(disk_free: str | int | None, tbw: float | None, budget: Budget | None = None) -> None:
+def check_drives(disk_free: str | int | float | None, tbw: float | None, budget: Budget | None = None) -> None:
     """Raises ConfigError: what is said of drives cannot be, or there are none in the ``budget`` that it is for."""
     if disk_free is not None:
-        check_size("disk_free", disk_free)
+        check_size("disk_free", disk_free, MEMORY_LEAST)
     if tbw is not None and tbw <= 0:
         raise ConfigError(f"tbw={tbw:g}: must be a number of more than 0")
     for name, value in (("disk_free", disk_free), ("tbw", tbw)):

@@ -153,7 +153,7 @@ class Task(StepConfig):
         return self.budget if self.budget.host_bytes <= most else replace(self.budget, host=max(most, 1))
 
 
-def own_budget(machine: Machine, *, device: str | int | None, host: str | int | None) -> Budget:
+def own_budget(machine: Machine, *, device: str | float | None, host: str | float | None) -> Budget:
     """A budget from what a machine has: its drives, what is free on its device, and else the shares ``_OWN_SHARE`` of
     memory that are not given.
 

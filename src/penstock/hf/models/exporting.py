@@ -77,7 +77,7 @@ def export(
     *,
     tokenizer: Any = None,
     dtype: Dtype | None = None,
-    shard_size: str | int = "5GB",
+    shard_size: str | int | float = "5GB",
     overwrite: bool = False,
     merge: bool = False,
 ) -> None:
@@ -183,7 +183,7 @@ def write_folder(
     companions: Callable[[Path], None],
     *,
     dtype: Dtype | None = None,
-    shard_size: str | int = "5GB",
+    shard_size: str | int | float = "5GB",
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Written:
