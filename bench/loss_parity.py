@@ -307,8 +307,7 @@ def draw(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
             ylabel="above the fp32 form's held-out loss, %",
             title="Distance to fp32 moments, seed by seed",
         )
-        distances.margins(y=0.3)  # room for the legend
-        distances.legend(frameon=False, loc="upper right")
+        distances.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
