@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 import penstock
-from penstock.config.optimizer import Moments
+from penstock.config.optimizer import Moments, Orthogonal
 from penstock.errors import ConfigError
 from penstock.schedule.matrices import is_matrix
 from penstock.schedule.program import COMPACT_FROM
@@ -43,6 +43,7 @@ CLIP = 1.75
 ADAMW = penstock.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 FUSED = penstock.Split(match=r"attn\.c_attn\.weight", parts=3, dim=1)
 MUON = penstock.Muon(lr=0.02, adamw=ADAMW, splits=(FUSED,))
+RULE = Orthogonal(steps=5)
 Numbers = tuple[str, Moments, str]
 """model, moments, precision"""
 NUMBERS: tuple[Numbers, ...] = (
@@ -141,7 +142,7 @@ class TorchMuon(torch.optim.Muon):
 
     def __init__(self, model: nn.Module, adamw: penstock.AdamW, **settings: Any) -> None:
         named = dict(model.named_parameters())
-        matrices = {name for name, p in named.items() if ".layers." in name and is_matrix(name, p.shape)}
+        matrices = {name for name, p in named.items() if ".layers." in name and is_matrix(name, p.shape, RULE)}
         super().__init__([named[name] for name in sorted(matrices)], **settings)
         others = [p for name, p in named.items() if name not in matrices]
         self.others = torch.optim.AdamW(others, lr=adamw.lr, betas=adamw.betas, weight_decay=adamw.weight_decay)
@@ -210,7 +211,7 @@ def test_matrices_have_groups_and_a_moment_of_their_own(tmp_path: Path) -> None:
         for group in engine.inside.resources.groups:
             for s in group.slices:
                 in_block = group.spec.name.startswith("blocks.")
-                assert (group.spec.whole is not None) == (in_block and is_matrix(s.name, s.shape)), s.name
+                assert (group.spec.whole is not None) == (in_block and is_matrix(s.name, s.shape, RULE)), s.name
                 assert group.spec.compact == (s.numel >= COMPACT_FROM)
             moments = [name for name in arrays.parts_of_state(group.spec.index) if name.startswith("moment")]
             assert len(moments) == (1 if group.spec.whole else 2)
@@ -231,11 +232,60 @@ def test_matrices_have_groups_and_a_moment_of_their_own(tmp_path: Path) -> None:
         (lambda: penstock.Split(match="(", parts=2), "not a regular expression"),
         (lambda: penstock.Split(match="q", parts=1), "parts=1"),
         (lambda: penstock.Split(match="q", parts=(2, 2), dim=1), "equal parts"),
+        (lambda: penstock.Split(match="q", parts=2, dim=-1), "split.dim"),  # type: ignore[arg-type]
+        (lambda: penstock.Split(match="q", parts=2.0), "split.parts"),  # type: ignore[arg-type]
+        (lambda: penstock.Muon(elementwise="("), "elementwise=.* not a regular expression"),
     ],
 )
 def test_impossible_settings_are_refused(wrong: Callable[[], object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         wrong()
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        (
+            {"splits": (penstock.Split(match="no_such", parts=2),)},
+            "no matrix that Muon steps; names are like model.lay",
+        ),
+        ({"splits": (penstock.Split(match="embed", parts=2),)}, "no matrix that Muon steps"),
+        ({"splits": [penstock.Split(match="q_", parts=2), penstock.Split(match="q_proj", parts=[8, 24])]}, "q_proj"),
+        ({"elementwise": "no_such"}, "elementwise='no_such' finds no parameter"),
+    ],
+)
+def test_a_rule_that_finds_nothing_is_refused(rules: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        wrap(MODELS["llama"], budget(tmp_path), optimizer=penstock.Muon(**rules))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "whole"),
+    [
+        ("layers.0.q_norm.weight", (32, 128), False),
+        ("layers.0.experts.gate_up_proj_bias", (4, 8), False),
+        ("layers.0.mixer.A_log", (64, 16), False),
+        ("layers.0.q_proj.weight", (1, 8), False),
+        ("layers.0.conv.weight", (4, 4, 3, 3), False),
+        ("layers.0.experts.down_proj", (4, 8, 16), True),
+        ("layers.0.normal_proj.weight", (8, 8), True),
+        ("layers.0.norm_q.weight", (8, 8), False),
+    ],
+)
+def test_what_is_a_matrix(name: str, shape: tuple[int, ...], whole: bool) -> None:
+    assert is_matrix(name, shape, Orthogonal(steps=5, elementwise=r"A_log$")) == whole
+
+
+def test_settings_written_into_param_groups_are_checked(tmp_path: Path) -> None:
+    with wrap(MODELS["llama"], budget(tmp_path), optimizer=penstock.Muon(adjust_lr_fn=None)) as engine:
+        (group,) = (g for g in engine.optimizer.param_groups if "ns_steps" in g)
+        for key, value in (("adjust_lr_fn", "match_rms_adamW"), ("ns_steps", 0), ("ns_steps", 3.7), ("momentum", 1.5)):
+            before = group[key]
+            group[key] = value
+            with pytest.raises(ConfigError, match=key):
+                engine.step(steps("llama")[0])
+            group[key] = before
+        engine.step(steps("llama")[0])
 
 
 @pytest.mark.parametrize(("parts", "dim"), [(5, 0), ((1, 2), 0)])

@@ -84,9 +84,9 @@ def _in_even_chunks(program: Program) -> Program:
 
 
 def _of_matrices(program: Program, rng: Random) -> Program:
-    """The program with some groups whose steps take matrices whole."""
-    whole = Whole(flop=7, scratch=0)
-    groups = (replace(g, whole=whole if g.trainable and rng.random() < 0.7 else None) for g in program.groups)
+    """The program with some or all groups whose steps take matrices whole."""
+    whole, share = Whole(flop=7, scratch=0), rng.choice((0.5, 1.0))
+    groups = (replace(g, whole=whole if g.trainable and rng.random() < share else None) for g in program.groups)
     return Program(groups=tuple(groups), stages=program.stages)
 
 

@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from penstock.config.checked import check_fields
 from penstock.errors import ConfigError
 
-NS_STEPS = 5
-"""of the Newton-Schulz iteration, as in torch.optim.Muon"""
+NS_STEPS, MOST_STEPS = 5, 100
+"""of the Newton-Schulz iteration: as in torch.optim.Muon, and how many it refuses"""
 OptimizerName = Literal["adamw", "adam", "sgd", "lion", "muon"]
 Moments = Literal["fp32", "bf16", "int8"]
 """The form that an optimizer's moments are kept in."""
@@ -40,6 +41,9 @@ class Split:
     dim: Literal[0, 1] = 0
 
     def __post_init__(self) -> None:
+        check_fields(self, "split")
+        if not isinstance(self.parts, int):
+            object.__setattr__(self, "parts", tuple(self.parts))  # a list cannot be hashed
         try:
             re.compile(self.match)
         except re.error as error:
@@ -51,12 +55,32 @@ class Split:
             raise ConfigError(f"split match={self.match!r}: columns are cut into equal parts: give their number")
 
 
+def check_muon(prefix: str, momentum: float | None, ns_steps: int | None, elementwise: str | None) -> None:
+    """Raises:
+    ConfigError: a setting that is given is out of its range, by its name behind a ``prefix``.
+    """
+    if momentum is not None and not 0 <= momentum < 1:
+        raise ConfigError(f"{prefix}momentum={momentum!r}: must be at least 0 and below 1")
+    if ns_steps is not None and not 1 <= ns_steps < MOST_STEPS:
+        raise ConfigError(f"{prefix}ns_steps={ns_steps!r}: must be from 1 to {MOST_STEPS - 1}")
+    try:
+        re.compile(elementwise or "")
+    except re.error as error:
+        raise ConfigError(f"{prefix}elementwise={elementwise!r} is not a regular expression: {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class Orthogonal:
-    """How updates of matrices are made orthogonal. ``steps``: of the Newton-Schulz iteration."""
+    """How updates of matrices are made orthogonal. ``steps``: of the Newton-Schulz iteration. ``elementwise``: a
+    regular expression that finds the names of matrices that are AdamW's all the same."""
 
     steps: int
     splits: tuple[Split, ...] = ()
+    elementwise: str | None = None
+
+    def leaves(self, name: str) -> bool:
+        """Whether a matrix is AdamW's by its name."""
+        return self.elementwise is not None and re.search(self.elementwise, name) is not None
 
     def split_of(self, name: str) -> Split | None:
         """How a parameter is cut, if it is."""
@@ -113,6 +137,8 @@ class OptimizerConfig:
     with which rates tuned for AdamW hold; null: ``original`` |
     | ``adamw`` | a mapping of ``lr``, ``betas``, ``eps``, ``weight_decay``, ``decay_norms_and_biases``: AdamW for what
     muon leaves, which are all parameters but the matrices of blocks |
+    | ``elementwise`` | a regular expression: matrices of blocks whose names it finds are ``adamw``'s, too (muon), such
+    as convolutions or routers; norms always are |
     | ``splits`` | mappings of ``match``, ``parts``, ``dim``: parameters that are several matrices side by side (muon),
     such as fused projections or heads: the number of equal parts, or their sizes; ``dim`` 0 cuts rows, 1 columns |
     | ``moments`` | the form that moments are kept in: ``fp32``; ``bf16``; or ``int8``, codes of 8 bits with a scale for
@@ -132,6 +158,7 @@ class OptimizerConfig:
     ns_steps: int | None = None
     adjust_lr_fn: AdjustLr | None = None
     adamw: AdamWConfig | None = None
+    elementwise: str | None = None
     splits: tuple[Split, ...] = ()
     decay_norms_and_biases: bool | None = None
     moments: Moments = "fp32"
@@ -140,7 +167,7 @@ class OptimizerConfig:
     def given(self) -> dict[str, Any]:
         """The settings that were given, but for the overrides and AdamW's, as keyword arguments of the optimizer's own
         class."""
-        keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+        keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn", "elementwise")
         values = {key: getattr(self, key) for key in keys} | ({"moments": self.moments} if self.is_compact else {})
         values |= {"splits": self.splits} if self.splits else {}
         return {key: value for key, value in values.items() if value is not None}
@@ -155,7 +182,8 @@ class OptimizerConfig:
         """How updates are made orthogonal, where they are."""
         if self.name != "muon":
             return None
-        return Orthogonal(steps=NS_STEPS if self.ns_steps is None else self.ns_steps, splits=self.splits)
+        steps = NS_STEPS if self.ns_steps is None else self.ns_steps
+        return Orthogonal(steps=steps, splits=self.splits, elementwise=self.elementwise)
 
     def __post_init__(self) -> None:
         takes = {"lr", "weight_decay", "moments"} | {
@@ -163,7 +191,7 @@ class OptimizerConfig:
             "adam": {"betas", "eps"},
             "sgd": {"momentum", "nesterov"},
             "lion": {"betas"},
-            "muon": {"momentum", "nesterov", "ns_steps", "adjust_lr_fn", "splits"},
+            "muon": {"momentum", "nesterov", "ns_steps", "adjust_lr_fn", "elementwise", "splits"},
         }[self.name]
         for key in self.given():
             if key not in takes:
@@ -171,6 +199,8 @@ class OptimizerConfig:
                     f"optimizer.{key} has no effect with optimizer.name={self.name!r}, which takes "
                     f"{', '.join(sorted(takes))}: drop it or choose another optimizer"
                 )
+        if self.name == "muon":
+            check_muon("optimizer.", self.momentum, self.ns_steps, self.elementwise)
         if (self.adamw is not None) != (self.name == "muon"):
             raise ConfigError(
                 "optimizer.adamw is missing: with muon, other parameters than the matrices of blocks are AdamW's. Give "

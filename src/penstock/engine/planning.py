@@ -342,7 +342,7 @@ class Planning:
     def _orthogonal(self) -> float | None:
         """As in ``StageTimes``."""
         groups = self._shared.matrices.values()
-        return orthogonal_rate([piece for _, pieces in next(iter(groups), ()) for piece in pieces], self._shared.device)
+        return orthogonal_rate([p for group in groups for _, pieces in group for p in pieces], self._shared.device)
 
     def _join_ranks(self, probed: Sequence[Probed]) -> tuple[Stage, ...]:
         """Stages that have room for every rank's micro-batches. What their tape has to know is each rank's own."""

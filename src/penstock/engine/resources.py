@@ -16,6 +16,7 @@ from penstock.engine import start
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.progress import Progress
 from penstock.engine.stripes import as_striped, weights_for
+from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale
@@ -227,14 +228,28 @@ def _resume(groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, pr
 
 
 def _matrices(groups: Sequence[ParamGroup], form: Format) -> dict[int, Sequence[tuple[ParamSlice, Sequence[Piece]]]]:
-    """``EngineResources.matrices``."""
-    if form.whole is None:
+    """``EngineResources.matrices``.
+
+    Raises:
+        ConfigError: a rule by name that finds nothing.
+    """
+    rule = form.whole
+    if rule is None:
         return {}
-    return {
-        g.spec.index: [(s, pieces(s.name, s.shape, form.whole)) for s in g.slices if s.trainable]
-        for g in groups
-        if g.spec.whole
-    }
+    found = {g.spec.index: [s for s in g.slices if s.trainable] for g in groups if g.spec.whole}
+    names, all_names = ([s.name for own in each for s in own] for each in (found.values(), [g.slices for g in groups]))
+    of_split = {id(rule.split_of(name)) for name in names}
+    for split in rule.splits:
+        if id(split) not in of_split:
+            raise ConfigError(
+                f"split match={split.match!r} is the first match of no matrix that Muon steps; names are like "
+                f"{', '.join(names[:3]) or 'none, as blocks have no trained matrices'}"
+            )
+    if rule.elementwise is not None and not any(map(rule.leaves, all_names)):
+        raise ConfigError(
+            f"elementwise={rule.elementwise!r} finds no parameter; names are like {', '.join(all_names[:3])}"
+        )
+    return {g: [(s, pieces(s.name, s.shape, rule)) for s in own] for g, own in found.items()}
 
 
 def _digest(value: Any) -> str:

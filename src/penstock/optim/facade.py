@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 
 from penstock.compat.torch import note_step
+from penstock.config.optimizer import AdjustLr, check_muon
 from penstock.errors import ConfigError
 from penstock.optim.formula import FIRST_HALVES, Hyper, Kind
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
@@ -173,13 +174,15 @@ def _hyper(kind: Kind, group: dict[str, Any]) -> Hyper:
             raise ConfigError(f"momentum={momentum} was set on an SGD built without: it has no momentum buffer")
         return Hyper(kind=kind, lr=lr, betas=(momentum, 0.0), weight_decay=weight_decay)
     if kind in FIRST_HALVES:
-        return Hyper(
-            kind=kind,
-            lr=lr,
-            betas=(float(group["momentum"]), 0.0),
-            weight_decay=weight_decay,
-            ns_steps=int(group["ns_steps"]),
-            adjust=group["adjust_lr_fn"],
-        )
+        momentum, steps = float(group["momentum"]), group["ns_steps"]
+        adjust: AdjustLr = group["adjust_lr_fn"] or "original"
+        check_muon("param_groups: ", momentum, steps, None)
+        if adjust not in get_args(AdjustLr) or not isinstance(steps, int):
+            raise ConfigError(
+                f"param_groups: adjust_lr_fn={adjust!r}, ns_steps={steps!r}: must be one of "
+                f"{', '.join(get_args(AdjustLr))}, and a whole number"
+            )
+        betas = (momentum, 0.0)
+        return Hyper(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, ns_steps=steps, adjust=adjust)
     betas = (float(group["betas"][0]), float(group["betas"][1]))
     return Hyper(kind=kind, lr=lr, betas=betas, eps=float(group.get("eps", 0.0)), weight_decay=weight_decay)

@@ -85,6 +85,10 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 def _kind(kind: type[torch.optim.Optimizer]) -> type[OptimizerSpec]:
     if kind not in _KINDS:
         name = f"{kind.__module__}.{kind.__qualname__}"
+        if kind is torch.optim.Muon:
+            raise ConfigError(
+                f"{name} has matrices alone, and a step is of all parameters: use penstock.Muon(adamw=...)"
+            )
         raise ConfigError(f"{name} cannot be streamed: use torch.optim.AdamW, Adam or SGD")
     return _KINDS[kind]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.config.checked import check_fields
-from penstock.config.optimizer import NS_STEPS, AdjustLr, Moments, Orthogonal, Split
+from penstock.config.optimizer import NS_STEPS, AdjustLr, Moments, Orthogonal, Split, check_muon
 from penstock.errors import ConfigError
 
 
@@ -174,7 +174,8 @@ class Muon(OptimizerSpec):
 
     After Jordan et al. (kellerjordan.github.io/posts/muon), with the arithmetic and the defaults of
     ``torch.optim.Muon``. A matrix is a trained parameter of two dimensions, of three a stack of them (experts), that
-    one block alone has and that is not called a bias. What it does not take are embeddings, head, norms and biases.
+    one block alone has, that is not called a bias, and that no module called a norm has. What it does not take are
+    embeddings, head, norms and biases, and the matrices whose names ``elementwise``, a regular expression, finds.
 
     ``ns_steps``: of the Newton-Schulz iteration. ``adjust_lr_fn``: how the learning rate follows a matrix's shape, as
     in torch; with ``match_rms_adamw`` (arXiv 2502.16982) rates that were tuned for AdamW hold. ``adamw``: for the
@@ -189,17 +190,16 @@ class Muon(OptimizerSpec):
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = NS_STEPS
-    adjust_lr_fn: AdjustLr = "original"
+    adjust_lr_fn: AdjustLr | None = "original"
     weight_decay: float = 0.1
     adamw: AdamW = field(default_factory=AdamW)
+    elementwise: str | None = None
     splits: tuple[Split, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum!r}: must be at least 0 and below 1")
-        if not 1 <= self.ns_steps < 100:
-            raise ConfigError(f"ns_steps={self.ns_steps!r}: must be from 1 to 99")
+        object.__setattr__(self, "splits", tuple(self.splits))  # a list cannot be hashed
+        check_muon("", self.momentum, self.ns_steps, self.elementwise)
         for key, value, where in (
             ("adamw.moments", self.adamw.moments != "fp32", "moments"),
             ("adamw.overrides", bool(self.adamw.overrides), "overrides"),
@@ -217,7 +217,7 @@ class Muon(OptimizerSpec):
 
     @property
     def whole(self) -> Orthogonal:
-        return Orthogonal(steps=self.ns_steps, splits=self.splits)
+        return Orthogonal(steps=self.ns_steps, splits=self.splits, elementwise=self.elementwise)
 
     @property
     def group_settings(self) -> dict[str, object]:

@@ -41,10 +41,11 @@ def _looks(request: Request, phases: Phases, g: int, tied: set[int]) -> object:
     if g not in route.gradient_visits:
         return looks
     made = route.gradient_visits[g]
+    stepped = min(route.last_visit[g] + (group.whole is not None), len(route.visits) - 1)
     return (
         *looks,
         g in tied,
-        tuple(map(phases.gradient_row, (*made, route.last_visit[g]))),
+        tuple(map(phases.gradient_row, (*made, route.last_visit[g], stepped))),
         route.last_visit[g] > made[-1],
         tuple((g, stage) in route.summed for stage in route.uses[g]),
         g in route.program.last_stepped,

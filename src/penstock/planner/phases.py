@@ -8,7 +8,8 @@ A *phase* is a stretch of the step whose work can overlap with itself but hardly
     epilogue    vertical: its compute, before which no gradient is there. Horizontally it is a part of the backward
     backward    every B visit; without a norm to wait for, also the optimizer
     last        horizontal without such a wait: the last micro-batch's backward, which the optimizer's work falls into
-    tail        the first block's and the embedding's gradients and steps: the last compute is over by then
+    tail        the first block's and the embedding's gradients and steps: the last compute is over by then, but for
+                the updates of their matrices, and of the second block's, which are made orthogonal there
     update      after the global norm, where the optimizer waits for it
 
 A delayed step falls where its group's weights are first loaded. What brings new weights and state of the delayed steps

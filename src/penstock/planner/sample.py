@@ -1,8 +1,9 @@
 """A small program that stands for a large one: of stages in a row that are alike, the first two and the last two.
 
 What an op of a group or a stage moves, and which phase it falls into, depends on the sizes and on what stands at the
-two ends of the program: the first block's loads begin a step, the last one's weights stay for its backward. Where
-stages share nothing and are alike, those in between are as good as each other, so that the second stands for them all.
+two ends of the program: the first block's loads begin a step, the last one's weights stay for its backward, and of
+matrices the first two blocks' steps end it. Where stages share nothing and are alike, those in between are as good as
+each other, so that the second (with matrices, the third) stands for them all.
 Those that share a group stay, and so do two on each side of them: weights that leave in between do so here, too.
 """
 
@@ -11,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from penstock.schedule.program import Program, Stage
 
-_KEPT = 2
-"""stages at either end that stand for themselves"""
+_KEPT, _KEPT_OF_MATRICES = 2, 3
+"""stages at either end that stand for themselves; where steps of matrices come one visit later, one more"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,10 @@ def _stands_for(program: Program) -> list[int]:
         shared += shares
         alike[stage.index if ends or shares else (shared, _likeness(program, stage, calls))].append(stage.index)
     stands = list(range(len(program.stages)))
+    kept = _KEPT_OF_MATRICES if any(group.whole for group in program.groups) else _KEPT
     for found in alike.values():
-        for k in found[_KEPT:-_KEPT]:
-            stands[k] = found[1]
+        for k in found[kept:-kept]:
+            stands[k] = found[kept - 1]
     return stands
 
 

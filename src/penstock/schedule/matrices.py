@@ -1,5 +1,6 @@
 """Which parameters are matrices, whose updates Muon makes orthogonal, and what they are cut into. Plain data."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,6 +12,8 @@ from penstock.schedule.program import Whole
 
 _DIMENSIONS = (2, 3)
 """of a matrix, and of a stack of them, such as a block's experts"""
+_NORM = re.compile(r"norm(_?\w{1,2})?$", re.IGNORECASE)
+"""in what a module is called that is a norm: ``q_norm``, ``input_layernorm``, ``norm1``, ``norm_q``"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +29,13 @@ class Piece:
     columns: int
 
 
-def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a block's parameter is a matrix or a stack of some, and no bias."""
-    return len(shape) in _DIMENSIONS and min(shape[-2:]) > 1 and not name.rpartition(".")[2].endswith("bias")
+def is_matrix(name: str, shape: Sequence[int], rule: Orthogonal) -> bool:
+    """Whether a block's parameter is a matrix or a stack of some, no bias and no norm's, and not left out by name."""
+    module, _, own = name.rpartition(".")
+    of_norm = _NORM.search(module.rpartition(".")[2]) is not None
+    return (
+        len(shape) in _DIMENSIONS and min(shape[-2:]) > 1 and not (of_norm or own.endswith("bias") or rule.leaves(name))
+    )
 
 
 def pieces(name: str, shape: Sequence[int], rule: Orthogonal) -> tuple[Piece, ...]:

@@ -48,7 +48,7 @@ class HuggingFaceModel:
                 f"sequence_length={sequence_length}: {self.name} takes at most {longest} tokens at a time. Lower it, "
                 "or plan for a model with more positions"
             )
-        by_name = form.whole is not None and form.whole.splits
+        by_name = form.whole is not None and (form.whole.splits or form.whole.elementwise)
         if not (self.exact or self.change or by_name):
             formula = transformer.from_config(self.config, name=self.name)
             if formula is not None and self._holds(formula, sequence_length, form):

@@ -152,7 +152,7 @@ def _kinds_of_block(shapes: Sequence[tuple[int, ...]], form: Format) -> list[Gro
         return _kinds([prod(shape) for shape in shapes], form)
     found: list[GroupSpec] = []
     for kind in (True, False):
-        own = [shape for shape in shapes if is_matrix("", shape) == kind]
+        own = [shape for shape in shapes if is_matrix("", shape, rule) == kind]
         for group in _kinds([prod(shape) for shape in own], form, "" if kind else ELEMENTWISE):
             exact = form.is_compact and not group.compact
             of_group = [shape for shape in own if exact == (form.is_compact and prod(shape) < COMPACT_FROM)]

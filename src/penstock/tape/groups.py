@@ -179,17 +179,17 @@ def _by_kind(
     parameters: Sequence[tuple[str, nn.Parameter]], form: Format | None, *, in_block: bool
 ) -> list[tuple[_Kind, list[tuple[str, nn.Parameter]]]]:
     """Parameters that are stepped alike, together."""
-    in_block = in_block and form is not None and form.whole is not None
+    rule = form.whole if form is not None and in_block else None
     compact = form is not None and form.is_compact
     found: dict[_Kind, list[tuple[str, nn.Parameter]]] = {
-        _Kind(in_block and not elementwise, elementwise, exact): []
-        for elementwise in ((False, True) if in_block else (False,))
+        _Kind(rule is not None and not elementwise, elementwise, exact): []
+        for elementwise in ((False, True) if rule is not None else (False,))
         for exact in ((False, True) if compact else (False,))
     }
     first = next(iter(found))
     for name, p in parameters:
-        elementwise = in_block and not is_matrix(name, p.shape)
-        own = _Kind(in_block and not elementwise, elementwise, compact and p.numel() < COMPACT_FROM)
+        elementwise = rule is not None and not is_matrix(name, p.shape, rule)
+        own = _Kind(rule is not None and not elementwise, elementwise, compact and p.numel() < COMPACT_FROM)
         found[own if p.requires_grad else first].append((name, p))
     return [(kind, of_kind) for kind, of_kind in found.items() if of_kind]
 

@@ -322,7 +322,8 @@ class Updates:
             gradient = group_buffer("R", g, c.index)
             after = self._back(g, c, gradient, [after])
         if self._is_whole(g):
-            made, _ = self.matrices.up(g, c, gradient, [after, *first], self._commit)
+            norm = [self._norm] if self._norm is not None and self.s.waits(g) else []
+            made, _ = self.matrices.up(g, c, gradient, [after, *norm], self._commit)
             self._stepped.append(made)
             return
         done = self._arithmetic(g, c, gradient, [after, *first])
