@@ -123,14 +123,14 @@ def smallest(tier: str, error: BudgetError) -> int:
 def partly_resident(path: Path, precision: str) -> penstock.Budget:
     """Room on the device for some of the weights, and on the host for some of the state, beyond what is needed."""
     tight = {"weights": None, "state": None, "durability": "none", "checkpoints": "host", "gradients": "host"}
-    sizes = {"device": 0, "host": 1 << 40}
+    sizes: dict[str, int | str] = {"device": 0, "host": 1 << 40}
     for tier, extra in (("device", 300_000), ("host", 250_000)):
         sizes[tier] = 0
         where = budget(path, **tight, **sizes)
         with wrap(CASE, where, precision=precision) as engine, pytest.raises(BudgetError) as refusal:
             engine.step(STEPS[0])
         shutil.rmtree(path)
-        sizes[tier] = smallest(tier, refusal.value) + extra
+        sizes[tier] = f"{smallest(tier, refusal.value) + extra}B"
     return budget(path, **tight, **sizes)
 
 

@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step_and_less_may_be_trie
     with wrap(case, budget(tmp_path / "store")) as engine:
         needs = engine.prepare([small]).device_bytes
         assert engine.prepare([large]).device_bytes > needs
-    with wrap(case, budget(tmp_path / "tight", device=needs)) as engine:
+    with wrap(case, budget(tmp_path / "tight", device=f"{needs}B")) as engine:
         with pytest.raises(penstock.BudgetError, match="too small"):
             engine.prepare([large])
         engine.prepare([small])

@@ -235,7 +235,7 @@ def smallest(where: penstock.Budget, tier: str, **settings: Any) -> int:
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_refused_budget_names_the_smallest_that_works(tier: str, schedule: str, tmp_path: Path) -> None:
     def where(name: str, nbytes: int) -> penstock.Budget:
-        return budget(tmp_path / name, **{tier: nbytes})
+        return budget(tmp_path / name, **{tier: f"{nbytes}B"})
 
     settings: Mapping[str, Any] = {"schedule": schedule, "precision": "bf16"}
     nbytes = smallest(where("none", 0), tier, **settings)
