@@ -89,7 +89,7 @@ def test_a_settings_file_takes_sizes_in_each_form(tmp_path: Path) -> None:
     budget = settings.load(path).budget
     assert (budget.device_bytes, budget.host_bytes) == (1_500_000_000, 64 << 30)
     assert settings.load_text(settings.dump(settings.load(path)), "again").budget == budget
-    with pytest.raises(ConfigError, match=r"^--budget\.device: 24 without a unit is 24 bytes"):
+    with pytest.raises(ConfigError, match=r"^--budget\.device: 24 without a unit would be bytes"):
         settings.load(path, [("budget.device", "24")])
     path.write_text(path.read_text().replace("64 g", "64"))
     with pytest.raises(ConfigError, match=r"c\.yaml:9: budget\.host: 64 without a unit"):

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from penstock.cli.words import Words
 from penstock.config import Precision, Tier, ZeroStage, parse_size
-from penstock.config.sizes import TEXT_LEAST, check_size
+from penstock.config.sizes import check_size
 from penstock.errors import ConfigError
 from penstock.schedule.lower.request import GatherGroup
 
@@ -118,7 +118,7 @@ class Arguments(Words):
         if self.delay is not None and not 0 <= self.delay <= 1:
             raise ConfigError(f"delay={self.delay:g}: must be a share from 0 to 1, as 0.25")
         if self.buffer_size is not None:
-            check_size("buffer_size", self.buffer_size, TEXT_LEAST)
+            check_size("buffer_size", self.buffer_size)
             if not self.buffer_bytes:
                 raise ConfigError(f"buffer_size={self.buffer_size}: must be more than 0")
         if self.text and (other := [key for key in ("json", "html", "trace") if getattr(self, key)]):

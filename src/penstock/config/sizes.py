@@ -54,7 +54,7 @@ def check_size(name: str, text: str | float, least: int = 0) -> None:
     if 0 < size < least and not (isinstance(text, str) and text.strip()[-1].isalpha()):
         bare = str(text).strip()
         raise ConfigError(
-            f"{name}: {bare} without a unit is {bare} bytes, too few to be meant: write {bare}GiB, {bare}GB or "
+            f"{name}: {bare} without a unit would be bytes, too few to be meant: write {bare}GiB, {bare}GB or "
             f"what else it is ({bare}B, if it is bytes)"
         )
 
