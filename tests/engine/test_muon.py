@@ -83,7 +83,7 @@ MORE: dict[str, Any] = VARIANTS | {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("variant", MORE)
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_same_bits_as_the_oracle(numbers: Numbers, variant: str, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_same_bits_as_the_oracle(numbers: Numbers, variant: str, tmp_path: Path)
 
 
 @pytest.mark.accelerator
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["on disk", "on the host", "on the device", "delayed", "horizontal", "planned"])
 def test_an_accelerator_gives_the_bits_of_the_oracle_on_it(variant: str, tmp_path: Path) -> None:
     (where, more), numbers = MORE[variant], NUMBERS[1]
