@@ -272,9 +272,7 @@ class Provision:
             if g in last:
                 delayed[g] = frozenset(range(count))
                 continue
-            if self._groups[
-                g
-            ].whole:  # all of it or nothing: what makes the number of delayed chunks so far come nearest
+            if self._groups[g].whole:  # all or nothing: whichever brings the delayed chunks so far nearer to the share
                 late = (first + count) * self.s.delay - so_far > count / 2
                 delayed[g] = frozenset(range(count if late else 0))
             else:
