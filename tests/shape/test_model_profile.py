@@ -276,7 +276,7 @@ def test_where_hidden_states_take_more_than_a_tile_what_is_planned_is_what_a_dry
     name: str, tile: int, form: Format
 ) -> None:
     shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind="cuda" if form is BF16 else "cpu", loss_tile=tile)
-    for rows in (1, 4):
+    for rows in (1, tile // 2):
         assert shape.profile(rows, 128, form) == replace(shape, exact=True).profile(rows, 128, form)
 
 

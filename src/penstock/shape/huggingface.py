@@ -84,11 +84,13 @@ class HuggingFaceModel:
 
 
 def _knows_most(formula: transformer.Transformer, profile: ModelProfile, tile: int, form: Format) -> bool:
-    """Whether the formula has the moment at which an epilogue holds most. Llama's in 16 bits has both that there are;
-    of the others only the one at which a tile of logits is alive, and not how the hidden states go through the norm."""
+    """Whether the formula has the moment at which an epilogue holds most. Llama's has all that there are; of the others
+    only the one at which a tile of logits is alive, and not how the hidden states go through the norm."""
     states, most = profile.tokens * formula.hidden * form.weight_bytes, profile.program.stages[-1].forward_peak
+    if formula.gated:
+        return True
     if form.weight_bytes != FP32:
-        return formula.gated or most >= 14 * states
+        return most >= 14 * states
     return most >= 6 * states and min(tile, profile.tokens) * formula.vocabulary * FP32 >= states
 
 

@@ -270,18 +270,22 @@ class _Sizes:
 
     def epilogue_in_tiles(self, tile: int) -> Stage:
         """The peak is in the backward of a slice of the vocabulary: its logits, their slope in fp32 and, in 16 bits,
-        the slope once more; beside what has been summed up for the hidden states, in fp32, and for the head.
+        the slope once more; beside what has been summed up for the hidden states, in fp32, and for the head. In fp32
+        small slices have it a moment later, where the slope times the slice's weights is as large as the hidden states.
         """
         shape, e, tokens = self.shape, self.weight_bytes, self.tokens
         width = max(1, tile * shape.vocabulary // max(tokens, tile))
-        logits = (2 * FP32 if e == FP32 else 2 * e + 2 * FP32) * tokens * width
+        part = e * tokens * width
+        logits = 2 * part if e == FP32 else 2 * part + 2 * FP32 * tokens * width
+        if shape.gated and e == FP32:
+            logits = max(logits, part + self.u - 29 * tokens)  # without what found the labels' places
         norm = self._rms_norm(tokens, shape.hidden, output=True) if shape.gated else self.u + 8 * tokens
         others = self.u if shape.gated else 2 * self.u + self.length * shape.hidden * e
         summed = FP32 * tokens * shape.hidden + shape.vocabulary * shape.hidden * e
         # Sums, factors and places of each token, and labels; a single row's are not copied when they are shifted.
         labels = (46 if e == FP32 else 38) * tokens + (20 if self.rows == 1 else 12)
-        # With small slices it is in the norm's backward: copies of the hidden states in fp32.
-        norming = 12 * self.u + 12 if shape.gated and e != FP32 else 0
+        # With small slices it is in the norm's backward: copies of the hidden states, of 16 bits in fp32.
+        norming = 0 if not shape.gated else 5 * self.u + 16 if e == FP32 else 12 * self.u + 12
         return replace(self.epilogue(), forward_peak=max(norm - others + summed + labels + logits, norming))
 
     def _rms_norm(self, rows: int, width: int, *, output: bool) -> int:
