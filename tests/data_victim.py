@@ -27,7 +27,7 @@ def batches(folder: Path, **changes: Any) -> Batches:
     bpe = tokenizer()
     sources = (
         SourceConfig(path=str(folder / "a.jsonl"), weight=3.0),
-        SourceConfig(path=str(folder / "b.jsonl.gz"), weight=1.0),
+        SourceConfig(path=str(folder / "b.csv.gz"), fields={"text": "body"}, weight=1.0),
     )
     settings: dict[str, Any] = {"sources": sources, "sequence_length": 32, "streaming": True, "shuffle": 40, **changes}
     data = open_data(DataConfig(**settings), folder, seed=5, own=bpe)

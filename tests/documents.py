@@ -1,8 +1,10 @@
 """Documents, tokenizers and chat templates for the tests of data."""
 
+import csv
 import gzip
+import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ MARKED_TEMPLATE = (
 )
 """It renders as ``PLAIN_TEMPLATE`` does, and says so."""
 
+TOOLS_TEMPLATE = PLAIN_TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | default('') }}")
+"""It writes calls of tools, too."""
+
 LAST_ONLY_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if loop.last %}[last]{% endif %}{{ m.content }}\n{% endfor %}"
 )
@@ -46,6 +51,17 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """CSV, or TSV, of rows that all have the same fields; what is no text is JSON."""
+    text = io.StringIO()
+    table = csv.writer(text, delimiter="\t" if ".tsv" in path.name else ",")
+    table.writerow(rows[0])
+    table.writerows([value if isinstance(value, str) else json.dumps(value) for value in row.values()] for row in rows)
+    data = text.getvalue().encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
 
 

@@ -27,7 +27,8 @@ from penstock.cli.located import dump_yaml
 from penstock.cli.run_record import RunRecord
 from penstock.cli.settings import load
 from penstock.data.chat import ChatEncoder
-from penstock.data.example import check, kind_of
+from penstock.data.example import read_as
+from penstock.data.forms import form_of
 from penstock.data.identity import FileFacts, Identity
 from penstock.data.sources.jsonl import JsonLines
 from penstock.data.token_files import open_tokens, write_tokens
@@ -46,7 +47,7 @@ from penstock.store.facts import facts_of
 from penstock.store.owner import Owner
 from penstock.store.records import encode, read_document, write_document
 from tests.conftest import Campaign
-from tests.documents import PLAIN_TEMPLATE, tokenizer
+from tests.documents import TOOLS_TEMPLATE, tokenizer
 from tests.hostile import mutated
 from tests.questions import MACHINE
 from tests.reports import offload_schedule, write_run
@@ -152,10 +153,10 @@ def _settings(folder: Path, tree: Any) -> None:
 def _chat(folder: Path, row: Any, encoder: ChatEncoder) -> None:
     (folder / "a.jsonl").write_text(json.dumps(row) + "\n")
     for example, _ in JsonLines(files=(folder / "a.jsonl",)).read(None):
-        kind = kind_of(example)
-        check(example, kind, answers=True)
-        if kind == "chat":
-            encoder.encode([example])
+        form = form_of(example, None, template=True)
+        found = read_as(example, form, answers=True)
+        if form.kind == "chat":
+            encoder.encode([found])
 
 
 def _lines(document: Any) -> str:
@@ -191,9 +192,16 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Reader]:
     metrics = [json.loads(line) for line in (report / "metrics.jsonl").read_text().splitlines()]
     prediction = json.loads((report / "prediction.json").read_text())
     words = tokenizer(300)
-    words.chat_template = PLAIN_TEMPLATE
+    words.chat_template = TOOLS_TEMPLATE
     said = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "water"}]
     written = yaml.safe_load((Path(__file__).parent.parent.parent / "examples" / "demo.yaml").read_text())
+    call = {"from": "function_call", "value": '{"name": "valve", "arguments": {"open": 1}}'}
+    rows: Mapping[str, Any] = {
+        "chat": {"messages": said, "tools": "[]"},
+        "sharegpt": {"system": "be", "conversations": [{"from": "human", "value": "the"}, call]},
+        "alpaca": {"instruction": "the", "input": "of", "output": "water", "history": [["a", "b"]]},
+    }
+    chats = ChatEncoder(words, answers=True)
     return {
         "manifest": Reader(valid=manifest, read=partial(_opened, state, kind="store", names=("manifest.json",))),
         "commit": Reader(valid=commit, read=partial(_opened, state, kind="commit", names=("commit.0", "commit.1"))),
@@ -219,10 +227,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Reader]:
         "trace": Reader(valid=trace, read=partial(_report, report, "trace.json", _as_trace)),
         "prediction": Reader(valid=prediction, read=lambda value: parse_prediction(json.dumps(value))),
         "settings": Reader(valid=written, read=partial(_settings, folder("settings"))),
-        "chat": Reader(
-            valid={"messages": said, "tools": "[]"},
-            read=partial(_chat, folder("chat"), encoder=ChatEncoder(words, answers=True)),
-        ),
+        **{name: Reader(valid=row, read=partial(_chat, folder(name), encoder=chats)) for name, row in rows.items()},
     }
 
 
@@ -235,7 +240,7 @@ def _commit(path: Path) -> Any:
 
 READERS = (
     *("manifest", "commit", "snapshot", "run", "tokens", "identity", "safetensors", "index", "configuration", "gpt"),
-    *("machine", "metrics", "trace", "prediction", "settings", "chat"),
+    *("machine", "metrics", "trace", "prediction", "settings", "chat", "sharegpt", "alpaca"),
 )
 
 

@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 
 from penstock.cli import main
 from penstock.data.chat import ChatEncoder
-from penstock.data.example import check, kind_of
+from penstock.data.example import read_as
+from penstock.data.forms import form_of
+from penstock.data.sources.delimited import Csv
 from penstock.data.sources.parquet import Parquet
 from penstock.data.sources.reader import Example
 from penstock.data.tokenizer import load
@@ -48,6 +50,9 @@ COMMANDS = {
     }.items()
 }
 """Plans are not searched for, which takes long whatever was asked."""
+
+
+_TABLE = 'id,instruction,output\n1,"the ""water""",of\n2,"two\nlines",river\n'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,14 @@ def _tokenizer(folder: Path, document: Any) -> None:
 def _parquet(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     for example, _ in Parquet(files=(path,)).read(None):
-        check(example, kind_of(example), answers=True)
+        read_as(example, form_of(example, None, template=True), answers=True)
+
+
+def _csv(path: Path, text: str) -> None:
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with suppress(ConfigError):
+        for example, _ in Csv(files=(path,)).read(None):
+            read_as(example, form_of(example, None, template=True), answers=True)
 
 
 def _command(words: Sequence[str]) -> None:
@@ -148,6 +160,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Reader]:
         "tokenizer": Reader(
             valid=tokens, changed=mutated(tokens), read=_apart(lambda found: _tokenizer(folder, found))
         ),
+        "csv": Reader(valid=_TABLE, changed=mutated_text(_TABLE), read=lambda text: _csv(folder / "c.csv", text)),
         "parquet": Reader(
             valid=parquet.decode("latin-1"),
             changed=mutated_bytes(parquet).map(lambda data: data.decode("latin-1")),
@@ -170,7 +183,7 @@ def test_a_command_is_accepted_before_it_is_changed(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["schedule", "template", "tokenizer", "parquet", *COMMANDS])
+@pytest.mark.parametrize("name", ["schedule", "template", "tokenizer", "parquet", "csv", *COMMANDS])
 def test_a_changed_text_is_read_or_refused(
     name: str, readers: Mapping[str, Reader], campaign: Campaign, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

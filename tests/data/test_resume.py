@@ -22,7 +22,7 @@ from penstock.data.tokenizer import save
 from penstock.errors import ConfigError
 from tests import warm
 from tests.data_victim import batches, digest, train
-from tests.documents import chats, sentences, settings, tokenizer, write_jsonl
+from tests.documents import chats, sentences, settings, tokenizer, write_jsonl, write_table
 from tests.patience import until
 
 STEPS, KILLED = 14, 6
@@ -36,7 +36,8 @@ def bpe() -> PreTrainedTokenizerBase:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in sentences(150, seed=1)])
-    write_jsonl(tmp_path / "b.jsonl.gz", [{"text": text} for text in sentences(25, seed=2)])
+    lines = [text.replace(" ", ", \n", 1) for text in sentences(25, seed=2)]
+    write_table(tmp_path / "b.csv.gz", [{"id": n, "body": text} for n, text in enumerate(lines)])
     return tmp_path
 
 
@@ -213,7 +214,10 @@ def test_data_that_will_not_do_are_refused_before_the_run(
 
 
 def test_streaming_several_sources_needs_weights_and_text(folder: Path, bpe: PreTrainedTokenizerBase) -> None:
-    two = (SourceConfig(path=str(folder / "a.jsonl")), SourceConfig(path=str(folder / "b.jsonl.gz")))
+    two = (
+        SourceConfig(path=str(folder / "a.jsonl")),
+        SourceConfig(path=str(folder / "b.csv.gz"), fields={"text": "body"}),
+    )
     with pytest.raises(ConfigError, match="give each a weight"):
         open_data(settings(two, streaming=True), folder, seed=0, own=bpe)
 

@@ -1,6 +1,7 @@
 """Sources: every kind of file gives the same documents, from any cursor on; what is wrong is named with its line."""
 
 import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from penstock.data.sources.reader import Reader
 from penstock.data.sources.text import PART, TextFiles
 from penstock.data.token_files import make_sums, open_tokens, write_sums
 from penstock.errors import ConfigError
-from tests.documents import sentences, settings, tokenizer, write_jsonl
+from tests.documents import sentences, settings, tokenizer, write_jsonl, write_table
 
 ROWS = [{"text": text} for text in sentences(700)]
 
@@ -44,16 +45,18 @@ def _parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def _written(folder: Path, kind: str) -> Path:
     halves = (ROWS[:350], ROWS[350:])
-    if kind == "parquet":
-        for i, rows in enumerate(halves):
-            _parquet(folder / f"{i}.parquet", [{"id": n, **row} for n, row in enumerate(rows)])
-    else:
-        for i, rows in enumerate(halves):
+    for i, rows in enumerate(halves):
+        numbered = [{"id": n, **row} for n, row in enumerate(rows)]
+        if kind == "parquet":
+            _parquet(folder / f"{i}.parquet", numbered)
+        elif kind.startswith(("csv", "tsv")):
+            write_table(folder / f"{i}.{kind}", numbered)
+        else:
             write_jsonl(folder / f"{i}.{kind}", rows)
     return folder
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "csv", "tsv.gz"])
 def test_each_kind_of_file_gives_all_documents_in_order_from_any_cursor_on(tmp_path: Path, kind: str) -> None:
     reader = _reader(_written(tmp_path, kind))
     found = list(reader.read(None))
@@ -77,6 +80,56 @@ def test_a_dataset_of_the_hub_gives_all_documents_from_any_cursor_on(tmp_path: P
         assert [dict(example.fields) for example, _ in rest] == ROWS[number + 1 :]
         again = [example for example, _ in reader.read(rest[150][1])]
         assert again == [example for example, _ in found[number + 152 :]]
+
+
+NASTY = ['a "b", c', "two\nlines\n\nand more", "\r\n", "a\rb", "\t, ", '"', "", "größe 水 \ufeff", "x" * 200_000, " y "]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv.gz"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_table_gives_its_cells_to_the_character_from_any_row_on(tmp_path: Path, name: str, mark: bytes) -> None:
+    """Quotes, separators and line ends within cells; with the mark that Excel puts first; each file has its header."""
+    rows = [{"prompt": NASTY[i % 10], "id": str(i), "completion": NASTY[i * 7 % 10]} for i in range(30)]
+    for half, part in (("0", rows[:20]), ("1", [dict(reversed(row.items())) for row in rows[20:]])):
+        path = write_table(tmp_path / f"{half}{name}", part)
+        data = gzip.decompress(path.read_bytes()) if name.endswith("gz") else path.read_bytes()
+        data = mark + data.replace(b"\r\n0,", b"\r\n\r\n0,")  # an empty line is no row
+        path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    reader = _reader(tmp_path)
+    expected = [{k: v for k, v in row.items() if k != "id"} for row in rows]
+    found = list(reader.read(None))
+    assert [dict(example.fields) for example, _ in found] == expected
+    for number in range(29):
+        cursor = json.loads(json.dumps(found[number][1]))
+        assert list(reader.read(cursor)) == found[number + 1 :]
+
+
+BAD_TABLES = [
+    (b"text,id\na,1\nb\n", "line 3: it has 1 fields, and the header names 2"),
+    (b"text,id\na,1\nb,2,3\n", "line 3: it has 3 fields, and the header names 2"),
+    (b'text,id\n"a\nb",1\n"c,2\nd,3\n', "line 4: this is no row of a table: unexpected end of data"),
+    (b'text,id\n"a"b,1\n', "line 2: this is no row of a table: ',' expected after"),
+    (b"text,id\ra,1\r", "line 1: this is no row of a table: new-line character"),
+    (
+        b"What is water?,Wet.\nWhat is fire?,Hot.\n",
+        r"its first row must name the columns.*'What is water\?', 'Wet.'. Add",
+    ),
+    (b"prompt;completion\na;b\n", r"it has 'prompt;completion'. Columns are separated by commas"),
+    (b"text,text\na,b\n", "its header names 'text' twice"),
+    (b"text\n\xff\xfe\n", "line 2: it is not UTF-8 text"),
+    ("text\na\n".encode("utf-16"), "line 1: it is not UTF-8 text"),
+    (b'text\na\n"' + b"x\n" * 100, "line 3: the row that begins here has more than 64 bytes"),
+]
+
+
+@pytest.mark.parametrize(("data", "says"), BAD_TABLES)
+def test_a_table_that_will_not_do_is_refused_with_its_line(
+    tmp_path: Path, data: bytes, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.data.sources.delimited.LONGEST", 64)
+    (tmp_path / "bad.csv").write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"bad\.csv.*{says}"):
+        list(_reader(tmp_path / "bad.csv").read(None))
 
 
 def test_text_files_are_whole_and_in_an_order_of_their_names_alone(tmp_path: Path) -> None:
@@ -194,7 +247,7 @@ def test_a_parquet_row_that_will_not_do_is_refused_with_its_number(
         ("missing.jsonl", {}, "matches no file"),
         ("nowhere/*.txt", {}, "matches no file"),
         ("weights.pkl", {}, "pickle runs whatever code"),
-        ("table.csv", {}, "convert it to JSONL"),
+        ("table.xlsx", {}, "convert it to JSONL"),
         ("both", {}, r"holds JSON \(a.jsonl\) and Parquet"),
         ("a.jsonl", {"limit": "10B"}, "limit has no effect"),
         ("a.jsonl", {"split": "train"}, "split has no effect"),
@@ -204,7 +257,7 @@ def test_a_parquet_row_that_will_not_do_is_refused_with_its_number(
     ],
 )
 def test_a_path_that_will_not_do_is_refused(tmp_path: Path, name: str, changes: dict[str, Any], says: str) -> None:
-    for made in ("a.jsonl", "both/a.jsonl", "both/b.parquet", "weights.pkl", "table.csv", "a.txt"):
+    for made in ("a.jsonl", "both/a.jsonl", "both/b.parquet", "weights.pkl", "table.xlsx", "a.txt"):
         write_jsonl(tmp_path / made, [{"text": "x"}])
     (tmp_path / "t.tokens").write_bytes(b"\0\0")
     source = SourceConfig(path=str(tmp_path / name), **changes)

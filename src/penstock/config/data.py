@@ -1,5 +1,6 @@
 """What it is trained on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -9,6 +10,14 @@ from penstock.errors import ConfigError
 Kind = Literal["text", "completion", "chat", "tokens"]
 LossOn = Literal["answers", "all"]
 TooLong = Literal["split", "cut", "drop"]
+
+FIELDS: tuple[tuple[tuple[str, ...], tuple[Kind, ...]], ...] = (
+    (("text",), ("text",)),
+    (("prompt", "completion"), ("completion",)),
+    (("messages", "system", "tools"), ("chat",)),
+    (("instruction", "output", "input", "system", "history"), ("chat", "completion")),
+)
+"""The fields that an example may have, those of one line together, and the kinds that it may then be of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +30,8 @@ class SourceConfig:
     Python's own standard library |
     | ``weight`` | share of the tokens, relative to the other sources'; None: each document once per epoch |
     | ``kind`` | ``text``, ``completion`` (of a prompt), ``chat`` (messages) or ``tokens``; None: by the fields |
+    | ``fields`` | what the file calls the fields of an example, such as ``{messages: chat}`` or ``{prompt: question,
+    completion: answer}``; None: by the names in docs/data.md |
     | ``limit`` | bytes of a text source to use at most (or ``"8MB"``); None: all of it |
     | ``split``, ``subset``, ``revision`` | of a data set on the hub |
     | ``dtype`` | of a raw file of token ids (``.bin``): ``uint16`` or ``uint32`` |
@@ -32,6 +43,7 @@ class SourceConfig:
     path: str
     weight: float | None = None
     kind: Kind | None = None
+    fields: Mapping[str, str] | None = None
     limit: str | int | float | None = None
     split: str | None = None
     subset: str | None = None
@@ -47,6 +59,8 @@ class SourceConfig:
             raise ConfigError("path is empty: name a file, a folder, a glob pattern or a data set on the hub")
         if self.weight is not None and self.weight <= 0:
             raise ConfigError(f"weight={self.weight}: must be positive; leave out a source that is not to be used")
+        if self.fields is not None:
+            _check_fields(self.fields, self.kind)
         if self.limit is not None:
             check_size("limit", self.limit, TEXT_LEAST)
         if self.limit_bytes == 0:
@@ -58,6 +72,35 @@ class SourceConfig:
                 "dtype is for raw files of token ids (.bin), which cannot be read without: "
                 + ("say uint16 or uint32" if self.dtype is None else f"drop it, {self.path} is none")
             )
+
+
+def _check_fields(given: Mapping[str, str], kind: Kind | None) -> None:
+    """Raises:
+    ConfigError: a mapping from the names of fields here to those of a file is none, or fits no kind of example.
+    """
+    if not given:
+        raise ConfigError("fields is empty: write {name here: name in the file}, or drop it")
+    known = {name for names, _ in FIELDS for name in names}
+    for name, theirs in given.items():
+        if name not in known:
+            turned = f"; the other way round it is {{{theirs}: {name}}}" if theirs in known else ""
+            raise ConfigError(f"fields.{name}: there is no such field here{turned}. {_WAYS}")
+        if not isinstance(theirs, str) or not theirs:  # type: ignore[redundant-expr]  # a settings file has anything
+            raise ConfigError(f"fields.{name} must be the name of a field of the file, not {theirs!r}")
+        if twice := [other for other in given if given[other] == theirs and other != name]:
+            raise ConfigError(f"fields.{name}: {theirs!r} is {twice[0]} already: a field of the file is one here")
+    lines = [(names, kinds) for names, kinds in FIELDS if given.keys() <= {*names}]
+    if not lines:
+        raise ConfigError(f"fields has {_listed(tuple(given))}, which do not go together. {_WAYS}")
+    if kind is not None and not any(kind in kinds for _, kinds in lines):
+        raise ConfigError(f"fields has {_listed(tuple(given))}, which kind: {kind} does not have")
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+_WAYS = "An example has " + "; or ".join(_listed(names) for names, _ in FIELDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +176,9 @@ class DataConfig:
 
     | field | meaning |
     |---|---|
-    | ``sources`` | a path (see below), or a list of paths and mappings: ``path``, ``weight``, ``kind``, ``limit``,
-    ``split``, ``subset``, ``revision``, ``dtype``. A path is a file (JSONL, Parquet, text, ``.tokens``), a folder, a
-    glob pattern, a data set on the hub, or ``stdlib`` |
+    | ``sources`` | a path (see below), or a list of paths and mappings: ``path``, ``weight``, ``kind``, ``fields``,
+    ``limit``, ``split``, ``subset``, ``revision``, ``dtype``. A path is a file (JSONL, CSV, Parquet, text,
+    ``.tokens``), a folder, a glob pattern, a data set on the hub, or ``stdlib`` |
     | ``sequence_length`` | tokens in one sequence |
     | ``packing`` | true: whole documents share a sequence, and none attends to another; false: one document each,
     padded; ``continuous``: documents one after the other, cut every ``sequence_length`` tokens |

@@ -96,6 +96,11 @@ ELSEWHERE: Mapping[str, Counterpart] = {
     "dataset_config_name": _is("data.sources.subset"),
     **_named("data.sources.type data.sources.ds_type", _is("data.sources.kind")),
     "data.sources.name": _is("data.sources.subset"),
+    **_named(
+        "field field_messages field_system field_tools field_instruction field_input field_output text_column "
+        "message_property_mappings dataset_text_field columns column_mapping",
+        _is("data.sources.fields", differs="such as {messages: chat}: the name here, then the file's"),
+    ),
     **_named("test_datasets validation_file", _is("data.validation.sources")),
     **_named("val_set_size validation_split_percentage", _is("data.validation.share", differs="from 0 to 1")),
     "dataset_prepared_path": _is("data.prepared"),

@@ -1,6 +1,7 @@
 """Documents in, micro-batches out, in an order that is a function of the seed, from any position on.
 
     sources/      files, folders, patterns, data sets on the hub: examples, one after the other
+    forms, conversations, instructions    the forms that rows have: Penstock's own, ShareGPT's, Alpaca's
     example, chat, encode, tokenizer      an example to token ids, and which of them count in the loss
     token_files, prepare, identity        ids on disk, and whether they are still what a run began with
     blocks                                files that are compared with checksums as they are read

@@ -6,17 +6,17 @@ a chat's rendering begins with the rendering of its beginning, which is checked 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from penstock.data.conversations import Message, tools_of
 from penstock.data.limits import check_template, limited
 from penstock.data.sources.reader import Example
 from penstock.data.token_files import Document
-from penstock.documents.text import MalformedError, parse_json
 from penstock.errors import ConfigError
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -24,7 +24,6 @@ _REMEDY = (
     "Give a template that marks the assistant's turns with {% generation %} and {% endgeneration %} "
     "(data.chat_template), or let all tokens count (data.loss_on: all)"
 )
-Message = Mapping[str, Any]
 
 
 class ChatEncoder:
@@ -38,7 +37,7 @@ class ChatEncoder:
         template = tokenizer.chat_template
         if template is None:
             raise ConfigError(
-                "data: the sources hold chats (messages), but the tokenizer has no chat template: give one as a file "
+                "data: the sources hold chats, but the tokenizer has no chat template: give one as a file "
                 "(data.chat_template), or data with prompt and completion, or text"
             )
         check_template(template)
@@ -51,18 +50,22 @@ class ChatEncoder:
         self._answers = answers
         self._place = ""  # of the chat that is being rendered
         self._marked = isinstance(template, str) and bool(_MARKS.search(template))
+        self._shown: set[str] = set()  # what of tools the template has been seen to write
 
     def encode(self, examples: Sequence[Example]) -> list[Document]:
         """Raises:
         ConfigError: the template refuses a chat, or does not say which part of it is the answer.
         """
+        with limited(lambda: self._place):
+            for example in examples:
+                self._check_tools(example)
         if self._answers and self._marked:
             with limited(lambda: self._place):
                 return [self._encode_marked(example) for example in examples]
         texts, spans = [], []
         with limited(lambda: self._place):
             for example in examples:
-                messages, tools = _messages(example), _tools(example)
+                messages, tools = _messages(example), tools_of(example)
                 texts.append(self._render(example, messages, tools))
                 spans.append(self._spans(example, texts[-1], messages, tools) if self._answers else [])
         # The template writes all special tokens itself.
@@ -80,12 +83,34 @@ class ChatEncoder:
         return [Document(ids=ids, answers=counts) for ids, counts in zip(all_ids, answers, strict=True)]
 
     def _encode_marked(self, example: Example) -> Document:
-        messages, tools = _messages(example), _tools(example)
+        messages, tools = _messages(example), tools_of(example)
         found = self._apply(
             example, messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         answers = np.asarray(found["assistant_masks"], dtype=np.uint8)
         return Document(ids=np.asarray(found["input_ids"], dtype=np.uint32), answers=answers)
+
+    def _check_tools(self, example: Example) -> None:
+        """Refuse a template that leaves out calls of tools or their results: it renders a chat without them the same.
+
+        One chat of each sort tells. A template that fails on the chat without them does look at them.
+        """
+        messages, tools = _messages(example), tools_of(example)
+        for number, message in enumerate(messages):
+            found = "calls of tools" if message.get("tool_calls") else "results of tools"
+            if found in self._shown or not (message.get("tool_calls") or message["role"] == "tool"):
+                continue
+            less = [{k: v for k, v in message.items() if k != "tool_calls"}] if message.get("tool_calls") else []
+            try:
+                without = self._render(example, [*messages[:number], *less, *messages[number + 1 :]], tools)
+            except ConfigError:
+                without = None
+            if without == self._render(example, messages, tools):
+                raise ConfigError(
+                    f"{example.place}: the chat template leaves out {found}, as message {number + 1} has them: give "
+                    "one that writes them (data.chat_template), or data without them"
+                )
+            self._shown.add(found)
 
     def _spans(self, example: Example, text: str, messages: Sequence[Message], tools: Any) -> list[tuple[int, int]]:
         """The assistant's turns in ``text``: of each its first character, and the one behind its last."""
@@ -121,14 +146,6 @@ def _messages(example: Example) -> list[Message]:
     """Messages without keys that are null, which tables add and templates take for given."""
     messages: Sequence[Message] = example.fields["messages"]
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
-
-
-def _tools(example: Example) -> Any:
-    tools = example.fields.get("tools")
-    try:
-        return parse_json(tools) if isinstance(tools, str) else tools
-    except MalformedError as error:
-        raise ConfigError(f"{example.place}: 'tools' is text that cannot be read: {error}") from None
 
 
 def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:

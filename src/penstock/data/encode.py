@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from penstock.config.data import DataConfig, Kind, LossOn
+from penstock.config.data import DataConfig, LossOn
 from penstock.data.chat import ChatEncoder
-from penstock.data.example import check, kind_of
+from penstock.data.example import read_as
+from penstock.data.forms import Form, form_of
 from penstock.data.sources.reader import Cursor, Example
 from penstock.data.token_files import Document
 from penstock.errors import ConfigError
@@ -19,14 +20,14 @@ _BATCH = 128  # examples encoded at once: enough for every core
 
 
 class Encoder:
-    """Encodes the examples of one source. They are of one kind: the one asked for, else that of the first.
+    """Encodes the examples of one source. They are of one form: the one given, else that of the first.
 
     Raises:
         ConfigError: an example is not what its kind needs; the template or the tokenizer will not do.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, kind: Kind | None) -> None:
-        self.kind = kind
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, form: Form | None) -> None:
+        self.form = form
         self._tokenizer = cast(Any, tokenizer)
         self._loss_on: LossOn | None = config.loss_on
         self._chat: ChatEncoder | None = None
@@ -42,20 +43,20 @@ class Encoder:
     @property
     def answers(self) -> bool:
         """True if documents say which of their tokens count."""
-        return self._loss_on != "all" and self.kind in ("completion", "chat")
+        return self._loss_on != "all" and self.form is not None and self.form.kind in ("completion", "chat")
 
     def _encode(self, examples: Sequence[Example]) -> list[Document]:
-        if self.kind is None:
-            self.kind = kind_of(examples[0])
-        if self.kind == "text" and self._loss_on is not None:
+        if self.form is None:
+            self.form = form_of(examples[0], None, template=self._tokenizer.chat_template is not None)
+        kind = self.form.kind
+        if kind == "text" and self._loss_on is not None:
             raise ConfigError(f"data.loss_on={self._loss_on!r} has no effect on text, which counts whole: drop it")
-        for example in examples:
-            check(example, self.kind, answers=self.answers)
-        if self.kind == "chat":
+        examples = [read_as(example, self.form, answers=self.answers) for example in examples]
+        if kind == "chat":
             if self._chat is None:
                 self._chat = ChatEncoder(self._tokenizer, answers=self.answers)
             return self._chat.encode(examples)
-        return self._texts(examples) if self.kind == "text" else self._completions(examples)
+        return self._texts(examples) if kind == "text" else self._completions(examples)
 
     def _texts(self, examples: Sequence[Example]) -> list[Document]:
         found = self._ids([example.fields["text"] for example in examples])

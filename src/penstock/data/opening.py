@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from penstock import files
 from penstock.config.data import DataConfig, SourceConfig, each_source
 from penstock.data import tokenizer as tokenizers
 from penstock.data.encode import Encoder
-from penstock.data.example import kind_of
+from penstock.data.example import read_as, texts_in
+from penstock.data.forms import form_of, recognised
 from penstock.data.identity import IDENTITY, FileFacts, Identity, facts_of, fingerprint, identity_in
 from penstock.data.mixture import Mixture
 from penstock.data.pieces import Cuts, Pieces, continuous_pieces, pieces_of
@@ -30,14 +31,14 @@ STREAM_FROM = 10_000_000_000
 """Bytes of files from which on data are streamed, unless the settings say otherwise."""
 
 _SHUFFLE = 10_000
-_VERSION = 1  # of what is written from equal settings
-_PREPARED = 2  # of the form that it is written in
+_VERSION = 2  # of what is written from equal settings
+_PREPARED = 3  # of the form that it is written in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """The data that a run is trained and evaluated on. ``largest``: the largest token id there may be. ``folders``: all
-    that has been prepared for it.
+    that has been prepared for it. ``forms``: what was recognised of sources whose rows are not in Penstock's own form.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -46,6 +47,7 @@ class Data:
     identity: Identity
     largest: int
     folders: tuple[Path, ...]
+    forms: tuple[str, ...]
 
 
 def open_data(
@@ -66,8 +68,9 @@ def open_data(
     """
     known = identity_in(run)
     stream = _streams(config)
-    opened = [Opened(source=s, reader=open_source(s, streaming=stream)) for s in config.each_source]
-    held_out = _validation(config)
+    template = own.chat_template is not None if own is not None else config.chat_template is not None
+    opened, forms = _opened(config.each_source, template, streaming=stream)
+    held_out, held_out_forms = _validation(config, template)
     sizes = known.files if known else ()
     facts = facts_of([p for one in opened for p in one.files], sizes, whole=not stream)
     facts += facts_of([p for one in held_out for p in one.files], sizes, whole=True)
@@ -105,6 +108,7 @@ def open_data(
         identity=identity,
         largest=largest,
         folders=tuple(dict.fromkeys(place for place in used if place.is_dir())),
+        forms=(*forms, *held_out_forms),
     )
 
 
@@ -180,10 +184,33 @@ def _is_local(source: SourceConfig) -> bool:
     return source.path == "stdlib" or path.exists() or any(c in source.path for c in "*?[")
 
 
-def _validation(config: DataConfig) -> list[Opened]:
+def _validation(config: DataConfig, template: bool) -> tuple[list[Opened], list[str]]:
     if config.validation is None or config.validation.sources is None:
-        return []
-    return [Opened(source=s, reader=open_source(s, streaming=False)) for s in each_source(config.validation.sources)]
+        return [], []
+    return _opened(each_source(config.validation.sources), template, streaming=False)
+
+
+def _opened(sources: Sequence[SourceConfig], template: bool, *, streaming: bool) -> tuple[list[Opened], list[str]]:
+    """The sources with the form of each, which is that of its first example, and what is to be said of forms.
+
+    A run that goes on in the middle of a source reads what it began with, and so in the same form.
+
+    Raises:
+        ConfigError: there is no such source, it is empty, or its first example has not the fields that it should have.
+    """
+    opened, said = [], []
+    for source in sources:
+        one = Opened(source=source, reader=open_source(source, streaming=streaming))
+        if not isinstance(one.reader, tuple):
+            example, _ = next(one.reader.read(None), (None, None))
+            if example is None:
+                raise ConfigError(f"data: {source.path!r} has no documents: there is nothing to train on")
+            form = form_of(example, source.kind, template=template)
+            one = replace(one, form=form)
+            words = recognised(example, form)
+            said += [] if words is None else [f"{source.path}: {words}"]
+        opened.append(one)
+    return opened, said
 
 
 def _tokenizer(
@@ -222,18 +249,13 @@ def _sample(opened: Sequence[Opened], nbytes: int) -> Iterator[str]:
                 f"data.tokenizer.train: {one.source.path!r} is token ids already, and no text to train on"
             )
         seen = 0
+        assert one.form is not None
         for example, _ in one.reader.read(None):
             if seen >= nbytes // len(opened):
                 break
-            for text in _texts(example.fields, one.source.kind or kind_of(example)):
+            for text in texts_in(read_as(example, one.form, answers=False)):
                 seen += len(text.encode())
                 yield text
-
-
-def _texts(fields: Any, kind: str) -> list[str]:
-    if kind == "chat":
-        return [m["content"] for m in fields["messages"] if isinstance(m.get("content"), str)]
-    return [fields[name] for name in ("text", "prompt", "completion") if isinstance(fields.get(name), str)]
 
 
 def _settings(
@@ -335,7 +357,7 @@ def _streamed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, opened: Se
             raise ConfigError(
                 f"data.streaming: {one.source.path!r} is token ids on disk, which need none: set it to false"
             )
-        encoder = partial(Encoder, tokenizer, config, one.source.kind)
+        encoder = partial(Encoder, tokenizer, config, one.form)
         weight = one.source.weight or 1.0
         sources.append(StreamSource(name=one.source.path, reader=one.reader, encoder=encoder, weight=weight))
     return Streamed(

@@ -15,6 +15,7 @@ from penstock import files
 from penstock.config import SourceConfig
 from penstock.config.data import DataConfig
 from penstock.data.encode import Encoder
+from penstock.data.forms import Form
 from penstock.data.sources.reader import Reader
 from penstock.data.token_files import (
     SUMS,
@@ -33,10 +34,11 @@ _WHOLE = 1 << 64
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A source and what reads it: a reader of examples, or the files of one that is token ids already."""
+    """A source and what reads it: a reader of examples, which have a form, or the files of one that is token ids."""
 
     source: SourceConfig
     reader: Reader | tuple[Path, ...]
+    form: Form | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -114,11 +116,9 @@ def _write(
     share: float | None,
 ) -> None:
     assert not isinstance(one.reader, tuple)
-    encoder = Encoder(tokenizer, config, one.source.kind)
+    encoder = Encoder(tokenizer, config, one.form)
     documents = encoder.documents(one.reader.read(None))
-    first = next(documents, None)
-    if first is None:
-        raise ConfigError(f"data: {one.source.path!r} has no documents: there is nothing to train on")
+    first = next(documents)
     dtype = "uint16" if largest_id(tokenizer) < 1 << 16 else "uint32"
     with (
         TokenWriter(folder / f"train-{number}.tokens", dtype, loss=encoder.answers) as train,

@@ -7,7 +7,8 @@ from penstock.data.stream import Prepared
 
 
 def summary_of(data: Data, length: int) -> str:
-    """Documents, tokens, those that count in the loss, how full sequences are, and what was cut off."""
+    """Documents, tokens, those that count in the loss, how full sequences are, what was cut off, and as what rows
+    were read."""
     if not isinstance(data.train, Prepared):
         lines = [f"data are streamed, in sequences of {length:,} tokens"]
     else:
@@ -25,6 +26,7 @@ def summary_of(data: Data, length: int) -> str:
             f"held out: {_documents(cuts.documents)}, {_tokens(cuts)}, {len(data.validation.epoch(0)):,} sequences"
         )
         lines += _left_out(cuts, data.validation.packing == "continuous")
+    lines += data.forms
     return "\n".join(lines)
 
 

@@ -6,19 +6,22 @@ import re
 from pathlib import Path
 
 from penstock.config import SourceConfig
+from penstock.data.sources.delimited import Csv
 from penstock.data.sources.hub import open_dataset
 from penstock.data.sources.jsonl import JsonLines
-from penstock.data.sources.reader import Reader
+from penstock.data.sources.reader import Reader, Renamed, wanted
 from penstock.data.sources.text import TextFiles, in_order, stdlib
 from penstock.errors import ConfigError
 
 _JSON = {".jsonl", ".json", ".ndjson"}
+_CSV = {".csv", ".tsv"}
 _TOKENS = {".tokens", ".bin"}
 _TEXT = {".txt", ".md"}
+_NAMED = _JSON | _CSV | _TOKENS | _TEXT | {".parquet"}
 _REFUSED = {
     **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth", ".joblib"), "pickle runs whatever code the file holds"),
     **dict.fromkeys((".npy", ".npz"), "write token ids with penstock.data.write_tokens"),
-    **dict.fromkeys((".csv", ".tsv", ".arrow", ".xlsx"), "convert it to JSONL or Parquet"),
+    **dict.fromkeys((".arrow", ".xlsx"), "convert it to JSONL, CSV or Parquet"),
     **dict.fromkeys((".zip", ".tar", ".zst", ".xz", ".bz2"), "unpack it"),
 }
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -31,7 +34,13 @@ def open_source(source: SourceConfig, *, streaming: bool) -> Reader | tuple[Path
         ConfigError: there is nothing there, of several kinds, or of a kind that is not read.
     """
     here = local_source(source)
-    return open_dataset(source, streaming=streaming) if here is None else here
+    if here is not None:
+        return here
+    return _renamed(source, open_dataset(source, streaming=streaming))
+
+
+def _renamed(source: SourceConfig, reader: Reader) -> Reader:
+    return reader if source.fields is None else Renamed(path=source.path, reader=reader, names=source.fields)
 
 
 def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
@@ -45,12 +54,12 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
         return TextFiles(files=stdlib(), limit=source.limit_bytes)
     files = _files(source.path)
     if not files:
-        if not _HUB_NAME.fullmatch(source.path) or Path(source.path).suffix in _JSON | _TOKENS | _TEXT | {".parquet"}:
+        if not _HUB_NAME.fullmatch(source.path) or Path(source.path).suffix in _NAMED:
             raise ConfigError(f"data: {source.path!r} matches no file (relative to {os.getcwd()})")
-        _check_keys(source, hub=True)
+        _check_keys(source, hub=True, rows=True)
         return None
     group = _group(source.path, files)
-    _check_keys(source, text=group == "text")
+    _check_keys(source, text=group == "text", rows=group not in ("text", "tokens"))
     if group == "tokens":
         if source.kind not in (None, "tokens"):
             raise ConfigError(f"data: {source.path!r} holds token ids, not kind: {source.kind}")
@@ -62,10 +71,12 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
             raise ConfigError(f"data: {source.path!r} is plain text, not kind: {source.kind}")
         return TextFiles(files=in_order(_named(files)), limit=source.limit_bytes)
     if group == "JSON":
-        return JsonLines(files=files)
+        return _renamed(source, JsonLines(files=files, wanted=wanted(source.fields)))
+    if group == "CSV":
+        return _renamed(source, Csv(files=files, wanted=wanted(source.fields)))
     from penstock.data.sources.parquet import Parquet  # pyarrow, which no other kind needs
 
-    return Parquet(files=files)
+    return _renamed(source, Parquet(files=files, wanted=wanted(source.fields)))
 
 
 def _named(files: tuple[Path, ...]) -> dict[str, Path]:
@@ -74,8 +85,11 @@ def _named(files: tuple[Path, ...]) -> dict[str, Path]:
     return {path.relative_to(root).as_posix() if root else path.as_posix(): path for path in files}
 
 
-def _check_keys(source: SourceConfig, *, text: bool = False, hub: bool = False) -> None:
+def _check_keys(source: SourceConfig, *, text: bool = False, rows: bool = False, hub: bool = False) -> None:
     """A setting that has no effect on this kind of source is refused."""
+    if source.fields is not None and not rows:
+        what = "is plain text" if text else "holds token ids"
+        raise ConfigError(f"data: fields has no effect on {source.path!r}, which {what} and has no fields: drop it")
     if source.limit is not None and not text:
         raise ConfigError(f"data: limit has no effect on {source.path!r}: it is for plain text only")
     for key in ("split", "subset", "revision"):
@@ -98,6 +112,8 @@ def _kind(path: Path) -> str:
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     if suffix in _JSON:
         return "JSON"
+    if suffix in _CSV:
+        return "CSV"
     if suffix in _TOKENS:
         return "tokens"
     return "Parquet" if suffix == ".parquet" else "text"

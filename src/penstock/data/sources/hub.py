@@ -1,12 +1,12 @@
 """Data sets on the Hugging Face hub, through ``datasets``. It runs no code of a data set's own and reads no pickle."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.config import SourceConfig
-from penstock.data.sources.reader import FIELDS, Cursor, Example
+from penstock.data.sources.reader import FIELDS, Cursor, Example, wanted
 from penstock.errors import ConfigError
 
 
@@ -18,6 +18,7 @@ class HubDataset:
     rows: Any
     """``datasets.IterableDataset``"""
     files: tuple[Path, ...] = ()
+    wanted: Sequence[str] = FIELDS
 
     def read(self, start: Cursor) -> Iterator[tuple[Example, Cursor]]:
         # Each reading begins with a stream of its own: one that is read keeps its place.
@@ -28,8 +29,9 @@ class HubDataset:
             count = start["row"]
         for row in rows:
             count += 1
-            fields = {name: row[name] for name in FIELDS if name in row} or dict.fromkeys(row)
-            yield Example(fields=fields, place=f"{self.name}, row {count}"), {"state": rows.state_dict(), "row": count}
+            fields = {name: row[name] for name in self.wanted if name in row}
+            example = Example(fields=fields, place=f"{self.name}, row {count}", has=tuple(row))
+            yield example, {"state": rows.state_dict(), "row": count}
 
 
 def open_dataset(source: SourceConfig, *, streaming: bool) -> HubDataset:
@@ -49,4 +51,5 @@ def open_dataset(source: SourceConfig, *, streaming: bool) -> HubDataset:
             f"data: {source.path!r} is no file, folder or pattern here, and cannot be had from the hub either: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from None
-    return HubDataset(name=source.path, rows=rows if streaming else rows.to_iterable_dataset())
+    rows = rows if streaming else rows.to_iterable_dataset()
+    return HubDataset(name=source.path, rows=rows, wanted=wanted(source.fields))

@@ -6,7 +6,7 @@ the keys that any other has.
 
 import gzip
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -21,16 +21,17 @@ LONGEST = 32 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines:
-    """A cursor is (file, byte, line) of what comes next."""
+    """A cursor is (file, byte, line) of what comes next. ``wanted``: the keys that are read."""
 
     files: tuple[Path, ...]
+    wanted: Sequence[str] = FIELDS
 
     def read(self, start: Cursor) -> Iterator[tuple[Example, Cursor]]:
         first, offset, line = start or (0, 0, 0)
         for index in range(first, len(self.files)):
             path = self.files[index]
             try:
-                with _open(path) as file:
+                with open_bytes(path) as file:
                     file.seek(offset)
                     while text := file.readline(LONGEST + 1):
                         if len(text) > LONGEST:
@@ -41,18 +42,21 @@ class JsonLines:
                         offset, line = offset + len(text), line + 1
                         if not text.isspace():
                             place = f"{path}, line {line}"
-                            yield Example(fields=_fields(text, place), place=place), [index, offset, line]
+                            row = _row(text, place)
+                            fields = {name: row[name] for name in self.wanted if name in row}
+                            yield Example(fields=fields, place=place, has=tuple(row)), [index, offset, line]
             except (OSError, EOFError, zlib.error) as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 raise ConfigError(f"data: cannot read {path}, after line {line}: {reason}") from None
             offset = line = 0
 
 
-def _open(path: Path) -> BinaryIO:
+def open_bytes(path: Path) -> BinaryIO:
+    """A file of a source, unpacked if its name says that it is packed."""
     return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
-def _fields(text: bytes, place: str) -> Mapping[str, Any]:
+def _row(text: bytes, place: str) -> Mapping[str, Any]:
     try:
         value = parse_json(text.rstrip(), finite=False)
     except MalformedError as error:
@@ -61,4 +65,4 @@ def _fields(text: bytes, place: str) -> Mapping[str, Any]:
         raise ConfigError(f"{place}: {error}{hint}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{place}: each line must hold one JSON object, and this one holds a {type(value).__name__}")
-    return {name: value[name] for name in FIELDS if name in value} or dict.fromkeys(value)
+    return value

@@ -1,6 +1,6 @@
 """Parquet files, a row group at a time; columns that are not needed are not read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +15,19 @@ _ROWS = 256  # that are in memory as Python objects at once
 
 @dataclass(frozen=True, kw_only=True)
 class Parquet:
-    """A cursor is (file, row) of what comes next."""
+    """A cursor is (file, row) of what comes next. ``wanted``: the columns that are read."""
 
     files: tuple[Path, ...]
+    wanted: Sequence[str] = FIELDS
 
     def read(self, start: Cursor) -> Iterator[tuple[Example, Cursor]]:
         first, skip = start or (0, 0)
         for index in range(first, len(self.files)):
             path, row = self.files[index], skip
             try:
-                for example in _rows(path, skip):
+                for fields, names in _rows(path, skip, self.wanted):
                     row += 1
-                    yield Example(fields=example, place=f"{path}, row {row}"), [index, row]
+                    yield Example(fields=fields, place=f"{path}, row {row}", has=names), [index, row]
             except (OSError, pyarrow.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
                 if isinstance(error, ConfigError):
                     raise
@@ -34,12 +35,13 @@ class Parquet:
             skip = 0
 
 
-def _rows(path: Path, skip: int) -> Iterator[dict[str, object]]:
+def _rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[tuple[dict[str, object], Sequence[str]]]:
+    """Each row, with the names of all columns."""
     with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
         names = file.schema_arrow.names
-        columns = [name for name in FIELDS if name in names]
+        columns = [name for name in wanted if name in names]
         if not columns:
-            yield dict.fromkeys(names)  # the names are what a message has to say
+            yield {}, names  # which a message has to say
             return
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
@@ -47,7 +49,7 @@ def _rows(path: Path, skip: int) -> Iterator[dict[str, object]]:
                 skip -= rows
                 continue
             for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=columns):
-                yield from batch.to_pylist()[skip:]
+                yield from ((row, names) for row in batch.to_pylist()[skip:])
                 skip = max(skip - batch.num_rows, 0)
 
 

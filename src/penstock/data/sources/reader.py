@@ -1,14 +1,20 @@
 """The interface of every source of documents."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.config import data
+from penstock.errors import ConfigError
+
 Cursor = Any
 """A reader's place: numbers, lists and mappings, as JSON holds them. None: the beginning."""
 
-FIELDS = ("text", "prompt", "completion", "messages", "tools")
+TURNS = ("conversations", "conversation")
+"""What files call a chat that is not ``messages``."""
+
+FIELDS = tuple(dict.fromkeys((*(name for names, _ in data.FIELDS for name in names), *TURNS)))
 """The fields of a source that are read."""
 
 
@@ -17,12 +23,32 @@ class Example:
     """One document as a source has it, or a part of a long text. ``place``: where it stands, for messages.
 
     ``begins`` and ``ends``: whether the document does so here; both are true but for parts of a text.
+    ``has``: the names of all that there is in the file, read or not; empty: ``fields`` are all.
+    ``names``: what the settings say that the file calls a field.
     """
 
     fields: Mapping[str, Any]
     place: str
     begins: bool = True
     ends: bool = True
+    has: Sequence[str] = ()
+    names: Mapping[str, str] | None = None
+
+    def called(self, name: str) -> str:
+        """A field for messages: by its name in the file, and here."""
+        if self.names is None or name not in self.names:
+            return repr(name)
+        return f"{self.names[name]!r} (fields.{name})"
+
+    @property
+    def listed(self) -> str:
+        """The names in the file, for messages."""
+        found = list(map(repr, self.has or self.fields))
+        more = f" and {len(found) - _MOST_NAMES:,} more" if len(found) > _MOST_NAMES else ""
+        return (", ".join(found[:_MOST_NAMES]) or "no fields") + more
+
+
+_MOST_NAMES = 20
 
 
 class Reader(Protocol):
@@ -38,3 +64,53 @@ class Reader(Protocol):
             ConfigError: a file cannot be read, with its line or row.
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renamed:
+    """A reader of a source that has names of its own for fields. ``names``: those that the settings give, by the names
+    here. ``reader`` reads the ``wanted`` ones.
+    """
+
+    path: str
+    reader: Reader
+    names: Mapping[str, str]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.reader.files
+
+    def read(self, start: Cursor) -> Iterator[tuple[Example, Cursor]]:
+        """As the reader does, and:
+
+        Raises:
+            ConfigError: the source has been read from beginning to end, and no row has a field of that name.
+        """
+        every = _every(self.names)
+        unseen = {} if start is not None else {theirs: here for here, theirs in self.names.items()}
+        example = None
+        for example, cursor in self.reader.read(start):
+            for name in [name for name in unseen if name in example.has]:
+                del unseen[name]
+            fields = {here: example.fields[theirs] for here, theirs in every.items() if theirs in example.fields}
+            yield Example(fields=fields, place=example.place, has=example.has, names=self.names), cursor
+        if unseen and example is not None:
+            theirs, here = next(iter(unseen.items()))
+            raise ConfigError(
+                f"data: {self.path!r}: fields.{here} is {theirs!r}, which no row has; the last one, {example.place}, "
+                f"has {example.listed}"
+            )
+
+
+def wanted(names: Mapping[str, str] | None) -> tuple[str, ...]:
+    """What is read of a file's rows. ``names``: those that the settings give."""
+    return FIELDS if names is None else tuple(_every(names).values())
+
+
+def _every(names: Mapping[str, str]) -> dict[str, str]:
+    """Each field that may be there, and its name in the file: that of the settings, else its own, if it is free."""
+    theirs = {*names.values()}
+    together = {name for line, _ in data.FIELDS if names.keys() <= {*line} for name in line}
+    if not names.keys() & {"messages"} and "messages" in together:
+        together |= {*TURNS}
+    return {**names, **{name: name for name in FIELDS if name in together - names.keys() - theirs}}

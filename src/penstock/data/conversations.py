@@ -1,0 +1,140 @@
+"""Chats as files have them, as messages with ``role`` and ``content``.
+
+Beside Penstock's own form, which is the chat template's, that is ShareGPT's: turns with ``from`` and ``value``, whose
+names for who speaks and for calls of tools are those of FastChat, axolotl and LLaMA-Factory.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.data.sources.reader import Example
+from penstock.documents.text import MalformedError, parse_json
+from penstock.errors import ConfigError
+
+Message = Mapping[str, Any]
+
+ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),
+}
+"""Who speaks in ShareGPT's form, in small letters. ``call``: the assistant, who calls tools. ``function`` is a call to
+some and a result to others, so it is not here."""
+
+
+def messages_of(example: Example, field: str) -> list[Message]:
+    """The messages of a chat in ``field``, behind the row's ``system``, if it has one and they begin with none.
+
+    Raises:
+        ConfigError: they are no messages.
+    """
+    turns = example.fields[field]
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        turns = _parsed(turns, example, example.called(field))
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise ConfigError(f"{example.place}: {example.called(field)} must be a list of messages, not {type_of(turns)}")
+    messages = [_message(turn, example.place, number) for number, turn in enumerate(turns, start=1)]
+    if messages[0]["role"] == "system":
+        return messages
+    return [*system_of(example), *messages]
+
+
+def system_of(example: Example) -> list[Message]:
+    """The system's message that a row has in a field of its own.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    text = example.fields.get("system")
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(f"{example.place}: {example.called('system')} must be text, not {type_of(text)}")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def tools_of(example: Example) -> Any:
+    """The tools of a chat, as the template takes them; None: there are none.
+
+    Raises:
+        ConfigError: they are text that is not JSON.
+    """
+    tools = example.fields.get("tools")
+    if not isinstance(tools, str):
+        return tools
+    return _parsed(tools, example, example.called("tools")) if tools.strip() else None
+
+
+def _message(turn: Any, place: str, number: int) -> Message:
+    found: Message = turn if isinstance(turn, Mapping) else {}
+    speaker = found.get("from")
+    if found.get("role") is None and isinstance(speaker, str):
+        return _translated(found, speaker, f"{place}: message {number}")
+    if not isinstance(found.get("role"), str):
+        has = f": it has {', '.join(map(repr, found))}" if found else f", not {type_of(turn)}"
+        raise ConfigError(
+            f"{place}: message {number} must be an object with 'role' and 'content', or with 'from' and 'value'{has}"
+        )
+    content = found.get("content")
+    if not isinstance(content, str | Sequence) and not found.get("tool_calls"):
+        raise ConfigError(f"{place}: the 'content' of message {number} must be text, not {type_of(content)}")
+    return found
+
+
+def _translated(turn: Message, speaker: str, place: str) -> Message:
+    """A turn in ShareGPT's form as a message. ``place``: for messages to people."""
+    role = ROLES.get(speaker.strip().lower())
+    if role is None:
+        raise ConfigError(f"{place} is from {speaker!r}, and who that is is not known: write one of {', '.join(ROLES)}")
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value", "role")}
+    content = turn.get("value", turn.get("content"))
+    if not isinstance(content, str):
+        raise ConfigError(f"{place}: its 'value' must be text, not {type_of(content)}")
+    if role != "call":
+        return {**rest, "role": role, "content": content}
+    return {**rest, "role": "assistant", "content": "", "tool_calls": _calls(content, place)}
+
+
+def _calls(text: str, place: str) -> list[Message]:
+    """The calls of tools in a turn, as chat templates take them.
+
+    Raises:
+        ConfigError: the text is not JSON of one call or of several.
+    """
+    try:
+        value = parse_json(text, finite=False)
+    except MalformedError as error:
+        raise ConfigError(f"{place} is a call of a tool, and its 'value' is not JSON: {error}") from None
+    calls: list[Any] = value if isinstance(value, list) and value else [value]
+    for call in calls:
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or "arguments" not in call:
+            raise ConfigError(
+                f"{place} is a call of a tool, and its 'value' must be JSON with 'name' and 'arguments', or a list of "
+                f"such, not {text[:80]!r}"
+            )
+    return [{"type": "function", "function": {**call, "arguments": _arguments(call, place)}} for call in calls]
+
+
+def _arguments(call: Message, place: str) -> Any:
+    """Arguments are an object, or its JSON, which templates would write as a text."""
+    given = call["arguments"]
+    try:
+        return parse_json(given, finite=False) if isinstance(given, str) else given
+    except MalformedError as error:
+        raise ConfigError(f"{place} is a call of a tool, and its 'arguments' are not JSON: {error}") from None
+
+
+def _parsed(text: str, example: Example, called: str) -> Any:
+    try:
+        return parse_json(text, finite=False)
+    except MalformedError as error:
+        raise ConfigError(f"{example.place}: {called} is text that cannot be read: {error}") from None
+
+
+def type_of(value: Any) -> str:
+    """The type of a value of JSON, in words."""
+    names = {type(None): "null", dict: "an object", list: "a list", bool: "true or false", str: "text"}
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number"
+    empty = "an empty list" if value == [] else None
+    return empty or names.get(type(value), type(value).__name__)

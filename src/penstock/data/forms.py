@@ -1,0 +1,108 @@
+"""The forms that rows have, told apart by their fields: Penstock's own, ShareGPT's and Alpaca's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config.data import Kind
+from penstock.data.sources.reader import TURNS, Example
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """``called``: an example of it, in words. ``kind``: what it becomes. ``needs``: the fields that a row must have;
+    ``may``: those that count if it has them.
+    """
+
+    called: str
+    kind: Kind
+    needs: tuple[str, ...]
+    may: tuple[str, ...] = ()
+
+    def missing(self, example: Example) -> str | None:
+        """The first field that a row lacks."""
+        return next((name for name in self.needs if example.fields.get(name) is None), None)
+
+
+TEXT = Form(called="a text", kind="text", needs=("text",))
+COMPLETION = Form(called="a prompt with its completion", kind="completion", needs=("prompt", "completion"))
+CHATS = tuple(Form(called="a chat", kind="chat", needs=(n,), may=("system", "tools")) for n in ("messages", *TURNS))
+_INSTRUCTION = ("instruction", "output")
+_BESIDE = ("input", "system", "history")
+INSTRUCTION_CHAT = Form(called="an instruction with its output", kind="chat", needs=_INSTRUCTION, may=_BESIDE)
+INSTRUCTION_PROMPT = Form(called="an instruction with its output", kind="completion", needs=_INSTRUCTION, may=_BESIDE)
+
+_KNOWN = (
+    "text (for plain text), prompt and completion, messages or conversations (for chat), or instruction and output. "
+    "If they are there under other names, say which (data.sources: fields)"
+)
+
+
+def form_of(example: Example, kind: Kind | None, *, template: bool) -> Form:
+    """The form of an example. ``kind``: the one asked for. ``template``: whether the tokenizer can render a chat, which
+    an instruction with its output then is.
+
+    Raises:
+        ConfigError: the example's fields say none, or several.
+    """
+    alpaca = INSTRUCTION_CHAT if kind == "chat" or (kind is None and template) else INSTRUCTION_PROMPT
+    forms = [form for form in (TEXT, COMPLETION, *CHATS, alpaca) if kind in (None, form.kind)]
+    if example.names is not None:
+        forms = [form for form in forms if example.names.keys() <= {*form.needs, *form.may}]
+    found = [form for form in forms if form.missing(example) is None and _fits(example, form)]
+    by_kind = {form.kind: form for form in reversed(found) if form is not alpaca}
+    if alpaca in found and not by_kind.keys() & {"chat", "completion"}:
+        by_kind[alpaca.kind] = alpaca
+    if len(by_kind) == 1:
+        return next(iter(by_kind.values()))
+    if by_kind:
+        kinds = " or ".join(kind for kind in ("text", "completion", "chat") if kind in by_kind)
+        raise ConfigError(f"{example.place}: it has {example.listed}, so it may be {kinds}: say which (kind)")
+    if kind is not None or example.names is not None:
+        lacks(example, forms[0])
+    raise ConfigError(f"{example.place}: it has {example.listed}, and none of the fields that are read: {_KNOWN}")
+
+
+def lacks(example: Example, form: Form) -> None:
+    """Raises:
+    ConfigError: the example has not all that the form needs.
+    """
+    name = form.missing(example)
+    if name is not None:
+        raise ConfigError(f"{example.place}: {form.called} needs {example.called(name)}, and this has {example.listed}")
+
+
+def _fits(example: Example, form: Form) -> bool:
+    """What others call ``conversations`` may be anything; a chat is a list."""
+    return form.needs[0] not in TURNS or is_list(example.fields[form.needs[0]])
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is a list, or JSON text of one, as a table has it."""
+    return value.lstrip().startswith("[") if isinstance(value, str) else isinstance(value, Sequence)
+
+
+def recognised(example: Example, form: Form) -> str | None:
+    """What is to be said of the form in which a source is read; None: it is Penstock's own, by its own names."""
+    if form in (INSTRUCTION_CHAT, INSTRUCTION_PROMPT):
+        fields = [name for name in ("instruction", "input", "output") if name in example.fields]
+        how = (
+            "each a chat in the tokenizer's template"
+            if form is INSTRUCTION_CHAT
+            else "in Alpaca's words, as there is no chat template"
+        )
+        return f"Alpaca's form ({_named(example, fields)}), {how}"
+    if form.kind == "chat":
+        name = form.needs[0]
+        turns = example.fields[name]
+        first = turns[0] if isinstance(turns, Sequence) and not isinstance(turns, str) and turns else None
+        if isinstance(first, Mapping) and first.get("from") is not None:
+            return f"ShareGPT's form ({_named(example, [name])}: from, value), each a chat"
+        return f"chats ({_named(example, [name])})" if name in TURNS or example.names else None
+    return f"{form.kind} ({_named(example, form.needs)})" if example.names else None
+
+
+def _named(example: Example, names: Sequence[str]) -> str:
+    theirs = example.names or {}
+    return ", ".join(f"{theirs[name]} as {name}" if name in theirs else name for name in names)
