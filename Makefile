@@ -12,7 +12,7 @@ BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt \
 # two thirds of its time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test faults products proofs sweep lint bench
+.PHONY: demo test faults products proofs sweep wheel lint bench
 
 demo: $(READY)
 	$(BIN)/penstock train examples/demo.yaml --overwrite
@@ -44,6 +44,12 @@ products: $(READY)
 sweep: $(READY)
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target .venv/sweep timm torchvision scipy
 	$(BIN)/python -m tests.sweep
+
+# The wheel of this machine, made of the sdist, in dist/; then a wheel is installed where there is no compiler, and trains,
+# and what another kind of processor computes is compared. Some minutes.
+wheel: $(READY)
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m pytest --campaign -m campaign
 
 lint: $(READY)
 	$(BIN)/ruff check src tests bench examples

@@ -1,6 +1,7 @@
 """Products of settings: a seeded sample that has each value of each parameter, and all of them behind ``--campaign``.
 
-``@pytest.mark.sampled(30)`` over a product of parameters runs 30 of its cases, always the same ones.
+``@pytest.mark.sampled(30)`` over a product of parameters runs 30 of its cases, always the same ones;
+``@pytest.mark.campaign`` none.
 """
 
 import random
@@ -26,7 +27,10 @@ def chosen(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest
         for test, cases in products.items()
         for name in sample({name: _values(item) for name, item in cases.items()}, counts[test])
     }
-    runs = [item.get_closest_marker("sampled") is None or id(item) in kept for item in items]
+    runs = [
+        item.get_closest_marker("campaign") is None and (item.get_closest_marker("sampled") is None or id(item) in kept)
+        for item in items
+    ]
     return list(compress(items, runs)), [item for item, run in zip(items, runs, strict=True) if not run]
 
 
