@@ -350,6 +350,10 @@ WRONG_WORDS: dict[str, tuple[list[str], str]] = {
     "a value for a switch": (["1f1b", "--json=yes"], "--json takes no value"),
     "twice": (["1f1b", "--ranks", "2", "--ranks", "4"], "--ranks is given twice"),
     "unknown option": (["1f1b", "--rank", "2"], "there is no option --rank; did you mean --ranks?"),
+    "another tool's option": (
+        ["vertical", "--offload-param", "disk"],
+        "--offload-param; here it is --weights",
+    ),
     "option of another family": (["1f1b", "--virtual-stages", "2"], "--virtual-stages does nothing for 1f1b"),
     "option of offload": (["fsdp", "--delay", "0.5"], "--delay does nothing for fsdp"),
     "option of pipelines": (["vertical", "--virtual-stages", "2"], "--virtual-stages does nothing for vertical"),

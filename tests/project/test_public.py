@@ -195,6 +195,25 @@ def test_an_unknown_argument_is_named_before_one_that_is_missing() -> None:
         wrap(zzz=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("offload_param", "here it is budget.weights"),  # and not the argument ``weights``
+        ("learning_rate", "here it is optimizer.lr"),
+        ("max_grad_norm", "here it is clip_grad_norm"),
+        ("optim", "here it is optimizer"),
+        ("output_dir", "in a settings file it is run"),
+    ],
+)
+def test_another_tools_name_for_an_argument_is_answered_with_what_stands_for_it(name: str, there: str) -> None:
+    wrap: Callable[..., object] = penstock.wrap
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}': {there}$"):
+        wrap(torch.nn.Linear(1, 1), **{name: 1})
+    plan: Callable[..., object] = penstock.plan
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'nvme_path': here it is budget.disk$"):
+        plan("llama-8b", nvme_path="/ssd")
+
+
 def test_plan_is_the_same_whatever_was_imported_before() -> None:
     code = (
         "import penstock; a = penstock.plan; import penstock.planner.fit; assert a is penstock.plan; assert callable(a)"

@@ -81,6 +81,7 @@ class ModelArguments(Words, PlanSettings):
 
     command: ClassVar[str] = "penstock plan"
     takes: ClassVar[str] = "a settings file, or --model NAME"
+    of_a_run: ClassVar[bool] = True
 
     model: str
     machine: str | None = None

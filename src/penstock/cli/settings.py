@@ -152,7 +152,7 @@ def unknown(
     takes: str,
     what: str = "setting",
     form: str = "{}",
-    there: Counterpart | None = None,
+    there: Counterpart | str | None = None,
 ) -> str:
     """What is said of a key that is none of the ``known`` ones. ``takes``: who takes these; ``form``: of a key that is
     ``what``, in words. ``there``: what stands for it here, where the key is another tool's.

@@ -80,6 +80,7 @@ class Arguments(Words):
     command: ClassVar[str] = "penstock simulate"
     takes: ClassVar[str] = "one schedule, by its name or a file's"
     operands: ClassVar[tuple[str, ...]] = ("name",)
+    of_a_run: ClassVar[bool] = True
 
     name: str
     layers: int | None = None

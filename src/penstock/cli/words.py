@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from penstock.cli.located import Located, parse_yaml
 from penstock.cli.settings import options_of, read, unknown
+from penstock.config.elsewhere import counterpart_among
 from penstock.config.meanings import by_need, is_required, joined_rows, meanings, names_in
 from penstock.documents.typed import hints_of
 from penstock.errors import ConfigError
@@ -43,6 +44,8 @@ class Words:
     takes: ClassVar[str] = ""
     operands: ClassVar[tuple[str, ...]] = ()
     endings: ClassVar[Mapping[str, str]] = {}
+    of_a_run: ClassVar[bool] = False
+    """Whether options are a run's settings, for which other tools have names of theirs."""
 
 
 W = TypeVar("W", bound=Words)
@@ -103,7 +106,9 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
         hint, ending = options.get(_key(flag)), kind.endings.get(_key(flag))
         if hint is None and SETTINGS not in hints_of(kind):
             known = [_flag(key).removeprefix("--") for key in options]
-            raise ConfigError(unknown(flag.removeprefix("--"), known, takes=kind.command, what="option", form="--{}"))
+            key = flag.removeprefix("--")
+            there = counterpart_among(key, options, spelled=_flag) if kind.of_a_run else None
+            raise ConfigError(unknown(key, known, takes=kind.command, what="option", form="--{}", there=there))
         if hint is bool:
             if equals:
                 raise ConfigError(f"{flag} takes no value: write {flag}")

@@ -3,7 +3,7 @@
 The names are those of Hugging Face's and TRL's training arguments, DeepSpeed's JSON and axolotl's YAML.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 
 
@@ -32,6 +32,35 @@ def counterpart(key: str, section: str = "", known: Container[str] = ()) -> Coun
         return found
     last = {whole: whole.rpartition(".")[2] for whole in found.keys}
     return replace(found, keys=tuple(f"{section}.{last[k]}" if last[k] in known else k for k in found.keys))
+
+
+def counterpart_among(
+    key: str, known: Container[str], sections: Container[str] = (), spelled: Callable[[str], str] = str
+) -> str | None:
+    """What is to be said of another tool's ``key`` where settings are options of a command or arguments of a function:
+    the ``known`` ones, of which only ``sections`` have settings inside. None: it is no name of theirs, or nothing has
+    to be said here. ``spelled``: how a known one is written.
+    """
+    found = ELSEWHERE.get(key.replace("-", "_"))
+    if found is None or not found.keys:
+        return None
+    here = [spelled(name) for whole in found.keys if (name := _among(whole, known, sections))]
+    if here:
+        return f"here it is {' and '.join(here)}"
+    return f"in a settings file it is {' and '.join(found.keys)}"
+
+
+def _among(whole: str, known: Container[str], sections: Container[str]) -> str | None:
+    section, _, last = whole.rpartition(".")
+    alone = _ALONE.get(whole, last)
+    if section in sections and whole not in _ALONE:
+        return whole
+    return alone if alone in known else None
+
+
+_ALONE = {"batch.sequences": "batch", "optimizer.name": "optimizer", "model.path": "model", "run": ""}
+"""What settings are called outside of their sections, if not by their last name. ``run`` is an argument of ``wrap`` for
+a run that is there, and no folder that something is written to."""
 
 
 def _is(*keys: str, differs: str = "") -> Counterpart:

@@ -7,7 +7,9 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, get_args
+
+from penstock.config.elsewhere import counterpart_among
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,7 +78,7 @@ def takes(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Conc
     """A function of something and settings, called with the settings as keyword arguments: ``f(x, delay=0.5)``.
 
     They are named, typed and explained in the dataclass ``kind`` alone, which ``help(f)`` shows. A name that is none
-    of them is said first, with the nearest one that is.
+    of them is said first, with what stands for it if another tool has it, or the nearest one that is.
     """
 
     def decorate(function: Callable[[T, S], R]) -> Callable[Concatenate[T, P], R]:
@@ -87,13 +89,16 @@ def takes(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Conc
         each = inspect.signature(kind).parameters
         signature = plain.replace(parameters=[first, *(each[name] for name in order)])
 
+        sections = {f.name for f in by_need(kind) if any(map(is_dataclass, get_args(f.type) or [f.type]))}
+
         construct: Callable[..., S] = kind
 
         @wraps(function)
         def call(*args: Any, **given: Any) -> R:
             if unknown := [name for name in given if name not in signature.parameters]:
                 near = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
-                hint = f". Did you mean {near[0]!r}?" if near else ""
+                there = counterpart_among(unknown[0], signature.parameters, sections)
+                hint = f": {there}" if there else f". Did you mean {near[0]!r}?" if near else ""
                 raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {unknown[0]!r}{hint}")
             try:
                 bound = signature.bind(*args, **given).arguments
