@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,14 @@ def test_an_instruction_is_a_chat_where_there_is_a_template_and_alpacas_prompt_e
     _same(_documents(bpe, _written(tmp_path / f"other.{kind}", other), fields=fields), as_prompts)
 
 
+def test_a_field_that_is_named_is_not_read_under_its_own_name_as_well(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    expected = _documents(bpe, _written(tmp_path / "own.jsonl", [{"instruction": "add", "output": "3"}]))
+    path = _written(tmp_path / "a.jsonl", [{"input": "add", "reply": "3"}])
+    _same(_documents(bpe, path, fields={"instruction": "input", "output": "reply"}), expected)
+
+
 def test_earlier_turns_and_the_systems_words_of_an_instruction_are_kept(
     bpe: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -243,6 +252,10 @@ def test_a_row_that_will_not_do_is_refused_with_its_line_and_what_it_has(
         ({"text": ""}, "fields.text must be the name"),
         ({"prompt": "a", "completion": "a"}, "fields.prompt: 'a' is completion already"),
         ({"text": "a", "messages": "b"}, "fields has text and messages, which do not go together"),
+        (
+            {"completion": "prompt"},
+            "fields.completion: .*'prompt' is completion then: say which is prompt",
+        ),
         ({"messages": "a"}, "fields has messages, which kind: completion does not have"),
     ],
 )
@@ -302,6 +315,19 @@ def test_penstocks_own_form_by_its_own_names_needs_no_word(bpe: PreTrainedTokeni
         assert not isinstance(reader, tuple)
         example, _ = next(reader.read(None))
         assert recognised(example, form_of(example, None, template=True)) is None
+
+
+def test_a_stream_that_goes_on_reads_what_it_began_with(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Its first row says that it is text; those behind might be chats as well, and one alone would not say which."""
+    rows = [{"text": f"water {i}"} | ({"messages": chats(1)[0]["messages"]} if i else {}) for i in range(12)]
+    source = SourceConfig(path=str(_written(tmp_path / "a.jsonl", rows)))
+    settings: dict[str, Any] = {"streaming": True, "shuffle": 3, "packing": False}
+    whole = list(islice(_open(bpe, tmp_path / "run", source, **settings).train.rows(None), 20))
+    assert whole[6][1]["sources"][0]["at"] is not None
+    for number in (2, 6, 13):
+        again = _open(bpe, tmp_path / "run", source, **settings).train.rows(whole[number][1])
+        (row, position), (expected, behind) = next(again), whole[number + 1]
+        assert (row.ids.tolist(), position) == (expected.ids.tolist(), behind)
 
 
 def test_an_empty_source_is_refused(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:

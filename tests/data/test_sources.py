@@ -49,6 +49,9 @@ def _written(folder: Path, kind: str) -> Path:
         numbered = [{"id": n, **row} for n, row in enumerate(rows)]
         if kind == "parquet":
             _parquet(folder / f"{i}.parquet", numbered)
+        elif kind == "array.json":
+            text = json.dumps(numbered, indent=1 + i, ensure_ascii=False)
+            (folder / f"{i}.json").write_text("\ufeff" * i + text, encoding="utf-8")
         elif kind.startswith(("csv", "tsv")):
             write_table(folder / f"{i}.{kind}", numbered)
         else:
@@ -56,7 +59,7 @@ def _written(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "csv", "tsv.gz"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "array.json", "parquet", "csv", "tsv.gz"])
 def test_each_kind_of_file_gives_all_documents_in_order_from_any_cursor_on(tmp_path: Path, kind: str) -> None:
     reader = _reader(_written(tmp_path, kind))
     found = list(reader.read(None))
@@ -102,6 +105,22 @@ def test_a_table_gives_its_cells_to_the_character_from_any_row_on(tmp_path: Path
     for number in range(29):
         cursor = json.loads(json.dumps(found[number][1]))
         assert list(reader.read(cursor)) == found[number + 1 :]
+
+
+def test_an_array_gives_its_objects_whatever_is_in_their_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets, quotes and backslashes in texts, wherever a stretch that is read may end."""
+    nasty = ['"', "\\", '\\"', "{", "}]", '{"a": "', "\\\\", "größe 水", "", "x" * 100]
+    rows = [{"text": nasty[i % 10] + nasty[i * 3 % 10], "id": {"n": [{}, {"i": i}]}} for i in range(60)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows, ensure_ascii=False, indent=2))
+    reader = _reader(path)
+    for size in (1, 2, 7, 1 << 16):
+        monkeypatch.setattr("penstock.data.sources.json_array._FIRST", size)
+        found = list(reader.read(None))
+        assert [dict(example.fields) for example, _ in found] == [{"text": row["text"]} for row in rows]
+        assert list(reader.read(found[40][1])) == found[41:]
+    path.write_text(" [ ] ")
+    assert list(reader.read(None)) == []
 
 
 BAD_TABLES = [
@@ -203,8 +222,16 @@ BAD = [
     ('{"text": "a"}\n{"text": "b \\ud83d c"}\n', r"line 2: the text has \\ud83d, half of a character"),
     ('{"text": "a"}\n' + "[" * 100_000 + "\n", "line 2: .*brackets within brackets"),
     ('{"text": "a"}\n{"text": ' + "1" * 5000 + "}\n", "line 2: this cannot be read: .*digits"),
-    ('[{"text": "a"}]\n', "line 1: each line must hold one JSON object, and this one holds a list"),
-    ('[\n{"text": "a"}]\n', "line 1: this is not JSON.*one JSON array"),
+    ('{"text": "a"}\n["b"]\n', "line 2: each line must hold one JSON object, and this one holds a list"),
+    ('[{"text": "a"}, ["b"]]', "item 2: each item of the array must be an object"),
+    ('["a"]', "item 1: each item of the array must be an object"),
+    ('[{"text": "a"}, {"text": 3}]', "item 2: 'text' must be text, not a number"),
+    ('[{"text": "a"}, {"text" "b"}]', "item 2: this is not JSON"),
+    ('[{"text": "a"}, ]', "item 2: each item of the array must be an object"),
+    ('[{"text": "a"} {"text": "b"}]', "behind item 1: a comma or the array's end is missing"),
+    ('[{"text": "a"}, {"text": "b', "item 2: it does not end within .* bytes: the file is cut off"),
+    ('[{"text": "a"},\n', "behind item 1: the file ends within its array: it is cut off"),
+    ('[{"text": "a"}]\n[]', "behind item 1: something follows the array"),
     ('{"body": "a"}\n', "line 1: it has 'body', and none of the fields"),
     ('{"text": "a", "messages": []}\n', "may be text or chat: say which"),
     ('{"prompt": "a", "completion": ""}\n', "line 1: 'completion' is empty"),

@@ -11,13 +11,25 @@ Kind = Literal["text", "completion", "chat", "tokens"]
 LossOn = Literal["answers", "all"]
 TooLong = Literal["split", "cut", "drop"]
 
-FIELDS: tuple[tuple[tuple[str, ...], tuple[Kind, ...]], ...] = (
-    (("text",), ("text",)),
-    (("prompt", "completion"), ("completion",)),
-    (("messages", "system", "tools"), ("chat",)),
-    (("instruction", "output", "input", "system", "history"), ("chat", "completion")),
-)
-"""The fields that an example may have, those of one line together, and the kinds that it may then be of."""
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """The fields of one sort of example: those that it needs, those that it may have, and the kinds it may be of."""
+
+    needs: tuple[str, ...]
+    may: tuple[str, ...] = ()
+    kinds: tuple[Kind, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.needs, *self.may)
+
+
+TEXT = Fields(needs=("text",), kinds=("text",))
+COMPLETION = Fields(needs=("prompt", "completion"), kinds=("completion",))
+CHAT = Fields(needs=("messages",), may=("system", "tools"), kinds=("chat",))
+INSTRUCTION = Fields(needs=("instruction", "output"), may=("input", "system", "history"), kinds=("chat", "completion"))
+SORTS = (TEXT, COMPLETION, CHAT, INSTRUCTION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +92,7 @@ def _check_fields(given: Mapping[str, str], kind: Kind | None) -> None:
     """
     if not given:
         raise ConfigError("fields is empty: write {name here: name in the file}, or drop it")
-    known = {name for names, _ in FIELDS for name in names}
+    known = {name for sort in SORTS for name in sort.names}
     for name, theirs in given.items():
         if name not in known:
             turned = f"; the other way round it is {{{theirs}: {name}}}" if theirs in known else ""
@@ -89,10 +101,13 @@ def _check_fields(given: Mapping[str, str], kind: Kind | None) -> None:
             raise ConfigError(f"fields.{name} must be the name of a field of the file, not {theirs!r}")
         if twice := [other for other in given if given[other] == theirs and other != name]:
             raise ConfigError(f"fields.{name}: {theirs!r} is {twice[0]} already: a field of the file is one here")
-    lines = [(names, kinds) for names, kinds in FIELDS if given.keys() <= {*names}]
-    if not lines:
+    sorts = [sort for sort in SORTS if given.keys() <= {*sort.names}]
+    if not sorts:
         raise ConfigError(f"fields has {_listed(tuple(given))}, which do not go together. {_WAYS}")
-    if kind is not None and not any(kind in kinds for _, kinds in lines):
+    for name, theirs in given.items():
+        if theirs not in given and any(theirs in sort.needs for sort in sorts):
+            raise ConfigError(f"fields.{name}: the file's {theirs!r} is {name} then: say which is {theirs}, too")
+    if kind is not None and not any(kind in sort.kinds for sort in sorts):
         raise ConfigError(f"fields has {_listed(tuple(given))}, which kind: {kind} does not have")
 
 
@@ -100,7 +115,7 @@ def _listed(names: tuple[str, ...]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-_WAYS = "An example has " + "; or ".join(_listed(names) for names, _ in FIELDS)
+_WAYS = "An example has " + "; or ".join(_listed(sort.names) for sort in SORTS)
 
 
 @dataclass(frozen=True, kw_only=True)

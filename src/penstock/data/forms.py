@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config import data
 from penstock.config.data import Kind
 from penstock.data.sources.reader import TURNS, Example
 from penstock.errors import ConfigError
@@ -25,13 +26,15 @@ class Form:
         return next((name for name in self.needs if example.fields.get(name) is None), None)
 
 
-TEXT = Form(called="a text", kind="text", needs=("text",))
-COMPLETION = Form(called="a prompt with its completion", kind="completion", needs=("prompt", "completion"))
-CHATS = tuple(Form(called="a chat", kind="chat", needs=(n,), may=("system", "tools")) for n in ("messages", *TURNS))
-_INSTRUCTION = ("instruction", "output")
-_BESIDE = ("input", "system", "history")
-INSTRUCTION_CHAT = Form(called="an instruction with its output", kind="chat", needs=_INSTRUCTION, may=_BESIDE)
-INSTRUCTION_PROMPT = Form(called="an instruction with its output", kind="completion", needs=_INSTRUCTION, may=_BESIDE)
+TEXT = Form(called="a text", kind="text", needs=data.TEXT.needs)
+COMPLETION = Form(called="a prompt with its completion", kind="completion", needs=data.COMPLETION.needs)
+CHATS = tuple(
+    Form(called="a chat", kind="chat", needs=(name,), may=data.CHAT.may) for name in (*data.CHAT.needs, *TURNS)
+)
+INSTRUCTION_CHAT, INSTRUCTION_PROMPT = (
+    Form(called="an instruction with its output", kind=kind, needs=data.INSTRUCTION.needs, may=data.INSTRUCTION.may)
+    for kind in data.INSTRUCTION.kinds
+)
 
 _KNOWN = (
     "text (for plain text), prompt and completion, messages or conversations (for chat), or instruction and output. "

@@ -1,4 +1,4 @@
-"""JSONL: one object in each line, in one file or several, compressed with gzip or not.
+"""JSON: one object in each line (JSONL), or one array of objects; in one file or several, compressed with gzip or not.
 
 Read here and not by ``datasets``, which knows no line numbers, takes one schema for all lines, and adds to each message
 the keys that any other has.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from penstock.data.sources.json_array import is_array, items
 from penstock.data.sources.reader import FIELDS, Cursor, Example
 from penstock.documents.text import MalformedError, parse_json
 from penstock.errors import ConfigError
@@ -21,34 +22,42 @@ LONGEST = 32 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines:
-    """A cursor is (file, byte, line) of what comes next. ``wanted``: the keys that are read."""
+    """A cursor is (file, byte, line or item of an array) of what comes next. ``wanted``: the keys that are read."""
 
     files: tuple[Path, ...]
     wanted: Sequence[str] = FIELDS
 
     def read(self, start: Cursor) -> Iterator[tuple[Example, Cursor]]:
-        first, offset, line = start or (0, 0, 0)
+        first, offset, number = start or (0, 0, 0)
         for index in range(first, len(self.files)):
-            path = self.files[index]
+            path, unit = self.files[index], "line"
             try:
                 with open_bytes(path) as file:
-                    file.seek(offset)
-                    while text := file.readline(LONGEST + 1):
-                        if len(text) > LONGEST:
-                            raise ConfigError(
-                                f"{path}, line {line + 1}: it has more than {LONGEST:,} bytes: is the file JSONL? "
-                                "Divide the document"
-                            )
-                        offset, line = offset + len(text), line + 1
-                        if not text.isspace():
-                            place = f"{path}, line {line}"
-                            row = _row(text, place)
-                            fields = {name: row[name] for name in self.wanted if name in row}
-                            yield Example(fields=fields, place=place, has=tuple(row)), [index, offset, line]
+                    array = is_array(file)
+                    unit = "item" if array else "line"
+                    found = (items if array else _lines)(file, path, offset, number, LONGEST)
+                    for text, offset, number in found:
+                        place = f"{path}, {unit} {number}"
+                        row = _row(text, place)
+                        fields = {name: row[name] for name in self.wanted if name in row}
+                        yield Example(fields=fields, place=place, has=tuple(row)), [index, offset, number]
             except (OSError, EOFError, zlib.error) as error:
                 reason = getattr(error, "strerror", None) or str(error)
-                raise ConfigError(f"data: cannot read {path}, after line {line}: {reason}") from None
-            offset = line = 0
+                raise ConfigError(f"data: cannot read {path}, after {unit} {number}: {reason}") from None
+            offset = number = 0
+
+
+def _lines(file: BinaryIO, path: Path, offset: int, line: int, longest: int) -> Iterator[tuple[bytes, int, int]]:
+    """The lines behind ``offset``, but for empty ones: each with the byte behind it and its number."""
+    file.seek(offset)
+    while text := file.readline(longest + 1):
+        if len(text) > longest:
+            raise ConfigError(
+                f"{path}, line {line + 1}: it has more than {longest:,} bytes: is the file JSONL? Divide the document"
+            )
+        offset, line = offset + len(text), line + 1
+        if not text.isspace():
+            yield text, offset, line
 
 
 def open_bytes(path: Path) -> BinaryIO:
@@ -60,9 +69,7 @@ def _row(text: bytes, place: str) -> Mapping[str, Any]:
     try:
         value = parse_json(text.rstrip(), finite=False)
     except MalformedError as error:
-        whole = text.lstrip()[:1] == b"[" and place.endswith("line 1")
-        hint = ": the file is one JSON array; write each of its objects into a line of its own" if whole else ""
-        raise ConfigError(f"{place}: {error}{hint}") from None
+        raise ConfigError(f"{place}: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{place}: each line must hold one JSON object, and this one holds a {type(value).__name__}")
     return value

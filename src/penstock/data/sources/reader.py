@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.config import data
+from penstock.config.data import SORTS
 from penstock.errors import ConfigError
 
 Cursor = Any
@@ -14,7 +14,7 @@ Cursor = Any
 TURNS = ("conversations", "conversation")
 """What files call a chat that is not ``messages``."""
 
-FIELDS = tuple(dict.fromkeys((*(name for names, _ in data.FIELDS for name in names), *TURNS)))
+FIELDS = tuple(dict.fromkeys((*(name for sort in SORTS for name in sort.names), *TURNS)))
 """The fields of a source that are read."""
 
 
@@ -110,7 +110,7 @@ def wanted(names: Mapping[str, str] | None) -> tuple[str, ...]:
 def _every(names: Mapping[str, str]) -> dict[str, str]:
     """Each field that may be there, and its name in the file: that of the settings, else its own, if it is free."""
     theirs = {*names.values()}
-    together = {name for line, _ in data.FIELDS if names.keys() <= {*line} for name in line}
+    together = {name for sort in SORTS if names.keys() <= {*sort.names} for name in sort.names}
     if not names.keys() & {"messages"} and "messages" in together:
         together |= {*TURNS}
     return {**names, **{name: name for name in FIELDS if name in together - names.keys() - theirs}}
